@@ -1,0 +1,445 @@
+"""Any table to sharded, memory-mappable files; with no arguments, a demo corpus of Python docstrings and functions.
+
+    python prepare_corpus.py      # the demo: data/python_code, made from the Python that runs this
+    python prepare_corpus.py logs/*.jsonl.zst --output_dir data/logs --columns query clicked
+    python prepare_corpus.py s3://bucket/pairs --output_dir data/pairs --filter "score > 0.5 and lang in ['en', 'de']"
+
+A row of the demo (`code` never holds a docstring, so a match has to come from names and logic):
+
+    docstring  Return the first index of value, or -1 if it is absent.
+    code       def find(items, value):\\n    for index, item in enumerate(items): ...
+
+The demo writes {train,heldout}/{stdlib,packages}-00000-of-0000N.parquet and corpus.json (files, pairs). It holds out
+files, not pairs; train has no docstring or code of a held-out file. Rows are shuffled: the first N are a fair sample.
+
+Sources (Parquet, ORC, Arrow file or stream; CSV, TSV, JSON Lines, each also .gz or .zst; a path, glob, folder or URL)
+become data-00000-of-0000N.arrow (or .parquet), which `datasets` maps. Memory stays that of a few record batches.
+
+Left out on purpose: types given by hand (CSV and JSON are read twice, first for types that hold every value; dates and
+numbers like 007 stay text), shuffling (the trainers do), remote outputs.
+"""
+
+import argparse
+import ast
+import contextlib
+import functools
+import gc
+import hashlib
+import io
+import json
+import operator
+import random
+import re
+import shutil
+import sys
+import sysconfig
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pacsv
+import pyarrow.dataset as pads
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+BATCH_ROWS = 1000  # rows of a record batch and of a Parquet row group, as `datasets` itself writes them
+BLOCK_BYTES = 4 << 20  # text parsed at once. pyarrow reads CSV 32 blocks ahead and refuses rows longer than a block
+
+# ------------------------------------------------------------------------------------------------ the demo corpus
+
+HELDOUT_PERCENT = 5  # of files: a few thousand pairs, enough for 1,000 candidates and a look at the variance
+MAX_CODE_CHARS = 4000  # some 1,000 tokens, four times what the trainers read; longer ones are mostly generated tables
+# Test suites hold the same assertion many times over, and their docstrings describe a bug number, not the code.
+SKIPPED_FOLDERS = {"test", "tests", "testing", "_test", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+def definitions(statements):
+    """Yields every function and class among the statements, however nested."""
+    for statement in statements:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield statement
+        # Definitions stand in blocks only; ast.walk would visit every expression too and take half of the run.
+        for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+            yield from definitions(getattr(statement, block, ()))
+
+
+def is_stub(node):
+    """Returns whether a statement says nothing about what its function does: pass, a literal, NotImplementedError."""
+    if isinstance(node, ast.Raise):
+        return node.exc is not None and "NotImplemented" in ast.dump(node.exc)
+    return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+
+
+def docstring_pairs(path):
+    """Returns [(first docstring paragraph, source without any docstring)] of a file, or None if it does not parse."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in other people's strings
+            nodes = list(definitions(ast.parse(text).body))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    lines = text.encode().splitlines()  # bytes: ast counts columns in UTF-8 bytes and breaks lines where bytes do
+    documented = [node for node in nodes if ast.get_docstring(node)]
+    for node in documented:
+        # Nested docstrings go too: a query found verbatim in the enclosing function would be a second right answer.
+        # Lines become None rather than being deleted, so that every line number stays true.
+        span = node.body[0]
+        first, last = span.lineno - 1, span.end_lineno - 1
+        rest = lines[first][: span.col_offset] + lines[last][span.end_col_offset :].lstrip(b"; \t")
+        lines[first : last + 1] = [rest if rest.strip() else None] + [None] * (last - first)
+    pairs = []
+    for node in documented:
+        if isinstance(node, ast.ClassDef) or all(is_stub(statement) for statement in node.body[1:]):
+            continue
+        start = min([node.lineno] + [decorator.lineno for decorator in node.decorator_list]) - 1
+        source = [line for line in lines[start : node.end_lineno] if line and line.strip()]
+        # Not textwrap.dedent: a multi-line string at column 0 would keep the whole method indented.
+        indent = source[0][: len(source[0]) - len(source[0].lstrip())]
+        code = b"\n".join(line.removeprefix(indent).rstrip() for line in source).decode(errors="replace")
+        paragraph = re.split(r"\n\s*\n|>>>", ast.get_docstring(node).strip())[0]  # doctests are code, not a query
+        docstring = " ".join(paragraph.split()).encode("utf-8", "replace").decode()  # "\ud800" is legal in Python
+        # To be searched for it needs three words, and must not point to another docstring.
+        pointer = r"(see|refer to|same as|inherit\w*( from)?|overrid\w*|implements?|alias (for|of))\b.{0,60}$"
+        useful = len(re.findall(r"[^\W\d_]{2,}", docstring)) >= 3 and not re.match(pointer, docstring, re.IGNORECASE)
+        if useful and len(source) >= 2 and len(code) <= MAX_CODE_CHARS:
+            pairs.append((docstring, code))
+    return pairs
+
+
+def build_demo(roots, folder):
+    """Writes the demo corpus of `roots` ({source: [folder, ...]}) into `folder`; returns what corpus.json says."""
+    files = []  # (heldout?, source, path)
+    for source, source_roots in roots.items():
+        for root in sorted({Path(root).resolve() for root in source_roots}):
+            inside = [path.relative_to(root) for path in root.rglob("*.py")]
+            for name in sorted(name.as_posix() for name in inside if not SKIPPED_FOLDERS.intersection(name.parts)):
+                # The path alone decides, so a file is on the same side on every machine and after every upgrade.
+                digest = hashlib.blake2b(f"{source}/{name}".encode(), digest_size=8).digest()
+                files.append((int.from_bytes(digest, "big") % 100 < HELDOUT_PERCENT, source, root / name))
+    # Held-out files go first: of two equal pairs the held-out one stays. Within a split the order of `roots` decides.
+    files.sort(key=lambda file: not file[0])
+    report = {"python": sys.version.split()[0], "files": len(files), "not_parsed": 0, "duplicates": 0, "pairs": {}}
+    rows = {(split, source): [] for split in ("train", "heldout") for source in roots}
+    seen = set()
+    with ProcessPoolExecutor(initializer=gc.disable) as pool:  # syntax trees have no cycles: scanning them is waste
+        found = pool.map(docstring_pairs, [path for *_, path in files], chunksize=16)
+        for (heldout, source, _), pairs in zip(files, tqdm(found, total=len(files), unit="file", desc="parsing")):
+            report["not_parsed"] += pairs is None
+            for docstring, code in pairs or []:
+                # Equal but for case, punctuation and layout is equal: vendored copies differ in just that.
+                keys = {" ".join(re.findall(r"\w+", docstring.lower())), "code " + "".join(code.split())}
+                if seen.isdisjoint(keys):
+                    rows["heldout" if heldout else "train", source].append((docstring, code))
+                else:
+                    report["duplicates"] += 1
+                seen |= keys
+    schema = pa.schema([("docstring", pa.string()), ("code", pa.string())])
+    for (split, source), pairs in rows.items():
+        random.Random(0).shuffle(pairs)
+        table = pa.table([[docstring for docstring, _ in pairs], [code for _, code in pairs]], schema=schema)
+        write_shards([table], schema, folder / split, source, "parquet", rows_per_shard=20_000)
+        report["pairs"].setdefault(split, {})[source] = len(pairs)
+    (folder / "corpus.json").write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+# ---------------------------------------------------------------------------------------------- reading any table
+
+# A CSV column has the first type whose pattern all its values match, else it is text; so 007 and numbers with more
+# digits than the type holds stay as they are. An empty value is null.
+CSV_TYPES = {pa.null(): r"^$", pa.bool_(): r"^(true|false)$", pa.int64(): r"^-?(0|[1-9]\d{0,17})$"}
+CSV_TYPES |= {pa.float64(): r"^-?(0|[1-9]\d{0,14})(\.\d+)?([eE][-+]?\d{1,2})?$"}
+
+
+def kind_of(path):
+    """Returns (kind of table or None, compression or None) by the suffixes of `path`."""
+    # The binary formats compress inside, and reading them means seeking, which a compressed file does not allow.
+    suffixes = r"(?:\.(parquet|orc|arrow)|\.(csv|tsv|jsonl?)(\.gz|\.zst)?|)$"
+    binary, text, compression = re.search(suffixes, path.lower()).groups()
+    return binary or text, {".gz": "gzip", ".zst": "zstd"}.get(compression)
+
+
+def find_files(sources):
+    """Returns [(fsspec filesystem, path)], sorted within a glob or folder; raises ValueError for one without files."""
+    files = []
+    for source in sources:
+        fs, root = fsspec.url_to_fs(source)
+        if fs.isdir(root):  # which may hold a README, or the notes `datasets` leaves beside its shards
+            notes = ("dataset_info.json", "state.json", "dataset_dict.json")
+            paths = [path for path in fs.find(root) if kind_of(path)[0] and not path.endswith(notes)]
+        else:  # a file before a glob: a name may hold brackets
+            paths = [root] if fs.isfile(root) else [path for path in fs.glob(root) if fs.isfile(path)]
+        if not paths:
+            raise ValueError(f"{source}: no file found; give a file, a glob, a folder or an fsspec URL that has some")
+        if unknown := [path for path in paths if not kind_of(path)[0]]:
+            raise ValueError(f"{unknown[0]}: unknown suffix; parquet, orc, arrow; csv, tsv, json, jsonl[.gz or .zst]")
+        files += [(fs, path) for path in sorted(paths)]
+    return files
+
+
+@contextlib.contextmanager
+def blame(path):
+    """Turns an error of a reader into a one-line ValueError which names the file."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: truncated or corrupt: {str(error).splitlines()[0]}") from error
+
+
+def json_batches(stream, path, schema):
+    """Yields record batches of `schema`, or of the narrowest that holds all rows so far; errors name the line."""
+    lines, number, widest = io.BufferedReader(stream), 0, schema or pa.schema([])
+
+    def build(rows):
+        nonlocal widest
+        if schema is None:
+            found = pa.schema(list(pa.infer_type([{}, *rows])))  # a row is a struct
+            widest = pa.unify_schemas([widest, found], promote_options="permissive")
+        return pa.RecordBatch.from_pylist(rows, widest)
+
+    while block := lines.readlines(BLOCK_BYTES):
+        rows = {}  # {line number: row}
+        try:
+            for line in block:
+                number += 1
+                if line.strip():
+                    rows[number] = {**json.loads(line)}  # what is not an object fails here
+            try:
+                batch = build(list(rows.values()))
+            except (ValueError, TypeError, OverflowError):
+                for number in rows:  # again one by one, to know the line
+                    build([rows[number]])
+                raise
+        except (ValueError, TypeError, OverflowError) as error:  # malformed, not UTF-8, or of another type than before
+            raise ValueError(f"{path}: line {number}: {str(error).replace('line 1 column', 'column')}") from error
+        yield batch
+
+
+def inspect(fs, path):
+    """Returns (schema, rows) of one file; all but Parquet and ORC are read to their end."""
+    kind = kind_of(path)[0]
+    if kind in ("parquet", "orc"):
+        dataset = pads.dataset(path, format=kind, filesystem=fs)
+        return dataset.schema.remove_metadata(), dataset.count_rows()
+    schema, rows, fitting = pa.schema([]), 0, {}
+    for batch in read_batches(fs, path):
+        schema, rows = batch.schema.remove_metadata(), rows + batch.num_rows
+        for name, column in zip(schema.names, batch) if kind in ("csv", "tsv") else ():
+            for data_type in list(fitting.setdefault(name, [*CSV_TYPES])):
+                if not pc.all(pc.match_substring_regex(column, CSV_TYPES[data_type]), min_count=0).as_py():
+                    fitting[name].remove(data_type)
+    if kind in ("csv", "tsv"):
+        schema = pa.schema([(name, [*fitting[name], pa.string()][0]) for name in schema.names])
+    return schema, rows
+
+
+def read_batches(fs, path, schema=None, keep=None):
+    """Yields the record batches of one file; `schema` and the filter `keep` spare what they can."""
+    (kind, compression), names = kind_of(path), schema and schema.names
+    if kind == "parquet":
+        # pyarrow.dataset would do, but holds a row group whole: 1,400 MB where this held 155 MB (487 MB row group).
+        # It still says which row groups the filter can match.
+        (fragment,) = pads.dataset(path, format=kind, filesystem=fs).get_fragments()
+        groups = [group.id for group in fragment.subset(keep).row_groups] if keep is not None else None
+        with fs.open(path, "rb") as raw, pq.ParquetFile(raw, pre_buffer=False, buffer_size=1 << 20) as file:
+            yield from file.iter_batches(BATCH_ROWS, row_groups=groups, columns=names, use_threads=False)
+    elif kind == "orc":
+        ahead = {"batch_readahead": 1, "fragment_readahead": 1, "use_threads": False}
+        dataset = pads.dataset(path, format=kind, filesystem=fs)
+        yield from dataset.to_batches(columns=names, filter=keep, batch_size=BATCH_ROWS, **ahead)
+    elif kind == "arrow":
+        with fs.open(path, "rb") as raw:
+            is_file = raw.read(6) == b"ARROW1"  # else the stream format, which `datasets` writes
+            raw.seek(0)
+            reader = pa.ipc.open_file(raw) if is_file else pa.ipc.open_stream(raw)
+            yield from map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+    else:
+        # pyarrow decompresses: it reads all members of a concatenated file and raises on a truncated one, where
+        # zstandard's reader ends in silence after the first frame.
+        with pa.input_stream(fs.open(path, "rb"), compression=compression) as stream:
+            if kind in ("csv", "tsv"):
+                read = pacsv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES)
+                parse = pacsv.ParseOptions(delimiter="\t" if kind == "tsv" else ",", newlines_in_values=True)
+                types = {field.name: field.type for field in schema or []}
+                empty = {"strings_can_be_null": True, "null_values": [""]}
+                values = pacsv.ConvertOptions(column_types=types, default_column_type=pa.string(), **empty)
+                yield from pacsv.open_csv(stream, read, parse, values)
+            else:
+                yield from json_batches(stream, path, schema)
+
+
+# ------------------------------------------------------------------------------------------------- the conversion
+
+OPERATORS = {ast.And: operator.and_, ast.Or: operator.or_, ast.Eq: operator.eq, ast.NotEq: operator.ne}
+OPERATORS |= {ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge}
+
+
+def parse_filter(text):
+    """Returns (pyarrow expression, names it reads) of a filter in Python syntax; raises ValueError."""
+
+    def build(node):  # an expression, or the plain value of a literal
+        match node:
+            case ast.Name():
+                return pc.field(node.id)
+            case ast.UnaryOp(op=ast.Not()):
+                return ~build(node.operand)
+            case ast.BoolOp():
+                return functools.reduce(OPERATORS[type(node.op)], map(build, node.values))
+            case ast.Compare():  # 0 < score < 1 is two comparisons
+                terms = [build(term) for term in (node.left, *node.comparators)]
+                return functools.reduce(operator.and_, map(compare, terms, node.ops, terms[1:]))
+        return ast.literal_eval(node)
+
+    def compare(left, op, right):
+        match op, right:
+            case (ast.In() | ast.NotIn(), list()):  # of a string, isin would take the letters
+                return left.isin(right) if isinstance(op, ast.In) else ~left.isin(right)
+            case (ast.Is() | ast.Eq(), None):  # in Arrow nothing equals null
+                return left.is_null()
+            case (ast.IsNot() | ast.NotEq(), None):
+                return left.is_valid()
+        return OPERATORS[type(op)](left, right)
+
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        return build(tree) & pc.scalar(True), [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    except (SyntaxError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ValueError(f"--filter {text!r}: only comparisons, in [...], is None, and, or, not are known") from error
+
+
+def common_schema(files, columns, filter_columns):
+    """Returns (schema of the columns wanted that holds every file; rows of each file); or raises ValueError."""
+    schema, first, counts = None, None, []
+    for fs, path in tqdm(files, desc="inspecting", unit="file"):
+        with blame(path):
+            found, rows = inspect(fs, path)
+        counts.append(rows)
+        if not found.names:
+            continue  # an empty JSON Lines file, as job systems leave them
+        names = list(dict.fromkeys([*(columns or found.names), *filter_columns]))
+        if bad := [name for name in names if found.names.count(name) != 1]:
+            raise ValueError(f"{path}: no column {bad[0]!r}, or several; there are {', '.join(found.names)}")
+        # Dictionaries differ from file to file; the values are what the trainers read.
+        types = [found.field(name).type for name in names]
+        found = pa.schema([(n, t.value_type if pa.types.is_dictionary(t) else t) for n, t in zip(names, types)])
+        schema, first = schema or found, first or path
+        if odd := set(schema.names) ^ set(names):
+            raise ValueError(f"{first} and {path}: only one has {', '.join(sorted(odd))}; choose with --columns")
+        try:
+            schema = pa.unify_schemas([schema, found], promote_options="permissive")
+        except pa.ArrowTypeError as error:
+            raise ValueError(f"{first} and {path}: {error}; convert them apart, or choose with --columns") from error
+    if schema is None:
+        raise ValueError(f"{files[0][1]}: no row in any of the {len(files)} files")
+    return schema, counts
+
+
+def convert(sources, folder, columns=None, filter_text=None, format="arrow", rows_per_shard=1_000_000):
+    """Writes the rows of `sources` that pass the filter, in order; returns how many; raises ValueError."""
+    keep, filter_columns = parse_filter(filter_text) if filter_text else (None, [])
+    files = find_files(sources)
+    schema, counts = common_schema(files, columns, filter_columns)
+    output_schema = pa.schema([schema.field(name) for name in columns or schema.names])
+    try:
+        schema.empty_table().filter(keep) if keep is not None else None
+    except (pa.ArrowException, TypeError) as error:
+        raise ValueError(f"--filter {filter_text!r}: {str(error).splitlines()[0]}") from error
+
+    def tables():
+        held = output_schema.empty_table()  # a strict filter leaves crumbs, which are slow to map: they are joined
+        with tqdm(total=sum(counts), unit="row", unit_scale=True, desc="converting") as bar:
+            for i, (fs, path) in enumerate(files):
+                with blame(path):
+                    for batch in read_batches(fs, path, schema, keep):
+                        bar.update(batch.num_rows)
+                        table = pa.Table.from_batches([batch]).select(schema.names).cast(schema)
+                        table = (table if keep is None else table.filter(keep)).select(output_schema.names)
+                        held = pa.concat_tables([held, table])
+                        if held.num_rows >= BATCH_ROWS or held.nbytes >= BLOCK_BYTES:
+                            yield held.combine_chunks()
+                            held = output_schema.empty_table()
+                bar.update(sum(counts[: i + 1]) - bar.n)  # rows that the filter spared reading
+        yield held.combine_chunks()
+
+    rows = write_shards(tables(), output_schema, folder, "data", format, rows_per_shard)
+    if not rows:
+        raise ValueError(f"--filter {filter_text!r}: keeps none of the {sum(counts)} rows")
+    return rows
+
+
+def write_shards(tables, schema, folder, name, format, rows_per_shard):
+    """Writes tables as folder/name-00000-of-0000N.format, at most `rows_per_shard` rows each; returns the rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shards, rows, writer = [], 0, None
+    for table in tables:
+        while table.num_rows:
+            if rows % rows_per_shard == 0:
+                if writer:
+                    writer.close()
+                shards.append(folder / f"{name}-{len(shards):05d}.{format}")
+                # The stream format is what `datasets` maps; its batches are uncompressed, so text is never copied.
+                writer = (pa.ipc.new_stream if format == "arrow" else pq.ParquetWriter)(str(shards[-1]), schema)
+            part = table.slice(0, rows_per_shard - rows % rows_per_shard)
+            writer.write_table(part, BATCH_ROWS)
+            rows, table = rows + part.num_rows, table.slice(part.num_rows)
+    if writer:
+        writer.close()
+    for i, shard in enumerate(shards):  # their number is known only now
+        shard.rename(folder / f"{name}-{i:05d}-of-{len(shards):05d}.{format}")
+    return rows
+
+
+def main(argv=None):
+    """Runs the command line; returns the exit code: 0, or 2 after one line on stderr."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = parser.add_argument
+    option("sources", nargs="*", metavar="SOURCE", help="path, glob, folder or fsspec URL; none: the demo corpus")
+    option("--output_dir", type=Path, help="new folder for the shards (demo: data/python_code)")
+    option("--overwrite", action="store_true", help="replace an output_dir that holds something, once all is written")
+    option("--columns", nargs="+", metavar="C", help="columns to keep, in this order (default: all)")
+    option("--filter", metavar="EXPR", help="rows to keep, e.g. \"score > 0.5 and lang in ['en', 'de']\"")
+    option("--format", choices=["arrow", "parquet"], default="arrow", help="arrow maps as it is; parquet is smaller")
+    option("--rows_per_shard", type=int, default=1_000_000, help="most rows of one file")
+    args = parser.parse_args(argv)
+    output_dir = (args.output_dir or Path("data/python_code")).resolve()
+    partial, old = (output_dir.with_name(f".{output_dir.name}.{state}") for state in ("partial", "old"))
+    try:
+        if (args.output_dir is None) if args.sources else (args.columns or args.filter):
+            raise ValueError("to convert, name SOURCE and --output_dir; the demo takes no --columns and no --filter")
+        if args.rows_per_shard < 1:
+            raise ValueError(f"--rows_per_shard {args.rows_per_shard}: at least 1 is needed")
+        own = not args.sources and (output_dir / "corpus.json").exists()  # the demo may replace what it made itself
+        if output_dir.exists() and any(output_dir.iterdir()) and not (args.overwrite or own):
+            raise ValueError(f"{output_dir}: exists and is not empty; choose another --output_dir, or --overwrite")
+        for source in args.sources:
+            if output_dir in [Path(source).resolve(), *Path(source).resolve().parents]:
+                raise ValueError(f"{source}: lies in --output_dir, which would be replaced; choose another")
+        shutil.rmtree(partial, ignore_errors=True)  # a killed run's
+        partial.mkdir(parents=True)
+        if args.sources:
+            rows = convert(args.sources, partial, args.columns, args.filter, args.format, args.rows_per_shard)
+            done = f"{rows:,} rows"
+        else:
+            paths = sysconfig.get_paths()
+            roots = {"stdlib": [paths["stdlib"]], "packages": [paths["purelib"], paths["platlib"]]}
+            done = build_demo(roots, partial)["pairs"]
+        shutil.rmtree(old, ignore_errors=True)
+        if output_dir.exists():
+            output_dir.rename(old)
+        partial.rename(output_dir)
+        shutil.rmtree(old, ignore_errors=True)
+        print(f"{done} -> {output_dir}")
+    except (ValueError, OSError, ImportError) as error:  # ImportError: fsspec names the package a URL needs
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

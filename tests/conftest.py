@@ -1,0 +1,97 @@
+"""What the tests share: a small corpus of real text, tiny models, and real launches of the scripts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT.parent / "shared/data"
+# Nothing is looked up on a hub, progress bars are not drawn, and every process computes with one thread.
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_MININTERVAL": "60"}
+sys.path.insert(0, str(ROOT))
+
+
+def launch(script, *flags, processes=1, cwd=ROOT, check=True, timeout=240):
+    """Run a script by `accelerate launch` on so many gloo processes; returns the CompletedProcess."""
+    config = ROOT / "accelerate_configs" / ("cpu.yaml" if processes == 1 else "multi_cpu.yaml")
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", f"--config_file={config}"]
+    command += [f"--num_processes={processes}", str(script), *map(str, flags)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert not check or result.returncode == 0, result.stderr[-4000:]
+    return result
+
+
+def metrics(output_dir):
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def rows():
+    """600 (docstring, code) pairs, unlike in length, from functions of the standard library."""
+    import ast
+    import inspect
+
+    import argparse, asyncio, collections, difflib, email, logging, pathlib, pickle, tarfile, turtle, typing, zipfile  # fmt: skip # isort: skip # noqa: E401
+
+    pairs = {}
+    for module in (
+        argparse,
+        asyncio,
+        collections,
+        difflib,
+        email,
+        logging,
+        pathlib,
+        pickle,
+        tarfile,
+        turtle,
+        typing,
+        zipfile,
+    ):
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
+                node.body = node.body[1:] or [ast.Pass()]
+                pairs.setdefault(" ".join(text.split("\n\n")[0].split()), ast.unparse(node)[:1500])
+    assert len(pairs) > 300
+    pairs = list(pairs.items())
+    return [{"docstring": a, "code": b} for a, b in pairs[:600]]
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory, rows):
+    """Folder of a tiny SentenceTransformer with dropout: BERT of 2 layers and 32 dimensions, mean pooling."""
+    import torch
+    from sentence_transformers import SentenceTransformer
+    from tokenizers import BertWordPieceTokenizer
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    folder = tmp_path_factory.mktemp("bert")
+    wordpieces = BertWordPieceTokenizer()
+    wordpieces.train_from_iterator(
+        (text for row in rows for text in row.values()), vocab_size=1000, show_progress=False
+    )
+    BertTokenizerFast(tokenizer_object=wordpieces._tokenizer, model_max_length=128).save_pretrained(folder)
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+    BertModel(BertConfig(vocab_size=wordpieces.get_vocab_size(), **shape)).save_pretrained(folder)
+    model = SentenceTransformer(str(folder), device="cpu")
+    model.save_pretrained(str(folder / "st"), create_model_card=False)
+    return folder / "st"
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory, rows):
+    """Folder of the rows in four Parquet shards."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder = tmp_path_factory.mktemp("corpus")
+    for shard in range(4):
+        pq.write_table(pa.Table.from_pylist(rows[shard::4]), folder / f"part-{shard}.parquet", row_group_size=50)
+    return folder

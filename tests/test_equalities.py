@@ -1,0 +1,61 @@
+"""The equalities that the project promises, on really launched processes."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import ROOT, launch
+
+LOSSES = ["infonce", "symmetric", "negatives", "matryoshka", "CoSENTLoss", "TripletLoss"]
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory, rows, bert):
+    """{(processes, process): ({setting: (gradient, loss, passes)}, rows of 40 batches)} for 1, 2 and 4 processes."""
+    folder = tmp_path_factory.mktemp("gradients")
+    codes = [row["code"] for row in rows]
+    rows = [{**row, "label": len(row["code"]) % 7 / 7, "wrong": codes[i - 1]} for i, row in enumerate(rows)]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
+    found = {}
+    for processes in (1, 2, 4):
+        output = folder / str(processes)
+        launch(ROOT / "tests/gradient_worker.py", bert, folder / "rows.parquet", output, processes=processes)
+        for process in range(processes):
+            read = json.loads((folder / f"{processes}.{process}.json").read_text())
+            found[processes, process] = torch.load(folder / f"{processes}.{process}.pt"), read
+    return found
+
+
+def assert_close(found, wanted):
+    """Gradient and loss equal to 1e-5 relative."""
+    assert wanted[0].norm() > 0
+    assert ((found[0] - wanted[0]).norm() / wanted[0].norm()).item() < 1e-5
+    assert found[1] == pytest.approx(wanted[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradient_is_that_of_one_process_and_one_pass(launched, loss):
+    wanted = launched[1, 0][0][f"{loss} 1000000 false"]
+    assert wanted[2] < 3  # forward passes: one, or two where that pads less
+    for gradients, _ in launched.values():
+        for budget in (128, 700, 10**6):
+            for cache in ("false", "true"):
+                assert_close(gradients[f"{loss} {budget} {cache}"], wanted)
+    passes = {launched[2, process][0][f"{loss} 700 false"][2] for process in (0, 1)}
+    assert len(passes) == 2, "the two processes should run different numbers of forward passes here"
+
+
+def test_accumulated_batches_are_one_batch_for_a_mean_over_rows(launched):
+    for gradients, _ in launched.values():
+        found, _, _ = gradients["four batches of 16"]
+        wanted, _, _ = launched[1, 0][0]["one batch of 64"]
+        assert ((found - wanted).norm() / wanted.norm()).item() < 1e-5
+
+
+def test_batches_do_not_know_the_processes(launched):
+    first = launched[1, 0][1]
+    assert len({row[0][0] for batch in first for row in batch}) > 300
+    for _, rows in launched.values():
+        assert rows == first

@@ -1,0 +1,105 @@
+"""Runs that are killed go on as if nothing had happened: same rows, same losses, same weights, to the last bit."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from conftest import ROOT, launch, metrics
+
+SCRIPT = ROOT / "train_bi_encoder.py"
+STEPS = 60
+
+
+def start(flags, processes):
+    """The same as conftest.launch, in the background."""
+    config = ROOT / "accelerate_configs" / ("cpu.yaml" if processes == 1 else "multi_cpu.yaml")
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", f"--config_file={config}"]
+    command += [f"--num_processes={processes}", str(SCRIPT), *map(str, flags)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(command, cwd=ROOT, env=environment, **quiet)
+
+
+def kill_when(process, output_dir, steps, number):
+    """Send `number` to launcher and workers once metrics.jsonl has reached `steps`; returns the exit status."""
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        lines = metrics(output_dir) if (output_dir / "metrics.jsonl").exists() else []
+        if lines and lines[-1]["step"] >= steps:
+            time.sleep(random.random() * 0.05)  # of a step's 0.05 to 0.1 seconds
+            launcher = psutil.Process(process.pid)
+            for one in [*launcher.children(recursive=True), launcher]:  # workers have process groups of their own
+                one.send_signal(number)
+            break
+        time.sleep(0.01)
+    return process.wait(60)
+
+
+def trace(output_dir):
+    """[(step, loss, MRR@10)] of a run, without the times."""
+    return [(line["step"], line.get("loss"), line.get("MRR@10")) for line in metrics(output_dir)]
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory, rows, bert, corpus):
+    """Flags of a mapped run on one process, and of an interleaved stream with a shuffle buffer on two."""
+    import gzip
+    import json
+
+    folder = tmp_path_factory.mktemp("streams")
+    with gzip.open(folder / "a.jsonl.gz", "wt") as a, open(folder / "b.jsonl", "w") as b:
+        for i, row in enumerate(rows):
+            print(json.dumps(row), file=b if i % 3 else a)
+    common = ["--model_name_or_path", bert, "--eval_rows", 50, "--batch_size", 32, "--max_steps", STEPS, "--log_every", 1,
+              "--save_every", 7, "--eval_every", 20, "--micro_batch_tokens", 600, "--learning_rate", 1e-3]  # fmt: skip
+    stream = ["--streaming", "--shuffle_buffer", 60, "--mixing_weights", 0.4, 0.6, "--mix_by", "batch"]
+    return {
+        "mapped": (1, [*common, "--train_data", corpus, "--grad_cache", "--length_window", 2]),
+        "stream": (2, [*common, *stream, "--train_data", folder / "a.jsonl.gz", folder / "b.jsonl"]),
+    }
+
+
+@pytest.mark.parametrize("name", ["mapped", "stream"])
+def test_killed_and_resumed_is_bit_identical(settings, tmp_path, name):
+    processes, flags = settings[name]
+    launch(SCRIPT, *flags, "--output_dir", tmp_path / "whole", processes=processes)
+    output = tmp_path / "killed"
+    for steps in (9, 24, 41):
+        process = start([*flags, "--output_dir", output, "--resume"], processes)
+        assert kill_when(process, output, steps, signal.SIGKILL) == -signal.SIGKILL
+        assert steps <= metrics(output)[-1]["step"] < STEPS, "the kill came too late to test anything"
+    launch(SCRIPT, *flags, "--output_dir", output, "--resume", processes=processes)
+    assert trace(output) == trace(tmp_path / "whole")
+    weights = [(folder / "model/model.safetensors").read_bytes() for folder in (output, tmp_path / "whole")]
+    assert weights[0] == weights[1]
+    assert len(list((output / "checkpoints").iterdir())) == 2
+
+
+def test_resumed_on_another_process_count(settings, tmp_path):
+    """Losses stay those of one process: the remaining batches are the same rows. Dropout off, so they can be compared."""
+    for name in ("mapped", "stream"):
+        flags = [*settings[name][1], "--max_steps", 9, "--save_every", 4, "--output_dir", tmp_path / name]
+        launch(SCRIPT, *flags, "--max_steps", 9, processes=1)
+        before = trace(tmp_path / name)
+        shutil.rmtree(tmp_path / name / "checkpoints/step_00000009")
+        launch(SCRIPT, *flags, "--resume", processes=2)
+        after = trace(tmp_path / name)
+        assert [step for step, *_ in before] == [step for step, *_ in after]
+        for (_, loss, _), (_, again, _) in zip(before, after):
+            assert loss is None or again == pytest.approx(loss, rel=0.05)
+
+
+def test_sigterm_finishes_the_step_and_exits_cleanly(settings, tmp_path):
+    flags = [str(flag) for flag in [*settings["mapped"][1], "--output_dir", tmp_path / "out", "--save_every", 0]]
+    process = subprocess.Popen([sys.executable, SCRIPT, *flags], cwd=ROOT)
+    assert kill_when(process, tmp_path / "out", 3, signal.SIGTERM) == 0
+    last = metrics(tmp_path / "out")[-1]["step"]
+    assert 3 <= last < STEPS
+    assert [folder.name for folder in (tmp_path / "out/checkpoints").iterdir()] == [f"step_{last:08}"]
+    assert not (tmp_path / "out/model").exists()

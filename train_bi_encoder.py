@@ -1,0 +1,1279 @@
+"""Train a bi-encoder (texts -> embeddings) for retrieval, on a corpus of any size, on one process or many.
+
+    python train_bi_encoder.py                                         # the demo corpus, two minutes on two CPU cores
+    python train_bi_encoder.py --model_name_or_path BAAI/bge-base-en-v1.5 --train_data 'pairs/*.parquet' \
+        --output_dir runs/bge --batch_size 1024 --grad_cache           # one GPU
+    accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_bi_encoder.py args.yaml --resume
+
+A row is an anchor, its positive, and as many hard negatives as there are further columns (perhaps a label too):
+
+    {"question": "read a gzip file", "code": "def read(path): ...", "wrong": "def write(path): ..."}
+
+The batch is the rows of one optimizer step over all processes, and it alone decides the gradient. Its texts are dealt to
+the processes, cut into micro-batches of at most --micro_batch_tokens, encoded longest first, gathered, and the loss of the
+whole batch is computed once, on every process. So the number of processes, the micro-batches and --grad_cache change
+time and memory, never the mathematics.
+
+--output_dir receives model/ (loads in sentence-transformers), checkpoints/, metrics.jsonl, args.yaml and training.png.
+
+Left out on purpose: uploads to a hub, asymmetric models (Router), images, sharded parameters (FSDP, DeepSpeed).
+"""
+
+import csv
+import glob
+import hashlib
+import io
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import torch.nn.functional as F
+import yaml
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from safetensors import SafetensorError
+from safetensors.torch import load_file, load_model, save_file, save_model
+from scipy.stats import pearsonr, spearmanr
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, StaticEmbedding
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from torch.utils.checkpoint import checkpoint
+from tqdm.auto import tqdm
+from transformers import HfArgumentParser
+
+# Shapes: B rows of a batch, C text columns, D embedding dimensions, N = C * B texts of a batch, column after column.
+
+DEMO = "data/python_code"
+
+
+class BadInput(ValueError):
+    """Something the user can mend; shown as one line, without a traceback."""
+
+
+# ------------------------------------------------------------------------------------------------------ options
+
+
+def flag(default, help):
+    """One command-line option: its default and the line that --help prints."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class Args:
+    # data
+    train_data: list[str] = flag([], f"paths, globs, folders, URLs or Hub ids to train on; default: {DEMO}")
+    eval_data: list[str] = flag(
+        [], "sources of the held-out rows; default: the first rows of --train_data, not trained on"
+    )
+    eval_rows: int = flag(1000, "rows held out to evaluate on (0: no evaluation)")
+    streaming: bool = flag(False, "read the sources front to back instead of at random from an on-disk table")
+    columns: list[str] = flag([], "text columns: anchor, positive, negatives...; default: all but the label")
+    num_negatives: int = flag(-1, "negative columns to use (-1: all there are)")
+    label_column: str | None = flag(None, "column with a score, or a list of scores, for losses that want one")
+    mixing_weights: list[float] = flag([], "share of each source; default: its rows (streams: equal shares)")
+    mix_by: Literal["row", "batch"] = flag("row", "mix sources within a batch, or take each batch from one source")
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = flag(
+        "all_exhausted", "an epoch ends when the first, or the last, of the mixed sources has been read once"
+    )
+    shuffle_buffer: int = flag(10_000, "rows held in memory to shuffle (0: keep the order of the files)")
+    length_window: int = flag(1, "batches grouped by text length before they are cut (1: batches stay random)")
+    on_bad_row: Literal["error", "skip"] = flag("error", "stop at an empty text or a bad label, or skip and count it")
+    data_cache: str = flag("~/.cache/evenstep", "folder for the Arrow copies of mapped Parquet, JSON, CSV and text")
+    # model
+    model_name_or_path: str | None = flag(None, "Hub id or folder; default: a static embedding model from scratch")
+    max_length: int | None = flag(None, "tokens a text is cut to; default: the model's own; from scratch 256")
+    pooling: Literal["mean", "cls", "max", "lasttoken"] | None = flag(None, "replace the model's pooling")
+    prompts: list[str] = flag([], "prefix of each column in turn; the last one serves the rest")
+    # step
+    batch_size: int | None = flag(None, "rows an optimizer step, over all processes; default: 64; from scratch 2048")
+    micro_batch_tokens: int | None = flag(
+        None, "tokens a forward pass, with padding; default: 2,048 on a CPU, else 16,384; static models 2**20"
+    )
+    gradient_accumulation_steps: int = flag(1, "batches a step, each with in-batch negatives of its own")
+    grad_cache: bool = flag(False, "one more forward pass, to hold the activations of one micro-batch only")
+    loss: str = flag("infonce", "infonce, or a sentence-transformers loss by class name, such as CoSENTLoss")
+    loss_args: str = flag("{}", 'JSON: for infonce {"temperature": 0.05, "symmetric": false}; else of the class')
+    matryoshka_dims: list[int] = flag([], "also apply the loss to the first so many dimensions of each embedding")
+    # schedule
+    learning_rate: float | None = flag(None, "peak learning rate of AdamW; default: 2e-5; from scratch 0.005")
+    weight_decay: float = flag(0.01, "weight decay of matrices; biases and norms have none")
+    warmup_ratio: float = flag(0.1, "share of the steps over which the learning rate rises from 0")
+    lr_schedule: Literal["linear", "cosine"] = flag("linear", "how the learning rate falls back to 0")
+    max_grad_norm: float = flag(1.0, "clip the gradient to this norm (0: do not)")
+    num_epochs: float | None = flag(None, "passes over the rows; default: 1; from scratch 4")
+    rows_per_epoch: int = flag(0, "rows an epoch (0: all; else a fresh sample of so many each epoch)")
+    max_steps: int = flag(0, "stop after so many optimizer steps (0: after --num_epochs)")
+    seed: int = flag(0, "decides order, initialisation and dropout")
+    # run
+    output_dir: str = flag("runs/bi_encoder", "folder for everything the run writes")
+    resume: bool = flag(False, "go on from the newest whole checkpoint in --output_dir")
+    eval_every: int = flag(0, "steps between evaluations (0: a tenth of the run)")
+    save_every: int = flag(500, "steps between checkpoints (0: only at the end)")
+    keep_checkpoints: int = flag(2, "checkpoints kept")
+    log_every: int = flag(10, "steps between lines in metrics.jsonl")
+    report_to: list[str] = flag([], "trackers of Accelerate: tensorboard, wandb, ...")
+
+
+def parse_args(argv):
+    """Args from flags, or from a YAML or JSON file and flags that override it; ends the program on a usage error."""
+    parser = HfArgumentParser(Args, description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    if argv and argv[0].endswith((".yaml", ".yml", ".json")):
+        try:
+            given = yaml.safe_load(Path(argv[0]).read_text()) or {}
+        except (OSError, yaml.YAMLError) as error:
+            parser.error(f"{argv[0]}: {error}")
+        if unknown := set(given) - set(Args.__dataclass_fields__):
+            parser.error(f"{argv[0]}: no such flag: {', '.join(sorted(unknown))}")
+        parser.set_defaults(**given)
+        argv = argv[1:]
+    (args,) = parser.parse_args_into_dataclasses(argv)
+    scratch = not args.model_name_or_path
+    args.batch_size = args.batch_size or (2048 if scratch else 64)
+    args.learning_rate = args.learning_rate or (0.005 if scratch else 2e-5)
+    args.max_length = args.max_length or (256 if scratch else None)
+    args.num_epochs = args.num_epochs or (4 if scratch else 1)
+    try:
+        args.loss_args = json.loads(args.loss_args) if isinstance(args.loss_args, str) else args.loss_args
+    except json.JSONDecodeError as error:
+        parser.error(f"--loss_args is not JSON: {error}")
+    if not args.train_data:
+        args.train_data = [f"{DEMO}/train/{name}-*.parquet" for name in ("stdlib", "packages")]
+        args.eval_data = args.eval_data or [f"{DEMO}/heldout/*.parquet"]
+        if not Path(DEMO).is_dir():
+            parser.error(f"no --train_data, and no demo corpus in {DEMO}: make it with: python prepare_corpus.py")
+    if args.mixing_weights and (
+        len(args.mixing_weights) != len(args.train_data) or not all(0 < w < math.inf for w in args.mixing_weights)
+    ):
+        parser.error(f"--mixing_weights: {len(args.train_data)} sources want as many numbers above 0")
+    for name in ("eval_rows", "shuffle_buffer", "rows_per_epoch", "max_steps", "eval_every", "save_every"):
+        if getattr(args, name) < 0:
+            parser.error(f"--{name} must be 0 or more")
+    for name in ("batch_size", "micro_batch_tokens", "gradient_accumulation_steps", "length_window", "max_length",
+                 "keep_checkpoints", "log_every", "num_epochs"):  # fmt: skip
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
+            parser.error(f"--{name} must be above 0")
+    return args
+
+
+# --------------------------------------------------------------------------------------------------------- data
+
+SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".ndjson": "json",
+            ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # of JSON Lines, CSV, TSV and text
+READ_ROWS = 1000  # rows of a record batch, the unit of reading: some 100 kB to 1 MB of text
+BLOCK = 100  # neighbouring rows of a mapped table that are read together; the shuffle window mixes many blocks
+
+
+def file_kind(file):
+    """(format, compression or None) by the file's suffixes; BadInput for what cannot be read."""
+    stem, suffix = os.path.splitext(file.lower())
+    inner = os.path.splitext(stem)[1]
+    if suffix in COMPRESSIONS and SUFFIXES.get(inner) in ("json", "csv", "text"):
+        return SUFFIXES[inner], COMPRESSIONS[suffix]
+    if suffix not in SUFFIXES:
+        known = " ".join([*SUFFIXES, *(f".jsonl{c}" for c in COMPRESSIONS)])
+        raise BadInput(f"{file}: unknown suffix; what can be read ends in one of {known}")
+    return SUFFIXES[suffix], None
+
+
+def list_files(source):
+    """The files of a source (path, glob, folder, URL or Hub id), sorted; BadInput when there are none."""
+    fs, path = fsspec.core.url_to_fs(os.path.expanduser(source))
+    if glob.has_magic(path):
+        found = fs.glob(path)
+    elif fs.isdir(path):
+        found = [name for name in fs.find(path) if os.path.splitext(name)[1].lower() in {**SUFFIXES, **COMPRESSIONS}]
+    elif fs.exists(path):
+        found = [path]
+    elif "://" in source or source.count("/") > 1 or os.path.splitext(source)[1] or source[0] in "./~":
+        found = []
+    else:  # neither here nor shaped like a path: a Hub dataset, which names the files of its train split itself
+        from datasets import load_dataset_builder  # a second to import, and wanted here only
+
+        try:
+            found = load_dataset_builder(source).config.data_files["train"]
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise BadInput(f"{source}: no such file or folder here, nor a dataset on the Hub ({reason})") from None
+    if not found:
+        raise BadInput(f"{source}: no file matches (in folder {os.getcwd()}); check the path")
+    files = sorted(name if "://" in name else fs.unstrip_protocol(name).removeprefix("file://") for name in found)
+    if len(kinds := {file_kind(name)[0]: name for name in files}) > 1:
+        raise BadInput(f"{source}: mixes formats ({', '.join(kinds.values())}); name them as sources of their own")
+    return files
+
+
+def select_columns(there, wanted, file):
+    """`wanted`, or all columns `there` when none are; BadInput for one that is not there."""
+    for name in wanted:
+        if name not in there:
+            raise BadInput(f"{file}: no column {name!r}; the columns are: {', '.join(map(str, there))}")
+    return wanted or list(there)
+
+
+def wanted_columns(args):
+    """The columns to read, each once (SimCSE names a column twice)."""
+    return list(dict.fromkeys(args.columns + [args.label_column] * bool(args.label_column)))
+
+
+def text_batches(file, kind, lines, wanted):
+    """Yield RecordBatches of strings from JSON Lines, CSV, TSV or plain text; a JSON label stays its JSON text."""
+    records = enumerate(lines, start=1)
+    if kind == "csv":
+        csv.field_size_limit(2**31 - 1)
+        table = csv.DictReader(lines, delimiter="\t" if ".tsv" in file.lower() else ",", strict=True)
+        records = ((table.line_num, record) for record in table)
+    elif kind == "text":
+        records = ((number, {"text": line.rstrip("\r\n")}) for number, line in records)
+    names, rows = (), []
+    for number, record in records:
+        if kind == "json":
+            if not record.strip():
+                continue
+            try:
+                record = json.loads(record)
+            except ValueError as error:
+                raise BadInput(f"{file}, line {number}: not JSON ({error}); mend or remove the line") from None
+            if not isinstance(record, dict):
+                raise BadInput(f"{file}, line {number}: not a JSON object; one row a line is expected")
+        names = names or select_columns(record, wanted, file)  # a cell missing later on is a null
+        row = [record.get(name) for name in names]
+        rows.append([cell if isinstance(cell, str | None) else json.dumps(cell) for cell in row])
+        if len(rows) == READ_ROWS:
+            yield pa.record_batch([pa.array(column, pa.string()) for column in zip(*rows)], names)
+            rows = []
+    if rows:
+        yield pa.record_batch([pa.array(column, pa.string()) for column in zip(*rows)], names)
+
+
+def read_batches(file, wanted=(), start=0):
+    """Yield (number of the first row, RecordBatch of at most READ_ROWS rows) of one file, from row `start` on.
+
+    Memory is bounded by a record batch (Parquet: a row group) whatever the file's size. BadInput names the file, and the
+    line where there is one.
+    """
+    kind, compression = file_kind(file)
+    row = 0
+    try:
+        with fsspec.open(file, "rb") as raw:
+            if kind == "parquet":
+                table = pq.ParquetFile(raw)
+                wanted = select_columns(table.schema_arrow.names, wanted, file)
+                ends = np.cumsum([0] + [table.metadata.row_group(g).num_rows for g in range(table.num_row_groups)])
+                group = int(np.searchsorted(ends, start, side="right")) - 1  # earlier row groups are not even read
+                row = int(ends[group])
+                groups = range(group, table.num_row_groups)
+                batches = table.iter_batches(READ_ROWS, groups, wanted, use_threads=False) if groups else ()
+            elif kind == "arrow":
+                is_stream = raw.read(6) != b"ARROW1"  # the format that `datasets` writes; else Arrow's file format
+                raw.seek(0)
+                table = pa.ipc.open_stream(raw) if is_stream else pa.ipc.open_file(raw)
+                wanted = select_columns(table.schema.names, wanted, file)
+                large = table if is_stream else map(table.get_batch, range(table.num_record_batches))
+                batches = (b.slice(i, READ_ROWS).select(wanted) for b in large for i in range(0, len(b), READ_ROWS))
+            else:
+                # pyarrow decompresses: it notices a truncated file, where Python's zstandard just ends
+                stream = pa.input_stream(raw, compression=compression)
+                batches = text_batches(file, kind, io.TextIOWrapper(stream, "utf-8-sig", newline=""), wanted)
+            for batch in batches:
+                if row + len(batch) > start:
+                    skip = max(start - row, 0)
+                    cells = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
+                    yield row + skip, pa.record_batch(cells, batch.schema.names).slice(skip)
+                row += len(batch)
+    except (OSError, EOFError, pa.ArrowException, UnicodeDecodeError, csv.Error) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise BadInput(f"{file}: cannot be read after row {row} ({reason}); replace the file") from None
+
+
+def rows_of(batch, file, number, args):
+    """Yield (texts, label, file, row number) for the rows of a RecordBatch that starts at row `number` of `file`."""
+    cells = {name: batch.column(name).to_pylist() for name in wanted_columns(args)}
+    labels = cells[args.label_column] if args.label_column else [None] * len(batch)
+    for offset, (*texts, label) in enumerate(zip(*(cells[name] for name in args.columns), labels)):
+        yield texts, label, file, number + offset
+
+
+def checked(row, args):
+    """The row with its label as a number or list of numbers; for a bad row BadInput, or None where it is skipped."""
+    texts, label, file, number = row
+    problem = None
+    for name, text in zip(args.columns, texts):
+        if not isinstance(text, str) or not text.strip():
+            problem = f"column {name!r} is {'empty' if text == '' else repr(text)[:40]}, not a text"
+    if args.label_column and not problem:
+        try:
+            value = json.loads(label) if isinstance(label, str) else label
+            value = [float(v) for v in value] if isinstance(value, list) else float(value)
+            problem = None if np.isfinite(value).all() else f"the label {label!r} is not finite"
+            label = value
+        except (ValueError, TypeError):
+            problem = f"the label {label!r} is not a number"
+    if problem and args.on_bad_row == "error":
+        raise BadInput(f"{file}, row {number}: {problem}; mend the row or pass --on_bad_row skip")
+    return None if problem else (texts, label, file, number)
+
+
+def arrow_copy(file, wanted, folder):
+    """Path of `file` as Arrow on this machine: the file itself, or a copy made once in `folder`, atomically."""
+    fs, path = fsspec.core.url_to_fs(file)
+    if file_kind(file)[0] == "arrow" and "file" in fs.protocol:
+        return path
+    key = hashlib.sha256(json.dumps([fs.ukey(path), sorted(wanted)]).encode()).hexdigest()[:32]
+    copy = Path(folder).expanduser() / f"{key}.arrow"
+    if not copy.exists():
+        part = copy.with_suffix(f".{os.getpid()}.part")
+        try:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with pa.OSFile(str(part), "wb") as sink, tqdm(unit=" rows", desc=f"mapping {file}", delay=2) as bar:
+                writer = None
+                for _, batch in read_batches(file, wanted):
+                    writer = writer or pa.ipc.new_stream(sink, batch.schema)
+                    writer.write_batch(batch)
+                    bar.update(len(batch))
+                (writer or pa.ipc.new_stream(sink, pa.schema([(name, pa.string()) for name in wanted]))).close()
+            os.replace(part, copy)
+        except OSError as error:
+            raise BadInput(f"--data_cache {folder}: {error}; make room, or name another folder") from None
+        finally:
+            part.unlink(missing_ok=True)
+    return str(copy)
+
+
+def arrow_index(path):
+    """(schema, [(byte offset, rows) of each record batch]) of an Arrow file, stream or file format."""
+    size, offsets, schema = os.path.getsize(path), [], None
+    with open(path, "rb") as raw:
+        position = 8 if raw.read(6) == b"ARROW1" else 0  # the file format is the stream format behind eight bytes
+    while position < size:
+        # The map is renewed, for it keeps the pages it touched resident: 60 kB around each record batch's header.
+        with pa.memory_map(path) as source:
+            source.seek(position)
+            for _ in range(200):
+                position = source.tell()
+                try:
+                    message = pa.ipc.read_message(source)
+                except EOFError:
+                    if size - position < 8:
+                        raise pa.ArrowInvalid("truncated: the end-of-stream mark is missing") from None
+                    return schema, offsets  # the mark was read; only a file format's footer comes after it
+                if message.type == "schema":
+                    schema = pa.ipc.read_schema(message)
+                elif message.type == "record batch":
+                    offsets.append((position, pa.ipc.read_record_batch(message, schema).num_rows))
+                else:
+                    raise BadInput(f"{path}: holds a {message.type}; convert it: python prepare_corpus.py {path} ...")
+            position = source.tell()
+    return schema, offsets
+
+
+class MappedSource:
+    """Arrow tables on disk, read at random; row `position` of the endless sequence of shuffled passes over them is a
+    pure function of (seed, position), so to resume is to seek: windows of random blocks, each window shuffled whole.
+
+    Record batches are read by their offset, not through a memory map: a map keeps every page it touched resident
+    (opening 5,000,000 rows with `datasets`: 320 MB), while the pages that were read stay the system's to drop.
+    """
+
+    def __init__(self, index, files, args):
+        self.index, self.args, self.files, self.held = index, args, files, 0
+        wanted = wanted_columns(args)
+        self.tables, places, rows = [], [], [0]
+        for number, file in enumerate(files):
+            path = arrow_copy(file, wanted, args.data_cache)
+            try:
+                schema, offsets = arrow_index(path)
+                select_columns(schema.names, wanted, file)
+            except (pa.ArrowException, OSError, TypeError, AttributeError) as error:
+                raise BadInput(f"{file}: not an Arrow file ({error}); replace it") from None
+            self.tables.append((path, schema))
+            places += [(number, offset) for offset, _ in offsets]
+            rows += [count for _, count in offsets]
+        self.places = np.array(places, dtype=np.int64).reshape(-1, 2)  # (record batches, 2): file, byte offset
+        self.first = np.cumsum(rows)  # (record batches + 1,): number of the first row, over all files
+        self.first_of_file = [int(self.first[np.searchsorted(self.places[:, 0], n)]) for n in range(len(files))]
+
+    def __len__(self):
+        return int(self.first[-1]) - self.held
+
+    def read(self, start, stop):
+        """Rows `start` to `stop` (or the end), numbered over all files."""
+        rows, at = [], int(np.searchsorted(self.first, start, side="right")) - 1
+        while start < min(stop, self.first[-1]):
+            file, offset = self.places[at]
+            path, schema = self.tables[file]
+            with pa.OSFile(path) as source:
+                source.seek(offset)
+                batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), schema)
+            batch = batch.slice(start - self.first[at], stop - start)
+            rows += rows_of(batch, self.files[file], int(start) - self.first_of_file[file], self.args)
+            start, at = start + len(batch), at + 1
+        return rows
+
+    def hold_out(self, count):
+        """The first `count` rows, which `rows` then leaves out."""
+        self.held = min(count, len(self))
+        return self.read(0, self.held)
+
+    def rows(self, position):
+        """Yield (row, position after it) for ever, from position 0 or one that was yielded."""
+        size, window = len(self), self.args.shuffle_buffer or READ_ROWS
+        block = min(BLOCK, window)
+        window -= window % block
+        position = position or 0
+        while True:
+            turn, offset = divmod(position, size)  # which pass over the data, and the row in it
+            seed = [self.args.seed, self.index, turn]
+            blocks = np.arange(-(-size // block))
+            if self.args.shuffle_buffer:
+                np.random.default_rng(seed).shuffle(blocks[: size // block])  # a short last block stays the last
+            while offset < size:
+                number = offset // window
+                starts = blocks[number * window // block : (number + 1) * window // block] * block
+                rows = [row for s in starts for row in self.read(self.held + s, self.held + min(s + block, size))]
+                order = np.arange(len(rows))
+                if self.args.shuffle_buffer:
+                    np.random.default_rng([*seed, number]).shuffle(order)
+                for place in order[offset - number * window :]:
+                    position += 1
+                    yield rows[place], position
+                offset = number * window + len(rows)
+
+
+class StreamSource:
+    """Files read front to back, in a new order each pass and shuffled window by window. A position names where the
+    window begins and how many of its rows are used, so a resume reads that window again and loses nothing."""
+
+    def __init__(self, index, files, args):
+        self.index, self.args, self.files = index, args, files
+        self.held = [0] * len(files)
+        next(self.read(range(len(files)), 0, 0), None)  # a wrong column is said now, not an hour into the run
+
+    def __len__(self):
+        return 1  # unknown; streams are mixed in equal shares unless weights are given
+
+    def read(self, order, shard, row):
+        """Yield (place in `order`, row) of the files in `order`, from row `row` of file `order[shard]` on."""
+        for place in range(shard, len(order)):
+            file = self.files[order[place]]
+            start = max(row if place == shard else 0, self.held[order[place]])
+            for number, batch in read_batches(file, wanted_columns(self.args), start):
+                for values in rows_of(batch, file, number, self.args):
+                    yield place, values
+
+    def hold_out(self, count):
+        """The first `count` rows, which `rows` then leaves out."""
+        rows = list(islice(self.read(range(len(self.files)), 0, 0), count))
+        for place, row in rows:
+            self.held[place] = row[3] + 1
+        return [row for _, row in rows]
+
+    def rows(self, position):
+        """Yield (row, position after it) for ever, from None or a position that was yielded."""
+        at = position or {"pass": 0, "window": 0, "shard": 0, "row": 0, "used": 0}
+        while True:
+            seed = [self.args.seed, self.index, at["pass"]]
+            order = np.arange(len(self.files))
+            if self.args.shuffle_buffer:
+                np.random.default_rng(seed).shuffle(order)
+            reader = self.read(order, at["shard"], at["row"])
+            while window := list(islice(reader, self.args.shuffle_buffer or READ_ROWS)):
+                at = {**at, "shard": int(window[0][0]), "row": window[0][1][3]}
+                places = np.arange(len(window))
+                if self.args.shuffle_buffer:
+                    np.random.default_rng([*seed, at["window"]]).shuffle(places)
+                for used in range(at["used"], len(window)):
+                    yield window[places[used]][1], {**at, "used": used + 1}
+                at = {**at, "window": at["window"] + 1, "used": 0}
+            if at["window"] == 0:
+                raise BadInput(f"{self.files[0]}: no row is left to train on; lower --eval_rows")
+            at = {"pass": at["pass"] + 1, "window": 0, "shard": 0, "row": 0, "used": 0}
+
+
+def due(picks, weights):
+    """The source whose next row is due first: each gets its share to within a row, and no dice are thrown."""
+    return min(range(len(weights)), key=lambda source: (picks[source] + 1) / weights[source])
+
+
+def hold_out(sources, weights, count):
+    """The first `count` rows of the interleaved sources, taken out of them."""
+    picks = [0] * len(sources)
+    for _ in range(count):
+        picks[due(picks, weights)] += 1
+    return [row for source, number in zip(sources, picks) for row in source.hold_out(number)]
+
+
+def row_batches(sources, weights, args, position):
+    """Yield (rows of one batch, position after it) for ever: a pure function of sources, weights, seed and batch size.
+
+    A position is JSON: how often each source was picked, where each stands, and how many batches of a length window
+    are used. It travels with its batch, so what was read ahead is never lost and never repeated.
+    """
+    at = position or {"picks": [0] * len(sources), "sources": [None] * len(sources), "cut": 0, "skipped": 0}
+    readers = [source.rows(place) for source, place in zip(sources, at["sources"])]
+    wanted = args.batch_size * args.length_window
+    while True:
+        picks, places, skipped, rows = list(at["picks"]), list(at["sources"]), at["skipped"], []
+        if args.mix_by == "batch":
+            source = due(picks, weights)
+            picks[source] += 1
+        while len(rows) < wanted:
+            if args.mix_by == "row":
+                source = due(picks, weights)
+                picks[source] += 1
+            row, places[source] = next(readers[source])
+            if good := checked(row, args):
+                rows.append(good)
+            else:
+                skipped += 1
+                if skipped - at["skipped"] > 100_000 + wanted:
+                    raise BadInput(f"{row[2]}: 100,000 bad rows in a batch; check --columns and --label_column")
+        after = {"picks": picks, "sources": places, "cut": 0, "skipped": skipped}
+        order = np.arange(args.length_window)
+        if args.length_window > 1:
+            rows.sort(key=lambda row: sum(map(len, row[0])))
+            np.random.default_rng([args.seed, *at["picks"]]).shuffle(order)
+        for used in range(at["cut"], args.length_window):
+            first = order[used] * args.batch_size
+            last = used + 1 == args.length_window
+            yield rows[first : first + args.batch_size], after if last else {**at, "cut": used + 1}
+        at = after
+
+
+# ---------------------------------------------------------------------------------------- shares and micro-batches
+
+
+def deal(lengths, processes):
+    """Index lists, one a process, even in count and in length: longest first, in snake order (0 1 1 0 0 1 ...)."""
+    shares = [[] for _ in range(processes)]
+    for place, text in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
+        turn, process = divmod(place, processes)
+        shares[process if turn % 2 == 0 else processes - 1 - process].append(text)
+    return shares
+
+
+def cut_micro_batches(lengths, budget):
+    """Index lists, longest text first, each of at most `budget` tokens with padding; a longer text stands alone.
+
+    Of all such cuts of the sorted texts the one with the fewest padded tokens, where a forward pass is taken to cost a
+    sixteenth of `budget` of its own: short texts are not padded to long ones, nor encoded by twos and threes.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    sizes = np.array([max(lengths[i], 1) for i in order])
+    costs, begins = np.zeros(len(order) + 1), np.zeros(len(order) + 1, dtype=int)  # of the best cut of the first texts
+    for end in range(1, len(order) + 1):
+        firsts = np.arange(max(0, min(end - 1, end - budget // sizes[end - 1])), end)  # of the last micro-batch
+        padded = (end - firsts) * sizes[firsts]
+        padded = np.where((padded <= budget) | (firsts == end - 1), padded, np.inf)
+        best = np.argmin(costs[firsts] + padded)
+        costs[end], begins[end] = costs[firsts[best]] + padded[best] + budget / 16, firsts[best]
+    cuts, end = [], len(order)
+    while end:
+        cuts.append(order[begins[end] : end])
+        end = begins[end]
+    return cuts[::-1]
+
+
+@dataclass
+class Share:
+    """What one process encodes of N texts, and where the texts of all processes lie once gathered."""
+
+    mine: list  # indices of this process' texts
+    width: int  # texts of the largest share; the others are padded to it to be gathered
+    slots: torch.Tensor  # (N,) row of each text among the gathered (processes * width) rows
+    micro_batches: list  # (features, places in `mine`), longest first
+    tokens: int  # of this share
+    padded: int  # the same with padding
+
+
+def make_share(texts, model, budget, accelerator):
+    """This process' Share of `texts` (the same list on every process), tokenized, cut and padded."""
+    shares = deal([len(text) for text in texts], accelerator.num_processes)
+    width = max(map(len, shares))
+    slots = torch.empty(len(texts), dtype=torch.long)
+    for process, share in enumerate(shares):
+        slots[share] = torch.arange(len(share)) + process * width
+    mine = shares[accelerator.process_index]
+    tokenizer = model.tokenizer
+    if isinstance(tokenizer, Tokenizer):  # a static embedding model: texts lie end to end, there is no padding
+        ids = [encoding.ids for encoding in tokenizer.encode_batch([texts[i] for i in mine], add_special_tokens=False)]
+        lengths = [math.ceil(sum(map(len, ids)) / len(ids))] * len(ids)
+    else:
+        encodings = tokenizer([texts[i] for i in mine], truncation=True, max_length=model.max_seq_length)
+        ids = encodings["input_ids"]
+        lengths = list(map(len, ids))
+    micro_batches, padded = [], 0
+    for cut in cut_micro_batches(lengths, budget):
+        if isinstance(tokenizer, Tokenizer):
+            offsets = np.cumsum([0] + [len(ids[i]) for i in cut[:-1]])
+            flat = np.fromiter((token for i in cut for token in ids[i]), np.int64)
+            features = {"input_ids": torch.from_numpy(flat), "offsets": torch.from_numpy(offsets)}
+        else:
+            picked = {name: [values[i] for i in cut] for name, values in encodings.items()}
+            features = dict(tokenizer.pad(picked, return_tensors="pt"))
+        padded += features["input_ids"].numel()
+        if accelerator.device.type == "cuda":
+            features = {name: tensor.pin_memory() for name, tensor in features.items()}
+        micro_batches.append((features, cut))
+    return Share(mine, width, slots, micro_batches, sum(map(len, ids)), padded)
+
+
+def encode(model, features, accelerator):
+    """(n, D) float embeddings of one micro-batch."""
+    features = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in features.items()}
+    return model(features)["sentence_embedding"].float()
+
+
+def gather_texts(parts, share, accelerator):
+    """(N, D) detached embeddings of all texts, in their order, from the (n, D) parts of this process' micro-batches."""
+    places = torch.tensor([place for _, cut in share.micro_batches for place in cut], device=parts[0].device)
+    local = parts[0].new_zeros(share.width, parts[0].shape[1])
+    local[places] = torch.cat(parts).detach()
+    return accelerator.gather(local)[share.slots.to(local.device)]
+
+
+# --------------------------------------------------------------------------------------------- the model and its loss
+
+
+def static_modules(texts, args):
+    """[StaticEmbedding, Normalize] with a tokenizer trained on the `texts`: the mean of the embeddings of a text's words.
+
+    Vectors begin at random with the length of their inverse document frequency, so that even untrained the rare words
+    of a text outweigh the common ones.
+    """
+    texts = list(texts)
+    tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
+    # identifiers fall into their words (readGzipFile, read_gzip_file: read gzip file), and punctuation falls away
+    camel = Regex(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(camel, " "), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\p{L}\p{M}]+|\p{N}+"), "removed", invert=True)
+    trainer = trainers.BpeTrainer(vocab_size=30_000, min_frequency=2, special_tokens=["[UNK]"], show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.enable_truncation(args.max_length)
+    found = np.zeros(tokenizer.get_vocab_size())  # (V,) texts that hold a token
+    for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
+        found[np.unique(encoding.ids)] += 1
+    idf = torch.from_numpy(np.log((len(texts) + 1) / (found + 1))).float()
+    generator = torch.Generator().manual_seed(args.seed)
+    weights = torch.randn(len(found), 512, generator=generator) * (idf / idf.max() / 512**0.5)[:, None]  # (V, D)
+    return [StaticEmbedding(tokenizer, embedding_weights=weights), Normalize()]
+
+
+def load_model_from(args, texts, accelerator):
+    """The SentenceTransformer to train: from a Hub id or folder, or a static embedding model made for the `texts`."""
+    path = args.model_name_or_path
+    if not path:
+        path = str(Path(args.output_dir) / "from_scratch")
+        if accelerator.is_main_process and not Path(path).exists():
+            model = SentenceTransformer(modules=static_modules(texts, args), device="cpu")
+            save_atomically(path, lambda part: model.save_pretrained(str(part), create_model_card=False))
+        accelerator.wait_for_everyone()
+    try:
+        model = SentenceTransformer(path, device="cpu").float()  # autocast, if any, wants float32 weights to update
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--model_name_or_path {path}: {str(error).splitlines()[0]}") from None
+    if args.max_length and args.model_name_or_path:
+        model.max_seq_length = args.max_length
+    if args.pooling:
+        places = [place for place, module in enumerate(model) if isinstance(module, Pooling)]
+        if not places:
+            raise BadInput(f"--pooling {args.pooling}: the model has no pooling to replace; leave the flag out")
+        model[places[0]] = Pooling(model[places[0]].embedding_dimension, pooling_mode=args.pooling)
+    if args.prompts:
+        model.prompts = {"query": args.prompts[0], "document": args.prompts[-1]}
+    return model
+
+
+# A chunk of scores at most: 2**26 floats are 256 MB. Larger score matrices are made, used and made again by chunks.
+MAX_SCORES = 2**26
+
+
+def softmax_loss(queries, documents, query_keys, document_keys, scale):
+    """Mean over queries of -log softmax of its own document (the i-th for query i) among all that may be negatives.
+
+    queries (B, D), documents (M, D) with M >= B; keys are (anchor ids, text ids), int64 of the same lengths, -1 for a
+    document without an anchor. A document with the anchor or the text of another row is no negative for that row.
+    """
+    targets = torch.arange(len(queries), device=queries.device)
+
+    def chunk(rows, queries, documents):
+        scores = queries[rows] @ documents.T * scale  # (rows, M)
+        same = (query_keys[0][rows, None] == document_keys[0]) | (query_keys[1][rows, None] == document_keys[1])
+        same[torch.arange(len(scores)), targets[rows]] = False
+        return F.cross_entropy(scores.masked_fill(same, -torch.inf), targets[rows], reduction="sum")
+
+    rows = max(1, MAX_SCORES // len(documents))
+    if rows >= len(queries):
+        return chunk(slice(None), queries, documents) / len(queries)
+    slices = [slice(first, first + rows) for first in range(0, len(queries), rows)]
+    return sum(checkpoint(chunk, s, queries, documents, use_reentrant=False) for s in slices) / len(queries)
+
+
+def infonce(columns, ids, temperature=0.05, symmetric=False, similarity="cosine"):
+    """InfoNCE (van den Oord et al. 2018, equation 4) with in-batch and hard negatives.
+
+    columns: list of (B, D), anchors, positives, negatives...; ids: (C, B) int64, equal where texts are equal.
+    `symmetric` averages in the loss of finding the anchor of each positive, as CLIP does (Radford et al. 2021, figure 3).
+    """
+    if similarity == "cosine":
+        columns = [F.normalize(column, dim=-1) for column in columns]
+    anchors, documents = columns[0], torch.cat(columns[1:])  # (B, D), (M, D)
+    anchor_ids = torch.cat([ids[0], ids.new_full((ids[2:].numel(),), -1)])
+    loss = softmax_loss(anchors, documents, (ids[0], ids[1]), (anchor_ids, ids[1:].flatten()), 1 / temperature)
+    if symmetric:
+        back = softmax_loss(columns[1], anchors, (ids[0], ids[1]), (ids[0], ids[1]), 1 / temperature)
+        loss = (loss + back) / 2
+    return loss
+
+
+def make_loss(args, model):
+    """Loss (columns, ids, labels) -> scalar on the embeddings of the whole batch."""
+    if args.loss == "infonce":
+        options = {"similarity": "dot" if model.similarity_fn_name == "dot" else "cosine", **args.loss_args}
+        if unknown := set(options) - {"temperature", "symmetric", "similarity"}:
+            raise BadInput(
+                f"--loss_args: infonce has no {', '.join(unknown)}; it has temperature, symmetric, similarity"
+            )
+
+        def base(columns, ids, labels):
+            return infonce(columns, ids, **options)
+    else:
+        kind = getattr(losses, args.loss, None)
+        if not hasattr(kind, "compute_loss_from_embeddings"):
+            names = [n for n in dir(losses) if hasattr(getattr(losses, n), "compute_loss_from_embeddings")]
+            raise BadInput(f"--loss {args.loss}: no such loss on embeddings; there are infonce, {', '.join(names)}")
+        try:
+            module = kind(model, **args.loss_args)
+        except TypeError as error:
+            raise BadInput(f"--loss_args: {error}") from None
+        if any(not name.startswith("model.") for name, _ in module.named_parameters()):
+            raise BadInput(f"--loss {args.loss}: has weights of its own, which would not be trained; choose another")
+
+        def base(columns, ids, labels):
+            return module.compute_loss_from_embeddings(columns, labels)
+
+    if not args.matryoshka_dims:
+        return base
+
+    def matryoshka(columns, ids, labels):  # Kusupati et al. 2022, equation 1, with equal weights
+        return sum(base([F.normalize(c[:, :d], dim=-1) for c in columns], ids, labels) for d in args.matryoshka_dims)
+
+    return matryoshka
+
+
+@dataclass
+class Batch:
+    rows: list  # B of (texts, label, file, row number)
+    position: dict  # where the data stands after this batch
+    ids: torch.Tensor  # (C, B) equal where texts are equal
+    labels: torch.Tensor | None  # (B,) or (B, scores)
+    share: Share
+
+
+def make_batches(rows_and_positions, model, budget, args, accelerator):
+    """Yield each batch with this process' share of it; meant to run in a background thread."""
+    for rows, position in rows_and_positions:
+        texts = column_texts(rows, args.prompts, len(args.columns))
+        known = {}
+        ids = torch.tensor([known.setdefault(text, len(known)) for text in texts]).view(-1, len(rows))
+        labels = None
+        if args.label_column:
+            try:
+                labels = torch.tensor([row[1] for row in rows])
+            except ValueError:
+                file, number = rows[0][2:]
+                raise BadInput(f"{file}, near row {number}: label lists of different lengths in a batch") from None
+        yield Batch(rows, position, ids, labels, make_share(texts, model, budget, accelerator))
+
+
+def column_texts(rows, prompts, columns):
+    """Texts of the first `columns` columns with their prompts, column after column."""
+    prompts = [prompts[min(column, len(prompts) - 1)] if prompts else "" for column in range(columns)]
+    return [prompt + row[0][column] for column, prompt in enumerate(prompts) for row in rows]
+
+
+def prefetch(iterator, depth=2):
+    """Run an iterator in a background thread, `depth` items ahead; its errors surface here."""
+    with ThreadPoolExecutor(1) as pool:
+        ahead = deque(pool.submit(next, iterator, None) for _ in range(depth))
+        while (item := ahead.popleft().result()) is not None:
+            ahead.append(pool.submit(next, iterator, None))
+            yield item
+
+
+# ---------------------------------------------------------------------------------------------------- evaluation
+
+
+MEASURES = ("MRR@10", "nDCG@10", "accuracy@1", "Spearman", "Pearson")
+
+
+@torch.no_grad()
+def evaluate(model, rows, budget, args, accelerator):
+    """{metric: value} of the held-out rows, the same on every process.
+
+    Each anchor searches the positives of all rows, its own being relevant. With a label a row it is instead the
+    correlation of the pairs' cosine similarity with the labels.
+    """
+    model = accelerator.unwrap_model(model)
+    model.eval()
+    share = make_share(column_texts(rows, args.prompts, 2), model, budget, accelerator)
+    bar = tqdm(share.micro_batches, "evaluating", leave=False, delay=2, disable=not accelerator.is_main_process)
+    parts = [encode(model, features, accelerator) for features, _ in bar]
+    model.train()
+    queries, documents = gather_texts(parts, share, accelerator).view(2, len(rows), -1)  # (rows, D) each
+    if model.similarity_fn_name != "dot":
+        queries, documents = F.normalize(queries, dim=-1), F.normalize(documents, dim=-1)
+    if args.label_column and not isinstance(rows[0][1], list):
+        scores, labels = (queries * documents).sum(-1).tolist(), [row[1] for row in rows]
+        return {"Spearman": float(spearmanr(scores, labels)[0]), "Pearson": float(pearsonr(scores, labels)[0])}
+    ranks = []
+    for first in range(0, len(rows), chunk := max(1, MAX_SCORES // len(rows))):
+        scores = queries[first : first + chunk] @ documents.T  # (chunk, rows)
+        own = torch.arange(first, first + len(scores), device=scores.device)[:, None]
+        mine = scores.gather(1, own)
+        earlier = torch.arange(len(rows), device=scores.device) < own  # a tie goes to the row that comes first
+        ranks.append(1 + ((scores > mine) | ((scores == mine) & earlier)).sum(1))
+    ranks = torch.cat(ranks).double()
+    found = ranks <= 10
+    return {
+        "MRR@10": (found / ranks).mean().item(),
+        "nDCG@10": (found / torch.log2(1 + ranks)).mean().item(),
+        "accuracy@1": (ranks == 1).double().mean().item(),
+    }
+
+
+# ------------------------------------------------------------------------------------------- files a run leaves behind
+
+
+def save_atomically(folder, write):
+    """Fill `folder` by write(part), synced to disk before it gets its name; what stood there is replaced last."""
+    folder = Path(folder)
+    part, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
+    for stale in (part, old):
+        shutil.rmtree(stale, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        write(part)
+        for path in [*part.rglob("*"), part]:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    if folder.exists():
+        folder.rename(old)
+    part.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def save_checkpoint(folder, model, optimizer, state, keep):
+    """Write `folder` (weights, optimizer, state as JSON, checksums), then remove all but the newest `keep`."""
+
+    def write(part):
+        save_model(model, str(part / "model.safetensors"))
+        moments = {f"{i}.{k}": v for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()}
+        save_file(moments, str(part / "optimizer.safetensors"))
+        (part / "state.json").write_text(json.dumps(state))
+        sums = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in sorted(part.iterdir())]
+        (part / "SHA256SUMS").write_text("".join(sums))
+
+    try:
+        save_atomically(folder, write)
+    except (OSError, SafetensorError) as error:
+        raise BadInput(f"{folder}: not written ({error}); make room, then --resume from the one before") from None
+    for old in sorted(folder.parent.glob("step_*"))[:-keep]:
+        shutil.rmtree(old)
+
+
+def newest_checkpoint(folder):
+    """(folder, state) of the newest whole checkpoint, or (None, None); a damaged one is named and passed over."""
+    for path in sorted(Path(folder).glob("step_*"), reverse=True):
+        try:
+            for line in (path / "SHA256SUMS").read_text().splitlines():
+                digest, name = line.split("  ")
+                if hashlib.sha256((path / name).read_bytes()).hexdigest() != digest:
+                    raise OSError(f"{name} is damaged")
+            return path, json.loads((path / "state.json").read_text())
+        except (OSError, ValueError) as error:
+            print(f"{path}: passed over ({error})", file=sys.stderr)
+    return None, None
+
+
+def load_checkpoint(path, model, optimizer):
+    """Put a checkpoint's weights and AdamW moments in place."""
+    load_model(model, str(path / "model.safetensors"))
+    moments = {}
+    for name, tensor in load_file(str(path / "optimizer.safetensors")).items():
+        parameter, key = name.split(".")
+        moments.setdefault(int(parameter), {})[key] = tensor
+    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+# What a resumed run may not change: it would be another experiment under the same name.
+FIXED = ("train_data eval_data eval_rows streaming columns num_negatives label_column mixing_weights mix_by "
+         "shuffle_buffer length_window on_bad_row model_name_or_path max_length pooling prompts batch_size "
+         "gradient_accumulation_steps loss loss_args matryoshka_dims seed").split()  # fmt: skip
+
+
+def check_resumed(saved, args, data):
+    """BadInput that lists every flag, and every source, that is not as it was when the checkpoint was written."""
+    then, now = saved["args"], asdict(args)
+    changed = [f"--{name} was {then[name]}, is {now[name]}" for name in FIXED if then[name] != now[name]]
+    changed += [f"{a[0]} had {a[1]} files and {a[2]} rows, has {b[1]} and {b[2]}"
+                for a, b in zip(saved["data"], data) if a != b]  # fmt: skip
+    if changed:
+        raise BadInput(f"--resume: {'; '.join(changed)}; restore it, or start a new --output_dir")
+
+
+def read_metrics(path, step):
+    """The records of metrics.jsonl up to `step`; what a killed run wrote after its last checkpoint is left out."""
+    records = []
+    with open(path) as lines:
+        for line in lines:
+            with suppress(ValueError):  # a torn last line
+                records.append(json.loads(line))
+    return [record for record in records if record["step"] <= step]
+
+
+def draw(metrics, path):
+    """Plot loss, learning rate and evaluation metrics over the steps."""
+    import matplotlib  # half a second to import, at the end of a run
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    evaluated = [name for name in MEASURES if any(name in line for line in metrics)]
+    for axis, names in zip(axes, (["loss"], evaluated, ["tokens_per_second"])):
+        for name in names:
+            points = [(line["step"], line[name]) for line in metrics if name in line]
+            axis.plot(*zip(*points), marker="o" if name in evaluated else None, markersize=3, label=name)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+        if names:
+            axis.legend()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def model_card(args, steps, metrics, data):
+    """README.md of the saved model: what it is, how it was trained, what was measured."""
+    front = {"library_name": "sentence-transformers", "pipeline_tag": "sentence-similarity",
+             "tags": ["sentence-transformers", "feature-extraction", "dense"]}  # fmt: skip
+    if args.model_name_or_path:
+        front["base_model"] = args.model_name_or_path
+    words = ["python", "train_bi_encoder.py"]
+    for name, value in asdict(args).items():
+        if value not in (None, [], {}, Args.__dataclass_fields__[name].default):
+            value = json.dumps(value) if isinstance(value, dict) else value
+            words += [f"--{name}", *(value if isinstance(value, list) else [value])]
+    return f"""---
+{yaml.safe_dump(front).strip()}
+---
+# {Path(args.output_dir).name}
+
+A bi-encoder from {args.model_name_or_path or "a static embedding model, from scratch"}, trained for {steps:,} steps of
+{args.batch_size * args.gradient_accumulation_steps:,} rows, of:
+
+{chr(10).join(f"- {name} ({rows:,} rows)" for name, _, rows in data)}
+
+```python
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("path/of/this/folder")
+scores = model.similarity(model.encode_query(["a query"]), model.encode_document(["a document"]))
+```
+
+Held-out rows: {args.eval_rows:,} (from {", ".join(args.eval_data) or "the training sources, not trained on"}).
+
+| measure | value |
+|---|---|
+{chr(10).join(f"| {name} | {value:.4f} |" for name, value in metrics.items()) or "| not evaluated | |"}
+
+    {shlex.join(map(str, words))}
+"""
+
+
+# ------------------------------------------------------------------------------------------------------ training
+
+
+def schedule(step, steps, args):
+    """Learning rate of `step` (from 0) of `steps`: linear warmup, then linear or cosine decay to 0."""
+    warmup = math.ceil(args.warmup_ratio * steps)
+    if step < warmup:
+        return args.learning_rate * (step + 1) / warmup
+    left = (steps - step) / max(steps - warmup, 1)
+    return args.learning_rate * (left if args.lr_schedule == "linear" else (1 - math.cos(math.pi * left)) / 2)
+
+
+def freeze_unused(model, accelerator):
+    """Freeze what gets no gradient, such as BERT's pooler under mean pooling: DDP would wait for it, and reduce nothing."""
+    features = make_share(["a text"] * accelerator.num_processes, model, 1, accelerator).micro_batches[0][0]
+    model(features)["sentence_embedding"].sum().backward()
+    unused = [(name, parameter) for name, parameter in model.named_parameters() if parameter.grad is None]
+    for _, parameter in unused:
+        parameter.requires_grad_(False)
+    model.zero_grad()
+    return len(unused)
+
+
+def backward(model, batch, loss_fn, seed, sync, args, accelerator):
+    """Add the gradient of the whole batch's loss to the model's; returns the loss, equal on every process.
+
+    `seed` is a list of ints: dropout is a function of it, the process and the micro-batch, hence the same in a second
+    forward pass and after a resume. `sync` reduces the gradients over the processes in the last backward pass.
+    """
+    share = batch.share
+
+    def embed(number):
+        torch.manual_seed(int(np.random.SeedSequence([*seed, accelerator.process_index, number]).generate_state(1)[0]))
+        reduce = sync and number == len(share.micro_batches) - 1
+        with nullcontext() if reduce else accelerator.no_sync(model):
+            return encode(model, share.micro_batches[number][0], accelerator)  # (n, D)
+
+    with torch.set_grad_enabled(not args.grad_cache):
+        parts = [embed(number) for number in range(len(share.micro_batches))]
+    # Gathered embeddings are a leaf: the loss of the whole batch needs no graph through other processes, nor collectives.
+    embeddings = gather_texts(parts, share, accelerator).requires_grad_()  # (N, D)
+    labels = None if batch.labels is None else batch.labels.to(embeddings.device)
+    columns = embeddings.view(*batch.ids.shape, -1).unbind()  # C of (B, D)
+    loss = loss_fn(list(columns), batch.ids.to(embeddings.device), labels)
+    loss.backward()
+    # DDP averages over the processes; this loss is a whole one, of which each process holds the part of its own texts.
+    wanted = embeddings.grad[share.mine] * accelerator.num_processes  # (n, D)
+    pairs = [(number, wanted[cut]) for number, (_, cut) in enumerate(share.micro_batches)]
+    if args.grad_cache:  # Gao et al. 2021, section 3.2: one graph at a time
+        for number, gradient in pairs:
+            accelerator.backward((embed(number) * gradient).sum())
+    else:
+        accelerator.backward(sum((parts[number] * gradient).sum() for number, gradient in pairs))
+    return loss.item()
+
+
+def open_data(args, accelerator):
+    """(sources, their weights, held-out rows, rows an epoch or 0 when unknown); sets args.columns."""
+    files = [list_files(source) for source in args.train_data]
+    held_files = [list_files(source) for source in args.eval_data]
+    if not args.columns:
+        there = next(read_batches(files[0][0]), (0, None))[1]
+        if there is None:
+            raise BadInput(f"{files[0][0]}: holds no row; remove it")
+        args.columns = [name for name in there.schema.names if name != args.label_column]
+    if args.num_negatives >= 0:
+        args.columns = args.columns[: 2 + args.num_negatives]
+    if len(args.columns) < 2:
+        name = args.columns[0]
+        raise BadInput(
+            f"--columns: an anchor and a positive are wanted, there is {name}; SimCSE: --columns {name} {name}"
+        )
+    kind = StreamSource if args.streaming else MappedSource
+    with accelerator.local_main_process_first():  # it makes the Arrow copies, the others find them
+        sources = [kind(index, names, args) for index, names in enumerate(files)]
+        held_sources = [kind(index, names, args) for index, names in enumerate(held_files)]
+    weights = args.mixing_weights or [len(source) for source in sources]
+    held = hold_out(held_sources or sources, [len(s) for s in held_sources] or weights, args.eval_rows)
+    held = [row for row in (checked(row, args) for row in held) if row]
+    sizes = [len(source) for source in sources]
+    if not all(sizes):
+        name = args.train_data[sizes.index(0)]
+        raise BadInput(f"{name}: no row is left beside --eval_rows {args.eval_rows}; lower it, or name --eval_data")
+    if args.streaming and not args.max_steps and not args.rows_per_epoch:
+        raise BadInput("--streaming: a stream does not say how long it is; give --max_steps or --rows_per_epoch")
+    weights = args.mixing_weights or sizes
+    ends = [size * sum(weights) / weight for size, weight in zip(sizes, weights)]  # rows of the mix that exhaust each
+    rows = args.rows_per_epoch or (min if args.stopping_strategy == "first_exhausted" else max)(ends)
+    data = [[name, len(names), size] for name, names, size in zip(args.train_data, files, sizes)]
+    return sources, weights, held, rows, data
+
+
+def main(args):
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),  # else several processes on CPUs would not find one another
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        log_with=args.report_to or None,
+        project_dir=args.output_dir,
+        # Processes run different numbers of forward passes; a broadcast of buffers in each would never match up.
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
+    args.gradient_accumulation_steps = accelerator.gradient_accumulation_steps  # the launch config may have set it
+    accumulation = args.gradient_accumulation_steps
+    output, is_main = Path(args.output_dir), accelerator.is_main_process
+    for name in ("batch_size", "eval_rows"):
+        if 0 < getattr(args, name) < accelerator.num_processes:
+            raise BadInput(f"--{name} {getattr(args, name)}: raise it to the {accelerator.num_processes} processes")
+    checkpoint_path, saved = newest_checkpoint(output / "checkpoints") if args.resume else (None, None)
+    if (output / "args.yaml").exists() and not args.resume:
+        raise BadInput(f"--output_dir {output} holds a run: go on with it by --resume, or name another folder")
+    accelerator.wait_for_everyone()
+    output.mkdir(parents=True, exist_ok=True)
+
+    # Data, model, optimizer
+    sources, weights, held, epoch_rows, data = open_data(args, accelerator)
+    if saved:
+        check_resumed(saved, args, data)
+    steps = args.max_steps or math.ceil(args.num_epochs * epoch_rows / (args.batch_size * accumulation))
+    sample = islice(row_batches(sources, weights, args, None), math.ceil(min(epoch_rows, 100_000) / args.batch_size))
+    sample = (text for rows, _ in sample for row in rows for text in row[0])
+    model = load_model_from(args, sample, accelerator).to(accelerator.device)
+    static = isinstance(model.tokenizer, Tokenizer)
+    budget = args.micro_batch_tokens or (2**20 if static else 2048 if accelerator.device.type == "cpu" else 16_384)
+    loss_fn = make_loss(args, model)
+    model.train()
+    frozen = freeze_unused(model, accelerator)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": [p for p in trained if p.ndim > 1], "weight_decay": args.weight_decay},
+              {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]  # fmt: skip
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=args.learning_rate, fused=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    bare = accelerator.unwrap_model(model)
+
+    # Where to begin
+    step, position, window, metrics = 0, None, [], []
+    if saved:
+        load_checkpoint(checkpoint_path, bare, optimizer.optimizer)
+        step, position, window = saved["step"], saved["position"], saved["losses"]
+        metrics = read_metrics(output / "metrics.jsonl", step)
+        accelerator.print(f"resuming from {checkpoint_path}: step {step:,} of {steps:,}")
+    elif args.resume:
+        accelerator.print(f"no checkpoint in {output / 'checkpoints'}: starting from the beginning")
+    if is_main:
+        (output / "args.yaml").write_text(yaml.safe_dump(asdict(args), sort_keys=False))
+        (output / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    if args.report_to:
+        accelerator.init_trackers("evenstep", {k: str(v) for k, v in asdict(args).items()})
+    asked_to_stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.set())
+    accelerator.print(
+        f"{sum(p.numel() for p in trained):,} parameters trained, {frozen} tensors without gradient frozen; "
+        f"{steps:,} steps of {accumulation} x {args.batch_size:,} rows on {accelerator.num_processes} x "
+        f"{accelerator.device.type}, micro-batches of {budget:,} tokens; {len(held):,} rows held out"
+    )
+
+    def log(record):
+        """Append one step's record to metrics.jsonl and the trackers."""
+        metrics.append({"step": step, **record})
+        accelerator.log(record, step=step)
+        if is_main:
+            with open(output / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(metrics[-1]) + "\n")
+
+    def save():
+        state = {"step": step, "position": position, "losses": window, "args": asdict(args), "data": data}
+        if is_main:
+            save_checkpoint(
+                output / f"checkpoints/step_{step:08}", bare, optimizer.optimizer, state, args.keep_checkpoints
+            )
+        accelerator.wait_for_everyone()
+
+    eval_every = args.eval_every or max(1, steps // 10)
+    if held and step == 0:
+        log(evaluate(model, held, budget, args, accelerator))
+        accelerator.print(
+            "before training: " + "  ".join(f"{k} {v:.4f}" for k, v in metrics[-1].items() if k != "step")
+        )
+    rows = row_batches(sources, weights, args, position)
+    batches = prefetch(make_batches(rows, bare, budget, args, accelerator))
+    bar = tqdm(total=steps, initial=step, disable=not is_main, unit="step")
+    seconds, rows_done, tokens, padded = 0.0, 0, 0, 0
+    stopping = False
+    model.train()
+    while step < steps and not stopping:
+        # ---------------------------------------------------------------- one optimizer step
+        started = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = schedule(step, steps, args)
+        losses_of_step = []
+        for number in range(accumulation):
+            batch = next(batches)
+            position = batch.position
+            sync = number == accumulation - 1
+            seed = [args.seed, step, number]
+            losses_of_step.append(backward(model, batch, loss_fn, seed, sync, args, accelerator))
+            rows_done += len(batch.rows)
+            tokens += batch.share.tokens
+            padded += batch.share.padded
+        norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf).item()
+        loss = sum(losses_of_step) / accumulation
+        if not math.isfinite(loss) or not (math.isfinite(norm) or accelerator.scaler):
+            named = [{"file": file, "row": row, "texts": texts} for texts, _, file, row in batch.rows]
+            (output / "broken_batch.json").write_text(json.dumps(named, indent=1))
+            raise BadInput(f"step {step + 1}: loss {loss}, gradient norm {norm}; the rows of the batch, from {named[0]['file']} "
+                           f"row {named[0]['row']} on, are in {output}/broken_batch.json; the checkpoints before are whole: "
+                           "mend the rows or lower --learning_rate")  # fmt: skip
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds += time.perf_counter() - started
+        # -----------------------------------------------------------------------------------
+        step += 1
+        window.append(loss)
+        bar.update()
+        record = {}
+        if step % args.log_every == 0 or step == steps:
+            mine = torch.tensor([tokens, padded], dtype=torch.float64, device=accelerator.device)
+            tokens, padded = accelerator.reduce(mine).tolist()
+            record = {"loss": sum(window) / len(window), "learning_rate": optimizer.param_groups[0]["lr"],
+                      "grad_norm": norm, "rows_per_second": rows_done / seconds,
+                      "tokens_per_second": tokens / seconds, "padding_fraction": 1 - tokens / padded}  # fmt: skip
+            bar.set_postfix_str(
+                f"loss {record['loss']:.4f}, {record['rows_per_second']:,.0f} rows/s, "
+                f"{record['tokens_per_second']:,.0f} tokens/s, padding {record['padding_fraction']:.1%}"
+            )
+            window, seconds, rows_done, tokens, padded = [], 0.0, 0, 0, 0
+        if held and (step % eval_every == 0 or step == steps):
+            scores = evaluate(model, held, budget, args, accelerator)
+            tqdm.write(f"step {step:,}: " + "  ".join(f"{k} {v:.4f}" for k, v in scores.items())) if is_main else None
+            record |= scores
+        if record:
+            log(record)
+        if asked_to_stop.is_set():
+            accelerator.set_trigger()
+        stopping = accelerator.check_trigger()  # on any process, hence on all
+        if stopping or step == steps or (args.save_every and step % args.save_every == 0):
+            save()
+
+    bar.close()
+    if stopping and step < steps:
+        accelerator.print(f"stopped after step {step:,} of {steps:,}; the same command with --resume goes on")
+    elif is_main:
+        scores = next((line for line in reversed(metrics) if set(line) & set(MEASURES)), {})
+        card = model_card(args, steps, {name: scores[name] for name in MEASURES if name in scores}, data)
+
+        def write(part):
+            bare.save_pretrained(str(part), create_model_card=False)
+            (part / "README.md").write_text(card)
+
+        save_atomically(output / "model", write)
+        draw(metrics, output / "training.png")
+        skipped = position["skipped"]
+        print(f"{skipped:,} bad rows skipped; " * (skipped > 0) + f"the model is in {output / 'model'}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    try:
+        main(parse_args(sys.argv[1:]))
+    except BadInput as error:
+        # Every process meets the same error; the first one says it, and the others only where that one has not.
+        time.sleep(5 if int(os.environ.get("RANK", 0)) else 0)
+        sys.exit(f"error: {error}")
