@@ -9,10 +9,10 @@ A row is an anchor, its positive, and as many hard negatives as there are furthe
 
     {"question": "read a gzip file", "code": "def read(path): ...", "wrong": "def write(path): ..."}
 
-The batch is the rows of one optimizer step over all processes, and it alone decides the gradient. Its texts are dealt to
-the processes, cut into micro-batches of at most --micro_batch_tokens, encoded longest first, gathered, and the loss of the
-whole batch is computed once, on every process. So the number of processes, the micro-batches and --grad_cache change
-time and memory, never the mathematics.
+The batch is the rows of one optimizer step over all processes, and it alone decides the gradient. Its texts are dealt
+to the processes, cut into micro-batches of at most --micro_batch_tokens, encoded longest first and gathered, and the
+loss of the whole batch is computed on every process. So the number of processes, the micro-batches and --grad_cache
+change time and memory, never the mathematics.
 
 --output_dir receives model/ (loads in sentence-transformers), checkpoints/, metrics.jsonl, args.yaml and training.png.
 
@@ -32,6 +32,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -48,6 +49,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import LoggerType
 from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file, save_model
 from scipy.stats import pearsonr, spearmanr
@@ -134,28 +136,40 @@ class Args:
     report_to: list[str] = flag([], "trackers of Accelerate: tensorboard, wandb, ...")
 
 
+def flags_of(given):
+    """Command-line words for {flag: value}: lists in several words, objects as JSON, nothing for None and []."""
+    words = []
+    for name, value in given.items():
+        if value not in (None, []):
+            values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+            words += [f"--{name}", *map(str, values)]
+    return words
+
+
 def parse_args(argv):
     """Args from flags, or from a YAML or JSON file and flags that override it; ends the program on a usage error."""
     parser = HfArgumentParser(Args, description=__doc__.split("\n\n")[0], allow_abbrev=False)
     if argv and argv[0].endswith((".yaml", ".yml", ".json")):
         try:
-            given = yaml.safe_load(Path(argv[0]).read_text()) or {}
-        except (OSError, yaml.YAMLError) as error:
-            parser.error(f"{argv[0]}: {error}")
-        if unknown := set(given) - set(Args.__dataclass_fields__):
-            parser.error(f"{argv[0]}: no such flag: {', '.join(sorted(unknown))}")
-        parser.set_defaults(**given)
-        argv = argv[1:]
+            given = yaml.safe_load(Path(argv[0]).read_text())
+            if unknown := set(given) - set(Args.__dataclass_fields__):
+                parser.error(f"{argv[0]}: no such flag: {', '.join(map(str, unknown))}")
+        except (OSError, yaml.YAMLError, TypeError) as error:
+            parser.error(f"{argv[0]}: not a file of flags ({' '.join(str(error).split())})")
+        argv = flags_of(given) + argv[1:]
     (args,) = parser.parse_args_into_dataclasses(argv)
-    scratch = not args.model_name_or_path
-    args.batch_size = args.batch_size or (2048 if scratch else 64)
-    args.learning_rate = args.learning_rate or (0.005 if scratch else 2e-5)
-    args.max_length = args.max_length or (256 if scratch else None)
-    args.num_epochs = args.num_epochs or (4 if scratch else 1)
+    defaults = {"batch_size": 64, "learning_rate": 2e-5, "num_epochs": 1.0}
+    if not args.model_name_or_path:
+        defaults = {"batch_size": 2048, "learning_rate": 0.005, "num_epochs": 4.0, "max_length": 256}
+    for name, default in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
     try:
-        args.loss_args = json.loads(args.loss_args) if isinstance(args.loss_args, str) else args.loss_args
-    except json.JSONDecodeError as error:
-        parser.error(f"--loss_args is not JSON: {error}")
+        args.loss_args = json.loads(args.loss_args)
+        if not isinstance(args.loss_args, dict):
+            raise ValueError("an object such as {} is wanted")
+    except ValueError as error:
+        parser.error(f"--loss_args: {error}")
     if not args.train_data:
         args.train_data = [f"{DEMO}/train/{name}-*.parquet" for name in ("stdlib", "packages")]
         args.eval_data = args.eval_data or [f"{DEMO}/heldout/*.parquet"]
@@ -165,13 +179,16 @@ def parse_args(argv):
         len(args.mixing_weights) != len(args.train_data) or not all(0 < w < math.inf for w in args.mixing_weights)
     ):
         parser.error(f"--mixing_weights: {len(args.train_data)} sources want as many numbers above 0")
-    for name in ("eval_rows", "shuffle_buffer", "rows_per_epoch", "max_steps", "eval_every", "save_every"):
-        if getattr(args, name) < 0:
-            parser.error(f"--{name} must be 0 or more")
-    for name in ("batch_size", "micro_batch_tokens", "gradient_accumulation_steps", "length_window", "max_length",
-                 "keep_checkpoints", "log_every", "num_epochs"):  # fmt: skip
-        if getattr(args, name) is not None and getattr(args, name) <= 0:
-            parser.error(f"--{name} must be above 0")
+    above_zero = ("batch_size", "micro_batch_tokens", "gradient_accumulation_steps", "length_window", "max_length",
+                  "keep_checkpoints", "log_every", "num_epochs", "learning_rate", "matryoshka_dims")  # fmt: skip
+    for name, value in asdict(args).items():
+        for number in value if isinstance(value, list) else [value]:
+            if not isinstance(number, int | float) or name == "num_negatives":
+                continue
+            if not 0 <= number < math.inf or (number == 0 and name in above_zero):
+                parser.error(f"--{name} {number}: must be {'above 0' if name in above_zero else '0 or more'}")
+    if args.warmup_ratio > 1:
+        parser.error(f"--warmup_ratio {args.warmup_ratio}: a share of the steps is at most 1")
     return args
 
 
@@ -198,11 +215,16 @@ def file_kind(file):
 
 def list_files(source):
     """The files of a source (path, glob, folder, URL or Hub id), sorted; BadInput when there are none."""
-    fs, path = fsspec.core.url_to_fs(os.path.expanduser(source))
+    try:
+        fs, path = fsspec.core.url_to_fs(os.path.expanduser(source))
+    except (ValueError, ImportError) as error:
+        raise BadInput(f"{source}: {error}") from None
     if glob.has_magic(path):
         found = fs.glob(path)
     elif fs.isdir(path):
-        found = [name for name in fs.find(path) if os.path.splitext(name)[1].lower() in {**SUFFIXES, **COMPRESSIONS}]
+        notes = ("dataset_info.json", "state.json", "dataset_dict.json")  # of Dataset.save_to_disk
+        known = tuple({**SUFFIXES, **COMPRESSIONS})
+        found = [name for name in fs.find(path) if name.lower().endswith(known) and not name.endswith(notes)]
     elif fs.exists(path):
         found = [path]
     elif "://" in source or source.count("/") > 1 or os.path.splitext(source)[1] or source[0] in "./~":
@@ -236,7 +258,7 @@ def wanted_columns(args):
     return list(dict.fromkeys(args.columns + [args.label_column] * bool(args.label_column)))
 
 
-def text_batches(file, kind, lines, wanted):
+def text_batches(file, kind, lines, wanted, label):
     """Yield RecordBatches of strings from JSON Lines, CSV, TSV or plain text; a JSON label stays its JSON text."""
     records = enumerate(lines, start=1)
     if kind == "csv":
@@ -256,9 +278,12 @@ def text_batches(file, kind, lines, wanted):
                 raise BadInput(f"{file}, line {number}: not JSON ({error}); mend or remove the line") from None
             if not isinstance(record, dict):
                 raise BadInput(f"{file}, line {number}: not a JSON object; one row a line is expected")
+        if None in record:  # where csv puts them
+            raise BadInput(f"{file}, line {number}: more cells than the header has; quote the cell with the separator")
         names = names or select_columns(record, wanted, file)  # a cell missing later on is a null
-        row = [record.get(name) for name in names]
-        rows.append([cell if isinstance(cell, str | None) else json.dumps(cell) for cell in row])
+        row = [(name, record.get(name)) for name in names]
+        # what is no text is null, and hence a bad row; but a label stays its JSON
+        rows.append([c if isinstance(c, str) else json.dumps(c) if name == label else None for name, c in row])
         if len(rows) == READ_ROWS:
             yield pa.record_batch([pa.array(column, pa.string()) for column in zip(*rows)], names)
             rows = []
@@ -266,11 +291,11 @@ def text_batches(file, kind, lines, wanted):
         yield pa.record_batch([pa.array(column, pa.string()) for column in zip(*rows)], names)
 
 
-def read_batches(file, wanted=(), start=0):
+def read_batches(file, wanted=(), label=None, start=0):
     """Yield (number of the first row, RecordBatch of at most READ_ROWS rows) of one file, from row `start` on.
 
-    Memory is bounded by a record batch (Parquet: a row group) whatever the file's size. BadInput names the file, and the
-    line where there is one.
+    Memory is bounded by a record batch (Parquet: a row group) whatever the file's size. BadInput names the file, and
+    the line where there is one.
     """
     kind, compression = file_kind(file)
     row = 0
@@ -294,21 +319,25 @@ def read_batches(file, wanted=(), start=0):
             else:
                 # pyarrow decompresses: it notices a truncated file, where Python's zstandard just ends
                 stream = pa.input_stream(raw, compression=compression)
-                batches = text_batches(file, kind, io.TextIOWrapper(stream, "utf-8-sig", newline=""), wanted)
+                lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
+                batches = text_batches(file, kind, lines, wanted, label)
             for batch in batches:
                 if row + len(batch) > start:
                     skip = max(start - row, 0)
                     cells = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
                     yield row + skip, pa.record_batch(cells, batch.schema.names).slice(skip)
                 row += len(batch)
-    except (OSError, EOFError, pa.ArrowException, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, EOFError, pa.ArrowException, UnicodeError, csv.Error) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise BadInput(f"{file}: cannot be read after row {row} ({reason}); replace the file") from None
 
 
 def rows_of(batch, file, number, args):
     """Yield (texts, label, file, row number) for the rows of a RecordBatch that starts at row `number` of `file`."""
-    cells = {name: batch.column(name).to_pylist() for name in wanted_columns(args)}
+    try:
+        cells = {name: batch.column(name).to_pylist() for name in wanted_columns(args)}
+    except UnicodeError as error:
+        raise BadInput(f"{file}, after row {number}: not UTF-8 ({error}); convert the file") from None
     labels = cells[args.label_column] if args.label_column else [None] * len(batch)
     for offset, (*texts, label) in enumerate(zip(*(cells[name] for name in args.columns), labels)):
         yield texts, label, file, number + offset
@@ -327,19 +356,19 @@ def checked(row, args):
             value = [float(v) for v in value] if isinstance(value, list) else float(value)
             problem = None if np.isfinite(value).all() else f"the label {label!r} is not finite"
             label = value
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             problem = f"the label {label!r} is not a number"
     if problem and args.on_bad_row == "error":
         raise BadInput(f"{file}, row {number}: {problem}; mend the row or pass --on_bad_row skip")
     return None if problem else (texts, label, file, number)
 
 
-def arrow_copy(file, wanted, folder):
+def arrow_copy(file, wanted, label, folder):
     """Path of `file` as Arrow on this machine: the file itself, or a copy made once in `folder`, atomically."""
     fs, path = fsspec.core.url_to_fs(file)
     if file_kind(file)[0] == "arrow" and "file" in fs.protocol:
         return path
-    key = hashlib.sha256(json.dumps([fs.ukey(path), sorted(wanted)]).encode()).hexdigest()[:32]
+    key = hashlib.sha256(json.dumps([fs.ukey(path), sorted(wanted), label]).encode()).hexdigest()[:32]
     copy = Path(folder).expanduser() / f"{key}.arrow"
     if not copy.exists():
         part = copy.with_suffix(f".{os.getpid()}.part")
@@ -347,7 +376,7 @@ def arrow_copy(file, wanted, folder):
             copy.parent.mkdir(parents=True, exist_ok=True)
             with pa.OSFile(str(part), "wb") as sink, tqdm(unit=" rows", desc=f"mapping {file}", delay=2) as bar:
                 writer = None
-                for _, batch in read_batches(file, wanted):
+                for _, batch in read_batches(file, wanted, label):
                     writer = writer or pa.ipc.new_stream(sink, batch.schema)
                     writer.write_batch(batch)
                     bar.update(len(batch))
@@ -400,7 +429,7 @@ class MappedSource:
         wanted = wanted_columns(args)
         self.tables, places, rows = [], [], [0]
         for number, file in enumerate(files):
-            path = arrow_copy(file, wanted, args.data_cache)
+            path = arrow_copy(file, wanted, args.label_column, args.data_cache)
             try:
                 schema, offsets = arrow_index(path)
                 select_columns(schema.names, wanted, file)
@@ -467,17 +496,19 @@ class StreamSource:
     def __init__(self, index, files, args):
         self.index, self.args, self.files = index, args, files
         self.held = [0] * len(files)
-        next(self.read(range(len(files)), 0, 0), None)  # a wrong column is said now, not an hour into the run
+        # A wrong column is said now, not an hour into the run.
+        first = [next(read_batches(file, wanted_columns(args)), None) for file in files]
+        self.empty = not any(first)
 
     def __len__(self):
-        return 1  # unknown; streams are mixed in equal shares unless weights are given
+        return 0 if self.empty else 1  # unknown; streams are mixed in equal shares unless weights are given
 
     def read(self, order, shard, row):
         """Yield (place in `order`, row) of the files in `order`, from row `row` of file `order[shard]` on."""
         for place in range(shard, len(order)):
             file = self.files[order[place]]
             start = max(row if place == shard else 0, self.held[order[place]])
-            for number, batch in read_batches(file, wanted_columns(self.args), start):
+            for number, batch in read_batches(file, wanted_columns(self.args), self.args.label_column, start):
                 for values in rows_of(batch, file, number, self.args):
                     yield place, values
 
@@ -511,8 +542,13 @@ class StreamSource:
 
 
 def due(picks, weights):
-    """The source whose next row is due first: each gets its share to within a row, and no dice are thrown."""
-    return min(range(len(weights)), key=lambda source: (picks[source] + 1) / weights[source])
+    """The source to take the next row from, so that each has its share to within a row at every moment.
+
+    No dice are thrown, so there is no state but the picks: the quota method (Balinski and Young 1975).
+    """
+    quota = [weight * (sum(picks) + 1) / sum(weights) for weight in weights]
+    short = [source for source in range(len(weights)) if picks[source] < quota[source]]
+    return min(short, key=lambda source: (picks[source] + 1) / weights[source])
 
 
 def hold_out(sources, weights, count):
@@ -645,7 +681,7 @@ def encode(model, features, accelerator):
 
 
 def gather_texts(parts, share, accelerator):
-    """(N, D) detached embeddings of all texts, in their order, from the (n, D) parts of this process' micro-batches."""
+    """(N, D) detached embeddings of all texts, in their order, from the (n, D) parts of this process."""
     places = torch.tensor([place for _, cut in share.micro_batches for place in cut], device=parts[0].device)
     local = parts[0].new_zeros(share.width, parts[0].shape[1])
     local[places] = torch.cat(parts).detach()
@@ -656,7 +692,7 @@ def gather_texts(parts, share, accelerator):
 
 
 def static_modules(texts, args):
-    """[StaticEmbedding, Normalize] with a tokenizer trained on the `texts`: the mean of the embeddings of a text's words.
+    """[StaticEmbedding, Normalize], the mean of the embeddings of a text's words, with a tokenizer made for `texts`.
 
     Vectors begin at random with the length of their inverse document frequency, so that even untrained the rare words
     of a text outweigh the common ones.
@@ -679,12 +715,12 @@ def static_modules(texts, args):
     return [StaticEmbedding(tokenizer, embedding_weights=weights), Normalize()]
 
 
-def load_model_from(args, texts, accelerator):
+def load_model_from(args, texts, fresh, accelerator):
     """The SentenceTransformer to train: from a Hub id or folder, or a static embedding model made for the `texts`."""
     path = args.model_name_or_path
     if not path:
         path = str(Path(args.output_dir) / "from_scratch")
-        if accelerator.is_main_process and not Path(path).exists():
+        if accelerator.is_main_process and fresh:
             model = SentenceTransformer(modules=static_modules(texts, args), device="cpu")
             save_atomically(path, lambda part: model.save_pretrained(str(part), create_model_card=False))
         accelerator.wait_for_everyone()
@@ -693,6 +729,9 @@ def load_model_from(args, texts, accelerator):
     except (OSError, ValueError) as error:
         raise BadInput(f"--model_name_or_path {path}: {str(error).splitlines()[0]}") from None
     if args.max_length and args.model_name_or_path:
+        most = getattr(model.config, "max_position_embeddings", None) or args.max_length
+        if args.max_length > most:
+            raise BadInput(f"--max_length {args.max_length}: the model has positions for {most} tokens")
         model.max_seq_length = args.max_length
     if args.pooling:
         places = [place for place, module in enumerate(model) if isinstance(module, Pooling)]
@@ -733,7 +772,7 @@ def infonce(columns, ids, temperature=0.05, symmetric=False, similarity="cosine"
     """InfoNCE (van den Oord et al. 2018, equation 4) with in-batch and hard negatives.
 
     columns: list of (B, D), anchors, positives, negatives...; ids: (C, B) int64, equal where texts are equal.
-    `symmetric` averages in the loss of finding the anchor of each positive, as CLIP does (Radford et al. 2021, figure 3).
+    `symmetric` averages in the loss of finding the anchor of each positive (Radford et al. 2021, figure 3).
     """
     if similarity == "cosine":
         columns = [F.normalize(column, dim=-1) for column in columns]
@@ -764,7 +803,7 @@ def make_loss(args, model):
             raise BadInput(f"--loss {args.loss}: no such loss on embeddings; there are infonce, {', '.join(names)}")
         try:
             module = kind(model, **args.loss_args)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise BadInput(f"--loss_args: {error}") from None
         if any(not name.startswith("model.") for name, _ in module.named_parameters()):
             raise BadInput(f"--loss {args.loss}: has weights of its own, which would not be trained; choose another")
@@ -772,13 +811,22 @@ def make_loss(args, model):
         def base(columns, ids, labels):
             return module.compute_loss_from_embeddings(columns, labels)
 
-    if not args.matryoshka_dims:
-        return base
-
     def matryoshka(columns, ids, labels):  # Kusupati et al. 2022, equation 1, with equal weights
         return sum(base([F.normalize(c[:, :d], dim=-1) for c in columns], ids, labels) for d in args.matryoshka_dims)
 
-    return matryoshka
+    return matryoshka if args.matryoshka_dims else base
+
+
+def try_loss(loss_fn, batch, model, args):
+    """BadInput when the loss does not take such a batch; found out before the first step."""
+    dimensions = model.get_embedding_dimension()
+    if max(args.matryoshka_dims, default=0) > dimensions:
+        raise BadInput(f"--matryoshka_dims {max(args.matryoshka_dims)}: the embeddings have {dimensions} dimensions")
+    columns = torch.randn(*batch.ids.shape, dimensions).unbind()
+    try:
+        loss_fn(list(columns), batch.ids, batch.labels)
+    except Exception as error:  # whatever a loss of the library raises
+        raise BadInput(f"--loss {args.loss} does not take these columns, labels or --loss_args: {error}") from None
 
 
 @dataclass
@@ -800,9 +848,11 @@ def make_batches(rows_and_positions, model, budget, args, accelerator):
         if args.label_column:
             try:
                 labels = torch.tensor([row[1] for row in rows])
-            except ValueError:
+            except (ValueError, TypeError):
                 file, number = rows[0][2:]
-                raise BadInput(f"{file}, near row {number}: label lists of different lengths in a batch") from None
+                raise BadInput(
+                    f"{file}, near row {number}: labels of different lengths in a batch; mend them"
+                ) from None
         yield Batch(rows, position, ids, labels, make_share(texts, model, budget, accelerator))
 
 
@@ -852,7 +902,8 @@ def evaluate(model, rows, budget, args, accelerator):
         own = torch.arange(first, first + len(scores), device=scores.device)[:, None]
         mine = scores.gather(1, own)
         earlier = torch.arange(len(rows), device=scores.device) < own  # a tie goes to the row that comes first
-        ranks.append(1 + ((scores > mine) | ((scores == mine) & earlier)).sum(1))
+        beaten = (scores < mine) | ((scores == mine) & ~earlier)  # false where a score is NaN
+        ranks.append(1 + (~beaten).sum(1))
     ranks = torch.cat(ranks).double()
     found = ranks <= 10
     return {
@@ -871,16 +922,16 @@ def save_atomically(folder, write):
     part, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
     for stale in (part, old):
         shutil.rmtree(stale, ignore_errors=True)
-    part.mkdir(parents=True)
     try:
+        part.mkdir(parents=True)
         write(part)
         for path in [*part.rglob("*"), part]:
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
-    except BaseException:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)
-        raise
+        raise BadInput(f"{folder}: not written ({error}); make room; what was saved before is whole") from None
     if folder.exists():
         folder.rename(old)
     part.rename(folder)
@@ -898,25 +949,29 @@ def save_checkpoint(folder, model, optimizer, state, keep):
         sums = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in sorted(part.iterdir())]
         (part / "SHA256SUMS").write_text("".join(sums))
 
-    try:
-        save_atomically(folder, write)
-    except (OSError, SafetensorError) as error:
-        raise BadInput(f"{folder}: not written ({error}); make room, then --resume from the one before") from None
-    for old in sorted(folder.parent.glob("step_*"))[:-keep]:
-        shutil.rmtree(old)
+    save_atomically(folder, write)
+    steps = sorted(folder.parent.glob("step_*"))
+    whole = steps[: steps.index(folder) + 1]  # what is newer is damaged: a resume passed it over
+    for path in steps:
+        if path not in whole[-keep:]:
+            shutil.rmtree(path)
 
 
 def newest_checkpoint(folder):
     """(folder, state) of the newest whole checkpoint, or (None, None); a damaged one is named and passed over."""
-    for path in sorted(Path(folder).glob("step_*"), reverse=True):
+    found = sorted(Path(folder).glob("step_*"), reverse=True)
+    for path in found:
         try:
-            for line in (path / "SHA256SUMS").read_text().splitlines():
-                digest, name = line.split("  ")
+            sums = dict(line.split("  ")[::-1] for line in (path / "SHA256SUMS").read_text().splitlines())
+            for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+                digest = sums.get(name)
                 if hashlib.sha256((path / name).read_bytes()).hexdigest() != digest:
                     raise OSError(f"{name} is damaged")
             return path, json.loads((path / "state.json").read_text())
         except (OSError, ValueError) as error:
             print(f"{path}: passed over ({error})", file=sys.stderr)
+    if found:
+        raise BadInput(f"{folder}: no checkpoint is whole; remove the folder to start from the beginning")
     return None, None
 
 
@@ -931,17 +986,16 @@ def load_checkpoint(path, model, optimizer):
 
 
 # What a resumed run may not change: it would be another experiment under the same name.
-FIXED = ("train_data eval_data eval_rows streaming columns num_negatives label_column mixing_weights mix_by "
-         "shuffle_buffer length_window on_bad_row model_name_or_path max_length pooling prompts batch_size "
-         "gradient_accumulation_steps loss loss_args matryoshka_dims seed").split()  # fmt: skip
+FIXED = """train_data eval_data eval_rows streaming columns num_negatives label_column mixing_weights mix_by
+shuffle_buffer length_window on_bad_row model_name_or_path max_length pooling prompts batch_size
+gradient_accumulation_steps loss loss_args matryoshka_dims seed"""
 
 
 def check_resumed(saved, args, data):
     """BadInput that lists every flag, and every source, that is not as it was when the checkpoint was written."""
     then, now = saved["args"], asdict(args)
-    changed = [f"--{name} was {then[name]}, is {now[name]}" for name in FIXED if then[name] != now[name]]
-    changed += [f"{a[0]} had {a[1]} files and {a[2]} rows, has {b[1]} and {b[2]}"
-                for a, b in zip(saved["data"], data) if a != b]  # fmt: skip
+    changed = [f"--{name} was {then[name]}, is {now[name]}" for name in FIXED.split() if then[name] != now[name]]
+    changed += [f"the data of {now[0]} is not what it was" for then, now in zip(saved["data"], data) if then != now]
     if changed:
         raise BadInput(f"--resume: {'; '.join(changed)}; restore it, or start a new --output_dir")
 
@@ -983,11 +1037,8 @@ def model_card(args, steps, metrics, data):
              "tags": ["sentence-transformers", "feature-extraction", "dense"]}  # fmt: skip
     if args.model_name_or_path:
         front["base_model"] = args.model_name_or_path
-    words = ["python", "train_bi_encoder.py"]
-    for name, value in asdict(args).items():
-        if value not in (None, [], {}, Args.__dataclass_fields__[name].default):
-            value = json.dumps(value) if isinstance(value, dict) else value
-            words += [f"--{name}", *(value if isinstance(value, list) else [value])]
+    defaults = {name: entry.default for name, entry in Args.__dataclass_fields__.items()} | {"loss_args": {}}
+    given = flags_of({name: value for name, value in asdict(args).items() if value != defaults[name]})
     return f"""---
 {yaml.safe_dump(front).strip()}
 ---
@@ -996,7 +1047,7 @@ def model_card(args, steps, metrics, data):
 A bi-encoder from {args.model_name_or_path or "a static embedding model, from scratch"}, trained for {steps:,} steps of
 {args.batch_size * args.gradient_accumulation_steps:,} rows, of:
 
-{chr(10).join(f"- {name} ({rows:,} rows)" for name, _, rows in data)}
+{chr(10).join(f"- {name}" + f" ({rows:,} rows)" * (not args.streaming) for name, rows, _ in data)}
 
 ```python
 from sentence_transformers import SentenceTransformer
@@ -1011,7 +1062,7 @@ Held-out rows: {args.eval_rows:,} (from {", ".join(args.eval_data) or "the train
 |---|---|
 {chr(10).join(f"| {name} | {value:.4f} |" for name, value in metrics.items()) or "| not evaluated | |"}
 
-    {shlex.join(map(str, words))}
+    {shlex.join(["python", "train_bi_encoder.py", *given])}
 """
 
 
@@ -1028,7 +1079,10 @@ def schedule(step, steps, args):
 
 
 def freeze_unused(model, accelerator):
-    """Freeze what gets no gradient, such as BERT's pooler under mean pooling: DDP would wait for it, and reduce nothing."""
+    """Freeze what gets no gradient, such as BERT's pooler under mean pooling; returns how many tensors.
+
+    DDP would wait for their gradients for ever, and reduce none of the others, without a word.
+    """
     features = make_share(["a text"] * accelerator.num_processes, model, 1, accelerator).micro_batches[0][0]
     model(features)["sentence_embedding"].sum().backward()
     unused = [(name, parameter) for name, parameter in model.named_parameters() if parameter.grad is None]
@@ -1054,7 +1108,7 @@ def backward(model, batch, loss_fn, seed, sync, args, accelerator):
 
     with torch.set_grad_enabled(not args.grad_cache):
         parts = [embed(number) for number in range(len(share.micro_batches))]
-    # Gathered embeddings are a leaf: the loss of the whole batch needs no graph through other processes, nor collectives.
+    # Gathered, they are a leaf: the loss of the whole batch needs no graph through collectives or other processes.
     embeddings = gather_texts(parts, share, accelerator).requires_grad_()  # (N, D)
     labels = None if batch.labels is None else batch.labels.to(embeddings.device)
     columns = embeddings.view(*batch.ids.shape, -1).unbind()  # C of (B, D)
@@ -1071,8 +1125,30 @@ def backward(model, batch, loss_fn, seed, sync, args, accelerator):
     return loss.item()
 
 
+def fingerprint(files):
+    """Hash of names, sizes and first and last 64 kB of files: enough to notice other data under the same name."""
+    digest = hashlib.sha256()
+    for file in files:
+        with fsspec.open(file, "rb") as raw:
+            head, size = raw.read(2**16), raw.seek(0, os.SEEK_END)
+            raw.seek(max(0, size - 2**16))
+            digest.update(f"{os.path.basename(file)} {size} ".encode() + head + raw.read())
+    return digest.hexdigest()[:16]
+
+
+def broken_step(step, loss, norm, batch, output):
+    """What to say of a step whose loss or gradient is not finite; the rows of its batch go to a file."""
+    rows = [{"file": file, "row": number, "texts": texts} for texts, _, file, number in batch.rows]
+    (output / "broken_batch.json").write_text(json.dumps(rows, indent=1))
+    return (
+        f"step {step + 1}: loss {loss}, gradient norm {norm}; the rows of the batch, from {rows[0]['file']} row "
+        f"{rows[0]['row']} on, are in {output}/broken_batch.json; mend them or lower --learning_rate; the checkpoints "
+        "before are whole"
+    )
+
+
 def open_data(args, accelerator):
-    """(sources, their weights, held-out rows, rows an epoch or 0 when unknown); sets args.columns."""
+    """(sources, their weights, held-out rows, bad ones among them, rows an epoch, fingerprints); sets args.columns."""
     files = [list_files(source) for source in args.train_data]
     held_files = [list_files(source) for source in args.eval_data]
     if not args.columns:
@@ -1083,17 +1159,18 @@ def open_data(args, accelerator):
     if args.num_negatives >= 0:
         args.columns = args.columns[: 2 + args.num_negatives]
     if len(args.columns) < 2:
-        name = args.columns[0]
-        raise BadInput(
-            f"--columns: an anchor and a positive are wanted, there is {name}; SimCSE: --columns {name} {name}"
-        )
+        raise BadInput(f"--columns: two or more texts are wanted, there is {args.columns}; SimCSE names one twice")
     kind = StreamSource if args.streaming else MappedSource
     with accelerator.local_main_process_first():  # it makes the Arrow copies, the others find them
         sources = [kind(index, names, args) for index, names in enumerate(files)]
         held_sources = [kind(index, names, args) for index, names in enumerate(held_files)]
+    for name, source in zip(args.train_data + args.eval_data, sources + held_sources):
+        if len(source) == 0:
+            raise BadInput(f"{name}: holds no row; leave it out")
     weights = args.mixing_weights or [len(source) for source in sources]
     held = hold_out(held_sources or sources, [len(s) for s in held_sources] or weights, args.eval_rows)
-    held = [row for row in (checked(row, args) for row in held) if row]
+    good = [row for row in (checked(row, args) for row in held) if row]
+    skipped, held = len(held) - len(good), good
     sizes = [len(source) for source in sources]
     if not all(sizes):
         name = args.train_data[sizes.index(0)]
@@ -1103,11 +1180,13 @@ def open_data(args, accelerator):
     weights = args.mixing_weights or sizes
     ends = [size * sum(weights) / weight for size, weight in zip(sizes, weights)]  # rows of the mix that exhaust each
     rows = args.rows_per_epoch or (min if args.stopping_strategy == "first_exhausted" else max)(ends)
-    data = [[name, len(names), size] for name, names, size in zip(args.train_data, files, sizes)]
-    return sources, weights, held, rows, data
+    data = [[name, size, fingerprint(names)] for name, size, names in zip(args.train_data, sizes, files)]
+    return sources, weights, held, skipped, rows, data
 
 
 def main(args):
+    if unknown := set(args.report_to) - {str(tracker) for tracker in LoggerType}:
+        raise BadInput(f"--report_to {', '.join(unknown)}: the trackers are {', '.join(map(str, LoggerType))}")
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),  # else several processes on CPUs would not find one another
         gradient_accumulation_steps=args.gradient_accumulation_steps,
@@ -1119,6 +1198,8 @@ def main(args):
     args.gradient_accumulation_steps = accelerator.gradient_accumulation_steps  # the launch config may have set it
     accumulation = args.gradient_accumulation_steps
     output, is_main = Path(args.output_dir), accelerator.is_main_process
+    if args.label_column and args.eval_rows == 1:
+        raise BadInput("--eval_rows 1: a correlation with labels wants two rows or more")
     for name in ("batch_size", "eval_rows"):
         if 0 < getattr(args, name) < accelerator.num_processes:
             raise BadInput(f"--{name} {getattr(args, name)}: raise it to the {accelerator.num_processes} processes")
@@ -1126,26 +1207,32 @@ def main(args):
     if (output / "args.yaml").exists() and not args.resume:
         raise BadInput(f"--output_dir {output} holds a run: go on with it by --resume, or name another folder")
     accelerator.wait_for_everyone()
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--output_dir {output}: {error}; name a folder that can be written") from None
 
     # Data, model, optimizer
-    sources, weights, held, epoch_rows, data = open_data(args, accelerator)
+    sources, weights, held, held_skipped, epoch_rows, data = open_data(args, accelerator)
     if saved:
         check_resumed(saved, args, data)
     steps = args.max_steps or math.ceil(args.num_epochs * epoch_rows / (args.batch_size * accumulation))
     sample = islice(row_batches(sources, weights, args, None), math.ceil(min(epoch_rows, 100_000) / args.batch_size))
     sample = (text for rows, _ in sample for row in rows for text in row[0])
-    model = load_model_from(args, sample, accelerator).to(accelerator.device)
+    model = load_model_from(args, sample, not saved, accelerator).to(accelerator.device)
     static = isinstance(model.tokenizer, Tokenizer)
     budget = args.micro_batch_tokens or (2**20 if static else 2048 if accelerator.device.type == "cpu" else 16_384)
     loss_fn = make_loss(args, model)
+    first = row_batches(sources, weights, args, None)
+    try_loss(loss_fn, next(make_batches(first, model, budget, args, accelerator)), model, args)
     model.train()
     frozen = freeze_unused(model, accelerator)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [{"params": [p for p in trained if p.ndim > 1], "weight_decay": args.weight_decay},
               {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]  # fmt: skip
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=args.learning_rate, fused=True)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # broadcast_buffers is to get another name
+        model, optimizer = accelerator.prepare(model, optimizer)
     bare = accelerator.unwrap_model(model)
 
     # Where to begin
@@ -1179,6 +1266,10 @@ def main(args):
                 file.write(json.dumps(metrics[-1]) + "\n")
 
     def save():
+        if not all(parameter.isfinite().all() for parameter in trained):
+            raise BadInput(
+                f"step {step}: a weight is not finite; lower --learning_rate; the checkpoints before are whole"
+            )
         state = {"step": step, "position": position, "losses": window, "args": asdict(args), "data": data}
         if is_main:
             save_checkpoint(
@@ -1216,11 +1307,7 @@ def main(args):
         norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf).item()
         loss = sum(losses_of_step) / accumulation
         if not math.isfinite(loss) or not (math.isfinite(norm) or accelerator.scaler):
-            named = [{"file": file, "row": row, "texts": texts} for texts, _, file, row in batch.rows]
-            (output / "broken_batch.json").write_text(json.dumps(named, indent=1))
-            raise BadInput(f"step {step + 1}: loss {loss}, gradient norm {norm}; the rows of the batch, from {named[0]['file']} "
-                           f"row {named[0]['row']} on, are in {output}/broken_batch.json; the checkpoints before are whole: "
-                           "mend the rows or lower --learning_rate")  # fmt: skip
+            raise BadInput(broken_step(step, loss, norm, batch, output))
         optimizer.step()
         optimizer.zero_grad()
         seconds += time.perf_counter() - started
@@ -1265,7 +1352,7 @@ def main(args):
 
         save_atomically(output / "model", write)
         draw(metrics, output / "training.png")
-        skipped = position["skipped"]
+        skipped = position["skipped"] + held_skipped
         print(f"{skipped:,} bad rows skipped; " * (skipped > 0) + f"the model is in {output / 'model'}")
     accelerator.end_training()
 

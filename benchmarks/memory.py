@@ -2,8 +2,9 @@
 
     python benchmarks/memory.py [--small 50000] [--large 5000000] [--steps 300]
 
-Generates two Parquet corpora of short rows and trains a small static model for as many steps on each; a first run makes
-the Arrow copy, which is measured too. Peak memory is the kernel's ru_maxrss of the whole process. Writes memory.json.
+Generates two Parquet corpora of short rows and trains a small static model for as many steps on each; a first run
+makes the Arrow copy, which is measured too. Peak memory is the kernel's ru_maxrss of the whole process. Writes
+memory.json.
 """
 
 import argparse

@@ -34,26 +34,21 @@ def metrics(output_dir):
 @pytest.fixture(scope="session")
 def rows():
     """600 (docstring, code) pairs, unlike in length, from functions of the standard library."""
+    import argparse  # noqa: E401, I001 # fmt: skip
     import ast
+    import asyncio
+    import collections
+    import difflib
+    import email
     import inspect
-
-    import argparse, asyncio, collections, difflib, email, logging, pathlib, pickle, tarfile, turtle, typing, zipfile  # fmt: skip # isort: skip # noqa: E401
+    import logging
+    import pathlib
+    import tarfile
+    import turtle
+    import zipfile
 
     pairs = {}
-    for module in (
-        argparse,
-        asyncio,
-        collections,
-        difflib,
-        email,
-        logging,
-        pathlib,
-        pickle,
-        tarfile,
-        turtle,
-        typing,
-        zipfile,
-    ):
+    for module in (argparse, asyncio, collections, difflib, email, logging, pathlib, tarfile, turtle, zipfile):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
                 node.body = node.body[1:] or [ast.Pass()]
@@ -78,7 +73,7 @@ def bert(tmp_path_factory, rows):
     )
     BertTokenizerFast(tokenizer_object=wordpieces._tokenizer, model_max_length=128).save_pretrained(folder)
     torch.manual_seed(0)
-    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     BertModel(BertConfig(vocab_size=wordpieces.get_vocab_size(), **shape)).save_pretrained(folder)
     model = SentenceTransformer(str(folder), device="cpu")
     model.save_pretrained(str(folder / "st"), create_model_card=False)

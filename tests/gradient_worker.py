@@ -32,7 +32,7 @@ def open_rows(flags):
     """Args, model and loss of a case, and its endless batches of rows."""
     args = script.parse_args(["--model_name_or_path", model_path, "--train_data", source, "--eval_rows", "0", *flags])
     sources, weights, *_ = script.open_data(args, accelerator)
-    model = script.load_model_from(args, None, accelerator)
+    model = script.load_model_from(args, None, False, accelerator)
     return args, model, script.row_batches(sources, weights, args, None)
 
 
@@ -61,5 +61,5 @@ for name, flags in CASES.items():
 gradients["one batch of 64"] = gradient([*MEAN_OVER_ROWS.split(), "--batch_size", "64"], 700)
 gradients["four batches of 16"] = gradient([*MEAN_OVER_ROWS.split(), "--batch_size", "16"], 700, accumulation=4)
 torch.save(gradients, f"{output}.{accelerator.process_index}.pt")
-_, _, rows = open_rows("--columns docstring code".split())
+_, _, rows = open_rows(["--columns", "docstring", "code"])
 Path(f"{output}.{accelerator.process_index}.json").write_text(json.dumps([batch for batch, _ in islice(rows, 40)]))

@@ -620,12 +620,12 @@ def assert_names_the_batch(message):
 
 
 def test_loss_that_turns_nan_keeps_the_last_good_checkpoint(flags, refusal, monkeypatch):
-    """The third step's embeddings are NaN."""
+    """The loss of the third step is NaN; the first call tries the loss out."""
     real, calls = script.infonce, []
 
     def infonce(columns, ids, **options):
         calls.append(1)
-        return real(columns, ids, **options) * (float("nan") if len(calls) == 3 else 1)
+        return real(columns, ids, **options) * (float("nan") if len(calls) == 4 else 1)
 
     monkeypatch.setattr(script, "infonce", infonce)
     message = refusal(*flags, "--train_data", jsonl("x.jsonl"))

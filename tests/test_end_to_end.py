@@ -47,9 +47,10 @@ def test_tensorboard(run):
 
 
 def test_saved_model_gives_the_same_embeddings_in_a_fresh_process(run):
-    import train_bi_encoder as script
     from safetensors.torch import load_file
     from sentence_transformers import SentenceTransformer
+
+    import train_bi_encoder as script
 
     code = "import sys; from sentence_transformers import SentenceTransformer as S; m = S(sys.argv[1], device='cpu');"
     code += "print(m.encode_query(['how to read a file']).tolist())"
@@ -84,8 +85,9 @@ def test_without_arguments_or_demo_corpus_one_line_says_what_to_do(tmp_path):
 
 def test_two_processes_train_the_same_model(tmp_path, corpus, bert):
     """SGD would be equal to 1e-5; AdamW divides by small numbers, so the losses are compared."""
-    flags = ["--train_data", corpus, "--model_name_or_path", bert, "--max_steps", 6, "--batch_size", 30, "--log_every", 1,
-             "--eval_rows", 40, "--matryoshka_dims", 32, 16, "--gradient_accumulation_steps", 2]  # fmt: skip
+    flags = ["--train_data", corpus, "--model_name_or_path", bert, "--max_steps", 6, "--batch_size", 30,
+             "--log_every", 1, "--eval_rows", 40, "--matryoshka_dims", 32, 16,
+             "--gradient_accumulation_steps", 2]  # fmt: skip
     for processes in (1, 2):
         launch(SCRIPT, *flags, "--output_dir", tmp_path / str(processes), processes=processes)
     first, second = ([line["loss"] for line in metrics(tmp_path / n) if "loss" in line] for n in "12")
@@ -94,13 +96,12 @@ def test_two_processes_train_the_same_model(tmp_path, corpus, bert):
 
 def test_help_names_every_flag():
     done = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True)
-    design = ["train_data", "streaming", "columns", "label_column", "mixing_weights", "mix_by", "stopping_strategy",
-              "eval_rows", "shuffle_buffer", "length_window", "on_bad_row", "model_name_or_path", "max_length", "pooling",
-              "prompts", "batch_size", "micro_batch_tokens", "gradient_accumulation_steps", "grad_cache", "loss",
-              "loss_args", "matryoshka_dims", "num_negatives", "learning_rate", "weight_decay", "warmup_ratio",
-              "max_grad_norm", "num_epochs", "rows_per_epoch", "max_steps", "seed", "output_dir", "resume", "eval_every",
-              "save_every", "keep_checkpoints", "log_every", "report_to"]  # fmt: skip
-    for flag in design:
+    design = """train_data streaming columns label_column mixing_weights mix_by stopping_strategy eval_rows
+        shuffle_buffer length_window on_bad_row model_name_or_path max_length pooling prompts batch_size micro_batch_tokens
+        gradient_accumulation_steps grad_cache loss loss_args matryoshka_dims num_negatives learning_rate weight_decay
+        warmup_ratio max_grad_norm num_epochs rows_per_epoch max_steps seed output_dir resume eval_every save_every
+        keep_checkpoints log_every report_to"""
+    for flag in design.split():
         assert re.search(rf"--{flag}\b", done.stdout), flag
 
 

@@ -22,7 +22,7 @@ def start(flags, processes):
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", f"--config_file={config}"]
     command += [f"--num_processes={processes}", str(SCRIPT), *map(str, flags)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     return subprocess.Popen(command, cwd=ROOT, env=environment, **quiet)
 
 
@@ -56,8 +56,9 @@ def settings(tmp_path_factory, rows, bert, corpus):
     with gzip.open(folder / "a.jsonl.gz", "wt") as a, open(folder / "b.jsonl", "w") as b:
         for i, row in enumerate(rows):
             print(json.dumps(row), file=b if i % 3 else a)
-    common = ["--model_name_or_path", bert, "--eval_rows", 50, "--batch_size", 32, "--max_steps", STEPS, "--log_every", 1,
-              "--save_every", 7, "--eval_every", 20, "--micro_batch_tokens", 600, "--learning_rate", 1e-3]  # fmt: skip
+    common = ["--model_name_or_path", bert, "--eval_rows", 50, "--batch_size", 32, "--max_steps", STEPS,
+              "--log_every", 1, "--save_every", 7, "--eval_every", 20, "--micro_batch_tokens", 600,
+              "--learning_rate", 1e-3]  # fmt: skip
     stream = ["--streaming", "--shuffle_buffer", 60, "--mixing_weights", 0.4, 0.6, "--mix_by", "batch"]
     return {
         "mapped": (1, [*common, "--train_data", corpus, "--grad_cache", "--length_window", 2]),
@@ -82,7 +83,7 @@ def test_killed_and_resumed_is_bit_identical(settings, tmp_path, name):
 
 
 def test_resumed_on_another_process_count(settings, tmp_path):
-    """Losses stay those of one process: the remaining batches are the same rows. Dropout off, so they can be compared."""
+    """The remaining batches are the same rows, so the losses stay those of one process but for the dropout."""
     for name in ("mapped", "stream"):
         flags = [*settings[name][1], "--max_steps", 9, "--save_every", 4, "--output_dir", tmp_path / name]
         launch(SCRIPT, *flags, "--max_steps", 9, processes=1)
