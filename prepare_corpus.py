@@ -226,7 +226,7 @@ def inspect(fs, path):
         dataset = pads.dataset(path, format=kind, filesystem=fs)
         return dataset.schema.remove_metadata(), dataset.count_rows()
     schema, rows, fitting = pa.schema([]), 0, {}
-    for batch in read_batches(fs, path):
+    for batch in read_tables(fs, path):
         schema, rows = batch.schema.remove_metadata(), rows + batch.num_rows
         for name, column in zip(schema.names, batch) if kind in ("csv", "tsv") else ():
             for data_type in list(fitting.setdefault(name, [*CSV_TYPES])):
@@ -237,7 +237,7 @@ def inspect(fs, path):
     return schema, rows
 
 
-def read_batches(fs, path, schema=None, keep=None):
+def read_tables(fs, path, schema=None, keep=None):
     """Yields the record batches of one file; `schema` and the filter `keep` spare what they can."""
     (kind, compression), names = kind_of(path), schema and schema.names
     if kind == "parquet":
@@ -354,7 +354,7 @@ def convert(sources, folder, columns=None, filter_text=None, format="arrow", row
         with tqdm(total=sum(counts), unit="row", unit_scale=True, desc="converting") as bar:
             for i, (fs, path) in enumerate(files):
                 with blame(path):
-                    for batch in read_batches(fs, path, schema, keep):
+                    for batch in read_tables(fs, path, schema, keep):
                         bar.update(batch.num_rows)
                         table = pa.Table.from_batches([batch]).select(schema.names).cast(schema)
                         table = (table if keep is None else table.filter(keep)).select(output_schema.names)
