@@ -496,9 +496,8 @@ class StreamSource:
     def __init__(self, index, files, args):
         self.index, self.args, self.files = index, args, files
         self.held = [0] * len(files)
-        # A wrong column is said now, not an hour into the run.
-        first = [next(read_batches(file, wanted_columns(args)), None) for file in files]
-        self.empty = not any(first)
+        # Reads up to the first row: a wrong column is said now, not an hour into the run.
+        self.empty = not any(next(read_batches(file, wanted_columns(args)), None) for file in files)
 
     def __len__(self):
         return 0 if self.empty else 1  # unknown; streams are mixed in equal shares unless weights are given
@@ -1126,13 +1125,16 @@ def backward(model, batch, loss_fn, seed, sync, args, accelerator):
 
 
 def fingerprint(files):
-    """Hash of names, sizes and first and last 64 kB of files: enough to notice other data under the same name."""
+    """Hash of the files' names and sizes, and of both ends of the first and the last."""
     digest = hashlib.sha256()
     for file in files:
+        fs, path = fsspec.core.url_to_fs(file)
+        digest.update(f"{os.path.basename(path)} {fs.size(path)} ".encode())
+    for file in (files[0], files[-1]):
         with fsspec.open(file, "rb") as raw:
-            head, size = raw.read(2**16), raw.seek(0, os.SEEK_END)
-            raw.seek(max(0, size - 2**16))
-            digest.update(f"{os.path.basename(file)} {size} ".encode() + head + raw.read())
+            digest.update(raw.read(2**16))
+            raw.seek(max(0, raw.seek(0, os.SEEK_END) - 2**16))
+            digest.update(raw.read())
     return digest.hexdigest()[:16]
 
 
