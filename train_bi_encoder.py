@@ -37,7 +37,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
 
@@ -302,13 +302,17 @@ def read_batches(file, wanted=(), label=None, start=0):
     try:
         with fsspec.open(file, "rb") as raw:
             if kind == "parquet":
-                table = pq.ParquetFile(raw)
+                table = pq.ParquetFile(raw, buffer_size=2**20)
                 wanted = select_columns(table.schema_arrow.names, wanted, file)
                 ends = np.cumsum([0] + [table.metadata.row_group(g).num_rows for g in range(table.num_row_groups)])
                 group = int(np.searchsorted(ends, start, side="right")) - 1  # earlier row groups are not even read
                 row = int(ends[group])
-                groups = range(group, table.num_row_groups)
-                batches = table.iter_batches(READ_ROWS, groups, wanted, use_threads=False) if groups else ()
+                # one row group at a time: a reader of many opens them all, and its memory grows with their number
+                readers = (
+                    table.iter_batches(READ_ROWS, [g], wanted, use_threads=False)
+                    for g in range(group, table.num_row_groups)
+                )
+                batches = chain.from_iterable(readers)
             elif kind == "arrow":
                 is_stream = raw.read(6) != b"ARROW1"  # the format that `datasets` writes; else Arrow's file format
                 raw.seek(0)
