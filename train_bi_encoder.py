@@ -694,6 +694,9 @@ def gather_texts(parts, share, accelerator):
 # --------------------------------------------------------------------------------------------- the model and its loss
 
 
+STATIC_DIM = 1024  # of a model from scratch; on the demo corpus 512 cost 0.007 of MRR@10
+
+
 def static_modules(texts, args):
     """[StaticEmbedding, Normalize], the mean of the embeddings of a text's words, with a tokenizer made for `texts`.
 
@@ -714,7 +717,8 @@ def static_modules(texts, args):
         found[np.unique(encoding.ids)] += 1
     idf = torch.from_numpy(np.log((len(texts) + 1) / (found + 1))).float()
     generator = torch.Generator().manual_seed(args.seed)
-    weights = torch.randn(len(found), 512, generator=generator) * (idf / idf.max() / 512**0.5)[:, None]  # (V, D)
+    weights = torch.randn(len(found), STATIC_DIM, generator=generator)
+    weights *= (idf / idf.max() / STATIC_DIM**0.5)[:, None]  # (V, D)
     return [StaticEmbedding(tokenizer, embedding_weights=weights), Normalize()]
 
 
