@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DATA = ROOT.parent / "shared/data"
 # Nothing is looked up on a hub, progress bars are not drawn, and every process computes with one thread.
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_MININTERVAL": "60"}
 sys.path.insert(0, str(ROOT))

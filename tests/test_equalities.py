@@ -43,8 +43,12 @@ def test_gradient_is_that_of_one_process_and_one_pass(launched, loss):
         for budget in (128, 700, 10**6):
             for cache in ("false", "true"):
                 assert_close(gradients[f"{loss} {budget} {cache}"], wanted)
-    passes = {launched[2, process][0][f"{loss} 700 false"][2] for process in (0, 1)}
-    assert len(passes) == 2, "the two processes should run different numbers of forward passes here"
+
+
+def test_the_two_processes_ran_different_numbers_of_passes(launched):
+    """Else the equality above would not say much: that is where collectives get out of step."""
+    settings = [f"{loss} {budget} false" for loss in LOSSES for budget in (128, 700)]
+    assert any(launched[2, 0][0][name][2] != launched[2, 1][0][name][2] for name in settings)
 
 
 def test_accumulated_batches_are_one_batch_for_a_mean_over_rows(launched):
