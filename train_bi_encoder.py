@@ -945,6 +945,12 @@ def save_atomically(folder, write):
     shutil.rmtree(old, ignore_errors=True)
 
 
+def sha256(path):
+    """Hex digest of a file, read piece by piece: a checkpoint may be larger than memory has room for twice."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def save_checkpoint(folder, model, optimizer, state, keep):
     """Write `folder` (weights, optimizer, state as JSON, checksums), then remove all but the newest `keep`."""
 
@@ -953,7 +959,7 @@ def save_checkpoint(folder, model, optimizer, state, keep):
         moments = {f"{i}.{k}": v for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()}
         save_file(moments, str(part / "optimizer.safetensors"))
         (part / "state.json").write_text(json.dumps(state))
-        sums = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in sorted(part.iterdir())]
+        sums = [f"{sha256(file)}  {file.name}\n" for file in sorted(part.iterdir())]
         (part / "SHA256SUMS").write_text("".join(sums))
 
     save_atomically(folder, write)
@@ -972,7 +978,7 @@ def newest_checkpoint(folder):
             sums = dict(line.split("  ")[::-1] for line in (path / "SHA256SUMS").read_text().splitlines())
             for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
                 digest = sums.get(name)
-                if hashlib.sha256((path / name).read_bytes()).hexdigest() != digest:
+                if sha256(path / name) != digest:
                     raise OSError(f"{name} is damaged")
             return path, json.loads((path / "state.json").read_text())
         except (OSError, ValueError) as error:

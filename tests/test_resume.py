@@ -1,5 +1,6 @@
 """Runs that are killed go on as if nothing had happened: same rows, same losses, same weights, to the last bit."""
 
+import json
 import os
 import random
 import shutil
@@ -50,7 +51,6 @@ def trace(output_dir):
 def settings(tmp_path_factory, rows, bert, corpus):
     """Flags of a mapped run on one process, and of an interleaved stream with a shuffle buffer on two."""
     import gzip
-    import json
 
     folder = tmp_path_factory.mktemp("streams")
     with gzip.open(folder / "a.jsonl.gz", "wt") as a, open(folder / "b.jsonl", "w") as b:
@@ -85,11 +85,16 @@ def test_killed_and_resumed_is_bit_identical(settings, tmp_path, name):
 def test_resumed_on_another_process_count(settings, tmp_path):
     """The remaining batches are the same rows, so the losses stay those of one process but for the dropout."""
     for name in ("mapped", "stream"):
-        flags = [*settings[name][1], "--max_steps", 9, "--save_every", 4, "--output_dir", tmp_path / name]
-        launch(SCRIPT, *flags, "--max_steps", 9, processes=1)
+        flags = [*settings[name][1], "--max_steps", 9, "--save_every", 4, "--keep_checkpoints", 3]
+        flags += ["--output_dir", tmp_path / name]
+        checkpoints = tmp_path / name / "checkpoints"
+        launch(SCRIPT, *flags, processes=1)
+        position = json.loads((checkpoints / "step_00000009/state.json").read_text())["position"]
         before = trace(tmp_path / name)
-        shutil.rmtree(tmp_path / name / "checkpoints/step_00000009")
+        for step in (8, 9):
+            shutil.rmtree(checkpoints / f"step_0000000{step}")
         launch(SCRIPT, *flags, "--resume", processes=2)
+        assert json.loads((checkpoints / "step_00000009/state.json").read_text())["position"] == position
         after = trace(tmp_path / name)
         assert [step for step, *_ in before] == [step for step, *_ in after]
         for (_, loss, _), (_, again, _) in zip(before, after):
