@@ -1370,6 +1370,8 @@ def main(args):
         draw(metrics, output / "training.png")
         skipped = position["skipped"] + held_skipped
         print(f"{skipped:,} bad rows skipped; " * (skipped > 0) + f"the model is in {output / 'model'}")
+    batches.close()
+    accelerator.wait_for_everyone()  # a process that tears its group down early can leave another hanging at its exit
     accelerator.end_training()
 
 
