@@ -633,6 +633,35 @@ def cut_micro_batches(lengths, budget):
     return cuts[::-1]
 
 
+def make_micro_batches(texts, model, budget, device):
+    """(micro-batches, tokens, tokens with padding) of `texts`, tokenized, cut and padded, longest first.
+
+    A micro-batch is (features, places in `texts`).
+    """
+    tokenizer = model.tokenizer
+    if isinstance(tokenizer, Tokenizer):  # a static embedding model: texts lie end to end, there is no padding
+        ids = [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
+        lengths = [math.ceil(sum(map(len, ids)) / len(ids))] * len(ids)
+    else:
+        encodings = tokenizer(texts, truncation=True, max_length=model.max_seq_length)
+        ids = encodings["input_ids"]
+        lengths = list(map(len, ids))
+    micro_batches, padded = [], 0
+    for cut in cut_micro_batches(lengths, budget):
+        if isinstance(tokenizer, Tokenizer):
+            offsets = np.cumsum([0] + [len(ids[i]) for i in cut[:-1]])
+            flat = np.fromiter((token for i in cut for token in ids[i]), np.int64)
+            features = {"input_ids": torch.from_numpy(flat), "offsets": torch.from_numpy(offsets)}
+        else:
+            picked = {name: [values[i] for i in cut] for name, values in encodings.items()}
+            features = dict(tokenizer.pad(picked, return_tensors="pt"))
+        padded += features["input_ids"].numel()
+        if device.type == "cuda":
+            features = {name: tensor.pin_memory() for name, tensor in features.items()}
+        micro_batches.append((features, cut))
+    return micro_batches, sum(map(len, ids)), padded
+
+
 @dataclass
 class Share:
     """What one process encodes of N texts, and where the texts of all processes lie once gathered."""
@@ -653,28 +682,8 @@ def make_share(texts, model, budget, accelerator):
     for process, share in enumerate(shares):
         slots[share] = torch.arange(len(share)) + process * width
     mine = shares[accelerator.process_index]
-    tokenizer = model.tokenizer
-    if isinstance(tokenizer, Tokenizer):  # a static embedding model: texts lie end to end, there is no padding
-        ids = [encoding.ids for encoding in tokenizer.encode_batch([texts[i] for i in mine], add_special_tokens=False)]
-        lengths = [math.ceil(sum(map(len, ids)) / len(ids))] * len(ids)
-    else:
-        encodings = tokenizer([texts[i] for i in mine], truncation=True, max_length=model.max_seq_length)
-        ids = encodings["input_ids"]
-        lengths = list(map(len, ids))
-    micro_batches, padded = [], 0
-    for cut in cut_micro_batches(lengths, budget):
-        if isinstance(tokenizer, Tokenizer):
-            offsets = np.cumsum([0] + [len(ids[i]) for i in cut[:-1]])
-            flat = np.fromiter((token for i in cut for token in ids[i]), np.int64)
-            features = {"input_ids": torch.from_numpy(flat), "offsets": torch.from_numpy(offsets)}
-        else:
-            picked = {name: [values[i] for i in cut] for name, values in encodings.items()}
-            features = dict(tokenizer.pad(picked, return_tensors="pt"))
-        padded += features["input_ids"].numel()
-        if accelerator.device.type == "cuda":
-            features = {name: tensor.pin_memory() for name, tensor in features.items()}
-        micro_batches.append((features, cut))
-    return Share(mine, width, slots, micro_batches, sum(map(len, ids)), padded)
+    texts = [texts[i] for i in mine]
+    return Share(mine, width, slots, *make_micro_batches(texts, model, budget, accelerator.device))
 
 
 def encode(model, features, accelerator):
@@ -1371,7 +1380,10 @@ def main(args):
         skipped = position["skipped"] + held_skipped
         print(f"{skipped:,} bad rows skipped; " * (skipped > 0) + f"the model is in {output / 'model'}")
     batches.close()
-    accelerator.wait_for_everyone()  # a process that tears its group down early can leave another hanging at its exit
+    # DDP would drop the last reference to the process group while holding the GIL, which the group's own thread may
+    # wait for: a deadlock at the very end (torch 2.13, one run in fifty). So DDP goes before the group does.
+    del model
+    accelerator.free_memory()
     accelerator.end_training()
 
 
