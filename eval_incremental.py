@@ -1,0 +1,1375 @@
+"""Evaluate bi-encoders on retrieval, over a corpus of any size, never encoding the same text twice.
+
+    python eval_incremental.py                                         # runs/bi_encoder/model, on held-out demo pairs
+    python eval_incremental.py --model_name_or_path BAAI/bge-base-en-v1.5 --beir scifact --output_dir runs/scifact
+    python eval_incremental.py --query "read a gzip file"              # search instead; a second query takes seconds
+    accelerate launch --config_file accelerate_configs/multi_gpu.yaml eval_incremental.py args.yaml
+
+A collection is a corpus, queries and judgments (qrels), in the BEIR folder layout or each named on its own, or pairs:
+
+    corpus.jsonl   {"_id": "4983", "title": "Microstructural ...", "text": "Alterations of ..."}
+    queries.jsonl  {"_id": "1", "text": "0-dimensional biomaterials lack ..."}
+    qrels/test.tsv query-id <tab> corpus-id <tab> score
+
+The corpus passes by in chunks. Of each, the vectors that the cache holds are read, the missing texts are encoded and
+stored, and every query keeps its best documents so far: memory is bounded by the chunk, search is exact, and a run
+that was killed goes on where it stopped. A vector's key is the text and a fingerprint of all that made the vector.
+
+--output_dir receives metrics.json, per_query.csv and report.png, and run.trec (several models: NAME/run.trec).
+
+Left out on purpose: approximate search, asymmetric models (Router), similarities other than cosine and dot.
+"""
+
+import csv
+import glob
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import shutil
+import sqlite3
+import sys
+import time
+from collections import Counter, defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+from typing import Literal
+
+import datasets
+import diskcache
+import evaluate
+import fsspec
+import ir_measures
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+import torch.nn.functional as F
+import xxhash
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from scipy.stats import bootstrap, permutation_test
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Pooling
+from tokenizers import Tokenizer
+from tqdm.auto import tqdm
+from transformers import HfArgumentParser
+
+# Shapes: Q queries, n documents of a chunk, D embedding dimensions, K results a query (--top_k), P processes.
+
+DEMO = "data/python_code"
+
+
+class BadInput(ValueError):
+    """Something the user can mend; shown as one line, without a traceback."""
+
+
+# ------------------------------------------------------------------------------------------------------ options
+
+
+def flag(default, help):
+    """One command-line option: its default and the line that --help prints."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class Args:
+    # data
+    model_name_or_path: list[str] = flag(
+        [], "Hub ids or folders; several are compared; default: runs/bi_encoder/model"
+    )
+    beir: str | None = flag(None, "folder with corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv")
+    split: str = flag("test", "the qrels of --beir to use")
+    corpus: list[str] = flag([], "paths, globs, folders or URLs of the documents")
+    queries: list[str] = flag([], "the same of the queries")
+    qrels: str | None = flag(None, "judgments: TREC qrels, or query, document and score by tabs")
+    corpus_columns: list[str] = flag(
+        [], "id column (# for the row number), then texts, joined; default: _id title text"
+    )
+    query_columns: list[str] = flag([], "the same of the queries; default: _id text")
+    pairs: list[str] = flag([], f"sources of (query, document) rows instead; default: {DEMO}/heldout")
+    columns: list[str] = flag([], "the query and the document column of --pairs; default: the first two")
+    streaming: bool = flag(False, "read the corpus as it stands instead of from an on-disk table made once")
+    data_cache: str = flag("~/.cache/evenstep", "folder for the Arrow copies of mapped Parquet, JSON, CSV and text")
+    # embeddings
+    cache_dir: str = flag(
+        "~/.cache/evenstep/embeddings", "folder of the embedding cache, a folder in it for each model"
+    )
+    cache_dtype: Literal["float32", "float16", "int8"] = flag("float16", "how vectors are stored, and searched")
+    cache_size_limit: float = flag(0, "GB of a model's cache at most; the oldest vectors go first (0: no limit)")
+    cache_info: bool = flag(False, "list what --cache_dir holds for each model, and end")
+    cache_clear: str | None = flag(None, "remove what --cache_dir holds for this model (name or fingerprint), and end")
+    max_length: int | None = flag(None, "tokens a text is cut to; default: the model's own")
+    prompts: list[str] = flag([], "prefix of queries, then of documents; default: the model's own")
+    truncate_dim: int | None = flag(None, "search with the first so many dimensions, for Matryoshka models")
+    micro_batch_tokens: int | None = flag(
+        None, "tokens a forward pass, with padding; default: 2,048 on a CPU, else 16,384; static models 2**20"
+    )
+    chunk_rows: int = flag(4096, "documents held at once; the most that a killed run encodes again")
+    # search and metrics
+    top_k: int = flag(100, "documents ranked for each query")
+    metrics: list[str] = flag(["nDCG@10", "RR@10", "R@100", "AP"], "measures, by their names in ir_measures")
+    bm25: bool = flag(False, "compare with BM25 (needs the package bm25s, and the corpus in memory)")
+    query: list[str] = flag([], "print the best documents for these texts instead of evaluating")
+    output_dir: str = flag("runs/eval", "folder for the results")
+
+
+def flags_of(given):
+    """Command-line words for {flag: value}: lists in several words, objects as JSON, nothing for None and []."""
+    words = []
+    for name, value in given.items():
+        if value not in (None, []):
+            values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+            words += [f"--{name}", *map(str, values)]
+    return words
+
+
+def parse_args(argv):
+    """Args from flags, or from a YAML or JSON file and flags that override it; ends the program on a usage error."""
+    parser = HfArgumentParser(Args, description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    if argv and argv[0].endswith((".yaml", ".yml", ".json")):
+        try:
+            given = yaml.safe_load(Path(argv[0]).read_text())
+            if unknown := set(given) - set(Args.__dataclass_fields__):
+                parser.error(f"{argv[0]}: no such flag: {', '.join(map(str, unknown))}")
+        except (OSError, yaml.YAMLError, TypeError) as error:
+            parser.error(f"{argv[0]}: not a file of flags ({' '.join(str(error).split())})")
+        argv = flags_of(given) + argv[1:]
+    (args,) = parser.parse_args_into_dataclasses(argv)
+    for name in ("max_length", "truncate_dim", "micro_batch_tokens", "chunk_rows", "top_k"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: must be above 0")
+    if not 0 <= args.cache_size_limit < math.inf:
+        parser.error(f"--cache_size_limit {args.cache_size_limit}: must be 0 or more")
+    try:
+        measures = [ir_measures.parse_measure(name) for name in args.metrics]
+    except (ValueError, NameError, SyntaxError) as error:
+        parser.error(f"--metrics: {error}; such as nDCG@10 RR@10 R@100 AP P@5 Success@1")
+    if deep := [str(m) for m in measures if m.params.get("cutoff", 0) > args.top_k]:
+        parser.error(f"--metrics {' '.join(deep)}: cut deeper than --top_k {args.top_k}; raise it")
+    if sum(map(bool, (args.beir, args.corpus, args.pairs))) > 1:
+        parser.error("--beir, --corpus, --pairs: name one of them")
+    if args.beir:
+        args.corpus, args.queries = [f"{args.beir}/corpus.jsonl"], [f"{args.beir}/queries.jsonl"]
+        args.qrels = f"{args.beir}/qrels/{args.split}.tsv"
+    elif args.corpus and not args.query and not (args.queries and args.qrels):
+        parser.error("--corpus: evaluating wants --queries and --qrels too; searching wants --query")
+    elif not args.corpus and not args.pairs:
+        # an evaluation is of the held-out functions; a search is more fun over all of them
+        args.pairs = [f"{DEMO}/heldout/*.parquet"] + [f"{DEMO}/train/*.parquet"] * bool(args.query)
+        if not Path(DEMO).is_dir() and not (args.cache_info or args.cache_clear):
+            parser.error(f"no --beir, --corpus or --pairs, and no demo corpus in {DEMO}: make it with: "
+                         "python prepare_corpus.py")  # fmt: skip
+    if args.columns and len(args.columns) != 2:
+        parser.error(f"--columns {' '.join(args.columns)}: name the query and the document column")
+    for name in ("corpus_columns", "query_columns"):
+        if len(getattr(args, name)) == 1:
+            parser.error(f"--{name}: name the id column (# for the row number), then the text columns")
+    args.model_name_or_path = args.model_name_or_path or ["runs/bi_encoder/model"]
+    if args.query and len(args.model_name_or_path) > 1:
+        parser.error("--query: searches with one --model_name_or_path")
+    return args
+
+
+# --------------------------------------------------------------------------------------------------------- data
+
+SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".ndjson": "json",
+            ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # of JSON Lines, CSV, TSV and text
+READ_ROWS = 1000  # rows of a record batch, the unit of reading: some 100 kB to 1 MB of text
+
+
+def file_kind(file):
+    """(format, compression or None) by the file's suffixes; BadInput for what cannot be read."""
+    stem, suffix = os.path.splitext(file.lower())
+    inner = os.path.splitext(stem)[1]
+    if suffix in COMPRESSIONS and SUFFIXES.get(inner) in ("json", "csv", "text"):
+        return SUFFIXES[inner], COMPRESSIONS[suffix]
+    if suffix not in SUFFIXES:
+        known = " ".join([*SUFFIXES, *(f".jsonl{c}" for c in COMPRESSIONS)])
+        raise BadInput(f"{file}: unknown suffix; what can be read ends in one of {known}")
+    return SUFFIXES[suffix], None
+
+
+def list_files(source):
+    """The files of a source (path, glob, folder, URL or Hub id), sorted; BadInput when there are none."""
+    try:
+        fs, path = fsspec.core.url_to_fs(os.path.expanduser(source))
+    except (ValueError, ImportError) as error:
+        raise BadInput(f"{source}: {error}") from None
+    if glob.has_magic(path):
+        found = fs.glob(path)
+    elif fs.isdir(path):
+        notes = ("dataset_info.json", "state.json", "dataset_dict.json")  # of Dataset.save_to_disk
+        known = tuple({**SUFFIXES, **COMPRESSIONS})
+        found = [name for name in fs.find(path) if name.lower().endswith(known) and not name.endswith(notes)]
+    elif fs.exists(path):
+        found = [path]
+    elif "://" in source or source.count("/") > 1 or os.path.splitext(source)[1] or source[0] in "./~":
+        found = []
+    else:  # neither here nor shaped like a path: a Hub dataset, which names the files of its train split itself
+        from datasets import load_dataset_builder  # a second to import, and wanted here only
+
+        try:
+            found = load_dataset_builder(source).config.data_files["train"]
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise BadInput(f"{source}: no such file or folder here, nor a dataset on the Hub ({reason})") from None
+    if not found:
+        raise BadInput(f"{source}: no file matches (in folder {os.getcwd()}); check the path")
+    files = sorted(name if "://" in name else fs.unstrip_protocol(name).removeprefix("file://") for name in found)
+    if len(kinds := {file_kind(name)[0]: name for name in files}) > 1:
+        raise BadInput(f"{source}: mixes formats ({', '.join(kinds.values())}); name them as sources of their own")
+    return files
+
+
+def select_columns(there, wanted, file):
+    """`wanted`, or all columns `there` when none are; BadInput for one that is not there."""
+    for name in wanted:
+        if name not in there:
+            raise BadInput(f"{file}: no column {name!r}; the columns are: {', '.join(map(str, there))}")
+    return wanted or list(there)
+
+
+def text_batches(file, kind, lines, wanted, label):
+    """Yield RecordBatches of strings from JSON Lines, CSV, TSV or plain text; a JSON label stays its JSON text."""
+    records = enumerate(lines, start=1)
+    if kind == "csv":
+        csv.field_size_limit(2**31 - 1)
+        table = csv.DictReader(lines, delimiter="\t" if ".tsv" in file.lower() else ",", strict=True)
+        records = ((table.line_num, record) for record in table)
+    elif kind == "text":
+        records = ((number, {"text": line.rstrip("\r\n")}) for number, line in records)
+    names, rows = (), []
+    for number, record in records:
+        if kind == "json":
+            if not record.strip():
+                continue
+            try:
+                record = json.loads(record)
+            except ValueError as error:
+                raise BadInput(f"{file}, line {number}: not JSON ({error}); mend or remove the line") from None
+            if not isinstance(record, dict):
+                raise BadInput(f"{file}, line {number}: not a JSON object; one row a line is expected")
+        if None in record:  # where csv puts them
+            raise BadInput(f"{file}, line {number}: more cells than the header has; quote the cell with the separator")
+        names = names or select_columns(record, wanted, file)  # a cell missing later on is a null
+        row = [(name, record.get(name)) for name in names]
+        # what is no text is null, and hence a bad row; but a label stays its JSON
+        rows.append([c if isinstance(c, str) else json.dumps(c) if name == label else None for name, c in row])
+        if len(rows) == READ_ROWS:
+            yield pa.record_batch([pa.array(column, pa.string()) for column in zip(*rows)], names)
+            rows = []
+    if rows:
+        yield pa.record_batch([pa.array(column, pa.string()) for column in zip(*rows)], names)
+
+
+def read_batches(file, wanted=(), label=None, start=0):
+    """Yield (number of the first row, RecordBatch of at most READ_ROWS rows) of one file, from row `start` on.
+
+    Memory is bounded by a record batch (Parquet: a row group) whatever the file's size. BadInput names the file, and
+    the line where there is one.
+    """
+    kind, compression = file_kind(file)
+    row = 0
+    try:
+        with fsspec.open(file, "rb") as raw:
+            if kind == "parquet":
+                table = pq.ParquetFile(raw, buffer_size=2**20)
+                wanted = select_columns(table.schema_arrow.names, wanted, file)
+                ends = np.cumsum([0] + [table.metadata.row_group(g).num_rows for g in range(table.num_row_groups)])
+                group = int(np.searchsorted(ends, start, side="right")) - 1  # earlier row groups are not even read
+                row = int(ends[group])
+                # one row group at a time: a reader of many opens them all, and its memory grows with their number
+                readers = (
+                    table.iter_batches(READ_ROWS, [g], wanted, use_threads=False)
+                    for g in range(group, table.num_row_groups)
+                )
+                batches = chain.from_iterable(readers)
+            elif kind == "arrow":
+                is_stream = raw.read(6) != b"ARROW1"  # the format that `datasets` writes; else Arrow's file format
+                raw.seek(0)
+                table = pa.ipc.open_stream(raw) if is_stream else pa.ipc.open_file(raw)
+                wanted = select_columns(table.schema.names, wanted, file)
+                large = table if is_stream else map(table.get_batch, range(table.num_record_batches))
+                batches = (b.slice(i, READ_ROWS).select(wanted) for b in large for i in range(0, len(b), READ_ROWS))
+            else:
+                # pyarrow decompresses: it notices a truncated file, where Python's zstandard just ends
+                stream = pa.input_stream(raw, compression=compression)
+                lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
+                batches = text_batches(file, kind, lines, wanted, label)
+            for batch in batches:
+                if row + len(batch) > start:
+                    skip = max(start - row, 0)
+                    cells = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
+                    yield row + skip, pa.record_batch(cells, batch.schema.names).slice(skip)
+                row += len(batch)
+    except (OSError, EOFError, pa.ArrowException, UnicodeError, csv.Error) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise BadInput(f"{file}: cannot be read after row {row} ({reason}); replace the file") from None
+
+
+def arrow_copy(file, wanted, label, folder):
+    """Path of `file` as Arrow on this machine: the file itself, or a copy made once in `folder`, atomically."""
+    fs, path = fsspec.core.url_to_fs(file)
+    if file_kind(file)[0] == "arrow" and "file" in fs.protocol:
+        return path
+    key = hashlib.sha256(json.dumps([fs.ukey(path), sorted(wanted), label]).encode()).hexdigest()[:32]
+    copy = Path(folder).expanduser() / f"{key}.arrow"
+    if not copy.exists():
+        part = copy.with_suffix(f".{os.getpid()}.part")
+        try:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with pa.OSFile(str(part), "wb") as sink, tqdm(unit=" rows", desc=f"mapping {file}", delay=2) as bar:
+                writer = None
+                for _, batch in read_batches(file, wanted, label):
+                    writer = writer or pa.ipc.new_stream(sink, batch.schema)
+                    writer.write_batch(batch)
+                    bar.update(len(batch))
+                (writer or pa.ipc.new_stream(sink, pa.schema([(name, pa.string()) for name in wanted]))).close()
+            os.replace(part, copy)
+        except OSError as error:
+            raise BadInput(f"--data_cache {folder}: {error}; make room, or name another folder") from None
+        finally:
+            part.unlink(missing_ok=True)
+    return str(copy)
+
+
+def arrow_index(path):
+    """(schema, [(byte offset, rows) of each record batch]) of an Arrow file, stream or file format."""
+    size, offsets, schema = os.path.getsize(path), [], None
+    with open(path, "rb") as raw:
+        position = 8 if raw.read(6) == b"ARROW1" else 0  # the file format is the stream format behind eight bytes
+    while position < size:
+        # The map is renewed, for it keeps the pages it touched resident: 60 kB around each record batch's header.
+        with pa.memory_map(path) as source:
+            source.seek(position)
+            for _ in range(200):
+                position = source.tell()
+                try:
+                    message = pa.ipc.read_message(source)
+                except EOFError:
+                    if size - position < 8:
+                        raise pa.ArrowInvalid("truncated: the end-of-stream mark is missing") from None
+                    return schema, offsets  # the mark was read; only a file format's footer comes after it
+                if message.type == "schema":
+                    schema = pa.ipc.read_schema(message)
+                elif message.type == "record batch":
+                    offsets.append((position, pa.ipc.read_record_batch(message, schema).num_rows))
+                else:
+                    raise BadInput(f"{path}: holds a {message.type}; convert it: python prepare_corpus.py {path} ...")
+            position = source.tell()
+    return schema, offsets
+
+
+@dataclass
+class Chunk:
+    """Consecutive rows of a collection, as they are encoded."""
+
+    first: int  # number of the first row, over all files
+    ids: pa.Array  # (n,) strings
+    texts: pa.Array  # (n,) strings, each behind the prompt
+    hashes: np.ndarray  # (n, 2) uint64, of the texts
+
+
+def text_hashes(texts):
+    """(n, 2) uint64: the 128-bit BLAKE2b hashes of an Arrow array of n strings."""
+    if not len(texts):
+        return np.empty((0, 2), np.uint64)
+    _, offsets, data = texts.buffers()
+    ends = np.frombuffer(offsets, np.int32)[texts.offset : texts.offset + len(texts) + 1].tolist()
+    view = memoryview(data or b"")
+    digests = [hashlib.blake2b(view[a:b], digest_size=16).digest() for a, b in zip(ends, ends[1:])]
+    return np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
+
+
+class Table:
+    """Rows (id, text) of some sources, read front to back, chunk by chunk."""
+
+    def __init__(self, sources, columns, default, args):
+        files = [file for source in sources for file in list_files(source)]
+        there = next(read_batches(files[0]), (0, None))[1]
+        if there is None:
+            raise BadInput(f"{files[0]}: holds no row; remove it")
+        known = there.schema.names
+        if not columns:  # a title is usual, not certain
+            columns = [name for name in default if name in known or name != "title"]
+        self.id, self.texts = columns[0], columns[1:]
+        self.wanted = select_columns(
+            known, list(dict.fromkeys([*self.texts, *[self.id] * (self.id != "#")])), files[0]
+        )
+        self.rows, self.empty = None, 0
+        if not args.streaming:
+            files = [arrow_copy(file, self.wanted, self.id, args.data_cache) for file in files]
+            self.rows = sum(rows for file in files for _, rows in arrow_index(file)[1])
+        self.files = files
+
+    def chunks(self, rows, prompt=""):
+        """Yield Chunks of `rows` rows, the last one of fewer."""
+        first, held = 0, []
+        for batch in chain(self._batches(prompt), [None]):
+            held += [batch] * (batch is not None)
+            while (have := sum(map(len, held))) >= rows or (batch is None and have):
+                table = pa.Table.from_batches(held).combine_chunks()
+                head = table.slice(0, rows)
+                ids, texts = (pa.concat_arrays(column.chunks) for column in head.columns)
+                yield Chunk(first, ids, texts, text_hashes(texts))
+                first += len(head)
+                held = table.slice(rows).to_batches()
+
+    def _batches(self, prompt):
+        """Yield RecordBatches of (id, prompt + text)."""
+        row, self.empty = 0, 0
+        for file in self.files:
+            for number, batch in read_batches(file, self.wanted, self.id):
+                parts = [pc.fill_null(pc.cast(batch.column(name), pa.string()), "") for name in self.texts]
+                texts = pc.utf8_trim_whitespace(pc.binary_join_element_wise(*parts, " "))
+                self.empty += pc.sum(pc.equal(texts, "")).as_py()
+                if self.id == "#":
+                    ids = pa.array(map(str, range(row, row + len(batch))))
+                else:
+                    ids = pc.cast(batch.column(self.id), pa.string())
+                    if ids.null_count:
+                        bad = number + pc.index(pc.is_null(ids), True).as_py()
+                        raise BadInput(f"{file}, row {bad}: no id in column {self.id!r}; mend the row")
+                row += len(batch)
+                yield pa.record_batch([ids, pc.binary_join_element_wise(prompt, texts, "")], ["id", "text"])
+
+
+def read_qrels(path):
+    """{query id: {document id: relevance}} from TREC qrels (four fields) or BEIR's TSV (three, under a header)."""
+    qrels = defaultdict(dict)
+    try:
+        with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as lines:
+            for number, line in enumerate(lines, start=1):
+                fields = line.rstrip("\r\n").split("\t") if "\t" in line else line.split()
+                if len(fields) in (3, 4) and fields[-1].strip().lstrip("-").isdigit():
+                    qrels[fields[0]][fields[-2]] = int(fields[-1])
+                elif number > 1 and line.strip():
+                    raise BadInput(
+                        f"{path}, line {number}: not (query, document, score) nor TREC qrels; mend the line"
+                    )
+    except (OSError, UnicodeError) as error:
+        raise BadInput(f"{path}: cannot be read ({error}); check --qrels") from None
+    if not qrels:
+        raise BadInput(f"{path}: holds no judgment; check --qrels")
+    return dict(qrels)
+
+
+@dataclass
+class Collection:
+    corpus: Table
+    query_ids: list
+    query_texts: list
+    qrels: dict  # {query id: {document id: relevance}}; empty in a search
+    notes: list  # lines to say about the data
+
+
+def open_collection(args):
+    """The Collection to evaluate on, or to search."""
+    if args.pairs:
+        columns = args.columns
+        if not columns:
+            file = list_files(args.pairs[0])[0]
+            there = next(read_batches(file), (0, pa.record_batch({})))[1].schema.names
+            if len(there) < 2:
+                raise BadInput(f"{file}: has no two columns; a pair is a query and its document")
+            columns = there[:2]
+        corpus = Table(args.pairs, ["#", columns[1]], (), args)
+        if args.query:
+            return Collection(corpus, [f"query {i}" for i in range(1, len(args.query) + 1)], args.query, {}, [])
+        queries = Table(args.pairs, ["#", columns[0]], (), args)
+        texts = [[t for chunk in table.chunks(args.chunk_rows) for t in chunk.texts.to_pylist()]
+                 for table in (queries, corpus)]  # fmt: skip
+        # equal queries are one query, and a document equal to an answer is an answer
+        rows, answers = defaultdict(list), defaultdict(set)
+        for row, (query, document) in enumerate(zip(*texts)):
+            rows[document].append(str(row))
+            answers[query].add(document)
+        qrels = {str(i): {row: 1 for text in answers[q] for row in rows[text]} for i, q in enumerate(answers)}
+        return Collection(corpus, list(qrels), list(answers), qrels, [])
+    corpus = Table(args.corpus, args.corpus_columns, ("_id", "title", "text"), args)
+    if args.query:
+        return Collection(corpus, [f"query {i}" for i in range(1, len(args.query) + 1)], args.query, {}, [])
+    qrels, notes = read_qrels(args.qrels), []
+    table = Table(args.queries, args.query_columns, ("_id", "text"), args)
+    texts = {}
+    doubles = unjudged = 0
+    for chunk in table.chunks(args.chunk_rows):
+        for name, text in zip(chunk.ids.to_pylist(), chunk.texts.to_pylist()):
+            doubles += name in texts
+            unjudged += name not in qrels
+            if name in qrels:
+                texts.setdefault(name, text)
+    unknown = len(qrels) - len(texts)
+    for count, what in (
+        (doubles, "queries with the id of an earlier one left out"),
+        (unjudged, "queries without judgment left out"),
+        (unknown, f"judged queries are not among --queries; left out: {', '.join(islice(qrels.keys() - texts, 3))}"),
+        (table.empty, "queries are empty; encoded as the empty string"),
+    ):
+        notes += [f"{count:,} {what}"] * (count > 0)
+    if not texts:
+        raise BadInput(f"{args.qrels}: judges none of the queries in {', '.join(args.queries)}; check the ids")
+    return Collection(corpus, list(texts), list(texts.values()), {name: qrels[name] for name in texts}, notes)
+
+
+def prefetch(iterator, depth=2):
+    """Run an iterator in a background thread, `depth` items ahead; its errors surface here."""
+    with ThreadPoolExecutor(1) as pool:
+        ahead = deque(pool.submit(next, iterator, None) for _ in range(depth))
+        while (item := ahead.popleft().result()) is not None:
+            ahead.append(pool.submit(next, iterator, None))
+            yield item
+
+
+# ---------------------------------------------------------------------------------------------- the embedding cache
+
+
+class BytesDisk(diskcache.Disk):
+    """diskcache without its pickles, which run code from a hostile folder (CVE-2025-69872), within its own folder."""
+
+    NAME = re.compile(r"[0-9a-f]{2}[/\\][0-9a-f]{2}[/\\][0-9a-f]{28}\.val")  # of a value's file, as diskcache makes it
+
+    def get(self, key, raw):
+        if not raw:
+            raise sqlite3.DatabaseError("a key is a pickle")
+        return super().get(key, raw)
+
+    def fetch(self, mode, filename, value, read):
+        if mode == diskcache.core.MODE_PICKLE or (filename and not self.NAME.fullmatch(filename)):
+            raise sqlite3.DatabaseError("a value is a pickle, or lies outside the folder")
+        return super().fetch(mode, filename, value, read)
+
+    def remove(self, file_path):
+        if self.NAME.fullmatch(file_path):
+            super().remove(file_path)
+
+
+class EmbeddingCache:
+    """Vectors on disk by the hash of their text, for one model.
+
+    The texts that were encoded together lie in one value, a block: (n, 2) uint64 hashes, then n rows of vector bytes,
+    then a checksum; an entry a text says which block and row. Texts that come again in the same order, the usual case,
+    are found by the ends of a run and read a block at a time; the hashes in the block prove each one of them.
+    """
+
+    def __init__(self, folder, name, dimensions, dtype, limit):
+        self.folder, self.dimensions, self.dtype, self.damaged = Path(folder), dimensions, dtype, 0
+        self.width = 16 + (dimensions + 4 if dtype == "int8" else dimensions * np.dtype(dtype).itemsize)
+        self.last = (None, None)  # the block read last: (id, (hashes, rows))
+        label = {"evenstep_cache": 1, "model": name, "dimensions": dimensions, "dtype": dtype}
+        with self._errors():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            note = self.folder / "model.json"
+            if not note.exists():
+                if next(self.folder.iterdir(), None):
+                    raise BadInput(f"{folder}: not an embedding cache; name another --cache_dir")
+                part = self.folder.with_suffix(f".{os.getpid()}.part")
+                part.write_text(json.dumps(label))
+                os.replace(part, note)
+            there = json.loads(note.read_text())
+            if any(there.get(key) != label[key] for key in ("evenstep_cache", "dimensions", "dtype")):
+                raise BadInput(f"{folder}: a cache of another version or shape; remove it with --cache_clear {name}")
+            self.cache = diskcache.Cache(
+                str(self.folder),
+                disk=BytesDisk,
+                disk_min_file_size=25,  # blocks are files, the entries of texts are not
+                eviction_policy="least-recently-stored" if limit else "none",
+                size_limit=int(limit * 1e9) or 2**62,
+                sqlite_mmap_size=0,  # a memory-mapped index would count as memory and grow with the corpus
+            )
+
+    @contextmanager
+    def _errors(self):
+        try:
+            yield
+        except (OSError, sqlite3.Error, diskcache.Timeout, ValueError, UnicodeError) as error:
+            if isinstance(error, BadInput):
+                raise
+            raise BadInput(
+                f"--cache_dir {self.folder}: {error or type(error).__name__}; what was stored is kept; make room or "
+                "allow writing, name another folder, or remove a damaged one"
+            ) from None
+
+    def pack(self, vectors):
+        """(n, bytes) uint8 rows as they are stored, of (n, D) float32."""
+        if self.dtype == "int8":  # each vector scaled to its largest component
+            scale = np.maximum(np.abs(vectors).max(1, keepdims=True), 1e-30).astype(np.float32) / 127
+            whole = np.round(vectors / scale).astype(np.int8)
+            return np.hstack([scale.view(np.uint8), whole.view(np.uint8)])
+        with np.errstate(over="ignore"):
+            stored = vectors.astype(self.dtype)
+        if not np.isfinite(stored).all():
+            raise BadInput(f"--cache_dtype {self.dtype}: cannot hold an embedding of this model; use float32")
+        return stored.view(np.uint8).reshape(len(vectors), -1)
+
+    def unpack(self, rows):
+        """(n, D) float32 (int8) or the stored dtype, of (n, bytes) uint8 rows."""
+        if self.dtype == "int8":
+            return np.ascontiguousarray(rows[:, :4]).view(np.float32) * rows[:, 4:].view(np.int8)
+        return np.ascontiguousarray(rows).view(self.dtype)
+
+    def _place(self, digests, i):
+        """(block id, row, rows of the block) where the text with the i-th 16-byte digest lies, or None."""
+        entry = self.cache.get(digests[16 * i : 16 * i + 16])
+        if not isinstance(entry, bytes) or len(entry) != 24:
+            return None
+        return entry[:16], int.from_bytes(entry[16:20], "little"), int.from_bytes(entry[20:], "little")
+
+    def _block(self, block):
+        """((n, 2) hashes, (n, bytes) rows) of a block, or None where it is gone or damaged."""
+        if self.last[0] != block:
+            content, file = None, self.cache.get(b"block" + block, read=True)
+            if isinstance(file, io.BufferedReader):
+                with file:
+                    value = np.fromfile(file, np.uint8)
+                n = len(value) // self.width
+                if len(value) % self.width == 8 and xxhash.xxh3_64_digest(value[:-8]) == value[-8:].tobytes():
+                    content = value[: 16 * n].view(np.uint64).reshape(n, 2), value[16 * n : -8].reshape(n, -1)
+            if file is not None and content is None:
+                self.damaged += 1
+                tqdm.write(f"{self.folder}: a damaged block of vectors; its texts are encoded again", file=sys.stderr)
+                self.cache.delete(b"block" + block)
+            self.last = (block, content)
+        return self.last[1]
+
+    def _runs(self, digests):
+        """[(block, row, i, n)]: texts i to i + n probably lie in a block from a row on, going by both ends."""
+        runs, at, count = [], 0, len(digests) // 16
+        while at < count:
+            if (here := self._place(digests, at)) is None:
+                at += 1
+                continue
+            block, row, size = here
+
+            def fits(n):
+                return self._place(digests, at + n - 1) == (block, row + n - 1, size)  # noqa: B023
+
+            n = min(size - row, count - at)
+            if n > 1 and not fits(n):
+                n = n // 2 if fits(2) else 1  # texts in disorder are given up at once
+                while n > 1 and not fits(n):
+                    n //= 2
+            runs.append((block, row, at, n := max(n, 1)))
+            at += n
+        return runs
+
+    def lookup(self, hashes):
+        """((n, bytes) uint8 rows, (n,) bool found) of the texts with these (n, 2) uint64 hashes."""
+        count, digests = len(hashes), hashes.tobytes()
+        rows, found = None, np.zeros(count, bool)
+        with self._errors():
+            runs = self._runs(digests)
+            while runs:
+                astray = []
+                for block, row, at, n in sorted(runs):  # a block at a time
+                    same = np.zeros(n, bool)
+                    if content := self._block(block):
+                        same = (content[0][row : row + n] == hashes[at : at + n]).all(1)
+                        if n == count and len(same) == n and same.all():  # the usual case, without a copy
+                            return content[1][row : row + n], same
+                        rows = np.zeros((count, self.width - 16), np.uint8) if rows is None else rows
+                        rows[at : at + len(same)][same] = content[1][row : row + n][same]
+                        found[at : at + len(same)] |= same
+                    # within a run whose ends fit a text may have been changed; each is then looked for alone
+                    astray += [at + i for i in range(n) if n > 1 and not (i < len(same) and same[i])]
+                runs = [(*there[:2], i, 1) for i in astray if (there := self._place(digests, i))]
+        return np.zeros((count, self.width - 16), np.uint8) if rows is None else rows, found
+
+    def store(self, hashes, rows):
+        """Keep the (n, bytes) rows of n texts, all of them or, if the process is killed, none."""
+        digests, n = hashes.tobytes(), len(hashes)
+        block = hashlib.blake2b(digests, digest_size=16).digest()
+        body = digests + rows.tobytes()
+        self.last = (None, None)
+        with self._errors(), self.cache.transact(retry=True):
+            self.cache.set(b"block" + block, body + xxhash.xxh3_64_digest(body))
+            for i in range(n):
+                entry = block + i.to_bytes(4, "little") + n.to_bytes(4, "little")
+                self.cache.set(digests[16 * i : 16 * i + 16], entry)
+
+
+def cached_models(cache_dir):
+    """[(folder, its model.json, texts held, bytes on disk)] of the caches in a folder."""
+    found = []
+    for note in sorted(Path(cache_dir).expanduser().glob("*/model.json")):
+        with suppress(ValueError, OSError, TypeError, KeyError):
+            about = json.loads(note.read_text())
+            width = 16 + (about["dimensions"] + 4 if about["dtype"] == "int8"
+                          else about["dimensions"] * np.dtype(about["dtype"]).itemsize)  # fmt: skip
+            sizes = {path: path.stat().st_size for path in note.parent.rglob("*") if path.is_file()}
+            held = sum(size // width for path, size in sizes.items() if path.suffix == ".val")
+            found.append((note.parent, about, held, sum(sizes.values())))
+    return found
+
+
+def manage_cache(args):
+    """--cache_info and --cache_clear."""
+    models = cached_models(args.cache_dir)
+    if args.cache_clear:
+        name = args.cache_clear
+        chosen = [m for m in models if name == m[1]["model"] or (len(name) > 5 and m[0].name.startswith(name))]
+        if not chosen:
+            raise BadInput(f"--cache_clear {name}: {args.cache_dir} holds no such model; --cache_info lists them")
+        for folder, about, texts, size in chosen:
+            shutil.rmtree(folder)
+            print(f"removed {texts:,} vectors, {size / 1e6:,.1f} MB, of {about['model']} ({folder.name[:12]})")
+        return
+    print(f"{'fingerprint':13} {'dtype':8} {'dims':>5} {'vectors':>12} {'MB':>10}  model ({args.cache_dir})")
+    for folder, about, texts, size in models:
+        shape = f"{about['dtype']:8} {about['dimensions']:5}"
+        print(f"{folder.name[:12]:13} {shape} {texts:12,} {size / 1e6:10,.1f}  {about['model']}")
+
+
+# ---------------------------------------------------------------------------------------------------- the model
+
+
+def load_model(path, args):
+    """(SentenceTransformer on the CPU, prompt of queries, prompt of documents)."""
+    try:
+        model = SentenceTransformer(path, device="cpu")
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--model_name_or_path {path}: {str(error).splitlines()[0]}") from None
+    if model.similarity_fn_name not in ("cosine", "dot"):
+        raise BadInput(f"{path}: its similarity is {model.similarity_fn_name}; cosine and dot can be searched")
+    if args.max_length:
+        most = getattr(model.config, "max_position_embeddings", None) or args.max_length
+        if args.max_length > most:
+            raise BadInput(f"--max_length {args.max_length}: the model has positions for {most} tokens")
+        model.max_seq_length = args.max_length
+        if isinstance(model.tokenizer, Tokenizer):
+            model.tokenizer.enable_truncation(args.max_length)
+    if (args.truncate_dim or 0) > model.get_embedding_dimension():
+        raise BadInput(f"--truncate_dim {args.truncate_dim}: {path} has {model.get_embedding_dimension()} dimensions")
+    own = [next((model.prompts[name] for name in names if model.prompts.get(name)), "")
+           for names in (("query",), ("document", "passage", "corpus"))]  # fmt: skip
+    prompts = [args.prompts[0], args.prompts[-1]] if args.prompts else own
+    if any(prompts) and any(isinstance(module, Pooling) and not module.include_prompt for module in model):
+        raise BadInput(f"{path}: leaves its prompt out of the pooling, which is not supported; use --prompts ''")
+    return model.eval(), *prompts
+
+
+def fingerprint_of(model, precision, dtype):
+    """Hex hash of all that makes a vector of a text: weights, tokenizer, modules, max length, autocast and dtype."""
+    config = model.config.to_dict() if model.config else {}
+    for name in ("_name_or_path", "transformers_version"):
+        config.pop(name, None)
+    tokenizer = model.tokenizer
+    if not isinstance(tokenizer, Tokenizer) and tokenizer.is_fast:
+        tokenizer = tokenizer.backend_tokenizer
+    words = json.loads(tokenizer.to_str()) if isinstance(tokenizer, Tokenizer) else tokenizer.get_vocab()
+    length = model.max_seq_length
+    if isinstance(model.tokenizer, Tokenizer):
+        length = (words["truncation"] or {}).get("max_length")
+    else:
+        words = {
+            name: part for name, part in words.items() if name not in ("truncation", "padding")
+        }  # of the last call
+    modules = [(type(module).__name__, module.get_config_dict()) for module in model]
+    parts = [modules, config, words, length, precision, dtype, model.similarity_fn_name]
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def deal(lengths, processes):
+    """Index lists, one a process, even in count and in length: longest first, in snake order (0 1 1 0 0 1 ...)."""
+    shares = [[] for _ in range(processes)]
+    for place, text in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
+        turn, process = divmod(place, processes)
+        shares[process if turn % 2 == 0 else processes - 1 - process].append(text)
+    return shares
+
+
+def cut_micro_batches(lengths, budget):
+    """Index lists, longest text first, each of at most `budget` tokens with padding; a longer text stands alone.
+
+    Of all such cuts of the sorted texts the one with the fewest padded tokens, where a forward pass is taken to cost a
+    sixteenth of `budget` of its own: short texts are not padded to long ones, nor encoded by twos and threes.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    sizes = np.array([max(lengths[i], 1) for i in order])
+    costs, begins = np.zeros(len(order) + 1), np.zeros(len(order) + 1, dtype=int)  # of the best cut of the first texts
+    for end in range(1, len(order) + 1):
+        firsts = np.arange(max(0, min(end - 1, end - budget // sizes[end - 1])), end)  # of the last micro-batch
+        padded = (end - firsts) * sizes[firsts]
+        padded = np.where((padded <= budget) | (firsts == end - 1), padded, np.inf)
+        best = np.argmin(costs[firsts] + padded)
+        costs[end], begins[end] = costs[firsts[best]] + padded[best] + budget / 16, firsts[best]
+    cuts, end = [], len(order)
+    while end:
+        cuts.append(order[begins[end] : end])
+        end = begins[end]
+    return cuts[::-1]
+
+
+def make_micro_batches(texts, model, budget, device):
+    """(micro-batches, tokens, tokens with padding) of `texts`, tokenized, cut and padded, longest first.
+
+    A micro-batch is (features, places in `texts`).
+    """
+    tokenizer = model.tokenizer
+    if isinstance(tokenizer, Tokenizer):  # a static embedding model: texts lie end to end, there is no padding
+        ids = [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
+        lengths = [math.ceil(sum(map(len, ids)) / len(ids))] * len(ids)
+    else:
+        encodings = tokenizer(texts, truncation=True, max_length=model.max_seq_length)
+        ids = encodings["input_ids"]
+        lengths = list(map(len, ids))
+    micro_batches, padded = [], 0
+    for cut in cut_micro_batches(lengths, budget):
+        if isinstance(tokenizer, Tokenizer):
+            offsets = np.cumsum([0] + [len(ids[i]) for i in cut[:-1]])
+            flat = np.fromiter((token for i in cut for token in ids[i]), np.int64)
+            features = {"input_ids": torch.from_numpy(flat), "offsets": torch.from_numpy(offsets)}
+        else:
+            picked = {name: [values[i] for i in cut] for name, values in encodings.items()}
+            features = dict(tokenizer.pad(picked, return_tensors="pt"))
+        padded += features["input_ids"].numel()
+        if device.type == "cuda":
+            features = {name: tensor.pin_memory() for name, tensor in features.items()}
+        micro_batches.append((features, cut))
+    return micro_batches, sum(map(len, ids)), padded
+
+
+def encode(model, features, accelerator):
+    """(n, D) float embeddings of one micro-batch."""
+    features = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in features.items()}
+    return model(features)["sentence_embedding"].float()
+
+
+class Embedder:
+    """Vectors of chunks of texts: from the cache, or encoded by all processes together and then stored."""
+
+    def __init__(self, model, cache, budget, accelerator, seconds, counts):
+        self.model, self.cache, self.budget, self.accelerator = model, cache, budget, accelerator
+        self.seconds, self.counts, self.dimensions = seconds, counts, model.get_embedding_dimension()
+        self.bar = tqdm(disable=True)
+
+    def __call__(self, chunks, own):
+        """(n, D) vectors of chunks[own] (None where `own` is None).
+
+        A collective call: `chunks` is the same on all processes, each looks up its own one, and chunk i is stored by
+        process i. What is encoded together, hence every vector to its last bit, does not depend on the processes.
+        """
+        if own is not None:
+            with clock(self.seconds, "lookup"):
+                rows, found = self.cache.lookup(chunks[own].hashes)
+        known = self._agree(chunks, found if own is not None else None)
+        seen, new = {}, [[] for _ in chunks]  # {hash: number among the new texts}; new rows of each chunk
+        for chunk, flags, fresh in zip(chunks, known, new):
+            for row in np.flatnonzero(~flags):
+                if (digest := chunk.hashes[row].tobytes()) not in seen:
+                    seen[digest] = len(seen)
+                    fresh.append(row)
+        texts = sum(len(chunk.texts) for chunk in chunks)
+        self.counts["total"] += texts
+        self.counts["encoded"] += len(seen)
+        self.bar.set_postfix_str(f"{1 - self.counts['encoded'] / self.counts['total']:.0%} cached", refresh=False)
+        self.bar.update(texts - len(seen))
+        if seen:
+            with clock(self.seconds, "encode"):
+                vectors = self._encode(chunks, new)  # (texts, D) float32
+            with clock(self.seconds, "store"):
+                packed = self.cache.pack(vectors)
+                first = 0
+                for process, (chunk, fresh) in enumerate(zip(chunks, new)):
+                    if fresh and process == self.accelerator.process_index:
+                        self.cache.store(chunk.hashes[fresh], packed[first : first + len(fresh)])
+                    first += len(fresh)
+                if own is not None:
+                    for row in np.flatnonzero(~found):
+                        rows[row] = packed[seen[chunks[own].hashes[row].tobytes()]]
+            self.accelerator.wait_for_everyone()  # the next lookup, on any process, sees what was stored
+        return None if own is None else torch.from_numpy(self.cache.unpack(rows))
+
+    def _agree(self, chunks, found):
+        """For each chunk, (n,) bool: which rows are in the cache, according to the process that looked."""
+        width = max(len(chunk.texts) for chunk in chunks)
+        flags = torch.ones(1, width, dtype=torch.uint8, device=self.accelerator.device)
+        if found is not None:
+            flags[0, : len(found)] = torch.from_numpy(found)
+        flags = self.accelerator.gather(flags).cpu().numpy().astype(bool)  # (P, width)
+        if len(chunks) == 1:
+            flags = flags.all(0, keepdims=True)  # all processes may have looked up the one chunk
+        return [flags[i, : len(chunk.texts)] for i, chunk in enumerate(chunks)]
+
+    @torch.inference_mode()
+    def _encode(self, chunks, new):
+        """(texts, D) float32 vectors of the new rows of the chunks, in order, the same on every process."""
+        texts = [
+            text
+            for chunk, rows in zip(chunks, new)
+            for text in chunk.texts.take(pa.array(rows, pa.int64())).to_pylist()
+        ]
+        groups, first = [], 0  # of texts alike in length, some four micro-batches of them, dealt as a whole
+        for rows in new:
+            size = math.inf
+            for i in sorted(range(first, first + len(rows)), key=lambda i: -len(texts[i])):
+                if size > 16 * self.budget:  # characters
+                    groups.append([])
+                    size = 0
+                groups[-1].append(i)
+                size += len(texts[i]) + 1
+            first += len(rows)
+        accelerator = self.accelerator
+        shares = deal([sum(len(texts[i]) for i in group) for group in groups], accelerator.num_processes)
+        order = [[i for group in share for i in groups[group]] for share in shares]  # texts of each process
+        local = torch.zeros(max(map(len, order)), self.dimensions, device=accelerator.device)
+        mine = [groups[group] for group in shares[accelerator.process_index]]
+        ready = (
+            make_micro_batches([texts[i] for i in group], self.model, self.budget, accelerator.device)
+            for group in mine
+        )
+        first = 0
+        for group, (micro_batches, tokens, padded) in zip(mine, prefetch(ready)):
+            for features, places in micro_batches:
+                with accelerator.autocast():
+                    local[first + torch.tensor(places, device=local.device)] = encode(
+                        self.model, features, accelerator
+                    )
+            first += len(group)
+            self.bar.update(len(texts) * len(group) / max(1, sum(map(len, mine))))  # the others are about as far
+            self.counts["tokens"] += tokens
+            self.counts["padded"] += padded
+        gathered = accelerator.gather(local).cpu().numpy()  # (P * width, D)
+        vectors = np.empty((len(texts), self.dimensions), np.float32)
+        for process, places in enumerate(order):
+            vectors[places] = gathered[process * len(local) :][: len(places)]
+        if not np.isfinite(vectors).all():
+            bad = int(np.flatnonzero(~np.isfinite(vectors).all(1))[0])
+            raise BadInput(
+                f"the model's embedding of {texts[bad][:60]!r} is not finite; check its weights and precision"
+            )
+        return vectors
+
+
+@contextmanager
+def clock(seconds, stage):
+    """Add the time spent within to seconds[stage]."""
+    started = time.perf_counter()
+    yield
+    seconds[stage] += time.perf_counter() - started
+
+
+# ------------------------------------------------------------------------------------------------------- search
+
+# A tile of scores at most: 2**24 floats are 64 MB.
+MAX_SCORES = 2**24
+
+
+class TopK:
+    """The best K documents of each query so far; equal scores rank by the order of the corpus."""
+
+    def __init__(self, queries, k):
+        self.queries = queries  # (Q, D) float32
+        self.scores = torch.full((len(queries), k), -torch.inf, device=queries.device)  # (Q, K), falling
+        self.rows = torch.full((len(queries), k), -1, device=queries.device)  # (Q, K) int64, -1: none yet
+
+    def add(self, documents, first):
+        """Score (n, D) documents, rows `first` and on; they come after all that were added before."""
+        tile = max(1, MAX_SCORES // len(documents))
+        for begin in range(0, len(self.queries), tile):
+            best, rows = self.scores[begin : begin + tile], self.rows[begin : begin + tile]  # (q, K)
+            scores = self.queries[begin : begin + tile] @ documents.T  # (q, n)
+            # Few documents get past a query's K-th best; only they are sorted. An equal score comes too late.
+            query, document = torch.nonzero(scores > best[:, -1:], as_tuple=True)
+            if not len(query):
+                continue
+            counts = torch.bincount(query, minlength=len(best))
+            slot = torch.arange(len(query), device=query.device) - (counts.cumsum(0) - counts)[query]
+            more = best.new_full((len(best), int(counts.max())), -torch.inf)  # (q, m)
+            from_rows = rows.new_full(more.shape, -1)
+            more[query, slot] = scores[query, document]
+            from_rows[query, slot] = document + first
+            self._keep(begin, torch.cat([best, more], 1), torch.cat([rows, from_rows], 1))
+
+    def merge(self, accelerator):
+        """Make these the best over all processes, each of which has seen other documents."""
+        shape = (accelerator.num_processes, *self.rows.shape)
+        scores, rows = (accelerator.gather(t).view(shape).transpose(0, 1).flatten(1) for t in (self.scores, self.rows))
+        order = rows.argsort(1)  # corpus order first, for a stable sort to keep among equal scores
+        self._keep(0, scores.gather(1, order), rows.gather(1, order))
+
+    def _keep(self, begin, scores, rows):
+        order = scores.argsort(dim=1, descending=True, stable=True)[:, : self.scores.shape[1]]
+        self.scores[begin : begin + len(scores)] = scores.gather(1, order)
+        self.rows[begin : begin + len(scores)] = rows.gather(1, order)
+
+
+@dataclass
+class Run:
+    """What one model found."""
+
+    name: str
+    documents: list  # Q lists of document ids, best first
+    scores: list  # Q lists of floats
+    texts: dict  # {document id: text}, in a search
+    about: dict  # what metrics.json says of it
+
+
+def retrieve(path, collection, args, accelerator):
+    """The Run of a model over a collection, complete on the main process."""
+    seconds, counts = defaultdict(float), Counter(total=0, encoded=0)
+    with clock(seconds, "load"):
+        model, query_prompt, prompt = load_model(path, args)
+        fingerprint = fingerprint_of(model, accelerator.mixed_precision, args.cache_dtype)
+        model.to(accelerator.device)
+    folder = Path(args.cache_dir).expanduser() / fingerprint[:32]
+    shape = (model.get_embedding_dimension(), args.cache_dtype, args.cache_size_limit)
+    with accelerator.local_main_process_first():
+        cache = EmbeddingCache(folder, path, *shape)
+    static = isinstance(model.tokenizer, Tokenizer)
+    budget = args.micro_batch_tokens or (2**20 if static else 2048 if accelerator.device.type == "cpu" else 16_384)
+    embed = Embedder(model, cache, budget, accelerator, seconds, counts)
+
+    def for_search(vectors):
+        vectors = vectors.to(accelerator.device).float()[:, : args.truncate_dim]
+        return F.normalize(vectors, dim=1) if model.similarity_fn_name == "cosine" else vectors
+
+    # Queries, all of them on every process
+    texts = pa.array([query_prompt + text for text in collection.query_texts], pa.string())
+    parts = (texts.slice(i, args.chunk_rows) for i in range(0, len(texts), args.chunk_rows))
+    chunks = [Chunk(0, part, part, text_hashes(part)) for part in parts]
+    queries = torch.cat([for_search(embed([chunk], 0)) for chunk in chunks])  # (Q, D)
+    top = TopK(queries, min(args.top_k, collection.corpus.rows or args.top_k))
+
+    # Documents, a chunk for each process at a time
+    judged = pa.array(sorted({name for known in collection.qrels.values() for name in known}), pa.string())
+    found, doubles, kept = set(), 0, {}  # judged documents there; {row: (id, text)} of the best so far
+    reader = prefetch(collection.corpus.chunks(args.chunk_rows, prompt))
+    show = "{l_bar}{bar}| {n:,.0f}/{total:,.0f} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+    embed.bar = tqdm(total=collection.corpus.rows, unit=" texts", desc=short_names([path])[0], delay=1,
+                     bar_format=show if collection.corpus.rows else None,
+                     disable=not accelerator.is_main_process)  # fmt: skip
+    documents = 0
+    while True:
+        with clock(seconds, "read"):
+            chunks = list(islice(reader, accelerator.num_processes))
+        if not chunks:
+            break
+        own = accelerator.process_index if accelerator.process_index < len(chunks) else None
+        vectors = embed(chunks, own)
+        with clock(seconds, "search"):
+            if own is not None:
+                chunk = chunks[own]
+                top.add(for_search(vectors), chunk.first)
+                rows = torch.unique(top.rows[top.rows >= chunk.first]) - chunk.first
+                picked = pa.array(rows.cpu().numpy())
+                ids = chunk.ids.take(picked).to_pylist()
+                texts = chunk.texts.take(picked).to_pylist() if args.query else [""] * len(ids)
+                kept |= {row + chunk.first: (i, t[len(prompt) :]) for row, i, t in zip(picked.tolist(), ids, texts)}
+                if len(kept) > 4 * top.rows.numel():  # most are no longer among the best
+                    kept = {row: kept[row] for row in torch.unique(top.rows).tolist() if row >= 0}
+            for chunk in chunks:
+                there = chunk.ids.filter(pc.is_in(chunk.ids, judged)).to_pylist()
+                doubles += len(there) - len(set(there) - found)
+                found.update(there)
+        documents += sum(len(chunk.texts) for chunk in chunks)
+    embed.bar.close()
+    if not documents:
+        raise BadInput(f"{collection.corpus.files[0]}: no document; check --corpus")
+    with clock(seconds, "search"):
+        top.merge(accelerator)
+    kept = dict(item for part in gather_object([kept]) for item in part.items())
+
+    # Names of the documents; an id that stands twice keeps its best score
+    names, scores = [], []
+    for rows, values in zip(top.rows.tolist(), top.scores.tolist()):
+        best = {}
+        for row, value in zip(rows, values):
+            if row >= 0 and best.setdefault(kept[row][0], value) is not value:
+                doubles += 1
+        names.append(list(best))
+        scores.append(list(best.values()))
+    total = accelerator.reduce(torch.tensor([counts["tokens"], counts["padded"], cache.damaged], dtype=torch.float64,
+                                            device=accelerator.device)).tolist()  # fmt: skip
+    about = {
+        "fingerprint": fingerprint,
+        "cache": str(folder),
+        "texts": {"total": counts["total"], "encoded": counts["encoded"],
+                  "cached": counts["total"] - counts["encoded"], "documents": documents, "queries": len(names),
+                  "damaged_blocks": int(total[2])},
+        "padding_fraction": 1 - total[0] / total[1] if total[1] else 0.0,
+        "seconds": {stage: round(value, 4) for stage, value in seconds.items()},
+        "per_second": {
+            "encoded": counts["encoded"] / seconds["encode"] if counts["encoded"] else 0.0,
+            "looked_up": (counts["total"] / accelerator.num_processes) / seconds["lookup"],
+            "searched": documents / seconds["search"],
+        },
+    }  # fmt: skip
+    notes = []
+    for count, what in (
+        (args.top_k - documents, f"fewer documents than --top_k {args.top_k}; all of them are ranked"),
+        (doubles * (not args.pairs), "documents with the id of another, seen among the judged and the best; each id "
+                                     "counts once, with its best score"),
+        (len(judged) - len(found), "judged documents are not in the corpus; they count as not found"),
+        (collection.corpus.empty, "documents are empty; encoded as the empty string"),
+    ):  # fmt: skip
+        notes += [f"{count:,} {what}"] * (count > 0)
+    about["notes"] = collection.notes + notes
+    texts = dict(kept.values()) if args.query else {}
+    return Run(path, names, scores, texts, about)
+
+
+def bm25_run(collection, args):
+    """The Run of BM25 (Robertson and Zaragoza 2009; bm25s' default, Lucene's variant), its corpus in memory."""
+    try:
+        import bm25s
+    except ImportError:
+        raise BadInput("--bm25: needs the package bm25s: pip install bm25s") from None
+    seconds = defaultdict(float)
+    with clock(seconds, "index"):
+        chunks = list(collection.corpus.chunks(args.chunk_rows))
+        ids = [name for chunk in chunks for name in chunk.ids.to_pylist()]
+        texts = [text for chunk in chunks for text in chunk.texts.to_pylist()]
+        index = bm25s.BM25()
+        index.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)
+    with clock(seconds, "search"):
+        queries = bm25s.tokenize(collection.query_texts, stopwords="en", return_ids=False, show_progress=False)
+        rows, scores = index.retrieve(queries, k=min(args.top_k, len(ids)), show_progress=False)
+    hits = [{ids[r]: float(s) for r, s in zip(*found) if s > 0} for found in zip(rows.tolist(), scores.tolist())]
+    about = {"seconds": {stage: round(value, 4) for stage, value in seconds.items()}, "notes": []}
+    return Run("BM25", [list(hit) for hit in hits], [list(hit.values()) for hit in hits], {}, about)
+
+
+# ------------------------------------------------------------------------------------------------------ metrics
+
+
+class RetrievalMetric(evaluate.Metric):
+    """Measures of ranked documents, by ir_measures (which asks trec_eval, through pytrec_eval).
+
+    add_batch(query_id=[...], document_ids=[[...]], scores=[[...]]), then compute(qrels={query id: {document id: int}},
+    measures=["nDCG@10", ...]) -> {measure: {query id: value}}. As in trec_eval a document without judgment is not
+    relevant, and equal scores rank by document id, last first.
+    """
+
+    def _info(self):
+        return evaluate.MetricInfo(
+            description="Retrieval measures by ir_measures.",
+            citation="MacAvaney et al. 2022, Streamlining Evaluation with ir-measures",
+            inputs_description="Ranked document ids and scores of each query.",
+            features=datasets.Features(
+                {
+                    "query_id": datasets.Value("string"),
+                    "document_ids": datasets.Sequence(datasets.Value("string")),
+                    "scores": datasets.Sequence(datasets.Value("float64")),
+                }
+            ),
+        )
+
+    def _compute(self, query_id, document_ids, scores, qrels, measures):
+        run = {name: dict(zip(found, values)) for name, found, values in zip(query_id, document_ids, scores)}
+        parsed = {ir_measures.parse_measure(name): name for name in measures}
+        values = {name: {} for name in measures}
+        for value in ir_measures.iter_calc(list(parsed), {name: qrels[name] for name in run}, run):
+            values[parsed[value.measure]][value.query_id] = value.value
+        return values
+
+
+def measure(run, collection, args):
+    """{measure: (Q,) values} of a Run, queries in the collection's order."""
+    metric = RetrievalMetric(experiment_id=f"{os.getpid()}-{time.time_ns()}", keep_in_memory=True)
+    for begin in range(0, len(collection.query_ids), 1000):
+        part = slice(begin, begin + 1000)
+        metric.add_batch(
+            query_id=collection.query_ids[part], document_ids=run.documents[part], scores=run.scores[part]
+        )
+    values = metric.compute(qrels=collection.qrels, measures=args.metrics)
+    return {name: np.array([values[name].get(i, 0.0) for i in collection.query_ids]) for name in args.metrics}
+
+
+def interval(values):
+    """(low, high): 95 % bootstrap interval of the mean over queries (Efron and Tibshirani 1993, percentile)."""
+    if len(values) < 2 or np.ptp(values) == 0:
+        return float(values.mean()), float(values.mean())
+    batch = max(1, 2**22 // len(values))
+    found = bootstrap((values,), np.mean, n_resamples=9999, batch=batch, method="percentile", rng=0)
+    return tuple(map(float, found.confidence_interval))
+
+
+def paired_p(values, others):
+    """Two-sided p of the paired randomization test on the difference of the means (Smucker et al. 2007)."""
+    if np.array_equal(values, others):
+        return 1.0
+    test = permutation_test(
+        (values, others),
+        lambda a, b, axis: (a - b).mean(axis),
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=9999,
+        batch=max(1, 2**22 // len(values)),
+        rng=0,
+    )
+    return float(test.pvalue)
+
+
+# ------------------------------------------------------------------------------------------------------- report
+
+
+def short_names(paths):
+    """A short name of each model for tables and folders, all different; RUN for RUN/model."""
+    parts = [path.rstrip("/").removesuffix("/model").split("/") for path in paths]
+    names = [part[-1] for part in parts]
+    if len(set(names)) < len(names):
+        names = ["_".join(part[-2:]) for part in parts]
+    return [name if names.count(name) == 1 else f"{name}_{i + 1}" for i, name in enumerate(names)]
+
+
+def write_results(runs, names, values, collection, args):
+    """metrics.json, per_query.csv, the runs and report.png in --output_dir; prints the table."""
+    output, results = Path(args.output_dir), []
+    for run, name, mine in zip(runs, names, values):
+        metrics = {}
+        for m in args.metrics:
+            low, high = interval(mine[m])
+            metrics[m] = {"mean": float(mine[m].mean()), "low": low, "high": high}
+            if run is not runs[0]:
+                metrics[m] |= {
+                    "difference": float((mine[m] - values[0][m]).mean()),
+                    "p": paired_p(mine[m], values[0][m]),
+                }
+        results.append({"name": name, "model": run.name, "metrics": metrics, **run.about})
+    try:
+        for run, name in zip(runs, names):
+            folder = output if len(runs) == 1 else output / name
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / "run.trec", "w") as file:
+                for query, documents, scores in zip(collection.query_ids, run.documents, run.scores):
+                    for rank, (document, score) in enumerate(zip(documents, scores), start=1):
+                        file.write(f"{query} Q0 {document} {rank} {score:.9g} {name}\n")
+        with open(output / "per_query.csv", "w", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(["query", *([] if len(runs) == 1 else ["model"]), *args.metrics])
+            for name, mine in zip(names, values):
+                for i, query in enumerate(collection.query_ids):
+                    table.writerow(
+                        [query, *([] if len(runs) == 1 else [name]), *(float(mine[m][i]) for m in args.metrics)]
+                    )
+        draw(runs, names, values, collection, args, output / "report.png")
+        (output / "metrics.json").write_text(
+            json.dumps(results[0] if len(runs) == 1 else {"models": results}, indent=1)
+        )
+    except OSError as error:
+        raise BadInput(f"--output_dir {output}: {error}; make room or name another; no vector is lost") from None
+    print_table(results, args)
+    print(f"{len(collection.query_ids):,} queries; metrics.json, per_query.csv and report.png are in {output}")
+
+
+def print_table(results, args):
+    """Means with their 95 % intervals, and p of the difference from the first model."""
+    width = max(len(result["name"]) for result in results)
+    print(f"\n{'':{width}}" + "".join(f"  {m:>24}" for m in args.metrics))
+    for result in results:
+        cells = []
+        for m in args.metrics:
+            cell = result["metrics"][m]
+            cells.append(f"{cell['mean']:.4f} [{cell['low']:.4f}, {cell['high']:.4f}]")
+        print(f"{result['name']:{width}}" + "".join(f"  {cell:>24}" for cell in cells))
+        if "p" in result["metrics"][args.metrics[0]]:
+            cells = [f"{c['difference']:+.4f}, p = {c['p']:.4f}" for c in map(result["metrics"].get, args.metrics)]
+            print(f"{'':{width}}" + "".join(f"  {cell:>24}" for cell in cells))
+    for result in results:
+        if texts := result.get("texts"):
+            stages = ", ".join(f"{name} {value:.1f}" for name, value in result["seconds"].items() if value >= 0.05)
+            print(f"{result['name']}: {texts['encoded']:,} of {texts['total']:,} texts encoded; seconds: {stages}")
+
+
+def draw(runs, names, values, collection, args, path):
+    """report.png: recall by depth, the first measure over the queries, where texts and time went."""
+    import matplotlib  # half a second to import, at the end of a run
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    def stack(axis, place, parts):
+        """One horizontal bar made of the parts {name: size}."""
+        left = 0.0
+        for number, (name, size) in enumerate(parts.items()):
+            axis.barh(place, size, 0.6, left, color=f"C{number}", label=None if place else name)
+            left += size
+
+    figure, axes = pyplot.subplots(1, 4, figsize=(17, 3.8), layout="constrained")
+    colors = [f"C{i % 10}" for i in range(len(runs))]
+    depths = np.arange(1, args.top_k + 1)
+    for run, name, color in zip(runs, names, colors):
+        recalls = []
+        for query, documents in zip(collection.query_ids, run.documents):
+            relevant = {d for d, grade in collection.qrels[query].items() if grade > 0}
+            if relevant:
+                hits = np.zeros(args.top_k)
+                hits[: len(documents)] = [d in relevant for d in documents]
+                recalls.append(hits.cumsum() / len(relevant))
+        axes[0].plot(depths, np.mean(recalls or [depths * 0.0], axis=0), label=name, color=color)
+    axes[0].set(xscale="log", xlabel="k", ylabel="recall@k", ylim=(0, 1))
+    axes[0].legend()
+    m = args.metrics[0]
+    axes[1].hist([mine[m] for mine in values], bins=10, range=(0, 1), label=names, color=colors)
+    axes[1].set(xlabel=m, ylabel="queries")
+    stages = ("load", "read", "lookup", "encode", "store", "index", "search")
+    for place, run in enumerate(runs):
+        texts = run.about.get("texts", {})
+        stack(axes[2], place, {stage: texts.get(stage, 0) for stage in ("cached", "encoded")})
+        stack(axes[3], place, {stage: run.about["seconds"].get(stage, 0.0) for stage in stages})
+    axes[2].set(xlabel="texts")
+    axes[3].set(xlabel="seconds")
+    for axis in axes[2:]:
+        axis.set_yticks(range(len(names)), names)
+        axis.set_ylim(-0.6, len(names) + 0.4)  # room for the legend
+        axis.legend(*axis.get_legend_handles_labels(), fontsize="small", ncols=4, loc="upper center")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def print_hits(run, collection):
+    """The best ten documents of each query, with their scores."""
+    columns = shutil.get_terminal_size().columns
+    for query, documents, scores in zip(collection.query_texts, run.documents, run.scores):
+        print(f"\n{query}")
+        for name, score in list(zip(documents, scores))[:10]:
+            text = " ".join(run.texts[name].split())
+            print(f"  {score:6.3f}  {name:>8}  {text}"[: max(columns, 60)])
+
+
+def main(args):
+    if args.cache_info or args.cache_clear:
+        return manage_cache(args)
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
+    datasets.disable_progress_bars()
+    with accelerator.local_main_process_first():  # it makes the Arrow copies, the others find them
+        collection = open_collection(args)
+    runs = [retrieve(path, collection, args, accelerator) for path in args.model_name_or_path]
+    if accelerator.is_main_process:
+        for note in dict.fromkeys(note for run in runs for note in run.about["notes"]):
+            print(f"note: {note}", file=sys.stderr)
+        if args.query:
+            print_hits(runs[0], collection)
+        else:
+            runs += [bm25_run(collection, args)] if args.bm25 else []
+            values = [measure(run, collection, args) for run in runs]
+            write_results(runs, short_names([run.name for run in runs]), values, collection, args)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    try:
+        main(parse_args(sys.argv[1:]))
+    except BadInput as error:
+        # Every process meets the same error; the first one says it, and the others only where that one has not.
+        time.sleep(5 if int(os.environ.get("RANK", 0)) else 0)
+        sys.exit(f"error: {error}")

@@ -1,0 +1,598 @@
+"""The evaluator: exact scores, every text encoded once, nothing lost when killed."""
+
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, launch
+
+import eval_incremental as script
+
+SCRIPT = ROOT / "eval_incremental.py"
+TREC_EVAL = ROOT.parent / "shared/data/ref_trec_eval"
+
+
+def write_jsonl(path, records):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture(scope="session")
+def beir(tmp_path_factory, rows):
+    """BEIR folder: 293 functions to find by 60 docstrings; one has two answers, one an irrelevant document."""
+    folder = tmp_path_factory.mktemp("beir")
+    kept = list({row["code"]: row for row in rows}.values())[:293]
+    write_jsonl(
+        folder / "corpus.jsonl", [{"_id": f"d{i}", "title": "", "text": r["code"]} for i, r in enumerate(kept)]
+    )
+    write_jsonl(folder / "queries.jsonl", [{"_id": f"q{i}", "text": r["docstring"]} for i, r in enumerate(kept[:60])])
+    judged = [f"q{i}\td{i}\t1\n" for i in range(60)] + ["q1\td7\t2\n", "q2\td9\t0\n"]
+    (folder / "qrels").mkdir()
+    (folder / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(judged))
+    return folder
+
+
+@pytest.fixture
+def evaluate(tmp_path, bert, capsys):
+    """Run the evaluator in this process on flags; returns its metrics.json. Cache and output lie in tmp_path."""
+
+    def run(*flags, output="out"):
+        common = ["--model_name_or_path", bert] if "--model_name_or_path" not in flags else []
+        common += ["--cache_dir", tmp_path / "cache", "--data_cache", tmp_path / "data"]
+        common += ["--output_dir", tmp_path / output, "--chunk_rows", 64]
+        script.main(script.parse_args([str(flag) for flag in [*common, *flags]]))
+        path = tmp_path / output / "metrics.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    return run
+
+
+def plain(bert, beir, prompts=("", ""), dims=None):
+    """{query: {document: score}} by encoding everything with sentence-transformers."""
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(bert), device="cpu")
+    sides = []
+    for name, prompt in zip(("queries", "corpus"), prompts):
+        records = [json.loads(line) for line in (beir / f"{name}.jsonl").read_text().splitlines()]
+        vectors = model.encode([prompt + r["text"].strip() for r in records], convert_to_tensor=True)[:, :dims]
+        sides.append(([r["_id"] for r in records], torch.nn.functional.normalize(vectors, dim=1)))
+    (queries, a), (documents, b) = sides
+    return {q: dict(zip(documents, line)) for q, line in zip(queries, (a @ b.T).tolist())}
+
+
+def naive(run, qrels):
+    """{measure: mean} by a loop over the queries, from run and qrels as dicts."""
+    sums = {"nDCG@10": 0.0, "RR@10": 0.0, "R@100": 0.0, "AP": 0.0}
+    for query, known in qrels.items():
+        ranked = sorted(run[query], key=lambda d: -run[query][d])[:100]
+        gains = [known.get(d, 0) for d in ranked]
+        ideal = sorted(known.values(), reverse=True)
+        positive = sum(g > 0 for g in known.values())
+        sums["nDCG@10"] += sum(g / math.log2(2 + i) for i, g in enumerate(gains[:10])) / sum(
+            g / math.log2(2 + i) for i, g in enumerate(ideal[:10])
+        )
+        sums["RR@10"] += next((1 / (1 + i) for i, g in enumerate(gains[:10]) if g), 0.0)
+        sums["R@100"] += sum(g > 0 for g in gains) / positive
+        precisions = [sum(g > 0 for g in gains[: i + 1]) / (i + 1) for i, g in enumerate(gains) if g > 0]
+        sums["AP"] += sum(precisions) / positive
+    return {name: value / len(qrels) for name, value in sums.items()}
+
+
+def read_run(path):
+    run = {}
+    for line in Path(path).read_text().splitlines():
+        query, _, document, _, score, _ = line.split()
+        run.setdefault(query, {})[document] = float(score)
+    return run
+
+
+# ------------------------------------------------------------------------------------------------------ correct
+
+
+@pytest.mark.parametrize("extra", [(), ("--streaming",), ("--prompts", "find: ", "code: "), ("--truncate_dim", 16)])
+def test_equals_encoding_everything(evaluate, beir, bert, tmp_path, extra):
+    got = evaluate("--beir", beir, "--cache_dtype", "float32", *extra)
+    prompts = ("find: ", "code: ") if "--prompts" in extra else ("", "")
+    run = plain(bert, beir, prompts, 16 if "--truncate_dim" in extra else None)
+    qrels = script.read_qrels(str(beir / "qrels/test.tsv"))
+    for name, value in naive(run, qrels).items():
+        assert got["metrics"][name]["mean"] == pytest.approx(value, abs=1e-4), name  # nearly equal scores may swap
+    for query, found in read_run(tmp_path / "out/run.trec").items():
+        best = sorted(run[query].values(), reverse=True)[:100]
+        assert list(found.values()) == pytest.approx(best, abs=2e-6)
+
+
+def test_written_run_gives_the_same_measures_in_pytrec_eval(evaluate, beir, tmp_path):
+    import pytrec_eval
+
+    got = evaluate("--beir", beir, "--metrics", "nDCG@10", "AP", "R@100", "P@5", "Rprec")
+    qrels = script.read_qrels(str(beir / "qrels/test.tsv"))
+    names = {"nDCG@10": "ndcg_cut_10", "AP": "map", "R@100": "recall_100", "P@5": "P_5", "Rprec": "Rprec"}
+    each = pytrec_eval.RelevanceEvaluator(qrels, set(names.values())).evaluate(read_run(tmp_path / "out/run.trec"))
+    for name, theirs in names.items():
+        assert got["metrics"][name]["mean"] == pytest.approx(np.mean([v[theirs] for v in each.values()]), abs=1e-6)
+    lines = (tmp_path / "out/per_query.csv").read_text().splitlines()
+    assert lines[0] == "query,nDCG@10,AP,R@100,P@5,Rprec" and len(lines) == 61
+    for line in lines[1:]:
+        query, *values = line.split(",")
+        assert [float(v) for v in values] == pytest.approx([each[query][t] for t in names.values()], abs=1e-6)
+
+
+@pytest.mark.skipif(not TREC_EVAL.is_dir(), reason="needs trec_eval's own test runs in ../shared/data/ref_trec_eval")
+def test_trec_evals_own_expected_values_through_the_metric():
+    names = {"AP": "map", "RR": "recip_rank", "Rprec": "Rprec", "Bpref": "bpref", "infAP": "infAP", "nDCG": "ndcg"}
+    for k in (5, 10, 20, 100):
+        names |= {f"P@{k}": f"P_{k}", f"R@{k}": f"recall_{k}", f"nDCG@{k}": f"ndcg_cut_{k}"}
+        names |= {f"Success@{k}": f"success_{k}"} if k in (5, 10) else {}
+    names |= {f"AP@{k}": f"map_cut_{k}" for k in (5, 100)}
+    run, expected = read_run(TREC_EVAL / "results.test"), {}
+    for line in (TREC_EVAL / "out.test.aq").read_text().splitlines():
+        measure, query, value = line.split()
+        expected[measure, query] = value
+    metric = script.RetrievalMetric(keep_in_memory=True)
+    for query, found in run.items():  # in several batches
+        metric.add_batch(query_id=[query], document_ids=[list(found)], scores=[list(found.values())])
+    qrels = script.read_qrels(str(TREC_EVAL / "qrels.test"))
+    got = metric.compute(qrels=qrels, measures=list(names))
+    compared = 0
+    for ours, theirs in names.items():
+        for query, value in got[ours].items():
+            assert value == pytest.approx(float(expected[theirs, query]), abs=1e-4), (ours, query)
+            compared += 1
+        assert np.mean(list(got[ours].values())) == pytest.approx(float(expected[theirs, "all"]), abs=1e-4), ours
+    assert compared == 3 * len(names) > 60
+
+
+def test_top_k_equals_a_full_sort_and_ties_keep_the_corpus_order():
+    generator = torch.Generator().manual_seed(0)
+    documents = torch.randint(-2, 3, (1000, 6), generator=generator).float()  # many equal scores
+    queries = torch.randint(-2, 3, (17, 6), generator=generator).float()
+    full = (queries @ documents.T).argsort(dim=1, descending=True, stable=True)[:, :50]
+    for sizes in ([1000], [1, 2, 3, 494, 500], [100] * 10):
+        top = script.TopK(queries, 50)
+        first = 0
+        for size in sizes:
+            top.add(documents[first : first + size], first)
+            first += size
+        assert torch.equal(top.rows, full), sizes
+    two = [script.TopK(queries, 50), script.TopK(queries, 50)]  # chunks dealt to two processes
+    for first in range(0, 1000, 100):
+        two[first // 100 % 2].add(documents[first : first + 100], first)
+
+    class Both:
+        num_processes = 2
+
+        @staticmethod
+        def gather(tensor):
+            name = "scores" if tensor.dtype == torch.float32 else "rows"
+            return torch.cat([getattr(top, name) for top in two])
+
+    two[0].merge(Both)
+    assert torch.equal(two[0].rows, full)
+
+
+def test_bootstrap_interval_and_randomization_test():
+    values = np.random.default_rng(0).random(200)
+    low, high = script.interval(values)
+    half = 1.96 * values.std(ddof=1) / 200**0.5
+    assert low == pytest.approx(values.mean() - half, abs=0.005)
+    assert high == pytest.approx(values.mean() + half, abs=0.005)
+    assert script.paired_p(values, values) == 1.0
+    assert script.paired_p(values + 0.05 * np.random.default_rng(1).random(200), values) < 0.001
+    few = np.array([0.0, 0.5, 1.0, 0.2])  # 16 sign flips in all, counted by hand: two of them as extreme
+    assert script.paired_p(few + 0.1, few) == pytest.approx(2 / 16)
+
+
+# -------------------------------------------------------------------------------------------------- incremental
+
+
+def test_each_text_is_encoded_once(evaluate, beir, tmp_path, rows):
+    first = evaluate("--beir", beir)
+    assert first["texts"]["encoded"] == first["texts"]["total"] == 353
+    again = evaluate("--beir", beir, output="again")
+    assert again["texts"]["encoded"] == 0 and again["metrics"] == first["metrics"]
+    assert (tmp_path / "out/run.trec").read_bytes() == (tmp_path / "again/run.trec").read_bytes()
+    streamed = evaluate("--beir", beir, "--streaming", output="streamed")
+    assert streamed["texts"]["encoded"] == 0 and streamed["metrics"] == first["metrics"]
+
+    changed = tmp_path / "changed"
+    shutil.copytree(beir, changed)
+    records = [json.loads(line) for line in (beir / "corpus.jsonl").read_text().splitlines()]
+    for i in random.Random(0).sample(range(293), 52):
+        records[i]["text"] += "  # changed"
+    write_jsonl(changed / "corpus.jsonl", records)
+    assert evaluate("--beir", changed)["texts"]["encoded"] == 52
+    records += [{"_id": f"new{i}", "text": f"def new_{i}(): return {i}"} for i in range(100)]
+    write_jsonl(changed / "corpus.jsonl", records)
+    assert evaluate("--beir", changed)["texts"]["encoded"] == 100
+    random.Random(1).shuffle(records)
+    del records[::7]
+    write_jsonl(changed / "corpus.jsonl", [{"_id": "first", "text": "one more"}, *records])
+    assert evaluate("--beir", changed)["texts"]["encoded"] == 1
+    # another corpus of other shape that shares 40 texts, each of them there twice
+    shared = [{"_id": f"s{i}", "text": rows[i % 40]["code"]} for i in range(80)]
+    write_jsonl(changed / "corpus.jsonl", [*shared, {"_id": "d0", "text": "unseen"}])
+    assert evaluate("--beir", changed, "--chunk_rows", 7)["texts"]["encoded"] == 1
+
+
+def test_a_changed_model_is_a_new_key(evaluate, beir, bert, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    evaluate("--beir", beir)
+    assert evaluate("--beir", beir, "--max_length", 20)["texts"]["encoded"] == 353
+    assert evaluate("--beir", beir, "--cache_dtype", "int8")["texts"]["encoded"] == 353
+    assert evaluate("--beir", beir, "--prompts", "", "x ")["texts"]["encoded"] == 293
+    other = tmp_path / "other"
+    shutil.copytree(bert, other)
+    assert evaluate("--beir", beir, "--model_name_or_path", other)["texts"]["encoded"] == 0  # a copy is the same model
+    weights = load_file(other / "model.safetensors")
+    name = next(name for name in weights if name.endswith("word_embeddings.weight"))
+    weights[name][5, 5] += 0.01
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    assert evaluate("--beir", beir, "--model_name_or_path", other)["texts"]["encoded"] == 353
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 0), ("float16", 5e-4), ("int8", 5e-3)])
+def test_cache_round_trip(tmp_path, dtype, tolerance):
+    generator = np.random.default_rng(0)
+    vectors = generator.standard_normal((300, 24)).astype(np.float32)
+    vectors[7] = 0
+    hashes = generator.integers(0, 2**62, (300, 2)).astype(np.uint64)
+    cache = script.EmbeddingCache(tmp_path / "c", "m", 24, dtype, 0)
+    packed = cache.pack(vectors)
+    for first, last in ((0, 100), (100, 101), (101, 300)):
+        cache.store(hashes[first:last], packed[first:last])
+    orders = [
+        np.arange(300),
+        np.arange(300)[::-1],
+        generator.permutation(300),
+        np.arange(50, 250),
+        np.r_[0:5, 3:9, 0:5],
+    ]
+    for order in orders:
+        rows, found = script.EmbeddingCache(tmp_path / "c", "m", 24, dtype, 0).lookup(hashes[order])
+        assert found.all() and np.array_equal(rows, packed[order])
+        assert np.abs(cache.unpack(rows).astype(np.float32) - vectors[order]).max() <= tolerance * 4
+    strange = np.arange(300) % 3 == 1
+    asked = np.where(strange[:, None], hashes + np.uint64(1), hashes)
+    rows, found = cache.lookup(asked)
+    assert np.array_equal(found, ~strange) and np.array_equal(rows[found], packed[~strange])
+
+
+def test_pairs_and_comparison(evaluate, corpus, bert, tmp_path, capsys):
+    other = tmp_path / "runs" / "second" / "model"
+    shutil.copytree(bert, other)
+    config = json.loads((other / "1_Pooling/config.json").read_text())
+    (other / "1_Pooling/config.json").write_text(json.dumps(config | {"pooling_mode": "cls"}))
+    flags = ["--pairs", corpus, "--columns", "docstring", "code", "--bm25"]
+    got = evaluate(*flags, "--model_name_or_path", bert, other)
+    assert [result["name"] for result in got["models"]] == ["st", "second", "BM25"]
+    second = got["models"][1]["metrics"]["nDCG@10"]
+    assert second["difference"] == pytest.approx(second["mean"] - got["models"][0]["metrics"]["nDCG@10"]["mean"])
+    assert 0 < second["p"] <= 1 and got["models"][2]["metrics"]["nDCG@10"]["mean"] > 0.2  # words do help here
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "metrics.json", "per_query.csv", "report.png", "st", "second", "BM25"}  # fmt: skip
+    assert (tmp_path / "out/BM25/run.trec").exists()
+    shown = capsys.readouterr().out
+    assert "p = " in shown and "BM25" in shown and "nDCG@10" in shown
+
+
+def test_equal_documents_of_pairs_are_all_answers(evaluate, tmp_path):
+    pairs = [{"q": "a", "d": "def a(): 1"}, {"q": "b", "d": "def a(): 1"}, {"q": "a", "d": "class B"}]
+    write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    got = evaluate("--pairs", tmp_path / "pairs.jsonl", "--metrics", "R@3", "R@2", "--top_k", 3)
+    assert got["texts"]["queries"] == 2 and got["texts"]["encoded"] == 4
+    assert got["metrics"]["R@3"]["mean"] == 1.0
+
+
+def test_search(evaluate, beir, capsys, rows):
+    evaluate("--beir", beir, "--query", rows[3]["code"], "something else")
+    shown = capsys.readouterr().out
+    hits = re.findall(r"^ +[0-9.-]+ +d\d+  .*$", shown, re.M)
+    assert len(hits) == 20 and hits[0].split()[:2] == ["1.000", "d3"]
+    evaluate("--beir", beir, "--query", "something else")
+    assert capsys.readouterr().out in shown
+
+
+# ---------------------------------------------------------------------------------------- many processes, killed
+
+
+def flags_for(beir, bert, folder):
+    """Flags of an evaluation with all of its files in `folder`."""
+    places = {"--cache_dir": "cache", "--data_cache": "data", "--output_dir": "out"}
+    places = [part for flag, name in places.items() for part in (flag, folder / name)]
+    return ["--model_name_or_path", bert, "--beir", beir, *places, "--chunk_rows", 37, "--micro_batch_tokens", 256]
+
+
+def test_two_processes_give_the_bytes_of_one(tmp_path, beir, bert):
+    """353 texts in chunks of 37, five of which are another's copy; each is encoded by one process only."""
+    folder = tmp_path / "beir"
+    shutil.copytree(beir, folder)
+    records = [json.loads(line) for line in (beir / "corpus.jsonl").read_text().splitlines()]
+    records += [{"_id": f"copy{i}", "text": records[i * 37 + 5]["text"]} for i in range(5)]
+    write_jsonl(folder / "corpus.jsonl", records[:200] + records[293:] + records[200:293])
+    counts = {}
+    for processes in (1, 2):
+        place = tmp_path / str(processes)
+        launch(SCRIPT, *flags_for(folder, bert, place), processes=processes)
+        counts[processes] = json.loads((place / "out/metrics.json").read_text())["texts"]
+        (model,) = script.cached_models(place / "cache")
+        assert model[2] == 353  # vectors held: none was stored twice
+        run = json.loads((place / "out/metrics.json").read_text())
+        assert run["texts"]["encoded"] == 353 and run["texts"]["total"] == 358
+    for name in ("run.trec", "per_query.csv"):
+        assert (tmp_path / "1/out" / name).read_bytes() == (tmp_path / "2/out" / name).read_bytes()
+    again = launch(SCRIPT, *flags_for(folder, bert, tmp_path / "1"), processes=2)  # the cache of one serves two
+    assert "0 of 358 texts encoded" in again.stdout
+
+
+# Counts each text that is encoded in a file of its own, so that what a killed run did is known.
+COUNTED = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+import eval_incremental as script
+encode = script.encode
+def counted(model, features, accelerator):
+    vectors = encode(model, features, accelerator)
+    with open({log!r}, "ab", buffering=0) as file:
+        file.write(b"x" * len(vectors))
+    time.sleep({pause})
+    return vectors
+script.encode = counted
+script.main(script.parse_args(sys.argv[1:]))
+"""
+
+
+def test_killed_at_random_moments(tmp_path, beir, bert):
+    """Five SIGKILLs; the rest of the twenty are in benchmarks/eval_kills.py."""
+    log = tmp_path / "log"
+    driver = tmp_path / "driver.py"
+    driver.write_text(COUNTED.format(root=str(ROOT), log=str(log), pause=0.05))
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    subprocess.run([sys.executable, driver, *map(str, flags_for(beir, bert, undisturbed))], check=True)
+    assert log.stat().st_size == 353
+    log.unlink()
+    dice = random.Random(0)
+    kills = 0
+    while kills < 5:
+        process = subprocess.Popen([sys.executable, driver, *map(str, flags_for(beir, bert, killed))])
+        held = log.stat().st_size if log.exists() else 0
+        wanted = held + dice.randint(1, 80)
+        while process.poll() is None and (log.stat().st_size if log.exists() else 0) < wanted:
+            time.sleep(0.01)
+        time.sleep(dice.random() * 0.2)
+        if process.poll() is not None:
+            break
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        kills += 1
+    assert kills >= 3
+    subprocess.run([sys.executable, driver, *map(str, flags_for(beir, bert, killed))], check=True)
+    assert (killed / "out/run.trec").read_bytes() == (undisturbed / "out/run.trec").read_bytes()
+    assert log.stat().st_size <= 353 + 37 * kills
+
+
+# ---------------------------------------------------------------------------------------------------- bad input
+
+
+def test_ids_that_do_not_fit(evaluate, beir, tmp_path, capsys):
+    folder = tmp_path / "beir"
+    shutil.copytree(beir, folder)
+    with open(folder / "corpus.jsonl", "a") as file:
+        file.write(
+            json.dumps({"_id": "d0", "text": "the same id"}) + "\n" + json.dumps({"_id": "e", "text": " "}) + "\n"
+        )
+        file.write(json.dumps({"_id": 17, "title": None, "text": "a number as id"}) + "\n")
+    with open(folder / "queries.jsonl", "a") as file:
+        file.write(json.dumps({"_id": "unjudged", "text": "nobody knows"}) + "\n")
+    with open(folder / "qrels/test.tsv", "a") as file:
+        file.write("nobody\td1\t1\nq3\tnowhere\t1\nq4\t17\t1\n")
+    got = evaluate("--beir", folder, "--top_k", 1000)
+    said = capsys.readouterr().err
+    for line in (
+        "1 queries without judgment left out",
+        "1 judged queries are not among --queries; left out: nobody",
+        "1 judged documents are not in the corpus",
+        "1 documents are empty; encoded as the empty string",
+        "documents with the id of another",
+        "704 fewer documents than --top_k 1000",
+    ):
+        assert line in said, (line, said)
+    assert got["texts"]["queries"] == 60 and got["texts"]["documents"] == 296
+    assert len(read_run(tmp_path / "out/run.trec")["q0"]) == 295  # an id stands once
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--beir", "nowhere"], "nowhere/corpus.jsonl: no file matches"),
+        (["--beir", "{beir}", "--split", "dev"], "qrels/dev.tsv: cannot be read"),
+        (["--beir", "{beir}", "--truncate_dim", "64"], "--truncate_dim 64: "),
+        (["--beir", "{beir}", "--max_length", "9999"], "--max_length 9999: the model has positions for"),
+        (
+            ["--beir", "{beir}", "--corpus_columns", "_id", "body"],
+            "no column 'body'; the columns are: _id, title, text",
+        ),
+        (["--beir", "{beir}", "--model_name_or_path", "/nowhere"], "--model_name_or_path /nowhere: "),
+        (["--beir", "{beir}", "--cache_dir", "{file}"], "--cache_dir {file}"),
+        (["--beir", "{beir}", "--output_dir", "{file}/x"], "--output_dir {file}/x: "),
+        (["--cache_clear", "nobody"], "--cache_clear nobody: "),
+    ],
+)
+def test_one_clear_line(evaluate, beir, tmp_path, flags, said):
+    (tmp_path / "file").write_text("x")
+    names = {"beir": beir, "file": tmp_path / "file"}
+    with pytest.raises(script.BadInput) as error:
+        evaluate(*[flag.format(**names) for flag in flags])
+    assert said.format(**names) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--metrics", "nDGC@10"], "--metrics"),
+        (["--metrics", "R@1000"], "--metrics R@1000: cut deeper than --top_k 100"),
+        (["--top_k", "0"], "--top_k 0: must be above 0"),
+        (["--corpus", "c.jsonl"], "--corpus: evaluating wants --queries and --qrels too"),
+        (["--corpus", "c.jsonl", "--beir", "b"], "--beir, --corpus, --pairs: name one of them"),
+        (["--columns", "a", "--pairs", "p.jsonl"], "--columns a: name the query and the document column"),
+    ],
+)
+def test_usage(flags, said, capsys):
+    with pytest.raises(SystemExit):
+        script.parse_args(flags)
+    assert said in capsys.readouterr().err
+
+
+def test_malformed_qrels(tmp_path):
+    path = tmp_path / "q.tsv"
+    path.write_text("query-id\tcorpus-id\tscore\nq1\td1\t1\nq2\td2\tgood\n")
+    with pytest.raises(script.BadInput, match="q.tsv, line 3: not "):
+        script.read_qrels(str(path))
+    path.write_text("q1 0 d1 2\nq1 0 d2 -1\n")  # TREC's form
+    assert script.read_qrels(str(path)) == {"q1": {"d1": 2, "d2": -1}}
+
+
+def test_nan_embedding(evaluate, beir, bert, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "broken"
+    shutil.copytree(bert, broken)
+    weights = load_file(broken / "model.safetensors")
+    next(weights[name] for name in weights if name.endswith("word_embeddings.weight"))[100:] = float("nan")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(script.BadInput, match="the model's embedding of .* is not finite"):
+        evaluate("--beir", beir, "--model_name_or_path", broken)
+    assert script.cached_models(tmp_path / "cache")[0][2] == 0
+
+
+def test_damaged_vectors_are_noticed_and_encoded_again(evaluate, beir, tmp_path, capsys):
+    first = evaluate("--beir", beir)
+    dice = random.Random(0)
+    values = sorted((tmp_path / "cache").rglob("*.val"))
+    for number, path in enumerate(values[::2]):
+        data = bytearray(path.read_bytes())
+        if number % 3 == 0:
+            data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+        elif number % 3 == 1:
+            data = data[: len(data) // 2]
+        path.write_bytes(data)
+        if number % 3 == 2:
+            path.unlink()
+    again = evaluate("--beir", beir)
+    assert again["metrics"] == first["metrics"]
+    assert 0 < again["texts"]["encoded"] < 353 and again["texts"]["damaged_blocks"] > 0
+    assert "a damaged block of vectors" in capsys.readouterr().err
+    assert evaluate("--beir", beir)["texts"]["encoded"] == 0
+
+
+def test_foreign_or_broken_folder(evaluate, beir, tmp_path):
+    first = evaluate("--beir", beir)
+    (folder,) = (tmp_path / "cache").iterdir()
+    database = folder / "cache.db"
+    whole = database.read_bytes()
+    for wal in folder.glob("cache.db-*"):
+        wal.unlink()
+    database.write_bytes(b"not a database" * 1000)
+    with pytest.raises(script.BadInput, match=f"--cache_dir {folder}: .*remove a damaged one"):
+        evaluate("--beir", beir)
+    database.write_bytes(whole)
+    assert evaluate("--beir", beir)["metrics"] == first["metrics"]
+    (folder / "model.json").unlink()
+    with pytest.raises(script.BadInput, match="not an embedding cache"):
+        evaluate("--beir", beir)
+
+
+def test_no_pickle_is_loaded(evaluate, beir, tmp_path):
+    """Every value and key of the cache is replaced by a pickle that would leave a mark."""
+    import pickle
+    import sqlite3
+
+    class Mark:
+        def __reduce__(self):
+            return (Path(tmp_path / "mark").touch, ())
+
+    evaluate("--beir", beir)
+    (folder,) = (tmp_path / "cache").iterdir()
+    with sqlite3.connect(folder / "cache.db") as database:
+        database.execute("UPDATE Cache SET mode = 4, value = ?, filename = NULL", (pickle.dumps(Mark()),))
+    with pytest.raises(script.BadInput, match="a value is a pickle"):
+        evaluate("--beir", beir)
+    with sqlite3.connect(folder / "cache.db") as database:
+        database.execute("UPDATE Cache SET mode = 2, value = NULL, filename = '../../../etc/hostname'")
+    with pytest.raises(script.BadInput, match="lies outside the folder"):
+        evaluate("--beir", beir)
+    assert not (tmp_path / "mark").exists()
+    pickle.loads(pickle.dumps(Mark()))
+    assert (tmp_path / "mark").exists()  # the mark would have been left
+
+
+def test_cache_info_clear_and_limit(evaluate, beir, tmp_path, capsys, bert):
+    evaluate("--beir", beir)
+    evaluate("--beir", beir, "--cache_dtype", "int8")
+    capsys.readouterr()
+    evaluate("--cache_info")
+    shown = capsys.readouterr().out
+    assert shown.count(str(bert)) == 2 and shown.count(" 353 ") == 2 and "int8" in shown and "float16" in shown
+    evaluate("--cache_clear", str(bert))
+    assert "removed 353 vectors" in capsys.readouterr().out and not list((tmp_path / "cache").iterdir())
+    # 60 kB hold the index of some hundred texts at most: the oldest go, and the metrics stay
+    limited = evaluate("--beir", beir, "--cache_size_limit", 0.00006)
+    again = evaluate("--beir", beir, "--cache_size_limit", 0.00006)
+    assert again["metrics"] == limited["metrics"] and again["texts"]["encoded"] > 0
+
+
+@pytest.mark.skipif(shutil.which("mount") is None or os.geteuid() != 0, reason="needs root to mount a small disk")
+@pytest.mark.parametrize("how", ["full", "read-only"])
+def test_full_or_read_only_disk(evaluate, beir, tmp_path, bert, how):
+    disk = tmp_path / "cache"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "none", disk], capture_output=True).returncode:
+        pytest.skip("this machine does not let a test mount a disk")
+    try:
+        if how == "read-only":
+            subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        with pytest.raises(script.BadInput, match=f"--cache_dir {disk}.*make room or"):
+            evaluate("--beir", beir, "--cache_dtype", "float32")
+        if how == "full":  # what was stored serves the next run, with room
+            subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
+            assert 0 < evaluate("--beir", beir, "--cache_dtype", "float32")["texts"]["encoded"] < 353
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_copied_alone_and_help(tmp_path, beir, bert):
+    shutil.copy(SCRIPT, tmp_path)
+    flags = [
+        "--model_name_or_path",
+        bert,
+        "--beir",
+        beir,
+        "--cache_dir",
+        "c",
+        "--data_cache",
+        "d",
+        "--output_dir",
+        "o",
+    ]
+    subprocess.run([sys.executable, "-I", "eval_incremental.py", *map(str, flags)], cwd=tmp_path, check=True)
+    assert (tmp_path / "o/report.png").read_bytes()[:4] == b"\x89PNG"
+    shown = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True).stdout
+    design = """
+        model_name_or_path beir corpus queries qrels pairs columns streaming cache_dir output_dir metrics top_k query
+        prompts truncate_dim max_length bm25 cache_info cache_clear cache_size_limit
+    """
+    for flag in design.split():
+        assert f"--{flag}" in shown, flag
