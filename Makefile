@@ -1,13 +1,16 @@
 # `make demo` and `make test` need Python 3.11 or newer, make and a package index, nothing else.
 PYTHON ?= python3
 BIN := .venv/bin
+EVALUATE := $(BIN)/python eval_incremental.py --model_name_or_path runs/demo/model --cache_dir runs/demo/cache
 
 .PHONY: demo test clean
 
 demo: .venv/installed
 	test -f data/python_code/corpus.json || $(BIN)/python prepare_corpus.py
 	$(BIN)/python train_bi_encoder.py --output_dir runs/demo --resume
-	$(BIN)/python search_demo.py runs/demo/model "read a gzip file" "remove duplicates but keep the order" "parse command line arguments"
+	$(EVALUATE) --output_dir runs/demo/eval
+	$(EVALUATE) --output_dir runs/demo/eval
+	$(EVALUATE) --top_k 3 --query "read a gzip file" "remove duplicates but keep the order" "parse command line arguments"
 
 test: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -154,7 +154,7 @@ def parse_args(argv):
         measures = [ir_measures.parse_measure(name) for name in args.metrics]
     except (ValueError, NameError, SyntaxError) as error:
         parser.error(f"--metrics: {error}; such as nDCG@10 RR@10 R@100 AP P@5 Success@1")
-    if deep := [str(m) for m in measures if m.params.get("cutoff", 0) > args.top_k]:
+    if deep := [str(m) for m in measures if m.params.get("cutoff", 0) > args.top_k and not args.query]:
         parser.error(f"--metrics {' '.join(deep)}: cut deeper than --top_k {args.top_k}; raise it")
     if sum(map(bool, (args.beir, args.corpus, args.pairs))) > 1:
         parser.error("--beir, --corpus, --pairs: name one of them")
@@ -1337,7 +1337,7 @@ def draw(runs, names, values, collection, args, path):
 
 def print_hits(run, collection):
     """The best ten documents of each query, with their scores."""
-    columns = shutil.get_terminal_size().columns
+    columns = shutil.get_terminal_size((120, 24)).columns
     for query, documents, scores in zip(collection.query_texts, run.documents, run.scores):
         print(f"\n{query}")
         for name, score in list(zip(documents, scores))[:10]:

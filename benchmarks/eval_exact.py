@@ -161,8 +161,9 @@ def main():
     last = json.loads((work / "killed_out/metrics.json").read_text())
     same = (work / "first/run.trec").read_bytes() == (work / "killed_out/run.trec").read_bytes()
     extra = log.stat().st_size - total
-    say("killed", {"times": kills, "metrics identical": last["metrics"] == first["metrics"], "run.trec identical": same,
-                   "texts encoded more than once": extra, "at most (a chunk a kill)": kills * CHUNK})  # fmt: skip
+    say("killed", {"times": kills, "metrics identical": last["metrics"] == first["metrics"],
+                   "run.trec identical": same, "texts encoded more than once": extra,
+                   "at most (a chunk a kill)": kills * CHUNK})  # fmt: skip
     Path("eval_exact.json").write_text(json.dumps(results, indent=1))
     shutil.rmtree(work)
 

@@ -109,11 +109,18 @@ def test_help_names_every_flag():
 
 def test_readme_commands_are_real():
     """The flags that the README names exist, and the files it launches are there."""
-    import train_bi_encoder as script
+    import eval_incremental
+    import train_bi_encoder
 
     text = (ROOT / "README.md").read_text()
-    for flag in set(re.findall(r"--([a-z_]+)", text)) - {"config_file", "help"}:
-        assert flag in script.Args.__dataclass_fields__, flag
+    fields = {m.__name__: set(m.Args.__dataclass_fields__) for m in (eval_incremental, train_bi_encoder)}
+    for flag in set(re.findall(r"--([a-z_0-9]+)", text)) - {"config_file", "help"}:
+        assert any(flag in known for known in fields.values()), flag
+    commands = re.findall(r"^(?:python|accelerate launch).*?(\w+)\.py\b(.*)$", re.sub(r"\\\n *", "", text), re.M)
+    assert len(commands) >= 5
+    for name, rest in commands:
+        for flag in re.findall(r"--([a-z_0-9]+)", rest):
+            assert name not in fields or flag in fields[name], (name, flag)
     for path in re.findall(r"accelerate_configs/\w+\.yaml|\b\w+\.py\b|tests/\w+\.py", text):
         assert (ROOT / path).exists() or path == "args.yaml", path
     assert os.access(ROOT / ".ci/run", os.X_OK)

@@ -1,0 +1,90 @@
+"""Peak memory of the evaluator against the corpus' documents, streaming, mapped and from a full cache.
+
+    python benchmarks/eval_memory.py [--small 50000] [--large 1000000]
+
+Generates two Parquet corpora of short documents and 200 queries, makes a small static model, and evaluates it on each.
+Peak memory is the kernel's ru_maxrss of the whole process. Writes eval_memory.json.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+ROOT = Path(__file__).parents[1]
+
+
+def text(number, count):
+    return f"def item_{number}(values): return values[{number * 104729 % count}] + {number * 7919 % 1009}"
+
+
+def generate(folder, count):
+    """Parquet of `count` documents in row groups of 50,000, and queries and judgments of 200 of them."""
+    folder.mkdir()
+    schema = pa.schema([("_id", pa.string()), ("text", pa.string())])
+    with pq.ParquetWriter(folder / "corpus.parquet", schema) as writer:
+        for first in range(0, count, 50_000):
+            numbers = range(first, min(first + 50_000, count))
+            columns = [[f"d{n}" for n in numbers], [text(n, count) for n in numbers]]
+            writer.write_table(pa.table(columns, schema=schema))
+    chosen = range(0, count, count // 200)
+    lines = [json.dumps({"_id": f"q{n}", "text": f"item {n}"}) + "\n" for n in chosen]
+    (folder / "queries.jsonl").write_text("".join(lines))
+    (folder / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(f"q{n}\td{n}\t1\n" for n in chosen))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--small", type=int, default=50_000)
+    parser.add_argument("--large", type=int, default=1_000_000)
+    args = parser.parse_args()
+    results = {}
+    with tempfile.TemporaryDirectory() as work:
+        work = Path(work)
+        tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+        trainer = trainers.BpeTrainer(vocab_size=2000, special_tokens=["[UNK]"], show_progress=False)
+        tokenizer.train_from_iterator((text(n, 10_000) for n in range(10_000)), trainer)
+        SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_dim=256)], device="cpu").save_pretrained(
+            str(work / "model")
+        )
+        for count in (args.small, args.large):
+            folder = work / str(count)
+            generate(folder, count)
+            for name, flags in {
+                "streaming, encoding": ["--streaming"],
+                "streaming, cached": ["--streaming"],
+                "mapped, cached, with the Arrow copy made": [],
+                "mapped, cached": [],
+            }.items():
+                command = [sys.executable, ROOT / "eval_incremental.py", "--model_name_or_path", work / "model"]
+                command += ["--corpus", folder / "corpus.parquet", "--queries", folder / "queries.jsonl"]
+                command += ["--qrels", folder / "qrels.tsv", "--cache_dir", folder / "cache"]
+                command += ["--data_cache", folder / "data", "--output_dir", folder / "out", *flags]
+                started = time.perf_counter()
+                process = subprocess.Popen(
+                    list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                )
+                _, status, usage = os.wait4(process.pid, 0)
+                assert status == 0, command
+                encoded = json.loads((folder / "out/metrics.json").read_text())["texts"]["encoded"]
+                results.setdefault(name, []).append(usage.ru_maxrss / 1000)
+                print(f"{count:9,} documents, {name}: {usage.ru_maxrss / 1000:,.0f} MB, "
+                      f"{encoded:,} encoded, {time.perf_counter() - started:.0f} s", flush=True)  # fmt: skip
+    for name, (small, large) in results.items():
+        print(f"{name}: {small:,.0f} MB, {large:,.0f} MB, {large - small:+,.0f} MB")
+    Path("eval_memory.json").write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
