@@ -31,11 +31,14 @@ import re
 import shutil
 import sqlite3
 import sys
+import tempfile
 import time
+import zlib
 from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
@@ -53,7 +56,7 @@ import torch
 import torch.nn.functional as F
 import xxhash
 import yaml
-from accelerate import Accelerator
+from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import gather_object
 from scipy.stats import bootstrap, permutation_test
 from sentence_transformers import SentenceTransformer
@@ -141,21 +144,29 @@ def parse_args(argv):
             given = yaml.safe_load(Path(argv[0]).read_text())
             if unknown := set(given) - set(Args.__dataclass_fields__):
                 parser.error(f"{argv[0]}: no such flag: {', '.join(map(str, unknown))}")
-        except (OSError, yaml.YAMLError, TypeError) as error:
+        except (OSError, yaml.YAMLError, TypeError, UnicodeError) as error:
             parser.error(f"{argv[0]}: not a file of flags ({' '.join(str(error).split())})")
         argv = flags_of(given) + argv[1:]
-    (args,) = parser.parse_args_into_dataclasses(argv)
+    args, strange = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if strange:
+        parser.error(f"no such flag: {' '.join(strange)}; --help lists them")
     for name in ("max_length", "truncate_dim", "micro_batch_tokens", "chunk_rows", "top_k"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)}: must be above 0")
     if not 0 <= args.cache_size_limit < math.inf:
         parser.error(f"--cache_size_limit {args.cache_size_limit}: must be 0 or more")
-    try:
-        measures = [ir_measures.parse_measure(name) for name in args.metrics]
-    except (ValueError, NameError, SyntaxError) as error:
-        parser.error(f"--metrics: {error}; such as nDCG@10 RR@10 R@100 AP P@5 Success@1")
-    if deep := [str(m) for m in measures if m.params.get("cutoff", 0) > args.top_k and not args.query]:
-        parser.error(f"--metrics {' '.join(deep)}: cut deeper than --top_k {args.top_k}; raise it")
+    for name in args.metrics:
+        try:
+            measure = ir_measures.parse_measure(name)
+            cutoff = measure.params.get("cutoff", 1)
+            if not isinstance(cutoff, int) or cutoff < 1:
+                raise ValueError("a cutoff is a whole number above 0")
+            list(ir_measures.iter_calc([measure], {"query": {"a": 1}}, {"query": {"a": 1.0}}))
+        except Exception as error:  # parsing, or whatever a provider raises that cannot compute it here
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            parser.error(f"--metrics {name}: {reason}; there are such as nDCG@10 RR@10 R@100 AP P@5 Success@1")
+        if cutoff > args.top_k and not args.query:
+            parser.error(f"--metrics {name}: cut deeper than --top_k {args.top_k}; raise it")
     if sum(map(bool, (args.beir, args.corpus, args.pairs))) > 1:
         parser.error("--beir, --corpus, --pairs: name one of them")
     if args.beir:
@@ -175,6 +186,8 @@ def parse_args(argv):
         if len(getattr(args, name)) == 1:
             parser.error(f"--{name}: name the id column (# for the row number), then the text columns")
     args.model_name_or_path = args.model_name_or_path or ["runs/bi_encoder/model"]
+    if any("\ud800" <= letter <= "\udfff" for text in args.query for letter in text):  # how Python takes other bytes
+        parser.error("--query: not UTF-8")
     if args.query and len(args.model_name_or_path) > 1:
         parser.error("--query: searches with one --model_name_or_path")
     return args
@@ -206,7 +219,9 @@ def list_files(source):
         fs, path = fsspec.core.url_to_fs(os.path.expanduser(source))
     except (ValueError, ImportError) as error:
         raise BadInput(f"{source}: {error}") from None
-    if glob.has_magic(path):
+    if not source:
+        raise BadInput("a source is empty; name a path, glob, folder, URL or Hub id")
+    if glob.has_magic(path) and not fs.exists(path):
         found = fs.glob(path)
     elif fs.isdir(path):
         notes = ("dataset_info.json", "state.json", "dataset_dict.json")  # of Dataset.save_to_disk
@@ -250,7 +265,22 @@ def text_batches(file, kind, lines, wanted, label):
     elif kind == "text":
         records = ((number, {"text": line.rstrip("\r\n")}) for number, line in records)
     names, rows = (), []
-    for number, record in records:
+    for number, record in chain(records, [(None, None)]):
+        if rows and (record is None or len(rows) == READ_ROWS):
+            there = dict.fromkeys(chain.from_iterable(rows)) if wanted else rows[0]  # JSON may leave a null out
+            names = names or select_columns(there, wanted, file)  # a cell missing later on is a null
+            # what is no text is null, and hence a bad row; but a label stays its JSON
+            cells = [
+                [
+                    c if isinstance(c, str) else json.dumps(c) if name == label and c is not None else None
+                    for c in column
+                ]
+                for name, column in ((name, [row.get(name) for row in rows]) for name in names)
+            ]
+            yield pa.record_batch([pa.array(column, pa.string()) for column in cells], names)
+            rows = []
+        if record is None:
+            return
         if kind == "json":
             if not record.strip():
                 continue
@@ -262,15 +292,7 @@ def text_batches(file, kind, lines, wanted, label):
                 raise BadInput(f"{file}, line {number}: not a JSON object; one row a line is expected")
         if None in record:  # where csv puts them
             raise BadInput(f"{file}, line {number}: more cells than the header has; quote the cell with the separator")
-        names = names or select_columns(record, wanted, file)  # a cell missing later on is a null
-        row = [(name, record.get(name)) for name in names]
-        # what is no text is null, and hence a bad row; but a label stays its JSON
-        rows.append([c if isinstance(c, str) else json.dumps(c) if name == label else None for name, c in row])
-        if len(rows) == READ_ROWS:
-            yield pa.record_batch([pa.array(column, pa.string()) for column in zip(*rows)], names)
-            rows = []
-    if rows:
-        yield pa.record_batch([pa.array(column, pa.string()) for column in zip(*rows)], names)
+        rows.append(record)
 
 
 def read_batches(file, wanted=(), label=None, start=0):
@@ -340,7 +362,8 @@ def arrow_copy(file, wanted, label, folder):
         except OSError as error:
             raise BadInput(f"--data_cache {folder}: {error}; make room, or name another folder") from None
         finally:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
     return str(copy)
 
 
@@ -396,22 +419,26 @@ class Table:
     """Rows (id, text) of some sources, read front to back, chunk by chunk."""
 
     def __init__(self, sources, columns, default, args):
-        files = [file for source in sources for file in list_files(source)]
-        there = next(read_batches(files[0]), (0, None))[1]
-        if there is None:
-            raise BadInput(f"{files[0]}: holds no row; remove it")
-        known = there.schema.names
-        if not columns:  # a title is usual, not certain
-            columns = [name for name in default if name in known or name != "title"]
+        self.sources = [file for source in sources for file in list_files(source)]
+        first = next((file for file in self.sources if next(read_batches(file), None)), None)
+        if first is None:
+            raise BadInput(f"{self.sources[0]}: holds no row; remove it")
+        if not columns:
+            columns = list(default)
+            try:
+                next(read_batches(first, default))
+            except BadInput:  # a title is usual, not certain
+                columns = [name for name in default if name != "title"]
         self.id, self.texts = columns[0], columns[1:]
-        self.wanted = select_columns(
-            known, list(dict.fromkeys([*self.texts, *[self.id] * (self.id != "#")])), files[0]
-        )
-        self.rows, self.empty = None, 0
+        self.wanted = list(dict.fromkeys(name for name in columns if name != "#"))
+        next(read_batches(first, self.wanted, self.id))  # a wrong column is said now
+        self.files, self.rows, self.empty = self.sources, None, 0
         if not args.streaming:
-            files = [arrow_copy(file, self.wanted, self.id, args.data_cache) for file in files]
-            self.rows = sum(rows for file in files for _, rows in arrow_index(file)[1])
-        self.files = files
+            self.files = [arrow_copy(file, self.wanted, self.id, args.data_cache) for file in self.sources]
+            try:
+                self.rows = sum(rows for file in self.files for _, rows in arrow_index(file)[1])
+            except (OSError, pa.ArrowException) as error:
+                raise BadInput(f"{sources[0]}: not whole Arrow files ({error}); replace them") from None
 
     def chunks(self, rows, prompt=""):
         """Yield Chunks of `rows` rows, the last one of fewer."""
@@ -429,18 +456,19 @@ class Table:
     def _batches(self, prompt):
         """Yield RecordBatches of (id, prompt + text)."""
         row, self.empty = 0, 0
-        for file in self.files:
+        for source, file in zip(self.sources, self.files):
             for number, batch in read_batches(file, self.wanted, self.id):
-                parts = [pc.fill_null(pc.cast(batch.column(name), pa.string()), "") for name in self.texts]
+                ids = pa.array(map(str, range(row, row + len(batch))))
+                try:
+                    parts = [pc.fill_null(pc.cast(batch.column(name), pa.string()), "") for name in self.texts]
+                    if self.id != "#":
+                        ids = pc.fill_null(pc.cast(batch.column(self.id), pa.string()), "")
+                except pa.ArrowException as error:
+                    raise BadInput(f"{source}, after row {number}: not text ({error}); convert the column") from None
+                if (bad := pc.index(ids, "").as_py()) >= 0:
+                    raise BadInput(f"{source}, row {number + bad}: no id in column {self.id!r}; mend the row")
                 texts = pc.utf8_trim_whitespace(pc.binary_join_element_wise(*parts, " "))
                 self.empty += pc.sum(pc.equal(texts, "")).as_py()
-                if self.id == "#":
-                    ids = pa.array(map(str, range(row, row + len(batch))))
-                else:
-                    ids = pc.cast(batch.column(self.id), pa.string())
-                    if ids.null_count:
-                        bad = number + pc.index(pc.is_null(ids), True).as_py()
-                        raise BadInput(f"{file}, row {bad}: no id in column {self.id!r}; mend the row")
                 row += len(batch)
                 yield pa.record_batch([ids, pc.binary_join_element_wise(prompt, texts, "")], ["id", "text"])
 
@@ -452,13 +480,15 @@ def read_qrels(path):
         with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as lines:
             for number, line in enumerate(lines, start=1):
                 fields = line.rstrip("\r\n").split("\t") if "\t" in line else line.split()
-                if len(fields) in (3, 4) and fields[-1].strip().lstrip("-").isdigit():
+                if len(fields) in (3, 4) and re.fullmatch(r"-?[0-9]{1,9}", fields[-1].strip()):
                     qrels[fields[0]][fields[-2]] = int(fields[-1])
                 elif number > 1 and line.strip():
                     raise BadInput(
                         f"{path}, line {number}: not (query, document, score) nor TREC qrels; mend the line"
                     )
-    except (OSError, UnicodeError) as error:
+    except BadInput:
+        raise
+    except (OSError, EOFError, zlib.error, ValueError, ImportError) as error:
         raise BadInput(f"{path}: cannot be read ({error}); check --qrels") from None
     if not qrels:
         raise BadInput(f"{path}: holds no judgment; check --qrels")
@@ -494,9 +524,14 @@ def open_collection(args):
         rows, answers = defaultdict(list), defaultdict(set)
         for row, (query, document) in enumerate(zip(*texts)):
             rows[document].append(str(row))
-            answers[query].add(document)
+            if query and document:
+                answers[query].add(document)
+        if not answers:
+            raise BadInput(f"{args.pairs[0]}: holds no pair of texts; check --columns")
+        empty = sum(not (query and document) for query, document in zip(*texts))
+        notes = [f"{empty:,} pairs lack a text; left out of the queries"] * (empty > 0)
         qrels = {str(i): {row: 1 for text in answers[q] for row in rows[text]} for i, q in enumerate(answers)}
-        return Collection(corpus, list(qrels), list(answers), qrels, [])
+        return Collection(corpus, list(qrels), list(answers), qrels, notes)
     corpus = Table(args.corpus, args.corpus_columns, ("_id", "title", "text"), args)
     if args.query:
         return Collection(corpus, [f"query {i}" for i in range(1, len(args.query) + 1)], args.query, {}, [])
@@ -564,22 +599,21 @@ class EmbeddingCache:
     """
 
     def __init__(self, folder, name, dimensions, dtype, limit):
-        self.folder, self.dimensions, self.dtype, self.damaged = Path(folder), dimensions, dtype, 0
+        self.folder, self.dimensions, self.dtype, self.damaged, self.full = Path(folder), dimensions, dtype, 0, False
         self.width = 16 + (dimensions + 4 if dtype == "int8" else dimensions * np.dtype(dtype).itemsize)
         self.last = (None, None)  # the block read last: (id, (hashes, rows))
-        label = {"evenstep_cache": 1, "model": name, "dimensions": dimensions, "dtype": dtype}
+        about = {"evenstep_cache": 1, "model": name, "dtype": dtype, "dimensions": dimensions, "row_bytes": self.width}
         with self._errors():
             self.folder.mkdir(parents=True, exist_ok=True)
             note = self.folder / "model.json"
+            if next(self.folder.iterdir(), None) and not note.exists():
+                raise BadInput(f"{folder}: not an embedding cache; name another --cache_dir")
             if not note.exists():
-                if next(self.folder.iterdir(), None):
-                    raise BadInput(f"{folder}: not an embedding cache; name another --cache_dir")
                 part = self.folder.with_suffix(f".{os.getpid()}.part")
-                part.write_text(json.dumps(label))
+                part.write_text(json.dumps(about))
                 os.replace(part, note)
-            there = json.loads(note.read_text())
-            if any(there.get(key) != label[key] for key in ("evenstep_cache", "dimensions", "dtype")):
-                raise BadInput(f"{folder}: a cache of another version or shape; remove it with --cache_clear {name}")
+            if {**json.loads(note.read_text()), "model": name} != about:
+                raise BadInput(f"{folder}: a cache of another shape; remove it with --cache_clear {self.folder.name}")
             self.cache = diskcache.Cache(
                 str(self.folder),
                 disk=BytesDisk,
@@ -593,12 +627,12 @@ class EmbeddingCache:
     def _errors(self):
         try:
             yield
-        except (OSError, sqlite3.Error, diskcache.Timeout, ValueError, UnicodeError) as error:
+        except (OSError, sqlite3.Error, diskcache.Timeout, ValueError, TypeError) as error:
             if isinstance(error, BadInput):
                 raise
             raise BadInput(
                 f"--cache_dir {self.folder}: {error or type(error).__name__}; what was stored is kept; make room or "
-                "allow writing, name another folder, or remove a damaged one"
+                f"allow writing, name another folder, or remove a damaged one (--cache_clear {self.folder.name})"
             ) from None
 
     def pack(self, vectors):
@@ -693,6 +727,7 @@ class EmbeddingCache:
         body = digests + rows.tobytes()
         self.last = (None, None)
         with self._errors(), self.cache.transact(retry=True):
+            self.full |= self.cache.volume() + len(body) > self.cache.size_limit  # older vectors go
             self.cache.set(b"block" + block, body + xxhash.xxh3_64_digest(body))
             for i in range(n):
                 entry = block + i.to_bytes(4, "little") + n.to_bytes(4, "little")
@@ -700,16 +735,16 @@ class EmbeddingCache:
 
 
 def cached_models(cache_dir):
-    """[(folder, its model.json, texts held, bytes on disk)] of the caches in a folder."""
+    """[(folder, its model.json, vectors held, bytes on disk)] of the caches in a folder."""
     found = []
     for note in sorted(Path(cache_dir).expanduser().glob("*/model.json")):
-        with suppress(ValueError, OSError, TypeError, KeyError):
+        sizes = {path: path.stat().st_size for path in note.parent.rglob("*") if path.is_file()}
+        try:
             about = json.loads(note.read_text())
-            width = 16 + (about["dimensions"] + 4 if about["dtype"] == "int8"
-                          else about["dimensions"] * np.dtype(about["dtype"]).itemsize)  # fmt: skip
-            sizes = {path: path.stat().st_size for path in note.parent.rglob("*") if path.is_file()}
-            held = sum(size // width for path, size in sizes.items() if path.suffix == ".val")
-            found.append((note.parent, about, held, sum(sizes.values())))
+            held = sum(size // about["row_bytes"] for path, size in sizes.items() if path.suffix == ".val")
+        except (ValueError, OSError, TypeError, KeyError):
+            about, held = {"model": "(damaged)", "dtype": "?", "dimensions": 0}, 0
+        found.append((note.parent, about, held, sum(sizes.values())))
     return found
 
 
@@ -735,20 +770,23 @@ def manage_cache(args):
 
 
 def load_model(path, args):
-    """(SentenceTransformer on the CPU, prompt of queries, prompt of documents)."""
+    """(SentenceTransformer on the CPU, dimensions to search with, prompt of queries, prompt of documents)."""
     try:
         model = SentenceTransformer(path, device="cpu")
-    except (OSError, ValueError) as error:
-        raise BadInput(f"--model_name_or_path {path}: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # whatever a damaged file makes the libraries raise
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise BadInput(f"--model_name_or_path {path}: {reason}; check the path, or restore the folder") from None
     if model.similarity_fn_name not in ("cosine", "dot"):
         raise BadInput(f"{path}: its similarity is {model.similarity_fn_name}; cosine and dot can be searched")
     if args.max_length:
         most = getattr(model.config, "max_position_embeddings", None) or args.max_length
         if args.max_length > most:
             raise BadInput(f"--max_length {args.max_length}: the model has positions for {most} tokens")
-        model.max_seq_length = args.max_length
-        if isinstance(model.tokenizer, Tokenizer):
+        if isinstance(model.tokenizer, Tokenizer):  # a static embedding model
             model.tokenizer.enable_truncation(args.max_length)
+        else:
+            model.max_seq_length = args.max_length
+    dims, model.truncate_dim = args.truncate_dim or model.truncate_dim, None  # the cache keeps whole vectors
     if (args.truncate_dim or 0) > model.get_embedding_dimension():
         raise BadInput(f"--truncate_dim {args.truncate_dim}: {path} has {model.get_embedding_dimension()} dimensions")
     own = [next((model.prompts[name] for name in names if model.prompts.get(name)), "")
@@ -756,7 +794,7 @@ def load_model(path, args):
     prompts = [args.prompts[0], args.prompts[-1]] if args.prompts else own
     if any(prompts) and any(isinstance(module, Pooling) and not module.include_prompt for module in model):
         raise BadInput(f"{path}: leaves its prompt out of the pooling, which is not supported; use --prompts ''")
-    return model.eval(), *prompts
+    return model.eval(), dims, *prompts
 
 
 def fingerprint_of(model, precision, dtype):
@@ -772,9 +810,9 @@ def fingerprint_of(model, precision, dtype):
     if isinstance(model.tokenizer, Tokenizer):
         length = (words["truncation"] or {}).get("max_length")
     else:
-        words = {
-            name: part for name, part in words.items() if name not in ("truncation", "padding")
-        }  # of the last call
+        # truncation and padding are what the last call asked for
+        words = {name: part for name, part in words.items() if name not in ("truncation", "padding")}
+        length = (length, model.tokenizer.truncation_side, model.tokenizer.padding_side)
     modules = [(type(module).__name__, module.get_config_dict()) for module in model]
     parts = [modules, config, words, length, precision, dtype, model.similarity_fn_name]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
@@ -918,7 +956,7 @@ class Embedder:
         for rows in new:
             size = math.inf
             for i in sorted(range(first, first + len(rows)), key=lambda i: -len(texts[i])):
-                if size > 16 * self.budget:  # characters
+                if size > 16 * self.budget or len(groups[-1]) == 4096:  # characters; texts
                     groups.append([])
                     size = 0
                 groups[-1].append(i)
@@ -985,7 +1023,11 @@ class TopK:
             best, rows = self.scores[begin : begin + tile], self.rows[begin : begin + tile]  # (q, K)
             scores = self.queries[begin : begin + tile] @ documents.T  # (q, n)
             # Few documents get past a query's K-th best; only they are sorted. An equal score comes too late.
-            query, document = torch.nonzero(scores > best[:, -1:], as_tuple=True)
+            passed = scores > best[:, -1:]
+            k = best.shape[1]
+            if len(documents) > k and passed.sum(1).max() > 2 * k:  # the first chunks
+                passed &= scores >= scores.topk(k).values[:, -1:]  # with all that equal the K-th
+            query, document = torch.nonzero(passed, as_tuple=True)
             if not len(query):
                 continue
             counts = torch.bincount(query, minlength=len(best))
@@ -1020,23 +1062,32 @@ class Run:
     about: dict  # what metrics.json says of it
 
 
+def main_first(accelerator, work):
+    """The result of work(), done by each machine's main process before the others; its BadInput reaches them all."""
+    with accelerator.local_main_process_first():
+        try:
+            return work()
+        except BadInput as error:  # leaving here would leave the others waiting
+            failure = error
+    raise failure
+
+
 def retrieve(path, collection, args, accelerator):
     """The Run of a model over a collection, complete on the main process."""
     seconds, counts = defaultdict(float), Counter(total=0, encoded=0)
     with clock(seconds, "load"):
-        model, query_prompt, prompt = load_model(path, args)
+        model, dims, query_prompt, prompt = load_model(path, args)
         fingerprint = fingerprint_of(model, accelerator.mixed_precision, args.cache_dtype)
         model.to(accelerator.device)
     folder = Path(args.cache_dir).expanduser() / fingerprint[:32]
     shape = (model.get_embedding_dimension(), args.cache_dtype, args.cache_size_limit)
-    with accelerator.local_main_process_first():
-        cache = EmbeddingCache(folder, path, *shape)
+    cache = main_first(accelerator, lambda: EmbeddingCache(folder, path, *shape))
     static = isinstance(model.tokenizer, Tokenizer)
     budget = args.micro_batch_tokens or (2**20 if static else 2048 if accelerator.device.type == "cpu" else 16_384)
     embed = Embedder(model, cache, budget, accelerator, seconds, counts)
 
     def for_search(vectors):
-        vectors = vectors.to(accelerator.device).float()[:, : args.truncate_dim]
+        vectors = vectors.to(accelerator.device).float()[:, :dims]
         return F.normalize(vectors, dim=1) if model.similarity_fn_name == "cosine" else vectors
 
     # Queries, all of them on every process
@@ -1048,7 +1099,7 @@ def retrieve(path, collection, args, accelerator):
 
     # Documents, a chunk for each process at a time
     judged = pa.array(sorted({name for known in collection.qrels.values() for name in known}), pa.string())
-    found, doubles, kept = set(), 0, {}  # judged documents there; {row: (id, text)} of the best so far
+    found, doubles, kept = set(), set(), {}  # judged documents there; ids there twice; {row: (id, text)} of the best
     reader = prefetch(collection.corpus.chunks(args.chunk_rows, prompt))
     show = "{l_bar}{bar}| {n:,.0f}/{total:,.0f} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
     embed.bar = tqdm(total=collection.corpus.rows, unit=" texts", desc=short_names([path])[0], delay=1,
@@ -1075,7 +1126,7 @@ def retrieve(path, collection, args, accelerator):
                     kept = {row: kept[row] for row in torch.unique(top.rows).tolist() if row >= 0}
             for chunk in chunks:
                 there = chunk.ids.filter(pc.is_in(chunk.ids, judged)).to_pylist()
-                doubles += len(there) - len(set(there) - found)
+                doubles.update(found.intersection(there), (i for i, n in Counter(there).items() if n > 1))
                 found.update(there)
         documents += sum(len(chunk.texts) for chunk in chunks)
     embed.bar.close()
@@ -1091,18 +1142,18 @@ def retrieve(path, collection, args, accelerator):
         best = {}
         for row, value in zip(rows, values):
             if row >= 0 and best.setdefault(kept[row][0], value) is not value:
-                doubles += 1
+                doubles.add(kept[row][0])
         names.append(list(best))
         scores.append(list(best.values()))
-    total = accelerator.reduce(torch.tensor([counts["tokens"], counts["padded"], cache.damaged], dtype=torch.float64,
-                                            device=accelerator.device)).tolist()  # fmt: skip
+    sums = torch.tensor([counts["tokens"], counts["padded"], cache.damaged], device=accelerator.device)
+    tokens, padded, damaged = accelerator.reduce(sums).tolist()
     about = {
         "fingerprint": fingerprint,
         "cache": str(folder),
         "texts": {"total": counts["total"], "encoded": counts["encoded"],
                   "cached": counts["total"] - counts["encoded"], "documents": documents, "queries": len(names),
-                  "damaged_blocks": int(total[2])},
-        "padding_fraction": 1 - total[0] / total[1] if total[1] else 0.0,
+                  "damaged_blocks": damaged},
+        "padding_fraction": 1 - tokens / padded if padded else 0.0,
         "seconds": {stage: round(value, 4) for stage, value in seconds.items()},
         "per_second": {
             "encoded": counts["encoded"] / seconds["encode"] if counts["encoded"] else 0.0,
@@ -1110,11 +1161,11 @@ def retrieve(path, collection, args, accelerator):
             "searched": documents / seconds["search"],
         },
     }  # fmt: skip
-    notes = []
+    notes = ["--cache_size_limit is reached: what does not fit is encoded again each time"] * cache.full
     for count, what in (
         (args.top_k - documents, f"fewer documents than --top_k {args.top_k}; all of them are ranked"),
-        (doubles * (not args.pairs), "documents with the id of another, seen among the judged and the best; each id "
-                                     "counts once, with its best score"),
+        (len(doubles), "ids stand at several documents, going by the judged and the best; each counts once, with its "
+                       "best score"),
         (len(judged) - len(found), "judged documents are not in the corpus; they count as not found"),
         (collection.corpus.empty, "documents are empty; encoded as the empty string"),
     ):  # fmt: skip
@@ -1135,12 +1186,21 @@ def bm25_run(collection, args):
         chunks = list(collection.corpus.chunks(args.chunk_rows))
         ids = [name for chunk in chunks for name in chunk.ids.to_pylist()]
         texts = [text for chunk in chunks for text in chunk.texts.to_pylist()]
+        words, queries = (
+            bm25s.tokenize(part, stopwords="en", return_ids=False, show_progress=False)
+            for part in (texts, collection.query_texts)
+        )
+        if not any(words):
+            raise BadInput("--bm25: the corpus holds no word; leave it out")
         index = bm25s.BM25()
-        index.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)
+        index.index(words, show_progress=False)
+    hits = [{} for _ in queries]
     with clock(seconds, "search"):
-        queries = bm25s.tokenize(collection.query_texts, stopwords="en", return_ids=False, show_progress=False)
         rows, scores = index.retrieve(queries, k=min(args.top_k, len(ids)), show_progress=False)
-    hits = [{ids[r]: float(s) for r, s in zip(*found) if s > 0} for found in zip(rows.tolist(), scores.tolist())]
+        for hit, *found in zip(hits, rows.tolist(), scores.tolist()):
+            for row, score in zip(*found):
+                if score > 0:
+                    hit.setdefault(ids[row], score)  # an id that stands twice keeps its best score
     about = {"seconds": {stage: round(value, 4) for stage, value in seconds.items()}, "notes": []}
     return Run("BM25", [list(hit) for hit in hits], [list(hit.values()) for hit in hits], {}, about)
 
@@ -1171,23 +1231,28 @@ class RetrievalMetric(evaluate.Metric):
         )
 
     def _compute(self, query_id, document_ids, scores, qrels, measures):
-        run = {name: dict(zip(found, values)) for name, found, values in zip(query_id, document_ids, scores)}
-        parsed = {ir_measures.parse_measure(name): name for name in measures}
-        values = {name: {} for name in measures}
-        for value in ir_measures.iter_calc(list(parsed), {name: qrels[name] for name in run}, run):
-            values[parsed[value.measure]][value.query_id] = value.value
-        return values
+        # Some providers of ir_measures rank equal scores otherwise than trec_eval; ranks for scores leave no ties.
+        run = {
+            name: {d: -float(rank) for rank, (_, d) in enumerate(sorted(zip(values, found), reverse=True))}
+            for name, found, values in zip(query_id, document_ids, scores)
+        }
+        parsed = {name: ir_measures.parse_measure(name) for name in measures}  # two names may mean one measure
+        values = {measure: {} for measure in parsed.values()}
+        for value in ir_measures.iter_calc(list(values), {name: qrels[name] for name in run}, run):
+            values[value.measure][value.query_id] = value.value
+        return {name: values[measure] for name, measure in parsed.items()}
 
 
 def measure(run, collection, args):
     """{measure: (Q,) values} of a Run, queries in the collection's order."""
-    metric = RetrievalMetric(experiment_id=f"{os.getpid()}-{time.time_ns()}", keep_in_memory=True)
-    for begin in range(0, len(collection.query_ids), 1000):
-        part = slice(begin, begin + 1000)
-        metric.add_batch(
-            query_id=collection.query_ids[part], document_ids=run.documents[part], scores=run.scores[part]
-        )
-    values = metric.compute(qrels=collection.qrels, measures=args.metrics)
+    with tempfile.TemporaryDirectory() as folder:
+        metric = RetrievalMetric(cache_dir=folder, keep_in_memory=True)
+        for begin in range(0, len(collection.query_ids), 1000):
+            part = slice(begin, begin + 1000)
+            metric.add_batch(
+                query_id=collection.query_ids[part], document_ids=run.documents[part], scores=run.scores[part]
+            )
+        values = metric.compute(qrels=collection.qrels, measures=args.metrics)
     return {name: np.array([values[name].get(i, 0.0) for i in collection.query_ids]) for name in args.metrics}
 
 
@@ -1202,7 +1267,7 @@ def interval(values):
 
 def paired_p(values, others):
     """Two-sided p of the paired randomization test on the difference of the means (Smucker et al. 2007)."""
-    if np.array_equal(values, others):
+    if len(values) < 2 or np.array_equal(values, others):
         return 1.0
     test = permutation_test(
         (values, others),
@@ -1249,7 +1314,8 @@ def write_results(runs, names, values, collection, args):
             with open(folder / "run.trec", "w") as file:
                 for query, documents, scores in zip(collection.query_ids, run.documents, run.scores):
                     for rank, (document, score) in enumerate(zip(documents, scores), start=1):
-                        file.write(f"{query} Q0 {document} {rank} {score:.9g} {name}\n")
+                        fields = (query, "Q0", document, str(rank), f"{score:.9g}", name)
+                        file.write(" ".join(re.sub(r"\s", "_", field) for field in fields) + "\n")
         with open(output / "per_query.csv", "w", newline="") as file:
             table = csv.writer(file)
             table.writerow(["query", *([] if len(runs) == 1 else ["model"]), *args.metrics])
@@ -1258,10 +1324,10 @@ def write_results(runs, names, values, collection, args):
                     table.writerow(
                         [query, *([] if len(runs) == 1 else [name]), *(float(mine[m][i]) for m in args.metrics)]
                     )
-        draw(runs, names, values, collection, args, output / "report.png")
         (output / "metrics.json").write_text(
             json.dumps(results[0] if len(runs) == 1 else {"models": results}, indent=1)
         )
+        draw_report(runs, names, values, collection, args, output / "report.png")
     except OSError as error:
         raise BadInput(f"--output_dir {output}: {error}; make room or name another; no vector is lost") from None
     print_table(results, args)
@@ -1287,7 +1353,7 @@ def print_table(results, args):
             print(f"{result['name']}: {texts['encoded']:,} of {texts['total']:,} texts encoded; seconds: {stages}")
 
 
-def draw(runs, names, values, collection, args, path):
+def draw_report(runs, names, values, collection, args, path):
     """report.png: recall by depth, the first measure over the queries, where texts and time went."""
     import matplotlib  # half a second to import, at the end of a run
 
@@ -1348,10 +1414,13 @@ def print_hits(run, collection):
 def main(args):
     if args.cache_info or args.cache_clear:
         return manage_cache(args)
-    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),  # else several processes on CPUs would not find one another
+        # An Arrow copy of a large corpus, or the report, may keep the others waiting for long.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))],
+    )
     datasets.disable_progress_bars()
-    with accelerator.local_main_process_first():  # it makes the Arrow copies, the others find them
-        collection = open_collection(args)
+    collection = main_first(accelerator, lambda: open_collection(args))  # it makes the Arrow copies
     runs = [retrieve(path, collection, args, accelerator) for path in args.model_name_or_path]
     if accelerator.is_main_process:
         for note in dict.fromkeys(note for run in runs for note in run.about["notes"]):

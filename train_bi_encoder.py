@@ -37,6 +37,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
@@ -48,7 +49,7 @@ import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
 import yaml
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import LoggerType
 from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file, save_model
@@ -154,10 +155,12 @@ def parse_args(argv):
             given = yaml.safe_load(Path(argv[0]).read_text())
             if unknown := set(given) - set(Args.__dataclass_fields__):
                 parser.error(f"{argv[0]}: no such flag: {', '.join(map(str, unknown))}")
-        except (OSError, yaml.YAMLError, TypeError) as error:
+        except (OSError, yaml.YAMLError, TypeError, UnicodeError) as error:
             parser.error(f"{argv[0]}: not a file of flags ({' '.join(str(error).split())})")
         argv = flags_of(given) + argv[1:]
-    (args,) = parser.parse_args_into_dataclasses(argv)
+    args, strange = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if strange:
+        parser.error(f"no such flag: {' '.join(strange)}; --help lists them")
     defaults = {"batch_size": 64, "learning_rate": 2e-5, "num_epochs": 1.0}
     if not args.model_name_or_path:
         defaults = {"batch_size": 2048, "learning_rate": 0.005, "num_epochs": 4.0, "max_length": 256}
@@ -219,7 +222,9 @@ def list_files(source):
         fs, path = fsspec.core.url_to_fs(os.path.expanduser(source))
     except (ValueError, ImportError) as error:
         raise BadInput(f"{source}: {error}") from None
-    if glob.has_magic(path):
+    if not source:
+        raise BadInput("a source is empty; name a path, glob, folder, URL or Hub id")
+    if glob.has_magic(path) and not fs.exists(path):
         found = fs.glob(path)
     elif fs.isdir(path):
         notes = ("dataset_info.json", "state.json", "dataset_dict.json")  # of Dataset.save_to_disk
@@ -268,7 +273,22 @@ def text_batches(file, kind, lines, wanted, label):
     elif kind == "text":
         records = ((number, {"text": line.rstrip("\r\n")}) for number, line in records)
     names, rows = (), []
-    for number, record in records:
+    for number, record in chain(records, [(None, None)]):
+        if rows and (record is None or len(rows) == READ_ROWS):
+            there = dict.fromkeys(chain.from_iterable(rows)) if wanted else rows[0]  # JSON may leave a null out
+            names = names or select_columns(there, wanted, file)  # a cell missing later on is a null
+            # what is no text is null, and hence a bad row; but a label stays its JSON
+            cells = [
+                [
+                    c if isinstance(c, str) else json.dumps(c) if name == label and c is not None else None
+                    for c in column
+                ]
+                for name, column in ((name, [row.get(name) for row in rows]) for name in names)
+            ]
+            yield pa.record_batch([pa.array(column, pa.string()) for column in cells], names)
+            rows = []
+        if record is None:
+            return
         if kind == "json":
             if not record.strip():
                 continue
@@ -280,15 +300,7 @@ def text_batches(file, kind, lines, wanted, label):
                 raise BadInput(f"{file}, line {number}: not a JSON object; one row a line is expected")
         if None in record:  # where csv puts them
             raise BadInput(f"{file}, line {number}: more cells than the header has; quote the cell with the separator")
-        names = names or select_columns(record, wanted, file)  # a cell missing later on is a null
-        row = [(name, record.get(name)) for name in names]
-        # what is no text is null, and hence a bad row; but a label stays its JSON
-        rows.append([c if isinstance(c, str) else json.dumps(c) if name == label else None for name, c in row])
-        if len(rows) == READ_ROWS:
-            yield pa.record_batch([pa.array(column, pa.string()) for column in zip(*rows)], names)
-            rows = []
-    if rows:
-        yield pa.record_batch([pa.array(column, pa.string()) for column in zip(*rows)], names)
+        rows.append(record)
 
 
 def read_batches(file, wanted=(), label=None, start=0):
@@ -389,7 +401,8 @@ def arrow_copy(file, wanted, label, folder):
         except OSError as error:
             raise BadInput(f"--data_cache {folder}: {error}; make room, or name another folder") from None
         finally:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
     return str(copy)
 
 
@@ -920,7 +933,7 @@ def evaluate(model, rows, budget, args, accelerator):
         earlier = torch.arange(len(rows), device=scores.device) < own  # a tie goes to the row that comes first
         beaten = (scores < mine) | ((scores == mine) & ~earlier)  # false where a score is NaN
         ranks.append(1 + (~beaten).sum(1))
-    ranks = torch.cat(ranks).double()
+    ranks = torch.cat(ranks).cpu().double()
     found = ranks <= 10
     return {
         "MRR@10": (found / ranks).mean().item(),
@@ -1172,6 +1185,16 @@ def broken_step(step, loss, norm, batch, output):
     )
 
 
+def main_first(accelerator, work):
+    """The result of work(), done by each machine's main process before the others; its BadInput reaches them all."""
+    with accelerator.local_main_process_first():
+        try:
+            return work()
+        except BadInput as error:  # leaving here would leave the others waiting
+            failure = error
+    raise failure
+
+
 def open_data(args, accelerator):
     """(sources, their weights, held-out rows, bad ones among them, rows an epoch, fingerprints); sets args.columns."""
     files = [list_files(source) for source in args.train_data]
@@ -1186,9 +1209,11 @@ def open_data(args, accelerator):
     if len(args.columns) < 2:
         raise BadInput(f"--columns: two or more texts are wanted, there is {args.columns}; SimCSE names one twice")
     kind = StreamSource if args.streaming else MappedSource
-    with accelerator.local_main_process_first():  # it makes the Arrow copies, the others find them
-        sources = [kind(index, names, args) for index, names in enumerate(files)]
-        held_sources = [kind(index, names, args) for index, names in enumerate(held_files)]
+
+    def opened():  # the first process makes the Arrow copies, the others find them
+        return [[kind(index, names, args) for index, names in enumerate(part)] for part in (files, held_files)]
+
+    sources, held_sources = main_first(accelerator, opened)
     for name, source in zip(args.train_data + args.eval_data, sources + held_sources):
         if len(source) == 0:
             raise BadInput(f"{name}: holds no row; leave it out")
@@ -1218,7 +1243,11 @@ def main(args):
         log_with=args.report_to or None,
         project_dir=args.output_dir,
         # Processes run different numbers of forward passes; a broadcast of buffers in each would never match up.
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+        # An Arrow copy of a large corpus, or an evaluation, may keep the others waiting for long.
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False),
+            InitProcessGroupKwargs(timeout=timedelta(days=1)),
+        ],
     )
     args.gradient_accumulation_steps = accelerator.gradient_accumulation_steps  # the launch config may have set it
     accumulation = args.gradient_accumulation_steps
@@ -1342,7 +1371,7 @@ def main(args):
         bar.update()
         record = {}
         if step % args.log_every == 0 or step == steps:
-            mine = torch.tensor([tokens, padded], dtype=torch.float64, device=accelerator.device)
+            mine = torch.tensor([tokens, padded], device=accelerator.device)
             tokens, padded = accelerator.reduce(mine).tolist()
             record = {"loss": sum(window) / len(window), "learning_rate": optimizer.param_groups[0]["lr"],
                       "grad_norm": norm, "rows_per_second": rows_done / seconds,

@@ -436,7 +436,8 @@ WRONG_FLAGS = """\
 --report_to nosuchtracker
 --model_name_or_path ./missing
 --max_length 2000
---mix_by column"""
+--mix_by column
+--train_dta x.jsonl"""
 
 
 @pytest.mark.parametrize("wrong", WRONG_FLAGS.splitlines())

@@ -1,5 +1,6 @@
 """The evaluator: exact scores, every text encoded once, nothing lost when killed."""
 
+import gzip
 import json
 import math
 import os
@@ -13,6 +14,8 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import ROOT, launch
@@ -406,7 +409,7 @@ def test_ids_that_do_not_fit(evaluate, beir, tmp_path, capsys):
         "1 judged queries are not among --queries; left out: nobody",
         "1 judged documents are not in the corpus",
         "1 documents are empty; encoded as the empty string",
-        "documents with the id of another",
+        "1 ids stand at several documents",
         "704 fewer documents than --top_k 1000",
     ):
         assert line in said, (line, said)
@@ -431,9 +434,12 @@ def test_ids_that_do_not_fit(evaluate, beir, tmp_path, capsys):
         (["--cache_clear", "nobody"], "--cache_clear nobody: "),
     ],
 )
-def test_one_clear_line(evaluate, beir, tmp_path, flags, said):
+def test_one_clear_line(evaluate, beir, bert, tmp_path, flags, said):
     (tmp_path / "file").write_text("x")
-    names = {"beir": beir, "file": tmp_path / "file"}
+    shutil.copytree(bert, tmp_path / "damaged")
+    weights = tmp_path / "damaged/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    names = {"beir": beir, "file": tmp_path / "file", "damaged": tmp_path / "damaged"}
     with pytest.raises(script.BadInput) as error:
         evaluate(*[flag.format(**names) for flag in flags])
     assert said.format(**names) in str(error.value) and "\n" not in str(error.value)
@@ -442,7 +448,11 @@ def test_one_clear_line(evaluate, beir, tmp_path, flags, said):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (["--metrics", "nDGC@10"], "--metrics"),
+        (["--metrics", "nDGC@10"], "--metrics nDGC@10: "),
+        (["--metrics", "nDCG@0"], "--metrics nDCG@0: a cutoff is a whole number above 0"),
+        (["--metrics", "AP", "RBP(p=0.8)"], "--metrics RBP(p=0.8): "),
+        (["--beri", "x"], "no such flag: --beri x"),
+        (["--pairs", "p.jsonl", "--query", "\udcff"], "--query: not UTF-8"),
         (["--metrics", "R@1000"], "--metrics R@1000: cut deeper than --top_k 100"),
         (["--top_k", "0"], "--top_k 0: must be above 0"),
         (["--corpus", "c.jsonl"], "--corpus: evaluating wants --queries and --qrels too"),
@@ -458,11 +468,79 @@ def test_usage(flags, said, capsys):
 
 def test_malformed_qrels(tmp_path):
     path = tmp_path / "q.tsv"
-    path.write_text("query-id\tcorpus-id\tscore\nq1\td1\t1\nq2\td2\tgood\n")
-    with pytest.raises(script.BadInput, match="q.tsv, line 3: not "):
-        script.read_qrels(str(path))
-    path.write_text("q1 0 d1 2\nq1 0 d2 -1\n")  # TREC's form
+    for score in ("good", "--5", "\u00b2", "9" * 20):
+        path.write_text(f"query-id\tcorpus-id\tscore\nq1\td1\t1\nq2\td2\t{score}\n")
+        with pytest.raises(script.BadInput, match="^[^ ]*q.tsv, line 3: not "):
+            script.read_qrels(str(path))
+    path.write_text("q1 0 d1 2\nq1 0 d2 -1\n\n")  # TREC's form
     assert script.read_qrels(str(path)) == {"q1": {"d1": 2, "d2": -1}}
+    packed = tmp_path / "q.tsv.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes() * 1000)[:-20])
+    for bad in (packed, "foo://q", tmp_path):
+        with pytest.raises(script.BadInput, match="cannot be read"):
+            script.read_qrels(str(bad))
+
+
+def test_measures_agree_where_scores_are_equal():
+    """Providers of ir_measures break ties in their own ways; the order of trec_eval holds for all."""
+    metric = script.RetrievalMetric(keep_in_memory=True)
+    metric.add_batch(query_id=["q"], document_ids=[["a", "b", "c"]], scores=[[1.0, 1.0, 0.5]])
+    names = ["RR@10", "MRR@10", "RR", "nDCG@10", "Success@1", "P@1"]
+    got = {name: value["q"] for name, value in metric.compute(qrels={"q": {"b": 1}}, measures=names).items()}
+    assert got == dict.fromkeys(names, 1.0)  # b before a, as in trec_eval; and two names of one measure are both there
+
+
+def test_a_run_without_a_home(tmp_path, beir, bert):
+    environment = {**os.environ, "HOME": "/proc/nowhere", "HF_HOME": "/proc/nowhere/hf"}
+    command = [sys.executable, SCRIPT, *flags_for(beir, bert, tmp_path), "--streaming"]
+    subprocess.run(list(map(str, command)), check=True, env=environment, cwd=tmp_path)
+
+
+def test_truncate_dim_of_the_model_itself(evaluate, beir, bert, tmp_path):
+    own = tmp_path / "own"
+    shutil.copytree(bert, own)
+    config = json.loads((own / "config_sentence_transformers.json").read_text())
+    (own / "config_sentence_transformers.json").write_text(json.dumps(config | {"truncate_dim": 16}))
+    asked = evaluate("--beir", beir, "--truncate_dim", 16)
+    got = evaluate("--beir", beir, "--model_name_or_path", own)
+    assert got["metrics"] == asked["metrics"] and got["texts"]["encoded"] == 0
+
+
+def test_titles_ids_and_columns(evaluate, beir, tmp_path):
+    """A title that the first row leaves out is read all the same; an id that is null is not the id `null`."""
+    folder = tmp_path / "beir"
+    shutil.copytree(beir, folder)
+    records = [json.loads(line) for line in (beir / "corpus.jsonl").read_text().splitlines()]
+    first = {"_id": "x", "text": "first"}
+    write_jsonl(folder / "corpus.jsonl", [first, *({**r, "title": f"about {r['_id']}"} for r in records)])
+    assert evaluate("--beir", folder)["texts"]["encoded"] == 293 + 1 + 60
+    for bad in ({"_id": None, "text": "y"}, {"text": "y"}, {"_id": "", "text": "y"}):
+        write_jsonl(folder / "corpus.jsonl", [first, bad])
+        with pytest.raises(script.BadInput, match=f"{folder}/corpus.jsonl, row 1: no id in column '_id'"):
+            evaluate("--beir", folder)
+    pq.write_table(pa.table({"_id": ["a"], "text": [["not", "text"]]}), tmp_path / "list.parquet")
+    flags = ["--corpus", tmp_path / "list.parquet", "--queries", beir / "queries.jsonl"]
+    with pytest.raises(script.BadInput, match="list.parquet, after row 0: not text"):
+        evaluate(*flags, "--qrels", beir / "qrels/test.tsv")
+
+
+def test_pairs_without_text_and_ids_with_spaces(evaluate, tmp_path, capsys):
+    write_jsonl(tmp_path / "pairs.jsonl", [{"q": "a", "d": "b"}, {"q": "", "d": "c"}, {"q": "e", "d": None}])
+    got = evaluate("--pairs", tmp_path / "pairs.jsonl", "--metrics", "R@3")
+    assert got["texts"]["queries"] == 1 and got["metrics"]["R@3"]["mean"] == 1.0
+    assert "2 pairs lack a text" in capsys.readouterr().err
+    write_jsonl(tmp_path / "c.jsonl", [{"_id": "doc one", "text": "b"}])
+    write_jsonl(tmp_path / "q.jsonl", [{"_id": "q 1", "text": "a"}])
+    (tmp_path / "r.tsv").write_text("q 1\tdoc one\t1\n")
+    names = [tmp_path / name for name in ("c.jsonl", "q.jsonl", "r.tsv")]
+    got = evaluate("--corpus", names[0], "--queries", names[1], "--qrels", names[2])
+    assert got["metrics"]["AP"]["mean"] == 1.0 and "q_1" in read_run(tmp_path / "out/run.trec")
+
+
+def test_an_error_on_two_processes_is_said_once(tmp_path, bert):
+    flags = ["--model_name_or_path", bert, "--beir", tmp_path / "nowhere", "--cache_dir", tmp_path / "c"]
+    done = launch(SCRIPT, *flags, processes=2, check=False)
+    assert done.returncode and "no file matches" in done.stderr and "[rank1]" not in done.stderr, done.stderr
 
 
 def test_nan_embedding(evaluate, beir, bert, tmp_path):
@@ -552,6 +630,13 @@ def test_cache_info_clear_and_limit(evaluate, beir, tmp_path, capsys, bert):
     limited = evaluate("--beir", beir, "--cache_size_limit", 0.00006)
     again = evaluate("--beir", beir, "--cache_size_limit", 0.00006)
     assert again["metrics"] == limited["metrics"] and again["texts"]["encoded"] > 0
+    assert "--cache_size_limit is reached" in capsys.readouterr().err
+    (folder,) = (tmp_path / "cache").iterdir()
+    (folder / "model.json").write_text("[]")
+    with pytest.raises(script.BadInput, match=f"--cache_clear {folder.name}"):
+        evaluate("--beir", beir)
+    evaluate("--cache_clear", folder.name)
+    assert not folder.exists()
 
 
 @pytest.mark.skipif(shutil.which("mount") is None or os.geteuid() != 0, reason="needs root to mount a small disk")
