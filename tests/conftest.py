@@ -17,7 +17,14 @@ sys.path.insert(0, str(ROOT))
 def launch(script, *flags, processes=1, cwd=ROOT, check=True, timeout=240):
     """Run a script by `accelerate launch` on so many gloo processes; returns the CompletedProcess."""
     config = ROOT / "accelerate_configs" / ("cpu.yaml" if processes == 1 else "multi_cpu.yaml")
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", f"--config_file={config}"]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.accelerate_cli",
+        "launch",
+        f"--config_file={config}",
+        "--main_process_port=0",
+    ]
     command += [f"--num_processes={processes}", str(script), *map(str, flags)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)

@@ -20,7 +20,14 @@ STEPS = 60
 def start(flags, processes):
     """The same as conftest.launch, in the background."""
     config = ROOT / "accelerate_configs" / ("cpu.yaml" if processes == 1 else "multi_cpu.yaml")
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", f"--config_file={config}"]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.accelerate_cli",
+        "launch",
+        f"--config_file={config}",
+        "--main_process_port=0",
+    ]
     command += [f"--num_processes={processes}", str(SCRIPT), *map(str, flags)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
