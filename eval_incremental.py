@@ -255,8 +255,18 @@ def select_columns(there, wanted, file):
     return wanted or list(there)
 
 
+def fits(cell, kind):
+    """Whether a cell is what a column of the Arrow type `kind` holds: a text, or a list of texts."""
+    if pa.types.is_list(kind):
+        return isinstance(cell, list) and all(isinstance(text, str) for text in cell)
+    return isinstance(cell, str)
+
+
 def text_batches(file, kind, lines, wanted, label):
-    """Yield RecordBatches of strings from JSON Lines, CSV, TSV or plain text; a JSON label stays its JSON text."""
+    """Yield RecordBatches of strings from JSON Lines, CSV, TSV or plain text; a JSON label stays its JSON text.
+
+    A column of lists of strings is one where the first READ_ROWS records have a list.
+    """
     records = enumerate(lines, start=1)
     if kind == "csv":
         csv.field_size_limit(2**31 - 1)
@@ -264,20 +274,17 @@ def text_batches(file, kind, lines, wanted, label):
         records = ((table.line_num, record) for record in table)
     elif kind == "text":
         records = ((number, {"text": line.rstrip("\r\n")}) for number, line in records)
-    names, rows = (), []
+    schema, rows = None, []
     for number, record in chain(records, [(None, None)]):
         if rows and (record is None or len(rows) == READ_ROWS):
-            there = dict.fromkeys(chain.from_iterable(rows)) if wanted else rows[0]  # JSON may leave a null out
-            names = names or select_columns(there, wanted, file)  # a cell missing later on is a null
-            # what is no text is null, and hence a bad row; but a label stays its JSON
-            cells = [
-                [
-                    c if isinstance(c, str) else json.dumps(c) if name == label and c is not None else None
-                    for c in column
-                ]
-                for name, column in ((name, [row.get(name) for row in rows]) for name in names)
-            ]
-            yield pa.record_batch([pa.array(column, pa.string()) for column in cells], names)
+            if not schema:
+                there = dict.fromkeys(chain.from_iterable(rows)) if wanted else rows[0]  # JSON may leave a null out
+                kinds = {name: pa.string() for name in select_columns(there, wanted, file)}
+                kinds |= {n: pa.list_(pa.string()) for n in kinds if any(isinstance(row.get(n), list) for row in rows)}
+                schema = pa.schema(kinds.items())
+            # a cell that is missing, or does not fit, is null, and hence a bad row
+            cells = [[c if fits(c := row.get(f.name), f.type) else None for row in rows] for f in schema]
+            yield pa.record_batch([pa.array(column, f.type) for column, f in zip(cells, schema)], schema)
             rows = []
         if record is None:
             return
@@ -292,6 +299,8 @@ def text_batches(file, kind, lines, wanted, label):
                 raise BadInput(f"{file}, line {number}: not a JSON object; one row a line is expected")
         if None in record:  # where csv puts them
             raise BadInput(f"{file}, line {number}: more cells than the header has; quote the cell with the separator")
+        if record.get(label) is not None and not isinstance(record[label], str):
+            record[label] = json.dumps(record[label])
         rows.append(record)
 
 

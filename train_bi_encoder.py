@@ -263,8 +263,18 @@ def wanted_columns(args):
     return list(dict.fromkeys(args.columns + [args.label_column] * bool(args.label_column)))
 
 
+def fits(cell, kind):
+    """Whether a cell is what a column of the Arrow type `kind` holds: a text, or a list of texts."""
+    if pa.types.is_list(kind):
+        return isinstance(cell, list) and all(isinstance(text, str) for text in cell)
+    return isinstance(cell, str)
+
+
 def text_batches(file, kind, lines, wanted, label):
-    """Yield RecordBatches of strings from JSON Lines, CSV, TSV or plain text; a JSON label stays its JSON text."""
+    """Yield RecordBatches of strings from JSON Lines, CSV, TSV or plain text; a JSON label stays its JSON text.
+
+    A column of lists of strings is one where the first READ_ROWS records have a list.
+    """
     records = enumerate(lines, start=1)
     if kind == "csv":
         csv.field_size_limit(2**31 - 1)
@@ -272,20 +282,17 @@ def text_batches(file, kind, lines, wanted, label):
         records = ((table.line_num, record) for record in table)
     elif kind == "text":
         records = ((number, {"text": line.rstrip("\r\n")}) for number, line in records)
-    names, rows = (), []
+    schema, rows = None, []
     for number, record in chain(records, [(None, None)]):
         if rows and (record is None or len(rows) == READ_ROWS):
-            there = dict.fromkeys(chain.from_iterable(rows)) if wanted else rows[0]  # JSON may leave a null out
-            names = names or select_columns(there, wanted, file)  # a cell missing later on is a null
-            # what is no text is null, and hence a bad row; but a label stays its JSON
-            cells = [
-                [
-                    c if isinstance(c, str) else json.dumps(c) if name == label and c is not None else None
-                    for c in column
-                ]
-                for name, column in ((name, [row.get(name) for row in rows]) for name in names)
-            ]
-            yield pa.record_batch([pa.array(column, pa.string()) for column in cells], names)
+            if not schema:
+                there = dict.fromkeys(chain.from_iterable(rows)) if wanted else rows[0]  # JSON may leave a null out
+                kinds = {name: pa.string() for name in select_columns(there, wanted, file)}
+                kinds |= {n: pa.list_(pa.string()) for n in kinds if any(isinstance(row.get(n), list) for row in rows)}
+                schema = pa.schema(kinds.items())
+            # a cell that is missing, or does not fit, is null, and hence a bad row
+            cells = [[c if fits(c := row.get(f.name), f.type) else None for row in rows] for f in schema]
+            yield pa.record_batch([pa.array(column, f.type) for column, f in zip(cells, schema)], schema)
             rows = []
         if record is None:
             return
@@ -300,6 +307,8 @@ def text_batches(file, kind, lines, wanted, label):
                 raise BadInput(f"{file}, line {number}: not a JSON object; one row a line is expected")
         if None in record:  # where csv puts them
             raise BadInput(f"{file}, line {number}: more cells than the header has; quote the cell with the separator")
+        if record.get(label) is not None and not isinstance(record[label], str):
+            record[label] = json.dumps(record[label])
         rows.append(record)
 
 
@@ -363,7 +372,8 @@ def checked(row, args):
     """The row with its label as a number or list of numbers; for a bad row BadInput, or None where it is skipped."""
     texts, label, file, number = row
     problem = None
-    for name, text in zip(args.columns, texts):
+    names = args.columns + args.columns[-1:] * (len(texts) - len(args.columns))  # a list of texts has one name
+    for name, text in zip(names, texts):
         if not isinstance(text, str) or not text.strip():
             problem = f"column {name!r} is {'empty' if text == '' else repr(text)[:40]}, not a text"
     if args.label_column and not problem:
@@ -575,7 +585,7 @@ def hold_out(sources, weights, count):
     return [row for source, number in zip(sources, picks) for row in source.hold_out(number)]
 
 
-def row_batches(sources, weights, args, position):
+def row_batches(sources, weights, args, position, check=checked):
     """Yield (rows of one batch, position after it) for ever: a pure function of sources, weights, seed and batch size.
 
     A position is JSON: how often each source was picked, where each stands, and how many batches of a length window
@@ -594,7 +604,7 @@ def row_batches(sources, weights, args, position):
                 source = due(picks, weights)
                 picks[source] += 1
             row, places[source] = next(readers[source])
-            if good := checked(row, args):
+            if good := check(row, args):
                 rows.append(good)
             else:
                 skipped += 1
@@ -706,7 +716,7 @@ def encode(model, features, accelerator):
 
 
 def gather_texts(parts, share, accelerator):
-    """(N, D) detached embeddings of all texts, in their order, from the (n, D) parts of this process."""
+    """(N, D) detached outputs for all texts, in their order, from the (n, D) parts of this process."""
     places = torch.tensor([place for _, cut in share.micro_batches for place in cut], device=parts[0].device)
     local = parts[0].new_zeros(share.width, parts[0].shape[1])
     local[places] = torch.cat(parts).detach()
@@ -1195,7 +1205,7 @@ def main_first(accelerator, work):
     raise failure
 
 
-def open_data(args, accelerator):
+def open_data(args, accelerator, check=checked):
     """(sources, their weights, held-out rows, bad ones among them, rows an epoch, fingerprints); sets args.columns."""
     files = [list_files(source) for source in args.train_data]
     held_files = [list_files(source) for source in args.eval_data]
@@ -1219,7 +1229,7 @@ def open_data(args, accelerator):
             raise BadInput(f"{name}: holds no row; leave it out")
     weights = args.mixing_weights or [len(source) for source in sources]
     held = hold_out(held_sources or sources, [len(s) for s in held_sources] or weights, args.eval_rows)
-    good = [row for row in (checked(row, args) for row in held) if row]
+    good = [row for row in (check(row, args) for row in held) if row]
     skipped, held = len(held) - len(good), good
     sizes = [len(source) for source in sources]
     if not all(sizes):
@@ -1242,10 +1252,10 @@ def main(args):
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         log_with=args.report_to or None,
         project_dir=args.output_dir,
-        # Processes run different numbers of forward passes; a broadcast of buffers in each would never match up.
-        # An Arrow copy of a large corpus, or an evaluation, may keep the others waiting for long.
         kwargs_handlers=[
+            # Processes run different numbers of forward passes; a broadcast of buffers in each would never match up.
             DistributedDataParallelKwargs(broadcast_buffers=False),
+            # An Arrow copy of a large corpus, or an evaluation, may keep the others waiting for long.
             InitProcessGroupKwargs(timeout=timedelta(days=1)),
         ],
     )

@@ -1,0 +1,1564 @@
+"""Train a cross-encoder ((query, document) -> score) to rerank or to compare texts, on one process or many.
+
+    python train_cross_encoder.py --eval_rows 50 --max_steps 200          # the demo corpus, from scratch, on a CPU
+    python train_cross_encoder.py --model_name_or_path BAAI/bge-small-en-v1.5 --train_data 'pairs/*.parquet' \
+        --output_dir runs/reranker --batch_size 256 --grad_cache          # one GPU
+    accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_cross_encoder.py args.yaml --resume
+
+A row is a query and its documents, in one of these shapes; --label_column names the column of labels or scores:
+
+    {"query": "read a gzip file", "code": "def read(path): ...", "label": 1}
+    {"query": "read a gzip file", "code": "def read(path): ...", "wrong": "def write(path): ..."}
+    {"query": "read a gzip file", "documents": ["def read(path): ...", "def write(path): ..."], "labels": [1, 0]}
+
+Without labels the first document is the positive and the others are negatives; where there are no others,
+--num_negatives of them are drawn from the other rows of the batch.
+
+The batch is the rows of one optimizer step over all processes, and it alone decides the gradient. Its pairs are dealt
+to the processes, cut into micro-batches of at most --micro_batch_tokens, scored longest first and gathered, and the
+loss of the whole batch is computed on every process. So the number of processes, the micro-batches and --grad_cache
+change time and memory, never the mathematics.
+
+--output_dir receives model/ (loads in sentence-transformers), checkpoints/, metrics.jsonl, args.yaml and training.png.
+
+Left out on purpose: uploads to a hub, several labels a pair, prompts and generative rerankers (LogitScore), sharded
+parameters (FSDP, DeepSpeed).
+"""
+
+import csv
+import glob
+import hashlib
+import inspect
+import io
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Literal
+
+import evaluate
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import torch.nn.functional as F
+import yaml
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import LoggerType
+from datasets import Features, Sequence, Value
+from safetensors import SafetensorError
+from safetensors.torch import load_file, load_model, save_file, save_model
+from scipy.stats import pearsonr, spearmanr
+from sentence_transformers import CrossEncoder
+from tokenizers import BertWordPieceTokenizer
+from tqdm.auto import tqdm
+from transformers import AutoConfig, BertConfig, BertForSequenceClassification, BertTokenizerFast, HfArgumentParser
+
+# Shapes: G groups (a query and its documents) of at most L documents, N (query, document) pairs of a batch.
+# A text is a pair where a function stands in train_bi_encoder.py too.
+
+DEMO = "data/python_code"
+
+
+class BadInput(ValueError):
+    """Something the user can mend; shown as one line, without a traceback."""
+
+
+# ------------------------------------------------------------------------------------------------------ options
+
+
+def flag(default, help):
+    """One command-line option: its default and the line that --help prints."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class Args:
+    # data
+    train_data: list[str] = flag([], f"paths, globs, folders, URLs or Hub ids to train on; default: {DEMO}")
+    eval_data: list[str] = flag(
+        [], "sources of the held-out rows; default: the first rows of --train_data, not trained on"
+    )
+    eval_rows: int = flag(200, "rows held out to evaluate on (0: no evaluation)")
+    streaming: bool = flag(False, "read the sources front to back instead of at random from an on-disk table")
+    columns: list[str] = flag([], "query, then documents, or one list of documents; default: all but the label")
+    num_negatives: int = flag(-1, "negatives a row: columns to use, or drawn from the batch (-1: all columns, or 4)")
+    label_column: str | None = flag(None, "column with a label or score, or a list of one for each document")
+    mixing_weights: list[float] = flag([], "share of each source; default: its rows (streams: equal shares)")
+    mix_by: Literal["row", "batch"] = flag("row", "mix sources within a batch, or take each batch from one source")
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = flag(
+        "all_exhausted", "an epoch ends when the first, or the last, of the mixed sources has been read once"
+    )
+    shuffle_buffer: int = flag(10_000, "rows held in memory to shuffle (0: keep the order of the files)")
+    length_window: int = flag(1, "batches grouped by text length before they are cut (1: batches stay random)")
+    on_bad_row: Literal["error", "skip"] = flag("error", "stop at an empty text or a bad label, or skip and count it")
+    data_cache: str = flag("~/.cache/evenstep", "folder for the Arrow copies of mapped Parquet, JSON, CSV and text")
+    # model
+    model_name_or_path: str | None = flag(None, "Hub id or folder; default: a small BERT from scratch")
+    max_length: int | None = flag(None, "tokens a pair is cut to; default: the model's own; from scratch 256")
+    # step
+    batch_size: int = flag(64, "rows an optimizer step, over all processes")
+    micro_batch_tokens: int | None = flag(
+        None, "tokens a forward pass, with padding; default: 2,048 on a CPU, else 16,384"
+    )
+    gradient_accumulation_steps: int = flag(1, "batches a step, each with drawn negatives of its own")
+    grad_cache: bool = flag(False, "one more forward pass, to hold the activations of one micro-batch only")
+    loss: Literal["bce", "mse", "softmax", "ranknet", "lambda", "margin_mse", "kl"] | None = flag(
+        None, "default: bce for a label a row, else softmax over the documents of a query"
+    )
+    loss_args: str = flag(
+        "{}", 'JSON: for ranknet {"sigma": 1}; lambda {"k": 10, "sigma": 1, "mu": 10}; kl {"temperature": 1}'
+    )
+    # schedule
+    learning_rate: float | None = flag(None, "peak learning rate of AdamW; default: 2e-5; from scratch 0.0005")
+    weight_decay: float = flag(0.01, "weight decay of matrices; biases and norms have none")
+    warmup_ratio: float = flag(0.1, "share of the steps over which the learning rate rises from 0")
+    lr_schedule: Literal["linear", "cosine"] = flag("linear", "how the learning rate falls back to 0")
+    max_grad_norm: float = flag(1.0, "clip the gradient to this norm (0: do not)")
+    num_epochs: float = flag(1.0, "passes over the rows")
+    rows_per_epoch: int = flag(0, "rows an epoch (0: all; else a fresh sample of so many each epoch)")
+    max_steps: int = flag(0, "stop after so many optimizer steps (0: after --num_epochs)")
+    seed: int = flag(0, "decides order, initialisation and dropout")
+    # run
+    output_dir: str = flag("runs/cross_encoder", "folder for everything the run writes")
+    resume: bool = flag(False, "go on from the newest whole checkpoint in --output_dir")
+    eval_every: int = flag(0, "steps between evaluations (0: a tenth of the run)")
+    save_every: int = flag(500, "steps between checkpoints (0: only at the end)")
+    keep_checkpoints: int = flag(2, "checkpoints kept")
+    log_every: int = flag(10, "steps between lines in metrics.jsonl")
+    report_to: list[str] = flag([], "trackers of Accelerate: tensorboard, wandb, ...")
+
+
+def flags_of(given):
+    """Command-line words for {flag: value}: lists in several words, objects as JSON, nothing for None and []."""
+    words = []
+    for name, value in given.items():
+        if value not in (None, []):
+            values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+            words += [f"--{name}", *map(str, values)]
+    return words
+
+
+def parse_args(argv):
+    """Args from flags, or from a YAML or JSON file and flags that override it; ends the program on a usage error."""
+    parser = HfArgumentParser(Args, description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    if argv and argv[0].endswith((".yaml", ".yml", ".json")):
+        try:
+            given = yaml.safe_load(Path(argv[0]).read_text())
+            if unknown := set(given) - set(Args.__dataclass_fields__):
+                parser.error(f"{argv[0]}: no such flag: {', '.join(map(str, unknown))}")
+        except (OSError, yaml.YAMLError, TypeError, UnicodeError) as error:
+            parser.error(f"{argv[0]}: not a file of flags ({' '.join(str(error).split())})")
+        argv = flags_of(given) + argv[1:]
+    args, strange = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if strange:
+        parser.error(f"no such flag: {' '.join(strange)}; --help lists them")
+    defaults = {"learning_rate": 2e-5}
+    if not args.model_name_or_path:
+        defaults = {"learning_rate": 5e-4, "max_length": 256}
+    for name, default in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    try:
+        args.loss_args = json.loads(args.loss_args)
+        if not isinstance(args.loss_args, dict):
+            raise ValueError("an object such as {} is wanted")
+        if not all(isinstance(value, int | float) and value > 0 for value in args.loss_args.values()):
+            raise ValueError("each value is to be a number above 0")
+    except ValueError as error:
+        parser.error(f"--loss_args: {error}")
+    if not args.train_data:
+        args.train_data = [f"{DEMO}/train/{name}-*.parquet" for name in ("stdlib", "packages")]
+        args.eval_data = args.eval_data or [f"{DEMO}/heldout/*.parquet"]
+        if not Path(DEMO).is_dir():
+            parser.error(f"no --train_data, and no demo corpus in {DEMO}: make it with: python prepare_corpus.py")
+    if args.mixing_weights and (
+        len(args.mixing_weights) != len(args.train_data) or not all(0 < w < math.inf for w in args.mixing_weights)
+    ):
+        parser.error(f"--mixing_weights: {len(args.train_data)} sources want as many numbers above 0")
+    if args.loss in ("margin_mse", "kl") and not args.label_column:
+        parser.error(f"--loss {args.loss}: wants a teacher's scores; name their column by --label_column")
+    above_zero = ("batch_size", "micro_batch_tokens", "gradient_accumulation_steps", "length_window", "max_length",
+                  "keep_checkpoints", "log_every", "num_epochs", "learning_rate")  # fmt: skip
+    for name, value in asdict(args).items():
+        for number in value if isinstance(value, list) else [value]:
+            if not isinstance(number, int | float) or name == "num_negatives":
+                continue
+            if not 0 <= number < math.inf or (number == 0 and name in above_zero):
+                parser.error(f"--{name} {number}: must be {'above 0' if name in above_zero else '0 or more'}")
+    if args.warmup_ratio > 1:
+        parser.error(f"--warmup_ratio {args.warmup_ratio}: a share of the steps is at most 1")
+    return args
+
+
+# --------------------------------------------------------------------------------------------------------- data
+
+SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".ndjson": "json",
+            ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # of JSON Lines, CSV, TSV and text
+READ_ROWS = 1000  # rows of a record batch, the unit of reading: some 100 kB to 1 MB of text
+BLOCK = 100  # neighbouring rows of a mapped table that are read together; the shuffle window mixes many blocks
+
+
+def file_kind(file):
+    """(format, compression or None) by the file's suffixes; BadInput for what cannot be read."""
+    stem, suffix = os.path.splitext(file.lower())
+    inner = os.path.splitext(stem)[1]
+    if suffix in COMPRESSIONS and SUFFIXES.get(inner) in ("json", "csv", "text"):
+        return SUFFIXES[inner], COMPRESSIONS[suffix]
+    if suffix not in SUFFIXES:
+        known = " ".join([*SUFFIXES, *(f".jsonl{c}" for c in COMPRESSIONS)])
+        raise BadInput(f"{file}: unknown suffix; what can be read ends in one of {known}")
+    return SUFFIXES[suffix], None
+
+
+def list_files(source):
+    """The files of a source (path, glob, folder, URL or Hub id), sorted; BadInput when there are none."""
+    try:
+        fs, path = fsspec.core.url_to_fs(os.path.expanduser(source))
+    except (ValueError, ImportError) as error:
+        raise BadInput(f"{source}: {error}") from None
+    if not source:
+        raise BadInput("a source is empty; name a path, glob, folder, URL or Hub id")
+    if glob.has_magic(path) and not fs.exists(path):
+        found = fs.glob(path)
+    elif fs.isdir(path):
+        notes = ("dataset_info.json", "state.json", "dataset_dict.json")  # of Dataset.save_to_disk
+        known = tuple({**SUFFIXES, **COMPRESSIONS})
+        found = [name for name in fs.find(path) if name.lower().endswith(known) and not name.endswith(notes)]
+    elif fs.exists(path):
+        found = [path]
+    elif "://" in source or source.count("/") > 1 or os.path.splitext(source)[1] or source[0] in "./~":
+        found = []
+    else:  # neither here nor shaped like a path: a Hub dataset, which names the files of its train split itself
+        from datasets import load_dataset_builder  # a second to import, and wanted here only
+
+        try:
+            found = load_dataset_builder(source).config.data_files["train"]
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise BadInput(f"{source}: no such file or folder here, nor a dataset on the Hub ({reason})") from None
+    if not found:
+        raise BadInput(f"{source}: no file matches (in folder {os.getcwd()}); check the path")
+    files = sorted(name if "://" in name else fs.unstrip_protocol(name).removeprefix("file://") for name in found)
+    if len(kinds := {file_kind(name)[0]: name for name in files}) > 1:
+        raise BadInput(f"{source}: mixes formats ({', '.join(kinds.values())}); name them as sources of their own")
+    return files
+
+
+def select_columns(there, wanted, file):
+    """`wanted`, or all columns `there` when none are; BadInput for one that is not there."""
+    for name in wanted:
+        if name not in there:
+            raise BadInput(f"{file}: no column {name!r}; the columns are: {', '.join(map(str, there))}")
+    return wanted or list(there)
+
+
+def wanted_columns(args):
+    """The columns to read, each once (SimCSE names a column twice)."""
+    return list(dict.fromkeys(args.columns + [args.label_column] * bool(args.label_column)))
+
+
+def fits(cell, kind):
+    """Whether a cell is what a column of the Arrow type `kind` holds: a text, or a list of texts."""
+    if pa.types.is_list(kind):
+        return isinstance(cell, list) and all(isinstance(text, str) for text in cell)
+    return isinstance(cell, str)
+
+
+def text_batches(file, kind, lines, wanted, label):
+    """Yield RecordBatches of strings from JSON Lines, CSV, TSV or plain text; a JSON label stays its JSON text.
+
+    A column of lists of strings is one where the first READ_ROWS records have a list.
+    """
+    records = enumerate(lines, start=1)
+    if kind == "csv":
+        csv.field_size_limit(2**31 - 1)
+        table = csv.DictReader(lines, delimiter="\t" if ".tsv" in file.lower() else ",", strict=True)
+        records = ((table.line_num, record) for record in table)
+    elif kind == "text":
+        records = ((number, {"text": line.rstrip("\r\n")}) for number, line in records)
+    schema, rows = None, []
+    for number, record in chain(records, [(None, None)]):
+        if rows and (record is None or len(rows) == READ_ROWS):
+            if not schema:
+                there = dict.fromkeys(chain.from_iterable(rows)) if wanted else rows[0]  # JSON may leave a null out
+                kinds = {name: pa.string() for name in select_columns(there, wanted, file)}
+                kinds |= {n: pa.list_(pa.string()) for n in kinds if any(isinstance(row.get(n), list) for row in rows)}
+                schema = pa.schema(kinds.items())
+            # a cell that is missing, or does not fit, is null, and hence a bad row
+            cells = [[c if fits(c := row.get(f.name), f.type) else None for row in rows] for f in schema]
+            yield pa.record_batch([pa.array(column, f.type) for column, f in zip(cells, schema)], schema)
+            rows = []
+        if record is None:
+            return
+        if kind == "json":
+            if not record.strip():
+                continue
+            try:
+                record = json.loads(record)
+            except ValueError as error:
+                raise BadInput(f"{file}, line {number}: not JSON ({error}); mend or remove the line") from None
+            if not isinstance(record, dict):
+                raise BadInput(f"{file}, line {number}: not a JSON object; one row a line is expected")
+        if None in record:  # where csv puts them
+            raise BadInput(f"{file}, line {number}: more cells than the header has; quote the cell with the separator")
+        if record.get(label) is not None and not isinstance(record[label], str):
+            record[label] = json.dumps(record[label])
+        rows.append(record)
+
+
+def read_batches(file, wanted=(), label=None, start=0):
+    """Yield (number of the first row, RecordBatch of at most READ_ROWS rows) of one file, from row `start` on.
+
+    Memory is bounded by a record batch (Parquet: a row group) whatever the file's size. BadInput names the file, and
+    the line where there is one.
+    """
+    kind, compression = file_kind(file)
+    row = 0
+    try:
+        with fsspec.open(file, "rb") as raw:
+            if kind == "parquet":
+                table = pq.ParquetFile(raw, buffer_size=2**20)
+                wanted = select_columns(table.schema_arrow.names, wanted, file)
+                ends = np.cumsum([0] + [table.metadata.row_group(g).num_rows for g in range(table.num_row_groups)])
+                group = int(np.searchsorted(ends, start, side="right")) - 1  # earlier row groups are not even read
+                row = int(ends[group])
+                # one row group at a time: a reader of many opens them all, and its memory grows with their number
+                readers = (
+                    table.iter_batches(READ_ROWS, [g], wanted, use_threads=False)
+                    for g in range(group, table.num_row_groups)
+                )
+                batches = chain.from_iterable(readers)
+            elif kind == "arrow":
+                is_stream = raw.read(6) != b"ARROW1"  # the format that `datasets` writes; else Arrow's file format
+                raw.seek(0)
+                table = pa.ipc.open_stream(raw) if is_stream else pa.ipc.open_file(raw)
+                wanted = select_columns(table.schema.names, wanted, file)
+                large = table if is_stream else map(table.get_batch, range(table.num_record_batches))
+                batches = (b.slice(i, READ_ROWS).select(wanted) for b in large for i in range(0, len(b), READ_ROWS))
+            else:
+                # pyarrow decompresses: it notices a truncated file, where Python's zstandard just ends
+                stream = pa.input_stream(raw, compression=compression)
+                lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
+                batches = text_batches(file, kind, lines, wanted, label)
+            for batch in batches:
+                if row + len(batch) > start:
+                    skip = max(start - row, 0)
+                    cells = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
+                    yield row + skip, pa.record_batch(cells, batch.schema.names).slice(skip)
+                row += len(batch)
+    except (OSError, EOFError, pa.ArrowException, UnicodeError, csv.Error) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise BadInput(f"{file}: cannot be read after row {row} ({reason}); replace the file") from None
+
+
+def rows_of(batch, file, number, args):
+    """Yield (texts, label, file, row number) for the rows of a RecordBatch that starts at row `number` of `file`."""
+    try:
+        cells = {name: batch.column(name).to_pylist() for name in wanted_columns(args)}
+    except UnicodeError as error:
+        raise BadInput(f"{file}, after row {number}: not UTF-8 ({error}); convert the file") from None
+    labels = cells[args.label_column] if args.label_column else [None] * len(batch)
+    for offset, (*texts, label) in enumerate(zip(*(cells[name] for name in args.columns), labels)):
+        yield texts, label, file, number + offset
+
+
+def checked(row, args):
+    """The row with its label as a number or list of numbers; for a bad row BadInput, or None where it is skipped."""
+    texts, label, file, number = row
+    problem = None
+    names = args.columns + args.columns[-1:] * (len(texts) - len(args.columns))  # a list of texts has one name
+    for name, text in zip(names, texts):
+        if not isinstance(text, str) or not text.strip():
+            problem = f"column {name!r} is {'empty' if text == '' else repr(text)[:40]}, not a text"
+    if args.label_column and not problem:
+        try:
+            value = json.loads(label) if isinstance(label, str) else label
+            value = [float(v) for v in value] if isinstance(value, list) else float(value)
+            problem = None if np.isfinite(value).all() else f"the label {label!r} is not finite"
+            label = value
+        except (ValueError, TypeError, OverflowError):
+            problem = f"the label {label!r} is not a number"
+    if problem and args.on_bad_row == "error":
+        raise BadInput(f"{file}, row {number}: {problem}; mend the row or pass --on_bad_row skip")
+    return None if problem else (texts, label, file, number)
+
+
+def label_problem(labels, documents, loss):
+    """What is wrong with the labels of so many documents of a query, or None."""
+    if len(labels) != documents:
+        return f"{documents} documents have {len(labels)} labels"
+    low, high = {"bce": (0, 1), "lambda": (0, 100)}.get(loss, (-math.inf, math.inf))  # 2**100 is a float32 yet
+    if not low <= min(labels) <= max(labels) <= high:
+        fix = f"divide by the highest label ({max(labels):g} or more)" if max(labels) > high else "add to the labels"
+        return f"--loss {loss} takes labels of {low} to {high}, not {str(labels)[:80]}: {fix} or use --loss mse"
+    if loss == "softmax" and not min(labels) <= 0 < max(labels):
+        return f"there is no {'positive' if max(labels) <= 0 else 'negative'} among the labels {str(labels)[:80]}"
+    if loss in ("margin_mse", "kl") and documents == 1:
+        return f"--loss {loss} compares documents of a query, and there is one only"
+    if loss in ("ranknet", "lambda") and min(labels) == max(labels):
+        return f"there is no positive or no negative among the labels {str(labels)[:80]}"
+    return None
+
+
+def checked_group(row, args):
+    """The row as ([query, document, ...], labels, file, number), a label a document; a bad row as in `checked`.
+
+    labels is None for a lone document without a label: it is a positive, whose negatives are to be drawn.
+    """
+    (query, *documents), label, file, number = row
+    if len(documents) == 1 and isinstance(documents[0], list):
+        documents = documents[0]
+    row = checked(([query, *documents], label, file, number), args)
+    if not row:
+        return None
+    texts, labels, *_ = row
+    if labels is None and len(documents) != 1:
+        labels = [1.0] + [0.0] * (len(documents) - 1)
+    elif isinstance(labels, float):
+        labels = [labels]
+    if args.loss == "margin_mse" and len(labels) == len(documents) - 1:  # each is a margin to the first document
+        labels = [0.0] + [-margin for margin in labels]
+    problem = None
+    if not documents:
+        problem = "there is no document"
+    elif labels is not None:
+        problem = label_problem(labels, len(documents), args.loss)
+    if problem and args.on_bad_row == "error":
+        raise BadInput(f"{file}, row {number}: {problem}; mend the row or pass --on_bad_row skip")
+    return None if problem else (texts, labels, file, number)
+
+
+def draw_negatives(rows, count, seed):
+    """The rows; those that have but a positive with `count` documents of other rows as negatives.
+
+    Never a document that stands with the same query anywhere in `rows`. A pure function of its arguments.
+    """
+    own = {}  # {query: its documents}
+    for (query, *documents), *_ in rows:
+        own.setdefault(query, set()).update(documents)
+    pool = list(dict.fromkeys(document for row in rows for document in row[0][1:]))
+    random = np.random.default_rng(seed)
+    found = []
+    for texts, labels, *place in rows:
+        if labels is None:
+            drawn = (pool[i] for i in random.permutation(len(pool)))
+            texts = texts + list(islice((text for text in drawn if text not in own[texts[0]]), count))
+            labels = [1.0] + [0.0] * (len(texts) - 2)
+        found.append((texts, labels, *place))
+    if all(before[1] is None and len(after[1]) == 1 for before, after in zip(rows, found)):
+        raise BadInput(
+            f"{rows[0][2]}, near row {rows[0][3]}: no other row has a negative to draw; raise --num_negatives, "
+            "--batch_size or --eval_rows, or name a column of negatives"
+        )
+    return found
+
+
+def arrow_copy(file, wanted, label, folder):
+    """Path of `file` as Arrow on this machine: the file itself, or a copy made once in `folder`, atomically."""
+    fs, path = fsspec.core.url_to_fs(file)
+    if file_kind(file)[0] == "arrow" and "file" in fs.protocol:
+        return path
+    key = hashlib.sha256(json.dumps([fs.ukey(path), sorted(wanted), label]).encode()).hexdigest()[:32]
+    copy = Path(folder).expanduser() / f"{key}.arrow"
+    if not copy.exists():
+        part = copy.with_suffix(f".{os.getpid()}.part")
+        try:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with pa.OSFile(str(part), "wb") as sink, tqdm(unit=" rows", desc=f"mapping {file}", delay=2) as bar:
+                writer = None
+                for _, batch in read_batches(file, wanted, label):
+                    writer = writer or pa.ipc.new_stream(sink, batch.schema)
+                    writer.write_batch(batch)
+                    bar.update(len(batch))
+                (writer or pa.ipc.new_stream(sink, pa.schema([(name, pa.string()) for name in wanted]))).close()
+            os.replace(part, copy)
+        except OSError as error:
+            raise BadInput(f"--data_cache {folder}: {error}; make room, or name another folder") from None
+        finally:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+    return str(copy)
+
+
+def arrow_index(path):
+    """(schema, [(byte offset, rows) of each record batch]) of an Arrow file, stream or file format."""
+    size, offsets, schema = os.path.getsize(path), [], None
+    with open(path, "rb") as raw:
+        position = 8 if raw.read(6) == b"ARROW1" else 0  # the file format is the stream format behind eight bytes
+    while position < size:
+        # The map is renewed, for it keeps the pages it touched resident: 60 kB around each record batch's header.
+        with pa.memory_map(path) as source:
+            source.seek(position)
+            for _ in range(200):
+                position = source.tell()
+                try:
+                    message = pa.ipc.read_message(source)
+                except EOFError:
+                    if size - position < 8:
+                        raise pa.ArrowInvalid("truncated: the end-of-stream mark is missing") from None
+                    return schema, offsets  # the mark was read; only a file format's footer comes after it
+                if message.type == "schema":
+                    schema = pa.ipc.read_schema(message)
+                elif message.type == "record batch":
+                    offsets.append((position, pa.ipc.read_record_batch(message, schema).num_rows))
+                else:
+                    raise BadInput(f"{path}: holds a {message.type}; convert it: python prepare_corpus.py {path} ...")
+            position = source.tell()
+    return schema, offsets
+
+
+class MappedSource:
+    """Arrow tables on disk, read at random; row `position` of the endless sequence of shuffled passes over them is a
+    pure function of (seed, position), so to resume is to seek: windows of random blocks, each window shuffled whole.
+
+    Record batches are read by their offset, not through a memory map: a map keeps every page it touched resident
+    (opening 5,000,000 rows with `datasets`: 320 MB), while the pages that were read stay the system's to drop.
+    """
+
+    def __init__(self, index, files, args):
+        self.index, self.args, self.files, self.held = index, args, files, 0
+        wanted = wanted_columns(args)
+        self.tables, places, rows = [], [], [0]
+        for number, file in enumerate(files):
+            path = arrow_copy(file, wanted, args.label_column, args.data_cache)
+            try:
+                schema, offsets = arrow_index(path)
+                select_columns(schema.names, wanted, file)
+            except (pa.ArrowException, OSError, TypeError, AttributeError) as error:
+                raise BadInput(f"{file}: not an Arrow file ({error}); replace it") from None
+            self.tables.append((path, schema))
+            places += [(number, offset) for offset, _ in offsets]
+            rows += [count for _, count in offsets]
+        self.places = np.array(places, dtype=np.int64).reshape(-1, 2)  # (record batches, 2): file, byte offset
+        self.first = np.cumsum(rows)  # (record batches + 1,): number of the first row, over all files
+        self.first_of_file = [int(self.first[np.searchsorted(self.places[:, 0], n)]) for n in range(len(files))]
+
+    def __len__(self):
+        return int(self.first[-1]) - self.held
+
+    def read(self, start, stop):
+        """Rows `start` to `stop` (or the end), numbered over all files."""
+        rows, at = [], int(np.searchsorted(self.first, start, side="right")) - 1
+        while start < min(stop, self.first[-1]):
+            file, offset = self.places[at]
+            path, schema = self.tables[file]
+            with pa.OSFile(path) as source:
+                source.seek(offset)
+                batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), schema)
+            batch = batch.slice(start - self.first[at], stop - start)
+            rows += rows_of(batch, self.files[file], int(start) - self.first_of_file[file], self.args)
+            start, at = start + len(batch), at + 1
+        return rows
+
+    def hold_out(self, count):
+        """The first `count` rows, which `rows` then leaves out."""
+        self.held = min(count, len(self))
+        return self.read(0, self.held)
+
+    def rows(self, position):
+        """Yield (row, position after it) for ever, from position 0 or one that was yielded."""
+        size, window = len(self), self.args.shuffle_buffer or READ_ROWS
+        block = min(BLOCK, window)
+        window -= window % block
+        position = position or 0
+        while True:
+            turn, offset = divmod(position, size)  # which pass over the data, and the row in it
+            seed = [self.args.seed, self.index, turn]
+            blocks = np.arange(-(-size // block))
+            if self.args.shuffle_buffer:
+                np.random.default_rng(seed).shuffle(blocks[: size // block])  # a short last block stays the last
+            while offset < size:
+                number = offset // window
+                starts = blocks[number * window // block : (number + 1) * window // block] * block
+                rows = [row for s in starts for row in self.read(self.held + s, self.held + min(s + block, size))]
+                order = np.arange(len(rows))
+                if self.args.shuffle_buffer:
+                    np.random.default_rng([*seed, number]).shuffle(order)
+                for place in order[offset - number * window :]:
+                    position += 1
+                    yield rows[place], position
+                offset = number * window + len(rows)
+
+
+class StreamSource:
+    """Files read front to back, in a new order each pass and shuffled window by window. A position names where the
+    window begins and how many of its rows are used, so a resume reads that window again and loses nothing."""
+
+    def __init__(self, index, files, args):
+        self.index, self.args, self.files = index, args, files
+        self.held = [0] * len(files)
+        # Reads up to the first row: a wrong column is said now, not an hour into the run.
+        self.empty = not any(next(read_batches(file, wanted_columns(args)), None) for file in files)
+
+    def __len__(self):
+        return 0 if self.empty else 1  # unknown; streams are mixed in equal shares unless weights are given
+
+    def read(self, order, shard, row):
+        """Yield (place in `order`, row) of the files in `order`, from row `row` of file `order[shard]` on."""
+        for place in range(shard, len(order)):
+            file = self.files[order[place]]
+            start = max(row if place == shard else 0, self.held[order[place]])
+            for number, batch in read_batches(file, wanted_columns(self.args), self.args.label_column, start):
+                for values in rows_of(batch, file, number, self.args):
+                    yield place, values
+
+    def hold_out(self, count):
+        """The first `count` rows, which `rows` then leaves out."""
+        rows = list(islice(self.read(range(len(self.files)), 0, 0), count))
+        for place, row in rows:
+            self.held[place] = row[3] + 1
+        return [row for _, row in rows]
+
+    def rows(self, position):
+        """Yield (row, position after it) for ever, from None or a position that was yielded."""
+        at = position or {"pass": 0, "window": 0, "shard": 0, "row": 0, "used": 0}
+        while True:
+            seed = [self.args.seed, self.index, at["pass"]]
+            order = np.arange(len(self.files))
+            if self.args.shuffle_buffer:
+                np.random.default_rng(seed).shuffle(order)
+            reader = self.read(order, at["shard"], at["row"])
+            while window := list(islice(reader, self.args.shuffle_buffer or READ_ROWS)):
+                at = {**at, "shard": int(window[0][0]), "row": window[0][1][3]}
+                places = np.arange(len(window))
+                if self.args.shuffle_buffer:
+                    np.random.default_rng([*seed, at["window"]]).shuffle(places)
+                for used in range(at["used"], len(window)):
+                    yield window[places[used]][1], {**at, "used": used + 1}
+                at = {**at, "window": at["window"] + 1, "used": 0}
+            if at["window"] == 0:
+                raise BadInput(f"{self.files[0]}: no row is left to train on; lower --eval_rows")
+            at = {"pass": at["pass"] + 1, "window": 0, "shard": 0, "row": 0, "used": 0}
+
+
+def due(picks, weights):
+    """The source to take the next row from, so that each has its share to within a row at every moment.
+
+    No dice are thrown, so there is no state but the picks: the quota method (Balinski and Young 1975).
+    """
+    quota = [weight * (sum(picks) + 1) / sum(weights) for weight in weights]
+    short = [source for source in range(len(weights)) if picks[source] < quota[source]]
+    return min(short, key=lambda source: (picks[source] + 1) / weights[source])
+
+
+def hold_out(sources, weights, count):
+    """The first `count` rows of the interleaved sources, taken out of them."""
+    picks = [0] * len(sources)
+    for _ in range(count):
+        picks[due(picks, weights)] += 1
+    return [row for source, number in zip(sources, picks) for row in source.hold_out(number)]
+
+
+def row_batches(sources, weights, args, position, check=checked):
+    """Yield (rows of one batch, position after it) for ever: a pure function of sources, weights, seed and batch size.
+
+    A position is JSON: how often each source was picked, where each stands, and how many batches of a length window
+    are used. It travels with its batch, so what was read ahead is never lost and never repeated.
+    """
+    at = position or {"picks": [0] * len(sources), "sources": [None] * len(sources), "cut": 0, "skipped": 0}
+    readers = [source.rows(place) for source, place in zip(sources, at["sources"])]
+    wanted = args.batch_size * args.length_window
+    while True:
+        picks, places, skipped, rows = list(at["picks"]), list(at["sources"]), at["skipped"], []
+        if args.mix_by == "batch":
+            source = due(picks, weights)
+            picks[source] += 1
+        while len(rows) < wanted:
+            if args.mix_by == "row":
+                source = due(picks, weights)
+                picks[source] += 1
+            row, places[source] = next(readers[source])
+            if good := check(row, args):
+                rows.append(good)
+            else:
+                skipped += 1
+                if skipped - at["skipped"] > 100_000 + wanted:
+                    raise BadInput(f"{row[2]}: 100,000 bad rows in a batch; check --columns and --label_column")
+        after = {"picks": picks, "sources": places, "cut": 0, "skipped": skipped}
+        order = np.arange(args.length_window)
+        if args.length_window > 1:
+            rows.sort(key=lambda row: sum(map(len, row[0])))
+            np.random.default_rng([args.seed, *at["picks"]]).shuffle(order)
+        for used in range(at["cut"], args.length_window):
+            first = order[used] * args.batch_size
+            last = used + 1 == args.length_window
+            yield rows[first : first + args.batch_size], after if last else {**at, "cut": used + 1}
+        at = after
+
+
+# ---------------------------------------------------------------------------------------- shares and micro-batches
+
+
+def deal(lengths, processes):
+    """Index lists, one a process, even in count and in length: longest first, in snake order (0 1 1 0 0 1 ...)."""
+    shares = [[] for _ in range(processes)]
+    for place, text in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
+        turn, process = divmod(place, processes)
+        shares[process if turn % 2 == 0 else processes - 1 - process].append(text)
+    return shares
+
+
+def cut_micro_batches(lengths, budget):
+    """Index lists, longest text first, each of at most `budget` tokens with padding; a longer text stands alone.
+
+    Of all such cuts of the sorted texts the one with the fewest padded tokens, where a forward pass is taken to cost a
+    sixteenth of `budget` of its own: short texts are not padded to long ones, nor encoded by twos and threes.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    sizes = np.array([max(lengths[i], 1) for i in order])
+    costs, begins = np.zeros(len(order) + 1), np.zeros(len(order) + 1, dtype=int)  # of the best cut of the first texts
+    for end in range(1, len(order) + 1):
+        firsts = np.arange(max(0, min(end - 1, end - budget // sizes[end - 1])), end)  # of the last micro-batch
+        padded = (end - firsts) * sizes[firsts]
+        padded = np.where((padded <= budget) | (firsts == end - 1), padded, np.inf)
+        best = np.argmin(costs[firsts] + padded)
+        costs[end], begins[end] = costs[firsts[best]] + padded[best] + budget / 16, firsts[best]
+    cuts, end = [], len(order)
+    while end:
+        cuts.append(order[begins[end] : end])
+        end = begins[end]
+    return cuts[::-1]
+
+
+TOKENIZING = threading.Lock()  # how to truncate is a state of the tokenizer, which two threads use
+
+
+def tokenize_pairs(pairs, model):
+    """{name: a list of ints a pair}; the document is cut to fit, and the query only where it leaves no room."""
+    queries, documents = map(list, zip(*pairs))
+    options = {"max_length": model.max_seq_length}
+    try:
+        return dict(model.tokenizer(queries, documents, truncation="only_second", **options))
+    except Exception:  # of tokenizers, which has no class of its own for it
+        if len(pairs) == 1:
+            warnings.warn("a query leaves no room for its document and is cut too; raise --max_length", stacklevel=1)
+            return dict(model.tokenizer(queries, documents, truncation="longest_first", **options))
+    halves = [tokenize_pairs(half, model) for half in (pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :])]
+    return {name: halves[0][name] + halves[1][name] for name in halves[0]}
+
+
+def make_pair_micro_batches(pairs, model, budget, device):
+    """(micro-batches, tokens, tokens with padding) of `pairs`, tokenized, cut and padded, longest first.
+
+    A micro-batch is (features, places in `pairs`).
+    """
+    with TOKENIZING:
+        encodings = tokenize_pairs(pairs, model)
+    lengths = list(map(len, encodings["input_ids"]))
+    micro_batches, padded = [], 0
+    for cut in cut_micro_batches(lengths, budget):
+        picked = {name: [values[i] for i in cut] for name, values in encodings.items()}
+        features = dict(model.tokenizer.pad(picked, return_tensors="pt"))
+        padded += features["input_ids"].numel()
+        if device.type == "cuda":
+            features = {name: tensor.pin_memory() for name, tensor in features.items()}
+        micro_batches.append((features, cut))
+    return micro_batches, sum(lengths), padded
+
+
+@dataclass
+class Share:
+    """What one process encodes of N texts, and where the texts of all processes lie once gathered."""
+
+    mine: list  # indices of this process' texts
+    width: int  # texts of the largest share; the others are padded to it to be gathered
+    slots: torch.Tensor  # (N,) row of each text among the gathered (processes * width) rows
+    micro_batches: list  # (features, places in `mine`), longest first
+    tokens: int  # of this share
+    padded: int  # the same with padding
+
+
+def make_pair_share(pairs, model, budget, accelerator):
+    """This process' Share of `pairs` (the same list on every process), tokenized, cut and padded."""
+    shares = deal([len(query) + len(document) for query, document in pairs], accelerator.num_processes)
+    width = max(map(len, shares))
+    slots = torch.empty(len(pairs), dtype=torch.long)
+    for process, share in enumerate(shares):
+        slots[share] = torch.arange(len(share)) + process * width
+    mine = shares[accelerator.process_index]
+    pairs = [pairs[i] for i in mine]
+    return Share(mine, width, slots, *make_pair_micro_batches(pairs, model, budget, accelerator.device))
+
+
+def score(model, features, accelerator):
+    """(n, 1) float logits of one micro-batch."""
+    features = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in features.items()}
+    return model(features)["scores"].float()
+
+
+def gather_texts(parts, share, accelerator):
+    """(N, D) detached outputs for all texts, in their order, from the (n, D) parts of this process."""
+    places = torch.tensor([place for _, cut in share.micro_batches for place in cut], device=parts[0].device)
+    local = parts[0].new_zeros(share.width, parts[0].shape[1])
+    local[places] = torch.cat(parts).detach()
+    return accelerator.gather(local)[share.slots.to(local.device)]
+
+
+# --------------------------------------------------------------------------------------------- the model and its loss
+
+
+def write_bert(folder, texts, args):
+    """Save a BERT-Mini (4 layers of 256 dimensions: Turc et al. 2019) with random weights and its own tokenizer."""
+    wordpieces = BertWordPieceTokenizer()
+    wordpieces.train_from_iterator(texts, vocab_size=30_000, show_progress=False)
+    tokenizer = BertTokenizerFast(tokenizer_object=wordpieces._tokenizer, model_max_length=args.max_length)
+    tokenizer.save_pretrained(folder)
+    shape = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+    shape |= {"vocab_size": len(tokenizer), "max_position_embeddings": args.max_length, "num_labels": 1}
+    torch.manual_seed(args.seed)
+    BertForSequenceClassification(BertConfig(**shape)).save_pretrained(folder)
+
+
+def load_cross_encoder(args, texts, fresh, accelerator):
+    """The CrossEncoder to train: from a Hub id or folder, or a small BERT made for the `texts`."""
+    path = args.model_name_or_path
+    if not path:
+        path = str(Path(args.output_dir) / "from_scratch")
+        if accelerator.is_main_process and fresh:
+            save_atomically(path, lambda part: write_bert(part, texts, args))
+        accelerator.wait_for_everyone()
+    torch.manual_seed(args.seed)  # of a new head, the same on every process
+    try:
+        config = AutoConfig.from_pretrained(path)
+        if "Classification" in str(config.architectures) and config.num_labels != 1:
+            raise ValueError(f"gives {config.num_labels} labels a pair; one that gives a single score is wanted")
+        model = CrossEncoder(path, device="cpu", num_labels=1).float()  # autocast, if any, wants float32 weights
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--model_name_or_path {path}: {str(error).splitlines()[0]}") from None
+    if len(model) > 1:
+        raise BadInput(f"--model_name_or_path {path}: not a transformer with a classification head alone")
+    if args.max_length and args.model_name_or_path:
+        most = getattr(model.config, "max_position_embeddings", None) or args.max_length
+        if args.max_length > most:
+            raise BadInput(f"--max_length {args.max_length}: the model has positions for {most} tokens")
+        model.max_seq_length = args.max_length
+    # What predict() applies: bce trains a probability, every other loss the logit itself.
+    model.activation_fn = torch.nn.Sigmoid() if args.loss == "bce" else torch.nn.Identity()
+    return model
+
+
+def pad_groups(values, groups, fill):
+    """(G, L) of (N,) values whose groups stand one after another, and the (G, L) mask of what is not `fill`."""
+    sizes = torch.bincount(groups)  # (G,)
+    mask = torch.arange(int(sizes.max()), device=groups.device) < sizes[:, None]
+    padded = values.new_full(mask.shape, fill)
+    padded[mask] = values
+    return padded, mask
+
+
+# Every loss takes the logits, the labels and the groups of the whole batch, each (N,), and gives a scalar.
+
+
+def bce(logits, labels, groups):
+    """Binary cross-entropy of each pair."""
+    return F.binary_cross_entropy_with_logits(logits, labels)
+
+
+def mse(logits, labels, groups):
+    """Squared difference of each logit and its label."""
+    return F.mse_loss(logits, labels)
+
+
+def softmax(logits, labels, groups):
+    """Cross-entropy of a positive (a label above 0) against its group, mean over its positives, then over groups.
+
+    Gao et al. 2021 (LCE), equation 2; with several positives ListNet's (Cao et al. 2007) with equal targets.
+    """
+    scores, _ = pad_groups(logits, groups, -torch.inf)
+    positive = pad_groups(labels, groups, 0)[0] > 0
+    counts = positive.sum(1, keepdim=True).expand_as(positive)  # positives of the group
+    return -(scores.log_softmax(1)[positive] / counts[positive]).sum() / len(scores)
+
+
+def ranknet(logits, labels, groups, sigma=1.0):
+    """Bits that the order of two documents costs, mean over the pairs of unlike labels (Burges et al. 2005, eq. 3)."""
+    scores, _ = pad_groups(logits, groups, 0)
+    known, _ = pad_groups(labels, groups, torch.nan)  # which compares as false
+    better = known[:, :, None] > known[:, None, :]  # (G, L, L)
+    margins = (scores[:, :, None] - scores[:, None, :])[better]
+    return -F.logsigmoid(sigma * margins).sum() / math.log(2) / max(len(margins), 1)
+
+
+def lambda_loss(logits, labels, groups, k=None, sigma=1.0, mu=10.0):
+    """LambdaLoss with the weights NDCG-Loss2++ (Wang et al. 2018, equations 13 to 17), pairs cut at rank k (18)."""
+    scores, mask = pad_groups(logits, groups, -torch.inf)
+    order = scores.detach().argsort(dim=1, descending=True, stable=True)  # padding comes last: `mask` stays
+    scores = pad_groups(logits, groups, 0)[0].gather(1, order)
+    known = pad_groups(labels, groups, 0)[0].gather(1, order)
+    ranks = torch.arange(1, scores.shape[1] + 1, device=scores.device)  # (L,)
+    discounts = torch.log2(1.0 + ranks)
+    gains = 2**known - 1
+    top = ranks <= (k or len(ranks))
+    best = (gains.sort(1, descending=True)[0] / discounts * top).sum(1, keepdim=True)
+    gains = gains / best.clamp(min=1e-10)
+    apart = (ranks[:, None] - ranks).abs()  # (L, L)
+    by_distance = 1 / torch.log2(1.0 + apart) - 1 / torch.log2(2.0 + apart)
+    by_rank = (1 / discounts[:, None] - 1 / discounts).abs()
+    weights = (mu * by_distance + by_rank) * (gains[:, :, None] - gains[:, None, :]).abs()  # (G, L, L)
+    pairs = (known[:, :, None] > known[:, None, :]) & mask[:, None, :] & (top[:, None] | top)
+    margins = (scores[:, :, None] - scores[:, None, :])[pairs]
+    return -(weights[pairs] * F.logsigmoid(sigma * margins)).sum() / math.log(2) / max(len(margins), 1)
+
+
+def margin_mse(logits, labels, groups):
+    """Squared difference of the margins to a group's first document, mean over the others (Hofstätter et al. 2020)."""
+    scores, mask = pad_groups(logits, groups, 0)
+    teacher, _ = pad_groups(labels, groups, 0)
+    return F.mse_loss((scores[:, :1] - scores)[:, 1:][mask[:, 1:]], (teacher[:, :1] - teacher)[:, 1:][mask[:, 1:]])
+
+
+def kl(logits, labels, groups, temperature=1.0):
+    """KL divergence of the student's distribution over a group from the teacher's, mean over groups.
+
+    Hinton et al. 2015, section 2, whose T**2 keeps the gradient's size.
+    """
+    scores, mask = pad_groups(logits / temperature, groups, -torch.inf)
+    student = scores.log_softmax(1)[mask]  # (N,)
+    teacher = pad_groups(labels / temperature, groups, -torch.inf)[0].log_softmax(1)[mask]
+    return (teacher.exp() * (teacher - student)).sum() * temperature**2 / len(scores)
+
+
+def default_loss(args):
+    """softmax, or bce where the first row has one label."""
+    if not args.label_column:
+        return "softmax"
+    batches = read_batches(list_files(args.train_data[0])[0], [args.label_column], args.label_column)
+    label = next((batch.column(0)[0].as_py() for _, batch in batches), None)
+    return "softmax" if isinstance(label, list) or str(label).startswith("[") else "bce"
+
+
+def make_pair_loss(args):
+    """Loss (logits, labels, groups) -> scalar on the whole batch."""
+    named = {"bce": bce, "mse": mse, "softmax": softmax, "ranknet": ranknet, "lambda": lambda_loss,
+             "margin_mse": margin_mse, "kl": kl}  # fmt: skip
+    loss = named[args.loss]
+    known = list(inspect.signature(loss).parameters)[3:]
+    if unknown := set(args.loss_args) - set(known):
+        raise BadInput(f"--loss_args: {args.loss} has no {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
+    return partial(loss, **args.loss_args)
+
+
+@dataclass
+class PairBatch:
+    rows: list  # of ([query, document, ...], labels, file, row number), drawn negatives included
+    position: dict  # where the data stands after this batch
+    labels: torch.Tensor  # (N,)
+    groups: torch.Tensor  # (N,) number of the row
+    share: Share
+
+
+DRAWN = 4  # negatives where --num_negatives does not say
+
+
+def make_pair_batches(rows_and_positions, model, budget, args, accelerator):
+    """Yield each batch with this process' share of it; meant to run in a background thread."""
+    for rows, position in rows_and_positions:
+        place = hashlib.sha256(json.dumps([args.seed, position], sort_keys=True).encode()).digest()
+        rows = draw_negatives(rows, DRAWN if args.num_negatives < 0 else args.num_negatives, list(place))
+        labels = torch.tensor([label for row in rows for label in row[1]])
+        groups = torch.tensor([number for number, row in enumerate(rows) for _ in row[1]])
+        share = make_pair_share(row_pairs(rows), model, budget, accelerator)
+        yield PairBatch(rows, position, labels, groups, share)
+
+
+def row_pairs(rows):
+    """N (query, document), row after row."""
+    return [(row[0][0], document) for row in rows for document in row[0][1:]]
+
+
+def prefetch(iterator, depth=2):
+    """Run an iterator in a background thread, `depth` items ahead; its errors surface here."""
+    with ThreadPoolExecutor(1) as pool:
+        ahead = deque(pool.submit(next, iterator, None) for _ in range(depth))
+        while (item := ahead.popleft().result()) is not None:
+            ahead.append(pool.submit(next, iterator, None))
+            yield item
+
+
+# ---------------------------------------------------------------------------------------------------- evaluation
+
+
+MEASURES = ("MRR@10", "nDCG@10", "accuracy", "F1", "average precision", "Spearman", "Pearson")
+CANDIDATES = 50  # documents that a held-out query ranks where negatives are drawn; 200 queries make 10,000 pairs
+
+
+class PairMetric(evaluate.Metric):
+    """A measure of scores and labels, a number a pair each."""
+
+    def _info(self):
+        features = Features({"scores": Value("float64"), "labels": Value("float64")})
+        return evaluate.MetricInfo(description=self.__doc__, citation="", inputs_description="", features=features)
+
+
+class BinaryMetric(PairMetric):
+    """Accuracy and F1, each at its best threshold, and average precision, of labels 0 and 1."""
+
+    def _compute(self, scores, labels):
+        order = np.argsort(scores)[::-1]
+        scores, labels = np.array(scores)[order], np.array(labels)[order]
+        ends = np.append(scores[1:] != scores[:-1], True)  # a threshold cannot part equal scores
+        taken, hits, positives = np.arange(1, len(labels) + 1)[ends], labels.cumsum()[ends], labels.sum()
+        right = hits + (len(labels) - taken) - (positives - hits)
+        return {
+            "accuracy": max(right.max(), len(labels) - positives) / len(labels),
+            "F1": (2 * hits / (taken + positives)).max(),
+            "average precision": (np.diff(hits, prepend=0) * hits / taken).sum() / max(positives, 1),
+        }
+
+
+class CorrelationMetric(PairMetric):
+    """Spearman's and Pearson's correlation of scores and labels."""
+
+    def _compute(self, scores, labels):
+        return {"Spearman": float(spearmanr(scores, labels)[0]), "Pearson": float(pearsonr(scores, labels)[0])}
+
+
+class GroupMetric(evaluate.Metric):
+    """MRR@10 and nDCG@10, a label above 0 being relevant and its own gain; of equal scores the worse ranks first."""
+
+    def _info(self):
+        features = Features({"scores": Sequence(Value("float64")), "labels": Sequence(Value("float64"))})
+        return evaluate.MetricInfo(description=self.__doc__, citation="", inputs_description="", features=features)
+
+    def _compute(self, scores, labels):
+        discounts, reciprocal, ndcg = 1 / np.log2(np.arange(2, 12)), [], []
+        for found, known in zip(scores, labels):
+            known = np.maximum(known, 0)
+            gains, ideal = known[np.lexsort((known, -np.array(found)))][:10], np.sort(known)[::-1][:10]
+            reciprocal.append(max((gains > 0) / np.arange(1, len(gains) + 1)))
+            ndcg.append(gains @ discounts[: len(gains)] / max(ideal @ discounts[: len(ideal)], 1e-10))
+        return {"MRR@10": np.mean(reciprocal), "nDCG@10": np.mean(ndcg)}
+
+
+@torch.no_grad()
+def evaluate_pairs(model, rows, budget, args, accelerator):
+    """{metric: value} of the held-out rows, the same on every process.
+
+    Rows of several documents are ranked; of a teacher's scores the best document is the relevant one. A label a row is
+    a class where all are 0 or 1, else a score.
+    """
+    model = accelerator.unwrap_model(model)
+    model.eval()
+    share = make_pair_share(row_pairs(rows), model, budget, accelerator)
+    bar = tqdm(share.micro_batches, "evaluating", leave=False, delay=2, disable=not accelerator.is_main_process)
+    parts = [score(model, features, accelerator) for features, _ in bar]
+    model.train()
+    scores = gather_texts(parts, share, accelerator).view(-1).tolist()
+    labels = [label for row in rows for label in row[1]]
+    kind = BinaryMetric if set(labels) <= {0, 1} else CorrelationMetric
+    if len(labels) > len(rows):
+        kind, scores = GroupMetric, iter(scores)
+        scores = [list(islice(scores, len(row[1]))) for row in rows]
+        labels = [row[1] for row in rows]
+        if args.loss in ("margin_mse", "kl"):
+            labels = [[float(label == max(row)) for label in row] for row in labels]
+    with tempfile.TemporaryDirectory() as folder:  # else a lock file in the user's home
+        metric = kind(cache_dir=folder, keep_in_memory=True)
+        metric.add_batch(scores=scores, labels=labels)
+        return {name: float(value) for name, value in metric.compute().items()}
+
+
+# ------------------------------------------------------------------------------------------- files a run leaves behind
+
+
+def save_atomically(folder, write):
+    """Fill `folder` by write(part), synced to disk before it gets its name; what stood there is replaced last."""
+    folder = Path(folder)
+    part, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
+    for stale in (part, old):
+        shutil.rmtree(stale, ignore_errors=True)
+    try:
+        part.mkdir(parents=True)
+        write(part)
+        for path in [*part.rglob("*"), part]:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise BadInput(f"{folder}: not written ({error}); make room; what was saved before is whole") from None
+    if folder.exists():
+        folder.rename(old)
+    part.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sha256(path):
+    """Hex digest of a file, read piece by piece: a checkpoint may be larger than memory has room for twice."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def save_checkpoint(folder, model, optimizer, state, keep):
+    """Write `folder` (weights, optimizer, state as JSON, checksums), then remove all but the newest `keep`."""
+
+    def write(part):
+        save_model(model, str(part / "model.safetensors"))
+        moments = {f"{i}.{k}": v for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()}
+        save_file(moments, str(part / "optimizer.safetensors"))
+        (part / "state.json").write_text(json.dumps(state))
+        sums = [f"{sha256(file)}  {file.name}\n" for file in sorted(part.iterdir())]
+        (part / "SHA256SUMS").write_text("".join(sums))
+
+    save_atomically(folder, write)
+    steps = sorted(folder.parent.glob("step_*"))
+    whole = steps[: steps.index(folder) + 1]  # what is newer is damaged: a resume passed it over
+    for path in steps:
+        if path not in whole[-keep:]:
+            shutil.rmtree(path)
+
+
+def newest_checkpoint(folder):
+    """(folder, state) of the newest whole checkpoint, or (None, None); a damaged one is named and passed over."""
+    found = sorted(Path(folder).glob("step_*"), reverse=True)
+    for path in found:
+        try:
+            sums = dict(line.split("  ")[::-1] for line in (path / "SHA256SUMS").read_text().splitlines())
+            for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+                digest = sums.get(name)
+                if sha256(path / name) != digest:
+                    raise OSError(f"{name} is damaged")
+            return path, json.loads((path / "state.json").read_text())
+        except (OSError, ValueError) as error:
+            print(f"{path}: passed over ({error})", file=sys.stderr)
+    if found:
+        raise BadInput(f"{folder}: no checkpoint is whole; remove the folder to start from the beginning")
+    return None, None
+
+
+def load_checkpoint(path, model, optimizer):
+    """Put a checkpoint's weights and AdamW moments in place."""
+    load_model(model, str(path / "model.safetensors"))
+    moments = {}
+    for name, tensor in load_file(str(path / "optimizer.safetensors")).items():
+        parameter, key = name.split(".")
+        moments.setdefault(int(parameter), {})[key] = tensor
+    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+# What a resumed run may not change: it would be another experiment under the same name.
+FIXED = """train_data eval_data eval_rows streaming columns num_negatives label_column mixing_weights mix_by
+shuffle_buffer length_window on_bad_row model_name_or_path max_length batch_size gradient_accumulation_steps loss
+loss_args seed"""
+
+
+def check_resumed(saved, args, data):
+    """BadInput that lists every flag, and every source, that is not as it was when the checkpoint was written."""
+    then, now = saved["args"], asdict(args)
+    changed = [f"--{name} was {then[name]}, is {now[name]}" for name in FIXED.split() if then[name] != now[name]]
+    changed += [f"the data of {now[0]} is not what it was" for then, now in zip(saved["data"], data) if then != now]
+    if changed:
+        raise BadInput(f"--resume: {'; '.join(changed)}; restore it, or start a new --output_dir")
+
+
+def read_metrics(path, step):
+    """The records of metrics.jsonl up to `step`; what a killed run wrote after its last checkpoint is left out."""
+    records = []
+    with open(path) as lines:
+        for line in lines:
+            with suppress(ValueError):  # a torn last line
+                records.append(json.loads(line))
+    return [record for record in records if record["step"] <= step]
+
+
+def draw(metrics, path):
+    """Plot loss, learning rate and evaluation metrics over the steps."""
+    import matplotlib  # half a second to import, at the end of a run
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    evaluated = [name for name in MEASURES if any(name in line for line in metrics)]
+    for axis, names in zip(axes, (["loss"], evaluated, ["tokens_per_second"])):
+        for name in names:
+            points = [(line["step"], line[name]) for line in metrics if name in line]
+            axis.plot(*zip(*points), marker="o" if name in evaluated else None, markersize=3, label=name)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+        if names:
+            axis.legend()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def cross_encoder_card(args, steps, metrics, data):
+    """README.md of the saved model: what it is, how it was trained, what was measured."""
+    front = {"library_name": "sentence-transformers", "pipeline_tag": "text-ranking",
+             "tags": ["sentence-transformers", "cross-encoder", "reranker"]}  # fmt: skip
+    if args.model_name_or_path:
+        front["base_model"] = args.model_name_or_path
+    defaults = {name: entry.default for name, entry in Args.__dataclass_fields__.items()} | {"loss_args": {}}
+    given = flags_of({name: value for name, value in asdict(args).items() if value != defaults[name]})
+    return f"""---
+{yaml.safe_dump(front).strip()}
+---
+# {Path(args.output_dir).name}
+
+A cross-encoder from {args.model_name_or_path or "a small BERT, from scratch"}, trained for {steps:,} steps of
+{args.batch_size * args.gradient_accumulation_steps:,} rows, of:
+
+{chr(10).join(f"- {name}" + f" ({rows:,} rows)" * (not args.streaming) for name, rows, _ in data)}
+
+```python
+from sentence_transformers import CrossEncoder
+
+model = CrossEncoder("path/of/this/folder")
+scores = model.predict([("a query", "a document")])
+```
+
+Held-out rows: {args.eval_rows:,} (from {", ".join(args.eval_data) or "the training sources, not trained on"}).
+
+| measure | value |
+|---|---|
+{chr(10).join(f"| {name} | {value:.4f} |" for name, value in metrics.items()) or "| not evaluated | |"}
+
+    {shlex.join(["python", "train_cross_encoder.py", *given])}
+"""
+
+
+# ------------------------------------------------------------------------------------------------------ training
+
+
+def schedule(step, steps, args):
+    """Learning rate of `step` (from 0) of `steps`: linear warmup, then linear or cosine decay to 0."""
+    warmup = math.ceil(args.warmup_ratio * steps)
+    if step < warmup:
+        return args.learning_rate * (step + 1) / warmup
+    left = (steps - step) / max(steps - warmup, 1)
+    return args.learning_rate * (left if args.lr_schedule == "linear" else (1 - math.cos(math.pi * left)) / 2)
+
+
+def freeze_unscored(model, accelerator):
+    """Freeze what gets no gradient, such as the pooler of a model that does not use it; returns how many tensors.
+
+    DDP would wait for their gradients for ever, and reduce none of the others, without a word.
+    """
+    pairs = [("a query", "a document")] * accelerator.num_processes
+    features = make_pair_share(pairs, model, 1, accelerator).micro_batches[0][0]
+    model(features)["scores"].sum().backward()
+    unused = [(name, parameter) for name, parameter in model.named_parameters() if parameter.grad is None]
+    for _, parameter in unused:
+        parameter.requires_grad_(False)
+    model.zero_grad()
+    return len(unused)
+
+
+def backward_pairs(model, batch, loss_fn, seed, sync, args, accelerator):
+    """Add the gradient of the whole batch's loss to the model's; returns the loss, equal on every process.
+
+    `seed` is a list of ints: dropout is a function of it, the process and the micro-batch, hence the same in a second
+    forward pass and after a resume. `sync` reduces the gradients over the processes in the last backward pass.
+    """
+    share = batch.share
+
+    def score_part(number):
+        torch.manual_seed(int(np.random.SeedSequence([*seed, accelerator.process_index, number]).generate_state(1)[0]))
+        reduce = sync and number == len(share.micro_batches) - 1
+        with nullcontext() if reduce else accelerator.no_sync(model):
+            return score(model, share.micro_batches[number][0], accelerator)  # (n, 1)
+
+    with torch.set_grad_enabled(not args.grad_cache):
+        parts = [score_part(number) for number in range(len(share.micro_batches))]
+    # Gathered, they are a leaf: the loss of the whole batch needs no graph through collectives or other processes.
+    logits = gather_texts(parts, share, accelerator).requires_grad_()  # (N, 1)
+    loss = loss_fn(logits.view(-1), batch.labels.to(logits.device), batch.groups.to(logits.device))
+    loss.backward()
+    # DDP averages over the processes; this loss is a whole one, of which each process holds the part of its own pairs.
+    wanted = logits.grad[share.mine] * accelerator.num_processes  # (n, 1)
+    pairs = [(number, wanted[cut]) for number, (_, cut) in enumerate(share.micro_batches)]
+    if args.grad_cache:  # Gao et al. 2021, section 3.2: one graph at a time
+        for number, gradient in pairs:
+            accelerator.backward((score_part(number) * gradient).sum())
+    else:
+        accelerator.backward(sum((parts[number] * gradient).sum() for number, gradient in pairs))
+    return loss.item()
+
+
+def fingerprint(files):
+    """Hash of the files' names and sizes, and of both ends of the first and the last."""
+    digest = hashlib.sha256()
+    for file in files:
+        fs, path = fsspec.core.url_to_fs(file)
+        digest.update(f"{os.path.basename(path)} {fs.size(path)} ".encode())
+    for file in (files[0], files[-1]):
+        with fsspec.open(file, "rb") as raw:
+            digest.update(raw.read(2**16))
+            raw.seek(max(0, raw.seek(0, os.SEEK_END) - 2**16))
+            digest.update(raw.read())
+    return digest.hexdigest()[:16]
+
+
+def broken_step(step, loss, norm, batch, output):
+    """What to say of a step whose loss or gradient is not finite; the rows of its batch go to a file."""
+    rows = [{"file": file, "row": number, "texts": texts} for texts, _, file, number in batch.rows]
+    (output / "broken_batch.json").write_text(json.dumps(rows, indent=1))
+    return (
+        f"step {step + 1}: loss {loss}, gradient norm {norm}; the rows of the batch, from {rows[0]['file']} row "
+        f"{rows[0]['row']} on, are in {output}/broken_batch.json; mend them or lower --learning_rate; the checkpoints "
+        "before are whole"
+    )
+
+
+def main_first(accelerator, work):
+    """The result of work(), done by each machine's main process before the others; its BadInput reaches them all."""
+    with accelerator.local_main_process_first():
+        try:
+            return work()
+        except BadInput as error:  # leaving here would leave the others waiting
+            failure = error
+    raise failure
+
+
+def open_data(args, accelerator, check=checked):
+    """(sources, their weights, held-out rows, bad ones among them, rows an epoch, fingerprints); sets args.columns."""
+    files = [list_files(source) for source in args.train_data]
+    held_files = [list_files(source) for source in args.eval_data]
+    if not args.columns:
+        there = next(read_batches(files[0][0]), (0, None))[1]
+        if there is None:
+            raise BadInput(f"{files[0][0]}: holds no row; remove it")
+        args.columns = [name for name in there.schema.names if name != args.label_column]
+    if args.num_negatives >= 0:
+        args.columns = args.columns[: 2 + args.num_negatives]
+    if len(args.columns) < 2:
+        raise BadInput(f"--columns: two or more texts are wanted, there is {args.columns}; SimCSE names one twice")
+    kind = StreamSource if args.streaming else MappedSource
+
+    def opened():  # the first process makes the Arrow copies, the others find them
+        return [[kind(index, names, args) for index, names in enumerate(part)] for part in (files, held_files)]
+
+    sources, held_sources = main_first(accelerator, opened)
+    for name, source in zip(args.train_data + args.eval_data, sources + held_sources):
+        if len(source) == 0:
+            raise BadInput(f"{name}: holds no row; leave it out")
+    weights = args.mixing_weights or [len(source) for source in sources]
+    held = hold_out(held_sources or sources, [len(s) for s in held_sources] or weights, args.eval_rows)
+    good = [row for row in (check(row, args) for row in held) if row]
+    skipped, held = len(held) - len(good), good
+    sizes = [len(source) for source in sources]
+    if not all(sizes):
+        name = args.train_data[sizes.index(0)]
+        raise BadInput(f"{name}: no row is left beside --eval_rows {args.eval_rows}; lower it, or name --eval_data")
+    if args.streaming and not args.max_steps and not args.rows_per_epoch:
+        raise BadInput("--streaming: a stream does not say how long it is; give --max_steps or --rows_per_epoch")
+    weights = args.mixing_weights or sizes
+    ends = [size * sum(weights) / weight for size, weight in zip(sizes, weights)]  # rows of the mix that exhaust each
+    rows = args.rows_per_epoch or (min if args.stopping_strategy == "first_exhausted" else max)(ends)
+    data = [[name, size, fingerprint(names)] for name, size, names in zip(args.train_data, sizes, files)]
+    return sources, weights, held, skipped, rows, data
+
+
+def main(args):
+    if unknown := set(args.report_to) - {str(tracker) for tracker in LoggerType}:
+        raise BadInput(f"--report_to {', '.join(unknown)}: the trackers are {', '.join(map(str, LoggerType))}")
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),  # else several processes on CPUs would not find one another
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        log_with=args.report_to or None,
+        project_dir=args.output_dir,
+        kwargs_handlers=[
+            # Processes run different numbers of forward passes; a broadcast of buffers in each would never match up.
+            DistributedDataParallelKwargs(broadcast_buffers=False),
+            # An Arrow copy of a large corpus, or an evaluation, may keep the others waiting for long.
+            InitProcessGroupKwargs(timeout=timedelta(days=1)),
+        ],
+    )
+    args.gradient_accumulation_steps = accelerator.gradient_accumulation_steps  # the launch config may have set it
+    accumulation = args.gradient_accumulation_steps
+    output, is_main = Path(args.output_dir), accelerator.is_main_process
+    if args.label_column and args.eval_rows == 1:
+        raise BadInput("--eval_rows 1: a correlation with labels wants two rows or more")
+    for name in ("batch_size", "eval_rows"):
+        if 0 < getattr(args, name) < accelerator.num_processes:
+            raise BadInput(f"--{name} {getattr(args, name)}: raise it to the {accelerator.num_processes} processes")
+    checkpoint_path, saved = newest_checkpoint(output / "checkpoints") if args.resume else (None, None)
+    if (output / "args.yaml").exists() and not args.resume:
+        raise BadInput(f"--output_dir {output} holds a run: go on with it by --resume, or name another folder")
+    accelerator.wait_for_everyone()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--output_dir {output}: {error}; name a folder that can be written") from None
+
+    # Data, model, optimizer
+    args.loss = args.loss or default_loss(args)
+    loss_fn = make_pair_loss(args)
+    sources, weights, held, held_skipped, epoch_rows, data = open_data(args, accelerator, checked_group)
+    held = draw_negatives(held, CANDIDATES - 1, args.seed) if held else []
+    if 0 < len(held) < accelerator.num_processes:
+        raise BadInput(
+            f"--eval_rows {args.eval_rows}: {len(held)} good rows for {accelerator.num_processes} processes"
+        )
+    if saved:
+        check_resumed(saved, args, data)
+    steps = args.max_steps or math.ceil(args.num_epochs * epoch_rows / (args.batch_size * accumulation))
+    sample = row_batches(sources, weights, args, None, checked_group)
+    sample = islice(sample, math.ceil(min(epoch_rows, 100_000) / args.batch_size))
+    sample = (text for rows, _ in sample for row in rows for text in row[0])
+    model = load_cross_encoder(args, sample, not saved, accelerator).to(accelerator.device)
+    budget = args.micro_batch_tokens or (2048 if accelerator.device.type == "cpu" else 16_384)
+    model.train()
+    frozen = freeze_unscored(model, accelerator)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": [p for p in trained if p.ndim > 1], "weight_decay": args.weight_decay},
+              {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]  # fmt: skip
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=args.learning_rate, fused=True)
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # broadcast_buffers is to get another name
+        model, optimizer = accelerator.prepare(model, optimizer)
+    bare = accelerator.unwrap_model(model)
+
+    # Where to begin
+    step, position, window, metrics = 0, None, [], []
+    if saved:
+        load_checkpoint(checkpoint_path, bare, optimizer.optimizer)
+        step, position, window = saved["step"], saved["position"], saved["losses"]
+        metrics = read_metrics(output / "metrics.jsonl", step)
+        accelerator.print(f"resuming from {checkpoint_path}: step {step:,} of {steps:,}")
+    elif args.resume:
+        accelerator.print(f"no checkpoint in {output / 'checkpoints'}: starting from the beginning")
+    if is_main:
+        (output / "args.yaml").write_text(yaml.safe_dump(asdict(args), sort_keys=False))
+        (output / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    if args.report_to:
+        accelerator.init_trackers("evenstep", {k: str(v) for k, v in asdict(args).items()})
+    asked_to_stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.set())
+    accelerator.print(
+        f"{sum(p.numel() for p in trained):,} parameters trained, {frozen} tensors without gradient frozen; "
+        f"{steps:,} steps of {accumulation} x {args.batch_size:,} rows on {accelerator.num_processes} x "
+        f"{accelerator.device.type}, micro-batches of {budget:,} tokens; {len(held):,} rows held out"
+    )
+
+    def log(record):
+        """Append one step's record to metrics.jsonl and the trackers."""
+        metrics.append({"step": step, **record})
+        accelerator.log(record, step=step)
+        if is_main:
+            with open(output / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(metrics[-1]) + "\n")
+
+    def save():
+        if not all(parameter.isfinite().all() for parameter in trained):
+            raise BadInput(
+                f"step {step}: a weight is not finite; lower --learning_rate; the checkpoints before are whole"
+            )
+        state = {"step": step, "position": position, "losses": window, "args": asdict(args), "data": data}
+        if is_main:
+            save_checkpoint(
+                output / f"checkpoints/step_{step:08}", bare, optimizer.optimizer, state, args.keep_checkpoints
+            )
+        accelerator.wait_for_everyone()
+
+    eval_every = args.eval_every or max(1, steps // 10)
+    if held and step == 0:
+        log(evaluate_pairs(model, held, budget, args, accelerator))
+        accelerator.print(
+            "before training: " + "  ".join(f"{k} {v:.4f}" for k, v in metrics[-1].items() if k != "step")
+        )
+    rows = row_batches(sources, weights, args, position, checked_group)
+    batches = prefetch(make_pair_batches(rows, bare, budget, args, accelerator))
+    bar = tqdm(total=steps, initial=step, disable=not is_main, unit="step")
+    seconds, rows_done, tokens, padded = 0.0, 0, 0, 0
+    stopping = False
+    model.train()
+    while step < steps and not stopping:
+        # ---------------------------------------------------------------- one optimizer step
+        started = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = schedule(step, steps, args)
+        losses_of_step = []
+        for number in range(accumulation):
+            batch = next(batches)
+            position = batch.position
+            sync = number == accumulation - 1
+            seed = [args.seed, step, number]
+            losses_of_step.append(backward_pairs(model, batch, loss_fn, seed, sync, args, accelerator))
+            rows_done += len(batch.rows)
+            tokens += batch.share.tokens
+            padded += batch.share.padded
+        norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf).item()
+        loss = sum(losses_of_step) / accumulation
+        if not math.isfinite(loss) or not (math.isfinite(norm) or accelerator.scaler):
+            raise BadInput(broken_step(step, loss, norm, batch, output))
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds += time.perf_counter() - started
+        # -----------------------------------------------------------------------------------
+        step += 1
+        window.append(loss)
+        bar.update()
+        record = {}
+        if step % args.log_every == 0 or step == steps:
+            mine = torch.tensor([tokens, padded], device=accelerator.device)
+            tokens, padded = accelerator.reduce(mine).tolist()
+            record = {"loss": sum(window) / len(window), "learning_rate": optimizer.param_groups[0]["lr"],
+                      "grad_norm": norm, "rows_per_second": rows_done / seconds,
+                      "tokens_per_second": tokens / seconds, "padding_fraction": 1 - tokens / padded}  # fmt: skip
+            bar.set_postfix_str(
+                f"loss {record['loss']:.4f}, {record['rows_per_second']:,.0f} rows/s, "
+                f"{record['tokens_per_second']:,.0f} tokens/s, padding {record['padding_fraction']:.1%}"
+            )
+            window, seconds, rows_done, tokens, padded = [], 0.0, 0, 0, 0
+        if held and (step % eval_every == 0 or step == steps):
+            scores = evaluate_pairs(model, held, budget, args, accelerator)
+            tqdm.write(f"step {step:,}: " + "  ".join(f"{k} {v:.4f}" for k, v in scores.items())) if is_main else None
+            record |= scores
+        if record:
+            log(record)
+        if asked_to_stop.is_set():
+            accelerator.set_trigger()
+        stopping = accelerator.check_trigger()  # on any process, hence on all
+        if stopping or step == steps or (args.save_every and step % args.save_every == 0):
+            save()
+
+    bar.close()
+    if stopping and step < steps:
+        accelerator.print(f"stopped after step {step:,} of {steps:,}; the same command with --resume goes on")
+    elif is_main:
+        scores = next((line for line in reversed(metrics) if set(line) & set(MEASURES)), {})
+        card = cross_encoder_card(args, steps, {name: scores[name] for name in MEASURES if name in scores}, data)
+
+        def write(part):
+            bare.save_pretrained(str(part), create_model_card=False)
+            (part / "README.md").write_text(card)
+
+        save_atomically(output / "model", write)
+        draw(metrics, output / "training.png")
+        skipped = position["skipped"] + held_skipped
+        print(f"{skipped:,} bad rows skipped; " * (skipped > 0) + f"the model is in {output / 'model'}")
+    batches.close()
+    # DDP would drop the last reference to the process group while holding the GIL, which the group's own thread may
+    # wait for: a deadlock at the very end (torch 2.13, one run in fifty). So DDP goes before the group does.
+    del model
+    accelerator.free_memory()
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    try:
+        main(parse_args(sys.argv[1:]))
+    except BadInput as error:
+        # Every process meets the same error; the first one says it, and the others only where that one has not.
+        time.sleep(5 if int(os.environ.get("RANK", 0)) else 0)
+        sys.exit(f"error: {error}")
