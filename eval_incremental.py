@@ -12,8 +12,9 @@ A collection is a corpus, queries and judgments (qrels), in the BEIR folder layo
     qrels/test.tsv query-id <tab> corpus-id <tab> score
 
 The corpus passes by in chunks. Of each, the vectors that the cache holds are read, the missing texts are encoded and
-stored, and every query keeps its best documents so far: memory is bounded by the chunk, search is exact, and a run
-that was killed goes on where it stopped. A vector's key is the text and a fingerprint of all that made the vector.
+stored, and every query keeps its best documents so far. Memory is bounded by the chunk, and by queries and judgments
+(--pairs: all its texts); search is exact, and a run that was killed goes on where it stopped. A vector's key is the
+text and a fingerprint of all that made the vector.
 
 --output_dir receives metrics.json, per_query.csv and report.png, and run.trec (several models: NAME/run.trec).
 
@@ -70,6 +71,7 @@ from transformers import HfArgumentParser
 DEMO = "data/python_code"
 
 
+# same in train_bi_encoder.py, train_cross_encoder.py
 class BadInput(ValueError):
     """Something the user can mend; shown as one line, without a traceback."""
 
@@ -77,6 +79,7 @@ class BadInput(ValueError):
 # ------------------------------------------------------------------------------------------------------ options
 
 
+# same in train_bi_encoder.py, train_cross_encoder.py
 def flag(default, help):
     """One command-line option: its default and the line that --help prints."""
     if isinstance(default, list):
@@ -126,6 +129,7 @@ class Args:
     output_dir: str = flag("runs/eval", "folder for the results")
 
 
+# same in train_bi_encoder.py, train_cross_encoder.py
 def flags_of(given):
     """Command-line words for {flag: value}: lists in several words, objects as JSON, nothing for None and []."""
     words = []
@@ -169,6 +173,8 @@ def parse_args(argv):
             parser.error(f"--metrics {name}: cut deeper than --top_k {args.top_k}; raise it")
     if sum(map(bool, (args.beir, args.corpus, args.pairs))) > 1:
         parser.error("--beir, --corpus, --pairs: name one of them")
+    if (args.queries or args.qrels) and not args.corpus:
+        parser.error("--queries, --qrels: belong to --corpus; name it too")
     if args.beir:
         args.corpus, args.queries = [f"{args.beir}/corpus.jsonl"], [f"{args.beir}/queries.jsonl"]
         args.qrels = f"{args.beir}/qrels/{args.split}.tsv"
@@ -201,6 +207,7 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # of JSON Lines, CSV, TSV and te
 READ_ROWS = 1000  # rows of a record batch, the unit of reading: some 100 kB to 1 MB of text
 
 
+# same in train_bi_encoder.py, train_cross_encoder.py
 def file_kind(file):
     """(format, compression or None) by the file's suffixes; BadInput for what cannot be read."""
     stem, suffix = os.path.splitext(file.lower())
@@ -213,6 +220,7 @@ def file_kind(file):
     return SUFFIXES[suffix], None
 
 
+# same in train_bi_encoder.py, train_cross_encoder.py
 def list_files(source):
     """The files of a source (path, glob, folder, URL or Hub id), sorted; BadInput when there are none."""
     try:
@@ -247,6 +255,7 @@ def list_files(source):
     return files
 
 
+# same in train_bi_encoder.py, train_cross_encoder.py
 def select_columns(there, wanted, file):
     """`wanted`, or all columns `there` when none are; BadInput for one that is not there."""
     for name in wanted:
@@ -255,6 +264,7 @@ def select_columns(there, wanted, file):
     return wanted or list(there)
 
 
+# same in train_bi_encoder.py, train_cross_encoder.py
 def fits(cell, kind):
     """Whether a cell is what a column of the Arrow type `kind` holds: a text, or a list of texts."""
     if pa.types.is_list(kind):
@@ -262,6 +272,7 @@ def fits(cell, kind):
     return isinstance(cell, str)
 
 
+# same in train_bi_encoder.py, train_cross_encoder.py
 def text_batches(file, kind, lines, wanted, label):
     """Yield RecordBatches of strings from JSON Lines, CSV, TSV or plain text; a JSON label stays its JSON text.
 
@@ -304,6 +315,7 @@ def text_batches(file, kind, lines, wanted, label):
         rows.append(record)
 
 
+# same in train_bi_encoder.py, train_cross_encoder.py
 def read_batches(file, wanted=(), label=None, start=0):
     """Yield (number of the first row, RecordBatch of at most READ_ROWS rows) of one file, from row `start` on.
 
@@ -349,6 +361,7 @@ def read_batches(file, wanted=(), label=None, start=0):
         raise BadInput(f"{file}: cannot be read after row {row} ({reason}); replace the file") from None
 
 
+# same in train_bi_encoder.py, train_cross_encoder.py
 def arrow_copy(file, wanted, label, folder):
     """Path of `file` as Arrow on this machine: the file itself, or a copy made once in `folder`, atomically."""
     fs, path = fsspec.core.url_to_fs(file)
@@ -376,6 +389,7 @@ def arrow_copy(file, wanted, label, folder):
     return str(copy)
 
 
+# same in train_bi_encoder.py, train_cross_encoder.py
 def arrow_index(path):
     """(schema, [(byte offset, rows) of each record batch]) of an Arrow file, stream or file format."""
     size, offsets, schema = os.path.getsize(path), [], None
@@ -467,10 +481,11 @@ class Table:
         row, self.empty = 0, 0
         for source, file in zip(self.sources, self.files):
             for number, batch in read_batches(file, self.wanted, self.id):
-                ids = pa.array(map(str, range(row, row + len(batch))))
                 try:
                     parts = [pc.fill_null(pc.cast(batch.column(name), pa.string()), "") for name in self.texts]
-                    if self.id != "#":
+                    if self.id == "#":
+                        ids = pa.array(map(str, range(row, row + len(batch))))
+                    else:
                         ids = pc.fill_null(pc.cast(batch.column(self.id), pa.string()), "")
                 except pa.ArrowException as error:
                     raise BadInput(f"{source}, after row {number}: not text ({error}); convert the column") from None
@@ -567,6 +582,7 @@ def open_collection(args):
     return Collection(corpus, list(texts), list(texts.values()), {name: qrels[name] for name in texts}, notes)
 
 
+# same in train_bi_encoder.py, train_cross_encoder.py
 def prefetch(iterator, depth=2):
     """Run an iterator in a background thread, `depth` items ahead; its errors surface here."""
     with ThreadPoolExecutor(1) as pool:
@@ -831,6 +847,7 @@ def fingerprint_of(model, precision, dtype):
     return digest.hexdigest()
 
 
+# same in train_bi_encoder.py, train_cross_encoder.py
 def deal(lengths, processes):
     """Index lists, one a process, even in count and in length: longest first, in snake order (0 1 1 0 0 1 ...)."""
     shares = [[] for _ in range(processes)]
@@ -840,6 +857,7 @@ def deal(lengths, processes):
     return shares
 
 
+# same in train_bi_encoder.py, train_cross_encoder.py
 def cut_micro_batches(lengths, budget):
     """Index lists, longest text first, each of at most `budget` tokens with padding; a longer text stands alone.
 
@@ -862,6 +880,7 @@ def cut_micro_batches(lengths, budget):
     return cuts[::-1]
 
 
+# same in train_bi_encoder.py
 def make_micro_batches(texts, model, budget, device):
     """(micro-batches, tokens, tokens with padding) of `texts`, tokenized, cut and padded, longest first.
 
@@ -891,6 +910,7 @@ def make_micro_batches(texts, model, budget, device):
     return micro_batches, sum(map(len, ids)), padded
 
 
+# same in train_bi_encoder.py
 def encode(model, features, accelerator):
     """(n, D) float embeddings of one micro-batch."""
     features = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in features.items()}
@@ -1071,6 +1091,7 @@ class Run:
     about: dict  # what metrics.json says of it
 
 
+# same in train_bi_encoder.py, train_cross_encoder.py
 def main_first(accelerator, work):
     """The result of work(), done by each machine's main process before the others; its BadInput reaches them all."""
     with accelerator.local_main_process_first():

@@ -67,6 +67,7 @@ from transformers import HfArgumentParser
 DEMO = "data/python_code"
 
 
+# same in train_cross_encoder.py, eval_incremental.py
 class BadInput(ValueError):
     """Something the user can mend; shown as one line, without a traceback."""
 
@@ -74,6 +75,7 @@ class BadInput(ValueError):
 # ------------------------------------------------------------------------------------------------------ options
 
 
+# same in train_cross_encoder.py, eval_incremental.py
 def flag(default, help):
     """One command-line option: its default and the line that --help prints."""
     if isinstance(default, list):
@@ -137,6 +139,7 @@ class Args:
     report_to: list[str] = flag([], "trackers of Accelerate: tensorboard, wandb, ...")
 
 
+# same in train_cross_encoder.py, eval_incremental.py
 def flags_of(given):
     """Command-line words for {flag: value}: lists in several words, objects as JSON, nothing for None and []."""
     words = []
@@ -204,6 +207,7 @@ READ_ROWS = 1000  # rows of a record batch, the unit of reading: some 100 kB to 
 BLOCK = 100  # neighbouring rows of a mapped table that are read together; the shuffle window mixes many blocks
 
 
+# same in train_cross_encoder.py, eval_incremental.py
 def file_kind(file):
     """(format, compression or None) by the file's suffixes; BadInput for what cannot be read."""
     stem, suffix = os.path.splitext(file.lower())
@@ -216,6 +220,7 @@ def file_kind(file):
     return SUFFIXES[suffix], None
 
 
+# same in train_cross_encoder.py, eval_incremental.py
 def list_files(source):
     """The files of a source (path, glob, folder, URL or Hub id), sorted; BadInput when there are none."""
     try:
@@ -250,6 +255,7 @@ def list_files(source):
     return files
 
 
+# same in train_cross_encoder.py, eval_incremental.py
 def select_columns(there, wanted, file):
     """`wanted`, or all columns `there` when none are; BadInput for one that is not there."""
     for name in wanted:
@@ -258,11 +264,13 @@ def select_columns(there, wanted, file):
     return wanted or list(there)
 
 
+# same in train_cross_encoder.py
 def wanted_columns(args):
     """The columns to read, each once (SimCSE names a column twice)."""
     return list(dict.fromkeys(args.columns + [args.label_column] * bool(args.label_column)))
 
 
+# same in train_cross_encoder.py, eval_incremental.py
 def fits(cell, kind):
     """Whether a cell is what a column of the Arrow type `kind` holds: a text, or a list of texts."""
     if pa.types.is_list(kind):
@@ -270,6 +278,7 @@ def fits(cell, kind):
     return isinstance(cell, str)
 
 
+# same in train_cross_encoder.py, eval_incremental.py
 def text_batches(file, kind, lines, wanted, label):
     """Yield RecordBatches of strings from JSON Lines, CSV, TSV or plain text; a JSON label stays its JSON text.
 
@@ -312,6 +321,7 @@ def text_batches(file, kind, lines, wanted, label):
         rows.append(record)
 
 
+# same in train_cross_encoder.py, eval_incremental.py
 def read_batches(file, wanted=(), label=None, start=0):
     """Yield (number of the first row, RecordBatch of at most READ_ROWS rows) of one file, from row `start` on.
 
@@ -357,6 +367,7 @@ def read_batches(file, wanted=(), label=None, start=0):
         raise BadInput(f"{file}: cannot be read after row {row} ({reason}); replace the file") from None
 
 
+# same in train_cross_encoder.py
 def rows_of(batch, file, number, args):
     """Yield (texts, label, file, row number) for the rows of a RecordBatch that starts at row `number` of `file`."""
     try:
@@ -368,6 +379,7 @@ def rows_of(batch, file, number, args):
         yield texts, label, file, number + offset
 
 
+# same in train_cross_encoder.py
 def checked(row, args):
     """The row with its label as a number or list of numbers; for a bad row BadInput, or None where it is skipped."""
     texts, label, file, number = row
@@ -389,6 +401,7 @@ def checked(row, args):
     return None if problem else (texts, label, file, number)
 
 
+# same in train_cross_encoder.py, eval_incremental.py
 def arrow_copy(file, wanted, label, folder):
     """Path of `file` as Arrow on this machine: the file itself, or a copy made once in `folder`, atomically."""
     fs, path = fsspec.core.url_to_fs(file)
@@ -416,6 +429,7 @@ def arrow_copy(file, wanted, label, folder):
     return str(copy)
 
 
+# same in train_cross_encoder.py, eval_incremental.py
 def arrow_index(path):
     """(schema, [(byte offset, rows) of each record batch]) of an Arrow file, stream or file format."""
     size, offsets, schema = os.path.getsize(path), [], None
@@ -443,6 +457,7 @@ def arrow_index(path):
     return schema, offsets
 
 
+# same in train_cross_encoder.py
 class MappedSource:
     """Arrow tables on disk, read at random; row `position` of the endless sequence of shuffled passes over them is a
     pure function of (seed, position), so to resume is to seek: windows of random blocks, each window shuffled whole.
@@ -516,6 +531,7 @@ class MappedSource:
                 offset = number * window + len(rows)
 
 
+# same in train_cross_encoder.py
 class StreamSource:
     """Files read front to back, in a new order each pass and shuffled window by window. A position names where the
     window begins and how many of its rows are used, so a resume reads that window again and loses nothing."""
@@ -567,6 +583,7 @@ class StreamSource:
             at = {"pass": at["pass"] + 1, "window": 0, "shard": 0, "row": 0, "used": 0}
 
 
+# same in train_cross_encoder.py
 def due(picks, weights):
     """The source to take the next row from, so that each has its share to within a row at every moment.
 
@@ -577,6 +594,7 @@ def due(picks, weights):
     return min(short, key=lambda source: (picks[source] + 1) / weights[source])
 
 
+# same in train_cross_encoder.py
 def hold_out(sources, weights, count):
     """The first `count` rows of the interleaved sources, taken out of them."""
     picks = [0] * len(sources)
@@ -585,6 +603,7 @@ def hold_out(sources, weights, count):
     return [row for source, number in zip(sources, picks) for row in source.hold_out(number)]
 
 
+# same in train_cross_encoder.py
 def row_batches(sources, weights, args, position, check=checked):
     """Yield (rows of one batch, position after it) for ever: a pure function of sources, weights, seed and batch size.
 
@@ -625,6 +644,7 @@ def row_batches(sources, weights, args, position, check=checked):
 # ---------------------------------------------------------------------------------------- shares and micro-batches
 
 
+# same in train_cross_encoder.py, eval_incremental.py
 def deal(lengths, processes):
     """Index lists, one a process, even in count and in length: longest first, in snake order (0 1 1 0 0 1 ...)."""
     shares = [[] for _ in range(processes)]
@@ -634,6 +654,7 @@ def deal(lengths, processes):
     return shares
 
 
+# same in train_cross_encoder.py, eval_incremental.py
 def cut_micro_batches(lengths, budget):
     """Index lists, longest text first, each of at most `budget` tokens with padding; a longer text stands alone.
 
@@ -656,6 +677,7 @@ def cut_micro_batches(lengths, budget):
     return cuts[::-1]
 
 
+# same in eval_incremental.py
 def make_micro_batches(texts, model, budget, device):
     """(micro-batches, tokens, tokens with padding) of `texts`, tokenized, cut and padded, longest first.
 
@@ -685,6 +707,7 @@ def make_micro_batches(texts, model, budget, device):
     return micro_batches, sum(map(len, ids)), padded
 
 
+# same in train_cross_encoder.py
 @dataclass
 class Share:
     """What one process encodes of N texts, and where the texts of all processes lie once gathered."""
@@ -709,12 +732,14 @@ def make_share(texts, model, budget, accelerator):
     return Share(mine, width, slots, *make_micro_batches(texts, model, budget, accelerator.device))
 
 
+# same in eval_incremental.py
 def encode(model, features, accelerator):
     """(n, D) float embeddings of one micro-batch."""
     features = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in features.items()}
     return model(features)["sentence_embedding"].float()
 
 
+# same in train_cross_encoder.py
 def gather_texts(parts, share, accelerator):
     """(N, D) detached outputs for all texts, in their order, from the (n, D) parts of this process."""
     places = torch.tensor([place for _, cut in share.micro_batches for place in cut], device=parts[0].device)
@@ -765,8 +790,9 @@ def load_model_from(args, texts, fresh, accelerator):
         accelerator.wait_for_everyone()
     try:
         model = SentenceTransformer(path, device="cpu").float()  # autocast, if any, wants float32 weights to update
-    except (OSError, ValueError) as error:
-        raise BadInput(f"--model_name_or_path {path}: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # whatever a damaged file makes the libraries raise
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise BadInput(f"--model_name_or_path {path}: {reason}; check the path, or restore the folder") from None
     if args.max_length and args.model_name_or_path:
         most = getattr(model.config, "max_position_embeddings", None) or args.max_length
         if args.max_length > most:
@@ -901,6 +927,7 @@ def column_texts(rows, prompts, columns):
     return [prompt + row[0][column] for column, prompt in enumerate(prompts) for row in rows]
 
 
+# same in train_cross_encoder.py, eval_incremental.py
 def prefetch(iterator, depth=2):
     """Run an iterator in a background thread, `depth` items ahead; its errors surface here."""
     with ThreadPoolExecutor(1) as pool:
@@ -955,6 +982,7 @@ def evaluate(model, rows, budget, args, accelerator):
 # ------------------------------------------------------------------------------------------- files a run leaves behind
 
 
+# same in train_cross_encoder.py
 def save_atomically(folder, write):
     """Fill `folder` by write(part), synced to disk before it gets its name; what stood there is replaced last."""
     folder = Path(folder)
@@ -977,12 +1005,14 @@ def save_atomically(folder, write):
     shutil.rmtree(old, ignore_errors=True)
 
 
+# same in train_cross_encoder.py
 def sha256(path):
     """Hex digest of a file, read piece by piece: a checkpoint may be larger than memory has room for twice."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+# same in train_cross_encoder.py
 def save_checkpoint(folder, model, optimizer, state, keep):
     """Write `folder` (weights, optimizer, state as JSON, checksums), then remove all but the newest `keep`."""
 
@@ -1002,6 +1032,7 @@ def save_checkpoint(folder, model, optimizer, state, keep):
             shutil.rmtree(path)
 
 
+# same in train_cross_encoder.py
 def newest_checkpoint(folder):
     """(folder, state) of the newest whole checkpoint, or (None, None); a damaged one is named and passed over."""
     found = sorted(Path(folder).glob("step_*"), reverse=True)
@@ -1020,6 +1051,7 @@ def newest_checkpoint(folder):
     return None, None
 
 
+# same in train_cross_encoder.py
 def load_checkpoint(path, model, optimizer):
     """Put a checkpoint's weights and AdamW moments in place."""
     load_model(model, str(path / "model.safetensors"))
@@ -1036,6 +1068,7 @@ shuffle_buffer length_window on_bad_row model_name_or_path max_length pooling pr
 gradient_accumulation_steps loss loss_args matryoshka_dims seed"""
 
 
+# same in train_cross_encoder.py
 def check_resumed(saved, args, data):
     """BadInput that lists every flag, and every source, that is not as it was when the checkpoint was written."""
     then, now = saved["args"], asdict(args)
@@ -1045,6 +1078,7 @@ def check_resumed(saved, args, data):
         raise BadInput(f"--resume: {'; '.join(changed)}; restore it, or start a new --output_dir")
 
 
+# same in train_cross_encoder.py
 def read_metrics(path, step):
     """The records of metrics.jsonl up to `step`; what a killed run wrote after its last checkpoint is left out."""
     records = []
@@ -1055,6 +1089,7 @@ def read_metrics(path, step):
     return [record for record in records if record["step"] <= step]
 
 
+# same in train_cross_encoder.py
 def draw(metrics, path):
     """Plot loss, learning rate and evaluation metrics over the steps."""
     import matplotlib  # half a second to import, at the end of a run
@@ -1114,6 +1149,7 @@ Held-out rows: {args.eval_rows:,} (from {", ".join(args.eval_data) or "the train
 # ------------------------------------------------------------------------------------------------------ training
 
 
+# same in train_cross_encoder.py
 def schedule(step, steps, args):
     """Learning rate of `step` (from 0) of `steps`: linear warmup, then linear or cosine decay to 0."""
     warmup = math.ceil(args.warmup_ratio * steps)
@@ -1170,6 +1206,7 @@ def backward(model, batch, loss_fn, seed, sync, args, accelerator):
     return loss.item()
 
 
+# same in train_cross_encoder.py
 def fingerprint(files):
     """Hash of the files' names and sizes, and of both ends of the first and the last."""
     digest = hashlib.sha256()
@@ -1184,6 +1221,7 @@ def fingerprint(files):
     return digest.hexdigest()[:16]
 
 
+# same in train_cross_encoder.py
 def broken_step(step, loss, norm, batch, output):
     """What to say of a step whose loss or gradient is not finite; the rows of its batch go to a file."""
     rows = [{"file": file, "row": number, "texts": texts} for texts, _, file, number in batch.rows]
@@ -1195,6 +1233,7 @@ def broken_step(step, loss, norm, batch, output):
     )
 
 
+# same in train_cross_encoder.py, eval_incremental.py
 def main_first(accelerator, work):
     """The result of work(), done by each machine's main process before the others; its BadInput reaches them all."""
     with accelerator.local_main_process_first():
@@ -1205,6 +1244,7 @@ def main_first(accelerator, work):
     raise failure
 
 
+# same in train_cross_encoder.py
 def open_data(args, accelerator, check=checked):
     """(sources, their weights, held-out rows, bad ones among them, rows an epoch, fingerprints); sets args.columns."""
     files = [list_files(source) for source in args.train_data]

@@ -76,6 +76,7 @@ from transformers import AutoConfig, BertConfig, BertForSequenceClassification, 
 DEMO = "data/python_code"
 
 
+# same in train_bi_encoder.py, eval_incremental.py
 class BadInput(ValueError):
     """Something the user can mend; shown as one line, without a traceback."""
 
@@ -83,6 +84,7 @@ class BadInput(ValueError):
 # ------------------------------------------------------------------------------------------------------ options
 
 
+# same in train_bi_encoder.py, eval_incremental.py
 def flag(default, help):
     """One command-line option: its default and the line that --help prints."""
     if isinstance(default, list):
@@ -147,6 +149,7 @@ class Args:
     report_to: list[str] = flag([], "trackers of Accelerate: tensorboard, wandb, ...")
 
 
+# same in train_bi_encoder.py, eval_incremental.py
 def flags_of(given):
     """Command-line words for {flag: value}: lists in several words, objects as JSON, nothing for None and []."""
     words = []
@@ -218,6 +221,7 @@ READ_ROWS = 1000  # rows of a record batch, the unit of reading: some 100 kB to 
 BLOCK = 100  # neighbouring rows of a mapped table that are read together; the shuffle window mixes many blocks
 
 
+# same in train_bi_encoder.py, eval_incremental.py
 def file_kind(file):
     """(format, compression or None) by the file's suffixes; BadInput for what cannot be read."""
     stem, suffix = os.path.splitext(file.lower())
@@ -230,6 +234,7 @@ def file_kind(file):
     return SUFFIXES[suffix], None
 
 
+# same in train_bi_encoder.py, eval_incremental.py
 def list_files(source):
     """The files of a source (path, glob, folder, URL or Hub id), sorted; BadInput when there are none."""
     try:
@@ -264,6 +269,7 @@ def list_files(source):
     return files
 
 
+# same in train_bi_encoder.py, eval_incremental.py
 def select_columns(there, wanted, file):
     """`wanted`, or all columns `there` when none are; BadInput for one that is not there."""
     for name in wanted:
@@ -272,11 +278,13 @@ def select_columns(there, wanted, file):
     return wanted or list(there)
 
 
+# same in train_bi_encoder.py
 def wanted_columns(args):
     """The columns to read, each once (SimCSE names a column twice)."""
     return list(dict.fromkeys(args.columns + [args.label_column] * bool(args.label_column)))
 
 
+# same in train_bi_encoder.py, eval_incremental.py
 def fits(cell, kind):
     """Whether a cell is what a column of the Arrow type `kind` holds: a text, or a list of texts."""
     if pa.types.is_list(kind):
@@ -284,6 +292,7 @@ def fits(cell, kind):
     return isinstance(cell, str)
 
 
+# same in train_bi_encoder.py, eval_incremental.py
 def text_batches(file, kind, lines, wanted, label):
     """Yield RecordBatches of strings from JSON Lines, CSV, TSV or plain text; a JSON label stays its JSON text.
 
@@ -326,6 +335,7 @@ def text_batches(file, kind, lines, wanted, label):
         rows.append(record)
 
 
+# same in train_bi_encoder.py, eval_incremental.py
 def read_batches(file, wanted=(), label=None, start=0):
     """Yield (number of the first row, RecordBatch of at most READ_ROWS rows) of one file, from row `start` on.
 
@@ -371,6 +381,7 @@ def read_batches(file, wanted=(), label=None, start=0):
         raise BadInput(f"{file}: cannot be read after row {row} ({reason}); replace the file") from None
 
 
+# same in train_bi_encoder.py
 def rows_of(batch, file, number, args):
     """Yield (texts, label, file, row number) for the rows of a RecordBatch that starts at row `number` of `file`."""
     try:
@@ -382,6 +393,7 @@ def rows_of(batch, file, number, args):
         yield texts, label, file, number + offset
 
 
+# same in train_bi_encoder.py
 def checked(row, args):
     """The row with its label as a number or list of numbers; for a bad row BadInput, or None where it is skipped."""
     texts, label, file, number = row
@@ -473,6 +485,7 @@ def draw_negatives(rows, count, seed):
     return found
 
 
+# same in train_bi_encoder.py, eval_incremental.py
 def arrow_copy(file, wanted, label, folder):
     """Path of `file` as Arrow on this machine: the file itself, or a copy made once in `folder`, atomically."""
     fs, path = fsspec.core.url_to_fs(file)
@@ -500,6 +513,7 @@ def arrow_copy(file, wanted, label, folder):
     return str(copy)
 
 
+# same in train_bi_encoder.py, eval_incremental.py
 def arrow_index(path):
     """(schema, [(byte offset, rows) of each record batch]) of an Arrow file, stream or file format."""
     size, offsets, schema = os.path.getsize(path), [], None
@@ -527,6 +541,7 @@ def arrow_index(path):
     return schema, offsets
 
 
+# same in train_bi_encoder.py
 class MappedSource:
     """Arrow tables on disk, read at random; row `position` of the endless sequence of shuffled passes over them is a
     pure function of (seed, position), so to resume is to seek: windows of random blocks, each window shuffled whole.
@@ -600,6 +615,7 @@ class MappedSource:
                 offset = number * window + len(rows)
 
 
+# same in train_bi_encoder.py
 class StreamSource:
     """Files read front to back, in a new order each pass and shuffled window by window. A position names where the
     window begins and how many of its rows are used, so a resume reads that window again and loses nothing."""
@@ -651,6 +667,7 @@ class StreamSource:
             at = {"pass": at["pass"] + 1, "window": 0, "shard": 0, "row": 0, "used": 0}
 
 
+# same in train_bi_encoder.py
 def due(picks, weights):
     """The source to take the next row from, so that each has its share to within a row at every moment.
 
@@ -661,6 +678,7 @@ def due(picks, weights):
     return min(short, key=lambda source: (picks[source] + 1) / weights[source])
 
 
+# same in train_bi_encoder.py
 def hold_out(sources, weights, count):
     """The first `count` rows of the interleaved sources, taken out of them."""
     picks = [0] * len(sources)
@@ -669,6 +687,7 @@ def hold_out(sources, weights, count):
     return [row for source, number in zip(sources, picks) for row in source.hold_out(number)]
 
 
+# same in train_bi_encoder.py
 def row_batches(sources, weights, args, position, check=checked):
     """Yield (rows of one batch, position after it) for ever: a pure function of sources, weights, seed and batch size.
 
@@ -709,6 +728,7 @@ def row_batches(sources, weights, args, position, check=checked):
 # ---------------------------------------------------------------------------------------- shares and micro-batches
 
 
+# same in train_bi_encoder.py, eval_incremental.py
 def deal(lengths, processes):
     """Index lists, one a process, even in count and in length: longest first, in snake order (0 1 1 0 0 1 ...)."""
     shares = [[] for _ in range(processes)]
@@ -718,6 +738,7 @@ def deal(lengths, processes):
     return shares
 
 
+# same in train_bi_encoder.py, eval_incremental.py
 def cut_micro_batches(lengths, budget):
     """Index lists, longest text first, each of at most `budget` tokens with padding; a longer text stands alone.
 
@@ -776,6 +797,7 @@ def make_pair_micro_batches(pairs, model, budget, device):
     return micro_batches, sum(lengths), padded
 
 
+# same in train_bi_encoder.py
 @dataclass
 class Share:
     """What one process encodes of N texts, and where the texts of all processes lie once gathered."""
@@ -806,6 +828,7 @@ def score(model, features, accelerator):
     return model(features)["scores"].float()
 
 
+# same in train_bi_encoder.py
 def gather_texts(parts, share, accelerator):
     """(N, D) detached outputs for all texts, in their order, from the (n, D) parts of this process."""
     places = torch.tensor([place for _, cut in share.micro_batches for place in cut], device=parts[0].device)
@@ -843,8 +866,9 @@ def load_cross_encoder(args, texts, fresh, accelerator):
         if "Classification" in str(config.architectures) and config.num_labels != 1:
             raise ValueError(f"gives {config.num_labels} labels a pair; one that gives a single score is wanted")
         model = CrossEncoder(path, device="cpu", num_labels=1).float()  # autocast, if any, wants float32 weights
-    except (OSError, ValueError) as error:
-        raise BadInput(f"--model_name_or_path {path}: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # whatever a damaged file makes the libraries raise
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise BadInput(f"--model_name_or_path {path}: {reason}; check the path, or restore the folder") from None
     if len(model) > 1:
         raise BadInput(f"--model_name_or_path {path}: not a transformer with a classification head alone")
     if args.max_length and args.model_name_or_path:
@@ -986,6 +1010,7 @@ def row_pairs(rows):
     return [(row[0][0], document) for row in rows for document in row[0][1:]]
 
 
+# same in train_bi_encoder.py, eval_incremental.py
 def prefetch(iterator, depth=2):
     """Run an iterator in a background thread, `depth` items ahead; its errors surface here."""
     with ThreadPoolExecutor(1) as pool:
@@ -1081,6 +1106,7 @@ def evaluate_pairs(model, rows, budget, args, accelerator):
 # ------------------------------------------------------------------------------------------- files a run leaves behind
 
 
+# same in train_bi_encoder.py
 def save_atomically(folder, write):
     """Fill `folder` by write(part), synced to disk before it gets its name; what stood there is replaced last."""
     folder = Path(folder)
@@ -1103,12 +1129,14 @@ def save_atomically(folder, write):
     shutil.rmtree(old, ignore_errors=True)
 
 
+# same in train_bi_encoder.py
 def sha256(path):
     """Hex digest of a file, read piece by piece: a checkpoint may be larger than memory has room for twice."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+# same in train_bi_encoder.py
 def save_checkpoint(folder, model, optimizer, state, keep):
     """Write `folder` (weights, optimizer, state as JSON, checksums), then remove all but the newest `keep`."""
 
@@ -1128,6 +1156,7 @@ def save_checkpoint(folder, model, optimizer, state, keep):
             shutil.rmtree(path)
 
 
+# same in train_bi_encoder.py
 def newest_checkpoint(folder):
     """(folder, state) of the newest whole checkpoint, or (None, None); a damaged one is named and passed over."""
     found = sorted(Path(folder).glob("step_*"), reverse=True)
@@ -1146,6 +1175,7 @@ def newest_checkpoint(folder):
     return None, None
 
 
+# same in train_bi_encoder.py
 def load_checkpoint(path, model, optimizer):
     """Put a checkpoint's weights and AdamW moments in place."""
     load_model(model, str(path / "model.safetensors"))
@@ -1162,6 +1192,7 @@ shuffle_buffer length_window on_bad_row model_name_or_path max_length batch_size
 loss_args seed"""
 
 
+# same in train_bi_encoder.py
 def check_resumed(saved, args, data):
     """BadInput that lists every flag, and every source, that is not as it was when the checkpoint was written."""
     then, now = saved["args"], asdict(args)
@@ -1171,6 +1202,7 @@ def check_resumed(saved, args, data):
         raise BadInput(f"--resume: {'; '.join(changed)}; restore it, or start a new --output_dir")
 
 
+# same in train_bi_encoder.py
 def read_metrics(path, step):
     """The records of metrics.jsonl up to `step`; what a killed run wrote after its last checkpoint is left out."""
     records = []
@@ -1181,6 +1213,7 @@ def read_metrics(path, step):
     return [record for record in records if record["step"] <= step]
 
 
+# same in train_bi_encoder.py
 def draw(metrics, path):
     """Plot loss, learning rate and evaluation metrics over the steps."""
     import matplotlib  # half a second to import, at the end of a run
@@ -1240,6 +1273,7 @@ Held-out rows: {args.eval_rows:,} (from {", ".join(args.eval_data) or "the train
 # ------------------------------------------------------------------------------------------------------ training
 
 
+# same in train_bi_encoder.py
 def schedule(step, steps, args):
     """Learning rate of `step` (from 0) of `steps`: linear warmup, then linear or cosine decay to 0."""
     warmup = math.ceil(args.warmup_ratio * steps)
@@ -1295,6 +1329,7 @@ def backward_pairs(model, batch, loss_fn, seed, sync, args, accelerator):
     return loss.item()
 
 
+# same in train_bi_encoder.py
 def fingerprint(files):
     """Hash of the files' names and sizes, and of both ends of the first and the last."""
     digest = hashlib.sha256()
@@ -1309,6 +1344,7 @@ def fingerprint(files):
     return digest.hexdigest()[:16]
 
 
+# same in train_bi_encoder.py
 def broken_step(step, loss, norm, batch, output):
     """What to say of a step whose loss or gradient is not finite; the rows of its batch go to a file."""
     rows = [{"file": file, "row": number, "texts": texts} for texts, _, file, number in batch.rows]
@@ -1320,6 +1356,7 @@ def broken_step(step, loss, norm, batch, output):
     )
 
 
+# same in train_bi_encoder.py, eval_incremental.py
 def main_first(accelerator, work):
     """The result of work(), done by each machine's main process before the others; its BadInput reaches them all."""
     with accelerator.local_main_process_first():
@@ -1330,6 +1367,7 @@ def main_first(accelerator, work):
     raise failure
 
 
+# same in train_bi_encoder.py
 def open_data(args, accelerator, check=checked):
     """(sources, their weights, held-out rows, bad ones among them, rows an epoch, fingerprints); sets args.columns."""
     files = [list_files(source) for source in args.train_data]

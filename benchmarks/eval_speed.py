@@ -173,7 +173,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--texts", type=int, default=600)
     parser.add_argument("--vectors", type=int, default=500_000)
-    parser.add_argument("--batch_sizes", type=int, nargs="*", default=[8, 16, 128])
+    parser.add_argument("--batch_sizes", type=int, nargs="*", default=[4, 8, 16])
     parser.add_argument("--corpus", default="data/python_code/heldout/*.parquet")
     args = parser.parse_args()
     code = pads.dataset(sorted(glob.glob(args.corpus))).to_table(columns=["code"])["code"].to_pylist()

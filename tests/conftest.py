@@ -14,19 +14,17 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_M
 sys.path.insert(0, str(ROOT))
 
 
+def launch_command(script, flags, processes):
+    """(command, environment) of `accelerate launch` on so many gloo processes of one thread each."""
+    config = ROOT / "accelerate_configs" / ("cpu.yaml" if processes == 1 else "multi_cpu.yaml")
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", config]
+    command += ["--main_process_port=0", f"--num_processes={processes}", script, *flags]
+    return list(map(str, command)), {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
 def launch(script, *flags, processes=1, cwd=ROOT, check=True, timeout=240):
     """Run a script by `accelerate launch` on so many gloo processes; returns the CompletedProcess."""
-    config = ROOT / "accelerate_configs" / ("cpu.yaml" if processes == 1 else "multi_cpu.yaml")
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.accelerate_cli",
-        "launch",
-        f"--config_file={config}",
-        "--main_process_port=0",
-    ]
-    command += [f"--num_processes={processes}", str(script), *map(str, flags)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command, environment = launch_command(script, flags, processes)
     result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
     assert not check or result.returncode == 0, result.stderr[-4000:]
     return result

@@ -455,6 +455,15 @@ def test_pooling_of_a_model_that_has_none(flags, refusal):
     assert "--pooling" in refusal(*flags[2:], "--train_data", "x.jsonl", "--pooling", "cls")
 
 
+def test_damaged_weights_of_the_model(flags, refusal, bert, tmp_path):
+    shutil.copytree(bert, tmp_path / "damaged")
+    weights = tmp_path / "damaged/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    jsonl("x.jsonl")
+    message = refusal(*flags, "--train_data", "x.jsonl", "--model_name_or_path", tmp_path / "damaged")
+    assert f"--model_name_or_path {tmp_path / 'damaged'}: " in message
+
+
 def test_one_labelled_row_to_evaluate_on(flags, refusal):
     """There is no correlation of one pair; the run either says so or does without, but does not fail halfway."""
     label = ["--label_column", "score", "--loss", "CoSENTLoss", "--eval_rows", 1]

@@ -30,3 +30,18 @@ def test_drift_is_seen():
     a, b = "def cut(x):\n    return x\n", "def cut(x):\n    return -x\n"
     assert drifted({"a.py": a, "b.py": a}) == []
     assert drifted({"a.py": a, "b.py": b}) == [("cut", "a.py", "b.py")]
+
+
+def test_every_copy_says_where_the_others_are():
+    scripts = {path.name: path.read_text() for path in ROOT.glob("*.py")}
+    places = {}
+    for script, text in scripts.items():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name not in OWN:
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                places.setdefault(node.name, {})[script] = text.splitlines()[first - 2]
+    for name, marks in places.items():
+        for script, mark in marks.items():
+            others = set(marks) - {script}
+            said = set(mark.removeprefix("# same in ").split(", ")) if mark.startswith("# same in ") else set()
+            assert said == others, (name, script)

@@ -455,6 +455,7 @@ def test_one_clear_line(evaluate, beir, bert, tmp_path, flags, said):
         (["--pairs", "p.jsonl", "--query", "\udcff"], "--query: not UTF-8"),
         (["--metrics", "R@1000"], "--metrics R@1000: cut deeper than --top_k 100"),
         (["--top_k", "0"], "--top_k 0: must be above 0"),
+        (["--queries", "q.jsonl", "--qrels", "r.tsv"], "--queries, --qrels: belong to --corpus"),
         (["--corpus", "c.jsonl"], "--corpus: evaluating wants --queries and --qrels too"),
         (["--corpus", "c.jsonl", "--beir", "b"], "--beir, --corpus, --pairs: name one of them"),
         (["--columns", "a", "--pairs", "p.jsonl"], "--columns a: name the query and the document column"),

@@ -1,7 +1,6 @@
 """Runs that are killed go on as if nothing had happened: same rows, same losses, same weights, to the last bit."""
 
 import json
-import os
 import random
 import shutil
 import signal
@@ -11,7 +10,7 @@ import time
 
 import psutil
 import pytest
-from conftest import ROOT, launch, metrics
+from conftest import ROOT, launch, launch_command, metrics
 
 SCRIPT = ROOT / "train_bi_encoder.py"
 STEPS = 60
@@ -19,17 +18,7 @@ STEPS = 60
 
 def start(flags, processes):
     """The same as conftest.launch, in the background."""
-    config = ROOT / "accelerate_configs" / ("cpu.yaml" if processes == 1 else "multi_cpu.yaml")
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.accelerate_cli",
-        "launch",
-        f"--config_file={config}",
-        "--main_process_port=0",
-    ]
-    command += [f"--num_processes={processes}", str(SCRIPT), *map(str, flags)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command, environment = launch_command(SCRIPT, flags, processes)
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     return subprocess.Popen(command, cwd=ROOT, env=environment, **quiet)
 
