@@ -1160,6 +1160,7 @@ def retrieve(path, collection, args, accelerator):
                 found.update(there)
         documents += sum(len(chunk.texts) for chunk in chunks)
     embed.bar.close()
+    cache.cache.close()
     if not documents:
         raise BadInput(f"{collection.corpus.files[0]}: no document; check --corpus")
     with clock(seconds, "search"):

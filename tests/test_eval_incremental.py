@@ -581,12 +581,14 @@ def test_foreign_or_broken_folder(evaluate, beir, tmp_path):
     first = evaluate("--beir", beir)
     (folder,) = (tmp_path / "cache").iterdir()
     database = folder / "cache.db"
+    assert not list(folder.glob("cache.db-*"))  # the evaluator has closed it
     whole = database.read_bytes()
-    for wal in folder.glob("cache.db-*"):
-        wal.unlink()
     database.write_bytes(b"not a database" * 1000)
     with pytest.raises(script.BadInput, match=f"--cache_dir {folder}: .*remove a damaged one"):
         evaluate("--beir", beir)
+    database.unlink()  # this process may have the broken one open yet
+    for rest in folder.glob("cache.db-*"):
+        rest.unlink()
     database.write_bytes(whole)
     assert evaluate("--beir", beir)["metrics"] == first["metrics"]
     (folder / "model.json").unlink()
