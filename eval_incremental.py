@@ -1,8 +1,9 @@
-"""Evaluate bi-encoders on retrieval, over a corpus of any size, never encoding the same text twice.
+"""Evaluate bi-encoders and rerankers on retrieval, over a corpus of any size, never encoding the same text twice.
 
     python eval_incremental.py                                         # runs/bi_encoder/model, on held-out demo pairs
     python eval_incremental.py --model_name_or_path BAAI/bge-base-en-v1.5 --beir scifact --output_dir runs/scifact
     python eval_incremental.py --query "read a gzip file"              # search instead; a second query takes seconds
+    python eval_incremental.py --beir scifact --run bm25.run --cross_encoder runs/cross_encoder/model   # rerank
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml eval_incremental.py args.yaml
 
 A collection is a corpus, queries and judgments (qrels), in the BEIR folder layout or each named on its own, or pairs:
@@ -14,9 +15,10 @@ A collection is a corpus, queries and judgments (qrels), in the BEIR folder layo
 The corpus passes by in chunks. Of each, the vectors that the cache holds are read, the missing texts are encoded and
 stored, and every query keeps its best documents so far. Memory is bounded by the chunk, and by queries and judgments
 (--pairs: all its texts); search is exact, and a run that was killed goes on where it stopped. A vector's key is the
-text and a fingerprint of all that made the vector.
+text and a fingerprint of all that made the vector. A cross-encoder scores the best documents of each query, found by
+the models or in a run file, and its scores are kept in the same way, by both texts.
 
---output_dir receives metrics.json, per_query.csv and report.png, and run.trec (several models: NAME/run.trec).
+--output_dir receives metrics.json, per_query.csv and report.png, and run.trec (several rankings: NAME/run.trec).
 
 Left out on purpose: approximate search, asymmetric models (Router), similarities other than cosine and dot.
 """
@@ -33,7 +35,9 @@ import shutil
 import sqlite3
 import sys
 import tempfile
+import threading
 import time
+import warnings
 import zlib
 from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
@@ -60,11 +64,11 @@ import yaml
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import gather_object
 from scipy.stats import bootstrap, permutation_test
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 from tokenizers import Tokenizer
 from tqdm.auto import tqdm
-from transformers import HfArgumentParser
+from transformers import AutoConfig, HfArgumentParser
 
 # Shapes: Q queries, n documents of a chunk, D embedding dimensions, K results a query (--top_k), P processes.
 
@@ -91,8 +95,11 @@ def flag(default, help):
 class Args:
     # data
     model_name_or_path: list[str] = flag(
-        [], "Hub ids or folders; several are compared; default: runs/bi_encoder/model"
+        [], "Hub ids or folders; several are compared; default: runs/bi_encoder/model, or --run alone"
     )
+    run: str | None = flag(None, "a ranking in TREC format to evaluate or rerank: query Q0 document rank score tag")
+    cross_encoder: str | None = flag(None, "Hub id or folder of a model that reranks the first of each ranking")
+    rerank_k: int = flag(100, "documents of each query that --cross_encoder reranks; the others stay behind them")
     beir: str | None = flag(None, "folder with corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv")
     split: str = flag("test", "the qrels of --beir to use")
     corpus: list[str] = flag([], "paths, globs, folders or URLs of the documents")
@@ -154,7 +161,7 @@ def parse_args(argv):
     args, strange = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if strange:
         parser.error(f"no such flag: {' '.join(strange)}; --help lists them")
-    for name in ("max_length", "truncate_dim", "micro_batch_tokens", "chunk_rows", "top_k"):
+    for name in ("max_length", "truncate_dim", "micro_batch_tokens", "chunk_rows", "top_k", "rerank_k"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)}: must be above 0")
     if not 0 <= args.cache_size_limit < math.inf:
@@ -169,7 +176,7 @@ def parse_args(argv):
         except Exception as error:  # parsing, or whatever a provider raises that cannot compute it here
             reason = (str(error) or type(error).__name__).splitlines()[0]
             parser.error(f"--metrics {name}: {reason}; there are such as nDCG@10 RR@10 R@100 AP P@5 Success@1")
-        if cutoff > args.top_k and not args.query:
+        if cutoff > args.top_k and not args.query and (args.model_name_or_path or not args.run):
             parser.error(f"--metrics {name}: cut deeper than --top_k {args.top_k}; raise it")
     if sum(map(bool, (args.beir, args.corpus, args.pairs))) > 1:
         parser.error("--beir, --corpus, --pairs: name one of them")
@@ -191,7 +198,10 @@ def parse_args(argv):
     for name in ("corpus_columns", "query_columns"):
         if len(getattr(args, name)) == 1:
             parser.error(f"--{name}: name the id column (# for the row number), then the text columns")
-    args.model_name_or_path = args.model_name_or_path or ["runs/bi_encoder/model"]
+    if args.query and args.run:
+        parser.error("--run: holds the queries that it answers; leave --query out")
+    if not args.model_name_or_path and not args.run:
+        args.model_name_or_path = ["runs/bi_encoder/model"]
     if any("\ud800" <= letter <= "\udfff" for text in args.query for letter in text):  # how Python takes other bytes
         parser.error("--query: not UTF-8")
     if args.query and len(args.model_name_or_path) > 1:
@@ -423,7 +433,7 @@ class Chunk:
 
     first: int  # number of the first row, over all files
     ids: pa.Array  # (n,) strings
-    texts: pa.Array  # (n,) strings, each behind the prompt
+    texts: pa.Array  # (n,) strings, each behind the prompt; or structs of a query and a document
     hashes: np.ndarray  # (n, 2) uint64, of the texts
 
 
@@ -466,7 +476,7 @@ class Table:
     def chunks(self, rows, prompt=""):
         """Yield Chunks of `rows` rows, the last one of fewer."""
         first, held = 0, []
-        for batch in chain(self._batches(prompt), [None]):
+        for batch in chain(self.batches(prompt), [None]):
             held += [batch] * (batch is not None)
             while (have := sum(map(len, held))) >= rows or (batch is None and have):
                 table = pa.Table.from_batches(held).combine_chunks()
@@ -476,7 +486,7 @@ class Table:
                 first += len(head)
                 held = table.slice(rows).to_batches()
 
-    def _batches(self, prompt):
+    def batches(self, prompt):
         """Yield RecordBatches of (id, prompt + text)."""
         row, self.empty = 0, 0
         for source, file in zip(self.sources, self.files):
@@ -580,6 +590,69 @@ def open_collection(args):
     if not texts:
         raise BadInput(f"{args.qrels}: judges none of the queries in {', '.join(args.queries)}; check the ids")
     return Collection(corpus, list(texts), list(texts.values()), {name: qrels[name] for name in texts}, notes)
+
+
+@dataclass
+class Run:
+    """Ranked documents of each query, by a model or from a file."""
+
+    name: str
+    documents: list  # Q lists of document ids, best first
+    scores: list  # Q lists of floats
+    texts: dict  # {document id: text}, in a search
+    about: dict  # what metrics.json says of it
+
+
+def read_run(args, collection):
+    """The Run of --run, in the order of its scores (equal ones by document id, last first, as in trec_eval)."""
+    path, found, others, lines_of = args.run, {name: {} for name in collection.query_ids}, set(), {}
+    try:
+        with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not (fields := line.split()):
+                    continue
+                try:
+                    query, _, document, _, score, _ = fields
+                    if not math.isfinite(score := float(score)):
+                        raise ValueError
+                except ValueError:
+                    raise BadInput(
+                        f"{path}, line {number}: not 'query Q0 document rank score tag', with a number for score; "
+                        "mend the line"
+                    ) from None
+                if query not in found:
+                    others.add(query)
+                elif document in found[query]:
+                    raise BadInput(f"{path}, line {number}: document {document!r} stands twice for query {query!r}; "
+                                   "remove a line")  # fmt: skip
+                else:
+                    found[query][document] = score
+                    lines_of.setdefault(document, number)
+    except BadInput:
+        raise
+    except (OSError, EOFError, zlib.error, ValueError, ImportError) as error:
+        raise BadInput(f"{path}: cannot be read ({error}); check --run") from None
+    if not lines_of:
+        some = f", such as {min(others)!r}" if others else ""
+        raise BadInput(f"{path}: ranks documents for none of the judged queries{some}; check the ids")
+    wanted = pa.array(lines_of, pa.string())
+    for batch in collection.corpus.batches(""):
+        for name in batch["id"].filter(pc.is_in(batch["id"], wanted)).to_pylist():
+            lines_of.pop(name, None)
+    notes = []
+    for count, what in (
+        (len(others), f"queries of {path} are not judged, or unknown; left out"),
+        (sum(not documents for documents in found.values()), f"judged queries are not in {path}; they count as 0"),
+        (len(lines_of), f"documents of {path} are not in the corpus"),
+    ):
+        notes += [f"{count:,} {what}"] * (count > 0)
+    if lines_of and args.cross_encoder:
+        name, number = next(iter(lines_of.items()))
+        raise BadInput(f"{path}, line {number}: document {name!r} is not in the corpus, nor are "
+                       f"{len(lines_of) - 1:,} others; without their texts they cannot be reranked")  # fmt: skip
+    ranked = [sorted(documents.items(), key=lambda item: item[::-1], reverse=True) for documents in found.values()]
+    names, scores = ([[item[part] for item in documents] for documents in ranked] for part in (0, 1))
+    return Run(path, names, scores, {}, {"seconds": {}, "notes": notes})
 
 
 # same in train_bi_encoder.py, train_cross_encoder.py
@@ -697,7 +770,7 @@ class EmbeddingCache:
                     content = value[: 16 * n].view(np.uint64).reshape(n, 2), value[16 * n : -8].reshape(n, -1)
             if file is not None and content is None:
                 self.damaged += 1
-                tqdm.write(f"{self.folder}: a damaged block of vectors; its texts are encoded again", file=sys.stderr)
+                tqdm.write(f"{self.folder}: a damaged block; what it held is computed again", file=sys.stderr)
                 self.cache.delete(b"block" + block)
             self.last = (block, content)
         return self.last[1]
@@ -822,6 +895,20 @@ def load_model(path, args):
     return model.eval(), dims, *prompts
 
 
+def load_reranker(path):
+    """The CrossEncoder of a Hub id or folder, on the CPU."""
+    try:
+        heads = str(AutoConfig.from_pretrained(path).architectures)
+        model = CrossEncoder(path, device="cpu")
+    except Exception as error:  # whatever a damaged file makes the libraries raise
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise BadInput(f"--cross_encoder {path}: {reason}; check the path, or restore the folder") from None
+    if "SequenceClassification" not in heads or len(model) > 1 or model.config.num_labels != 1:
+        raise BadInput(f"--cross_encoder {path}: not a transformer that gives a pair one score; "
+                       "train_cross_encoder.py makes one")  # fmt: skip
+    return model.eval()
+
+
 def fingerprint_of(model, precision, dtype):
     """Hex hash of all that makes a vector of a text: weights, tokenizer, modules, max length, autocast and dtype."""
     config = model.config.to_dict() if model.config else {}
@@ -839,7 +926,8 @@ def fingerprint_of(model, precision, dtype):
         words = {name: part for name, part in words.items() if name not in ("truncation", "padding")}
         length = (length, model.tokenizer.truncation_side, model.tokenizer.padding_side)
     modules = [(type(module).__name__, module.get_config_dict()) for module in model]
-    parts = [modules, config, words, length, precision, dtype, model.similarity_fn_name]
+    similarity = getattr(model, "similarity_fn_name", None)  # a cross-encoder has none
+    parts = [modules, config, words, length, precision, dtype, similarity]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -917,13 +1005,74 @@ def encode(model, features, accelerator):
     return model(features)["sentence_embedding"].float()
 
 
+TOKENIZING = threading.Lock()  # how to truncate is a state of the tokenizer, which two threads use
+
+
+# same in train_cross_encoder.py
+def tokenize_pairs(pairs, model):
+    """{name: a list of ints a pair}; the document is cut to fit, and the query only where it leaves no room."""
+    queries, documents = map(list, zip(*pairs))
+    options = {"max_length": model.max_seq_length}
+    try:
+        encodings = model.tokenizer(queries, documents, truncation="only_second", **options)
+        if any(encoding.overflowing for encoding in encodings.encodings or []):
+            cut = f"a pair is longer than the {model.max_seq_length} tokens of --max_length or the model"
+            warnings.warn(f"{cut}; its document is cut, its query kept whole", stacklevel=1)
+        return dict(encodings)
+    except Exception:  # of tokenizers, which has no class of its own for it
+        if len(pairs) == 1:
+            warnings.warn("a query leaves no room for its document and is cut too; raise --max_length", stacklevel=1)
+            return dict(model.tokenizer(queries, documents, truncation="longest_first", **options))
+    halves = [tokenize_pairs(half, model) for half in (pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :])]
+    return {name: halves[0][name] + halves[1][name] for name in halves[0]}
+
+
+# same in train_cross_encoder.py
+def make_pair_micro_batches(pairs, model, budget, device):
+    """(micro-batches, tokens, tokens with padding) of `pairs`, tokenized, cut and padded, longest first.
+
+    A micro-batch is (features, places in `pairs`).
+    """
+    with TOKENIZING:
+        encodings = tokenize_pairs(pairs, model)
+    lengths = list(map(len, encodings["input_ids"]))
+    micro_batches, padded = [], 0
+    for cut in cut_micro_batches(lengths, budget):
+        picked = {name: [values[i] for i in cut] for name, values in encodings.items()}
+        features = dict(model.tokenizer.pad(picked, return_tensors="pt"))
+        padded += features["input_ids"].numel()
+        if device.type == "cuda":
+            features = {name: tensor.pin_memory() for name, tensor in features.items()}
+        micro_batches.append((features, cut))
+    return micro_batches, sum(lengths), padded
+
+
+# same in train_cross_encoder.py
+def score(model, features, accelerator):
+    """(n, 1) float logits of one micro-batch."""
+    features = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in features.items()}
+    return model(features)["scores"].float()
+
+
 class Embedder:
     """Vectors of chunks of texts: from the cache, or encoded by all processes together and then stored."""
 
-    def __init__(self, model, cache, budget, accelerator, seconds, counts):
+    unit, stage, done = "texts", "encode", "encoded"
+
+    def __init__(self, model, cache, budget, accelerator, seconds):
         self.model, self.cache, self.budget, self.accelerator = model, cache, budget, accelerator
-        self.seconds, self.counts, self.dimensions = seconds, counts, model.get_embedding_dimension()
-        self.bar = tqdm(disable=True)
+        self.seconds, self.counts, self.bar = seconds, Counter(total=0, encoded=0), tqdm(disable=True)
+
+    def size(self, text):
+        """About how long a text is, before it is tokenized."""
+        return len(text)
+
+    def micro_batches(self, texts):
+        return make_micro_batches(texts, self.model, self.budget, self.accelerator.device)
+
+    def forward(self, features):
+        """(n, D) vectors of one micro-batch."""
+        return encode(self.model, features, self.accelerator)
 
     def __call__(self, chunks, own):
         """(n, D) vectors of chunks[own] (None where `own` is None).
@@ -947,7 +1096,7 @@ class Embedder:
         self.bar.set_postfix_str(f"{1 - self.counts['encoded'] / self.counts['total']:.0%} cached", refresh=False)
         self.bar.update(texts - len(seen))
         if seen:
-            with clock(self.seconds, "encode"):
+            with clock(self.seconds, self.stage):
                 vectors = self._encode(chunks, new)  # (texts, D) float32
             with clock(self.seconds, "store"):
                 packed = self.cache.pack(vectors)
@@ -984,43 +1133,73 @@ class Embedder:
         groups, first = [], 0  # of texts alike in length, some four micro-batches of them, dealt as a whole
         for rows in new:
             size = math.inf
-            for i in sorted(range(first, first + len(rows)), key=lambda i: -len(texts[i])):
+            for i in sorted(range(first, first + len(rows)), key=lambda i: -self.size(texts[i])):
                 if size > 16 * self.budget or len(groups[-1]) == 4096:  # characters; texts
                     groups.append([])
                     size = 0
                 groups[-1].append(i)
-                size += len(texts[i]) + 1
+                size += self.size(texts[i]) + 1
             first += len(rows)
         accelerator = self.accelerator
-        shares = deal([sum(len(texts[i]) for i in group) for group in groups], accelerator.num_processes)
+        shares = deal([sum(self.size(texts[i]) for i in group) for group in groups], accelerator.num_processes)
         order = [[i for group in share for i in groups[group]] for share in shares]  # texts of each process
-        local = torch.zeros(max(map(len, order)), self.dimensions, device=accelerator.device)
+        local = torch.zeros(max(map(len, order)), self.cache.dimensions, device=accelerator.device)
         mine = [groups[group] for group in shares[accelerator.process_index]]
-        ready = (
-            make_micro_batches([texts[i] for i in group], self.model, self.budget, accelerator.device)
-            for group in mine
-        )
+        ready = (self.micro_batches([texts[i] for i in group]) for group in mine)
         first = 0
         for group, (micro_batches, tokens, padded) in zip(mine, prefetch(ready)):
             for features, places in micro_batches:
                 with accelerator.autocast():
-                    local[first + torch.tensor(places, device=local.device)] = encode(
-                        self.model, features, accelerator
-                    )
+                    local[first + torch.tensor(places, device=local.device)] = self.forward(features)
             first += len(group)
             self.bar.update(len(texts) * len(group) / max(1, sum(map(len, mine))))  # the others are about as far
             self.counts["tokens"] += tokens
             self.counts["padded"] += padded
         gathered = accelerator.gather(local).cpu().numpy()  # (P * width, D)
-        vectors = np.empty((len(texts), self.dimensions), np.float32)
+        vectors = np.empty((len(texts), self.cache.dimensions), np.float32)
         for process, places in enumerate(order):
             vectors[places] = gathered[process * len(local) :][: len(places)]
         if not np.isfinite(vectors).all():
             bad = int(np.flatnonzero(~np.isfinite(vectors).all(1))[0])
             raise BadInput(
-                f"the model's embedding of {texts[bad][:60]!r} is not finite; check its weights and precision"
+                f"the model's output for {str(texts[bad])[:60]!r} is not finite; check its weights and precision"
             )
         return vectors
+
+    def about(self, fingerprint):
+        """What metrics.json says of the work done; a collective call."""
+        sums = [self.counts["tokens"], self.counts["padded"], self.cache.damaged]
+        full = ["--cache_size_limit is reached: what does not fit is computed again each time"]
+        tokens, padded, damaged = self.accelerator.reduce(torch.tensor(sums, device=self.accelerator.device)).tolist()
+        total, new = self.counts["total"], self.counts["encoded"]
+        return {
+            "fingerprint": fingerprint,
+            "cache": str(self.cache.folder),
+            self.unit: {"total": total, self.done: new, "cached": total - new, "damaged_blocks": damaged},
+            "padding_fraction": 1 - tokens / padded if padded else 0.0,
+            "seconds": {stage: round(value, 4) for stage, value in self.seconds.items()},
+            "per_second": {
+                self.done: new / self.seconds[self.stage] if new else 0.0,
+                "looked_up": total / self.seconds["lookup"] if total else 0.0,
+            },
+            "notes": full * self.cache.full,
+        }
+
+
+class PairScorer(Embedder):
+    """The same for (query, document) pairs, whose scores are vectors of one dimension."""
+
+    unit, stage, done = "pairs", "score", "scored"
+
+    def size(self, pair):
+        return len(pair["query"]) + len(pair["document"])
+
+    def micro_batches(self, pairs):
+        pairs = [(pair["query"], pair["document"]) for pair in pairs]
+        return make_pair_micro_batches(pairs, self.model, self.budget, self.accelerator.device)
+
+    def forward(self, features):
+        return score(self.model, features, self.accelerator)
 
 
 @contextmanager
@@ -1080,17 +1259,6 @@ class TopK:
         self.rows[begin : begin + len(scores)] = rows.gather(1, order)
 
 
-@dataclass
-class Run:
-    """What one model found."""
-
-    name: str
-    documents: list  # Q lists of document ids, best first
-    scores: list  # Q lists of floats
-    texts: dict  # {document id: text}, in a search
-    about: dict  # what metrics.json says of it
-
-
 # same in train_bi_encoder.py, train_cross_encoder.py
 def main_first(accelerator, work):
     """The result of work(), done by each machine's main process before the others; its BadInput reaches them all."""
@@ -1104,7 +1272,7 @@ def main_first(accelerator, work):
 
 def retrieve(path, collection, args, accelerator):
     """The Run of a model over a collection, complete on the main process."""
-    seconds, counts = defaultdict(float), Counter(total=0, encoded=0)
+    seconds = defaultdict(float)
     with clock(seconds, "load"):
         model, dims, query_prompt, prompt = load_model(path, args)
         fingerprint = fingerprint_of(model, accelerator.mixed_precision, args.cache_dtype)
@@ -1114,7 +1282,7 @@ def retrieve(path, collection, args, accelerator):
     cache = main_first(accelerator, lambda: EmbeddingCache(folder, path, *shape))
     static = isinstance(model.tokenizer, Tokenizer)
     budget = args.micro_batch_tokens or (2**20 if static else 2048 if accelerator.device.type == "cpu" else 16_384)
-    embed = Embedder(model, cache, budget, accelerator, seconds, counts)
+    embed = Embedder(model, cache, budget, accelerator, seconds)
 
     def for_search(vectors):
         vectors = vectors.to(accelerator.device).float()[:, :dims]
@@ -1176,23 +1344,9 @@ def retrieve(path, collection, args, accelerator):
                 doubles.add(kept[row][0])
         names.append(list(best))
         scores.append(list(best.values()))
-    sums = torch.tensor([counts["tokens"], counts["padded"], cache.damaged], device=accelerator.device)
-    tokens, padded, damaged = accelerator.reduce(sums).tolist()
-    about = {
-        "fingerprint": fingerprint,
-        "cache": str(folder),
-        "texts": {"total": counts["total"], "encoded": counts["encoded"],
-                  "cached": counts["total"] - counts["encoded"], "documents": documents, "queries": len(names),
-                  "damaged_blocks": damaged},
-        "padding_fraction": 1 - tokens / padded if padded else 0.0,
-        "seconds": {stage: round(value, 4) for stage, value in seconds.items()},
-        "per_second": {
-            "encoded": counts["encoded"] / seconds["encode"] if counts["encoded"] else 0.0,
-            "looked_up": (counts["total"] / accelerator.num_processes) / seconds["lookup"],
-            "searched": documents / seconds["search"],
-        },
-    }  # fmt: skip
-    notes = ["--cache_size_limit is reached: what does not fit is encoded again each time"] * cache.full
+    about = embed.about(fingerprint)
+    about["texts"] |= {"documents": documents, "queries": len(names)}
+    about["per_second"]["searched"] = documents / seconds["search"]
     for count, what in (
         (args.top_k - documents, f"fewer documents than --top_k {args.top_k}; all of them are ranked"),
         (len(doubles), "ids stand at several documents, going by the judged and the best; each counts once, with its "
@@ -1200,10 +1354,70 @@ def retrieve(path, collection, args, accelerator):
         (len(judged) - len(found), "judged documents are not in the corpus; they count as not found"),
         (collection.corpus.empty, "documents are empty; encoded as the empty string"),
     ):  # fmt: skip
-        notes += [f"{count:,} {what}"] * (count > 0)
-    about["notes"] = collection.notes + notes
+        about["notes"] += [f"{count:,} {what}"] * (count > 0)
     texts = dict(kept.values()) if args.query else {}
     return Run(path, names, scores, texts, about)
+
+
+def candidate_pairs(asked, collection, args):
+    """Yield (query number, document id, document, hash of both texts), in corpus order.
+
+    asked: {document id: the numbers of the queries that it is to be scored for}
+    """
+    queries = text_hashes(pa.array(collection.query_texts, pa.string()))  # (Q, 2)
+    wanted = pa.array(asked, pa.string())
+    for chunk in prefetch(collection.corpus.chunks(args.chunk_rows)):
+        for row in np.flatnonzero(pc.is_in(chunk.ids, wanted).to_numpy(zero_copy_only=False)).tolist():
+            name, text, document = chunk.ids[row].as_py(), chunk.texts[row].as_py(), chunk.hashes[row].tobytes()
+            for query in asked[name]:
+                both = queries[query].tobytes() + document
+                yield query, name, text, hashlib.blake2b(both, digest_size=16).digest()
+
+
+def rerank(run, collection, args, accelerator):
+    """The Run with the first --rerank_k documents of each query in the order of their scores by --cross_encoder.
+
+    A score is the model's logit, without the sigmoid that would make the highest equal. The documents after the
+    --rerank_k stay behind, in their order, so that measures deeper than that lose nothing.
+    """
+    seconds = defaultdict(float)
+    with clock(seconds, "load"):
+        model = load_reranker(args.cross_encoder)
+        fingerprint = fingerprint_of(model, accelerator.mixed_precision, "logit")
+        model.to(accelerator.device)
+    folder = Path(args.cache_dir).expanduser() / fingerprint[:32]
+    shape = (1, "float32", args.cache_size_limit)
+    cache = main_first(accelerator, lambda: EmbeddingCache(folder, args.cross_encoder, *shape))
+    budget = args.micro_batch_tokens or (2048 if accelerator.device.type == "cpu" else 16_384)
+    embed = PairScorer(model, cache, budget, accelerator, seconds)
+    name = "+".join(chain(short_names([run.name]), short_names([args.cross_encoder])))
+
+    asked = defaultdict(list)
+    for query, documents in enumerate(run.documents):
+        for document in documents[: args.rerank_k]:
+            asked[document].append(query)
+    embed.bar = tqdm(total=sum(map(len, asked.values())), unit=" pairs", desc=name, delay=1,
+                     disable=not accelerator.is_main_process)  # fmt: skip
+    found = [{} for _ in run.documents]
+    pairs = candidate_pairs(asked, collection, args)
+    while part := list(islice(pairs, args.chunk_rows)):
+        queries, ids, texts, hashes = zip(*part)
+        columns = pa.array([collection.query_texts[query] for query in queries]), pa.array(texts)
+        structs = pa.StructArray.from_arrays(columns, ["query", "document"])
+        chunk = Chunk(0, None, structs, np.frombuffer(b"".join(hashes), np.uint64).reshape(-1, 2))
+        for query, document, value in zip(queries, ids, embed([chunk], 0)[:, 0].tolist()):
+            found[query][document] = max(value, found[query].get(document, value))  # an id may stand twice
+    embed.bar.close()
+    cache.cache.close()
+
+    documents, scores = [], []
+    for known, before in zip(found, run.documents):
+        order = sorted(before[: args.rerank_k], key=known.get, reverse=True)
+        behind = before[args.rerank_k :]
+        documents.append(order + behind)
+        values = [known[document] for document in order]
+        scores.append(values + [values[-1] - place for place in range(1, len(behind) + 1)])
+    return Run(name, documents, scores, run.texts, embed.about(fingerprint))
 
 
 def bm25_run(collection, args):
@@ -1337,7 +1551,8 @@ def write_results(runs, names, values, collection, args):
                     "difference": float((mine[m] - values[0][m]).mean()),
                     "p": paired_p(mine[m], values[0][m]),
                 }
-        results.append({"name": name, "model": run.name, "metrics": metrics, **run.about})
+        results.append({"name": name, "model": run.name, "metrics": metrics, **run.about,
+                        "notes": collection.notes + run.about["notes"]})  # fmt: skip
     try:
         for run, name in zip(runs, names):
             folder = output if len(runs) == 1 else output / name
@@ -1379,9 +1594,10 @@ def print_table(results, args):
             cells = [f"{c['difference']:+.4f}, p = {c['p']:.4f}" for c in map(result["metrics"].get, args.metrics)]
             print(f"{'':{width}}" + "".join(f"  {cell:>24}" for cell in cells))
     for result in results:
-        if texts := result.get("texts"):
-            stages = ", ".join(f"{name} {value:.1f}" for name, value in result["seconds"].items() if value >= 0.05)
-            print(f"{result['name']}: {texts['encoded']:,} of {texts['total']:,} texts encoded; seconds: {stages}")
+        for unit, done in (("texts", "encoded"), ("pairs", "scored")):
+            if counts := result.get(unit):
+                stages = ", ".join(f"{name} {value:.1f}" for name, value in result["seconds"].items() if value >= 0.05)
+                print(f"{result['name']}: {counts[done]:,} of {counts['total']:,} {unit} {done}; seconds: {stages}")
 
 
 def draw_report(runs, names, values, collection, args, path):
@@ -1400,13 +1616,14 @@ def draw_report(runs, names, values, collection, args, path):
 
     figure, axes = pyplot.subplots(1, 4, figsize=(17, 3.8), layout="constrained")
     colors = [f"C{i % 10}" for i in range(len(runs))]
-    depths = np.arange(1, args.top_k + 1)
+    depth = max(len(documents) for run in runs for documents in [*run.documents, range(args.top_k)])
+    depths = np.arange(1, depth + 1)
     for run, name, color in zip(runs, names, colors):
         recalls = []
         for query, documents in zip(collection.query_ids, run.documents):
             relevant = {d for d, grade in collection.qrels[query].items() if grade > 0}
             if relevant:
-                hits = np.zeros(args.top_k)
+                hits = np.zeros(depth)
                 hits[: len(documents)] = [d in relevant for d in documents]
                 recalls.append(hits.cumsum() / len(relevant))
         axes[0].plot(depths, np.mean(recalls or [depths * 0.0], axis=0), label=name, color=color)
@@ -1415,12 +1632,12 @@ def draw_report(runs, names, values, collection, args, path):
     m = args.metrics[0]
     axes[1].hist([mine[m] for mine in values], bins=10, range=(0, 1), label=names, color=colors)
     axes[1].set(xlabel=m, ylabel="queries")
-    stages = ("load", "read", "lookup", "encode", "store", "index", "search")
+    stages = ("load", "read", "lookup", "encode", "score", "store", "index", "search")
     for place, run in enumerate(runs):
-        texts = run.about.get("texts", {})
-        stack(axes[2], place, {stage: texts.get(stage, 0) for stage in ("cached", "encoded")})
+        counts = run.about.get("texts", run.about.get("pairs", {}))
+        stack(axes[2], place, {stage: counts.get(stage, 0) for stage in ("cached", "encoded", "scored")})
         stack(axes[3], place, {stage: run.about["seconds"].get(stage, 0.0) for stage in stages})
-    axes[2].set(xlabel="texts")
+    axes[2].set(xlabel="texts, or pairs of a cross-encoder")
     axes[3].set(xlabel="seconds")
     for axis in axes[2:]:
         axis.set_yticks(range(len(names)), names)
@@ -1452,12 +1669,15 @@ def main(args):
     )
     datasets.disable_progress_bars()
     collection = main_first(accelerator, lambda: open_collection(args))  # it makes the Arrow copies
-    runs = [retrieve(path, collection, args, accelerator) for path in args.model_name_or_path]
+    runs = [read_run(args, collection)] if args.run else []
+    runs += [retrieve(path, collection, args, accelerator) for path in args.model_name_or_path]
+    if args.cross_encoder:
+        runs += [rerank(run, collection, args, accelerator) for run in runs]
     if accelerator.is_main_process:
-        for note in dict.fromkeys(note for run in runs for note in run.about["notes"]):
+        for note in dict.fromkeys(chain(collection.notes, *(run.about["notes"] for run in runs))):
             print(f"note: {note}", file=sys.stderr)
         if args.query:
-            print_hits(runs[0], collection)
+            print_hits(runs[-1], collection)
         else:
             runs += [bm25_run(collection, args)] if args.bm25 else []
             values = [measure(run, collection, args) for run in runs]

@@ -764,12 +764,17 @@ def cut_micro_batches(lengths, budget):
 TOKENIZING = threading.Lock()  # how to truncate is a state of the tokenizer, which two threads use
 
 
+# same in eval_incremental.py
 def tokenize_pairs(pairs, model):
     """{name: a list of ints a pair}; the document is cut to fit, and the query only where it leaves no room."""
     queries, documents = map(list, zip(*pairs))
     options = {"max_length": model.max_seq_length}
     try:
-        return dict(model.tokenizer(queries, documents, truncation="only_second", **options))
+        encodings = model.tokenizer(queries, documents, truncation="only_second", **options)
+        if any(encoding.overflowing for encoding in encodings.encodings or []):
+            cut = f"a pair is longer than the {model.max_seq_length} tokens of --max_length or the model"
+            warnings.warn(f"{cut}; its document is cut, its query kept whole", stacklevel=1)
+        return dict(encodings)
     except Exception:  # of tokenizers, which has no class of its own for it
         if len(pairs) == 1:
             warnings.warn("a query leaves no room for its document and is cut too; raise --max_length", stacklevel=1)
@@ -778,6 +783,7 @@ def tokenize_pairs(pairs, model):
     return {name: halves[0][name] + halves[1][name] for name in halves[0]}
 
 
+# same in eval_incremental.py
 def make_pair_micro_batches(pairs, model, budget, device):
     """(micro-batches, tokens, tokens with padding) of `pairs`, tokenized, cut and padded, longest first.
 
@@ -822,6 +828,7 @@ def make_pair_share(pairs, model, budget, accelerator):
     return Share(mine, width, slots, *make_pair_micro_batches(pairs, model, budget, accelerator.device))
 
 
+# same in eval_incremental.py
 def score(model, features, accelerator):
     """(n, 1) float logits of one micro-batch."""
     features = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in features.items()}

@@ -35,6 +35,12 @@ def metrics(output_dir):
     return [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
+def write_jsonl(path, records):
+    """A JSON Lines file of dicts."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
 @pytest.fixture(scope="session")
 def rows():
     """600 (docstring, code) pairs, unlike in length, from functions of the standard library."""
@@ -94,3 +100,35 @@ def corpus(tmp_path_factory, rows):
     for shard in range(4):
         pq.write_table(pa.Table.from_pylist(rows[shard::4]), folder / f"part-{shard}.parquet", row_group_size=50)
     return folder
+
+
+@pytest.fixture(scope="session")
+def beir(tmp_path_factory, rows):
+    """BEIR folder: 293 functions to find by 60 docstrings; one has two answers, one an irrelevant document."""
+    folder = tmp_path_factory.mktemp("beir")
+    kept = list({row["code"]: row for row in rows}.values())[:293]
+    write_jsonl(
+        folder / "corpus.jsonl", [{"_id": f"d{i}", "title": "", "text": r["code"]} for i, r in enumerate(kept)]
+    )
+    write_jsonl(folder / "queries.jsonl", [{"_id": f"q{i}", "text": r["docstring"]} for i, r in enumerate(kept[:60])])
+    judged = [f"q{i}\td{i}\t1\n" for i in range(60)] + ["q1\td7\t2\n", "q2\td9\t0\n"]
+    (folder / "qrels").mkdir()
+    (folder / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(judged))
+    return folder
+
+
+@pytest.fixture
+def evaluate(tmp_path, bert, capsys):
+    """Run the evaluator in this process on flags; returns its metrics.json. Cache and output lie in tmp_path."""
+
+    import eval_incremental as script
+
+    def run(*flags, output="out"):
+        common = [] if {"--model_name_or_path", "--run"} & set(flags) else ["--model_name_or_path", bert]
+        common += ["--cache_dir", tmp_path / "cache", "--data_cache", tmp_path / "data"]
+        common += ["--output_dir", tmp_path / output, "--chunk_rows", 64]
+        script.main(script.parse_args([str(flag) for flag in [*common, *flags]]))
+        path = tmp_path / output / "metrics.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    return run

@@ -7,6 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+import warnings
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +20,7 @@ from accelerate import Accelerator
 from conftest import ROOT, launch, metrics
 from sentence_transformers import CrossEncoder
 from sentence_transformers.cross_encoder import losses
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_resume import kill_when, start, trace
 
 import train_cross_encoder as script
@@ -295,6 +298,17 @@ def test_a_long_document_is_cut_and_the_query_kept(bert):
         assert found["input_ids"][i][: len(whole)] == whole
         assert found["input_ids"][i] == script.tokenize_pairs(pairs[i : i + 1], model)["input_ids"][0]
     assert [len(ids) for ids in found["input_ids"][1:]] == [32, 32, 32]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        script.__warningregistry__.clear()
+        for _ in range(3):
+            script.tokenize_pairs([(query, document)], model)
+    assert [str(one.message) for one in said] == [
+        "a pair is longer than the 32 tokens of --max_length or the model; its document is cut, its query kept whole"
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        script.tokenize_pairs([(query, "a")], model)
 
 
 # ------------------------------------------------------------------------------------------------------- measures
@@ -362,12 +376,30 @@ def test_killed_and_resumed_is_bit_identical(settings, tmp_path, monkeypatch, na
     assert weights[0] == weights[1]
 
 
+def test_sigterm_finishes_the_step_and_exits_cleanly(settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(test_resume, "SCRIPT", SCRIPT)
+    for name, (processes, flags) in settings.items():
+        output = tmp_path / name
+        process = start([*flags, "--output_dir", output, "--save_every", 0, "--eval_every", 100], processes)
+        kill_when(process, output, 4, signal.SIGTERM)
+        deadline = time.monotonic() + 30  # the launcher may be gone before its workers
+        while not list(output.glob("checkpoints/step_*")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        last = metrics(output)[-1]["step"]
+        assert 4 <= last < STEPS
+        assert [folder.name for folder in (output / "checkpoints").iterdir()] == [f"step_{last:08}"]
+        assert not (output / "model").exists()
+        launch(SCRIPT, *flags, "--output_dir", output, "--resume", processes=processes)
+        assert metrics(output)[-1]["step"] == STEPS and (output / "model").exists()
+
+
 def test_from_scratch_copied_alone_into_an_empty_folder(tmp_path, rows):
     """What it leaves behind, and that the saved model gives the trained scores."""
     shutil.copy(SCRIPT, tmp_path)
     jsonl("x.jsonl", [{**row, "code": row["code"][:200], "label": i % 2} for i, row in enumerate(rows[:80])])
     flags = ["--train_data", "x.jsonl", "--label_column", "label", "--max_steps", "2", "--batch_size", "8",
-             "--eval_rows", "16", "--log_every", "1", "--max_length", "64", "--data_cache", "cache"]  # fmt: skip
+             "--eval_rows", "16", "--log_every", "1", "--max_length", "64", "--data_cache", "cache",
+             "--report_to", "tensorboard"]  # fmt: skip
     command = [sys.executable, "-I", "train_cross_encoder.py", *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -376,6 +408,10 @@ def test_from_scratch_copied_alone_into_an_empty_folder(tmp_path, rows):
     lines = metrics(run)
     assert {"accuracy", "F1", "average precision"} <= set(lines[0]) and lines[0]["step"] == 0
     assert {"loss", "padding_fraction", "tokens_per_second", "F1"} <= set(lines[-1])
+    logged = EventAccumulator(str(run / "evenstep")).Reload()
+    assert [event.value for event in logged.Scalars("loss")] == pytest.approx(
+        [line["loss"] for line in lines if "loss" in line], rel=1e-6
+    )
     card = (run / "model/README.md").read_text()
     assert "python train_cross_encoder.py" in card and f"{lines[-1]['F1']:.4f}" in card
     pairs = [(rows[0]["docstring"], rows[0]["code"]), ("a", "b")]

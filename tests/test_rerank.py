@@ -1,0 +1,271 @@
+"""Reranking: a cross-encoder's order of a run's first documents, every pair scored once, nothing lost when killed."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, launch, write_jsonl
+
+import eval_incremental as script
+
+SCRIPT = ROOT / "eval_incremental.py"
+DL19 = ROOT.parent / "shared/data/msmarco_dl19"
+
+
+@pytest.fixture(scope="session")
+def reranker(tmp_path_factory, bert):
+    """Folder of a tiny CrossEncoder of random weights, some of them large enough to tell pairs apart."""
+    from sentence_transformers import CrossEncoder
+
+    folder = tmp_path_factory.mktemp("reranker")
+    torch.manual_seed(0)
+    model = CrossEncoder(str(bert), device="cpu", num_labels=1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(30 if "pooler" in name or "classifier" in name else 3)
+    model.save_pretrained(str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def run_file(tmp_path_factory, beir):
+    """A run of 20 documents for each of 59 judged queries and 3 for one that is not judged; its ranks are all 1."""
+    dice = random.Random(0)
+    path = tmp_path_factory.mktemp("run") / "first.trec"
+    lines = []
+    for query in [*range(59), "x"]:
+        documents = [query, *dice.sample(range(60, 293), 19)] if query != "x" else range(3)
+        lines += [f"q{query} Q0 d{d} 1 {dice.randint(0, 9) / 2} tag\n" for d in documents]
+    path.write_text("".join(lines))
+    return path
+
+
+def read_run(path):
+    """{query: [(document, score)]} of a run file, as it stands."""
+    found = {}
+    for line in path.read_text().splitlines():
+        query, _, document, _, score, _ = line.split()
+        found.setdefault(query, []).append((document, float(score)))
+    return found
+
+
+def texts_of(beir):
+    """({id: query}, {id: document}) of a BEIR folder."""
+    return tuple(
+        {r["_id"]: r["text"] for r in map(json.loads, (beir / f"{name}.jsonl").read_text().splitlines())}
+        for name in ("queries", "corpus")
+    )
+
+
+def test_order_is_that_of_predict(evaluate, beir, reranker, tmp_path):
+    from sentence_transformers import CrossEncoder
+
+    got = evaluate(
+        "--beir", beir, "--cross_encoder", reranker, "--rerank_k", 12, "--top_k", 30, "--metrics", "RR", "P@5"
+    )
+    first, second = got["models"]
+    assert second["pairs"] == {"total": 720, "scored": 720, "cached": 0, "damaged_blocks": 0}
+    assert second["metrics"]["RR"]["mean"] != first["metrics"]["RR"]["mean"] and "p" in second["metrics"]["RR"]
+    before = read_run(tmp_path / "out" / first["name"] / "run.trec")
+    after = read_run(tmp_path / "out" / second["name"] / "run.trec")
+    model = CrossEncoder(str(reranker), device="cpu", activation_fn=torch.nn.Identity())
+    queries, documents = texts_of(beir)
+    compared = 0
+    for query, found in before.items():
+        pairs = [(queries[query], documents[d]) for d, _ in found[:12]]
+        length = max(len(model.tokenizer(q)["input_ids"]) for q, _ in pairs)
+        assert [d for d, _ in after[query][12:]] == [d for d, _ in found[12:]]  # the others stay behind, in order
+        assert [s for _, s in after[query]] == sorted((s for _, s in after[query]), reverse=True)
+        if length < 60:  # predict() cuts longer queries, too
+            compared += 1
+            wanted = dict(zip((d for d, _ in found), model.predict(pairs).tolist()))
+            assert dict(after[query][:12]) == pytest.approx(wanted, abs=1e-5)
+    assert compared > 40
+
+
+def test_a_given_run_as_it_stands(evaluate, beir, run_file, tmp_path, capsys):
+    got = evaluate("--beir", beir, "--run", run_file, "--metrics", "RR", "R@1000")
+    said = capsys.readouterr().err
+    assert f"1 queries of {run_file} are not judged, or unknown; left out" in said
+    assert f"1 judged queries are not in {run_file}; they count as 0" in said
+    assert said.count("note: ") == len(got["notes"]) == 2
+    ranked = {q: sorted(found, key=lambda item: item[::-1], reverse=True) for q, found in read_run(run_file).items()}
+    places = [[d for d, _ in ranked[f"q{i}"]].index(f"d{i}") for i in range(59)]
+    assert got["metrics"]["RR"]["mean"] == pytest.approx(sum(1 / (place + 1) for place in places) / 60)
+    assert got["metrics"]["R@1000"]["mean"] == pytest.approx(58.5 / 60)
+
+
+@pytest.mark.skipif(not DL19.is_dir(), reason=f"needs the passages of TREC DL 2019 in {DL19}")
+def test_bm25_run_of_dl19(evaluate):
+    got = evaluate("--beir", DL19, "--run", DL19 / "bm25.run")
+    assert got["metrics"]["nDCG@10"]["mean"] == pytest.approx(0.5058, abs=1e-4)
+
+
+def test_each_pair_is_scored_once(evaluate, beir, reranker, run_file, tmp_path):
+    flags = "--beir", beir, "--run", run_file, "--cross_encoder", reranker
+    first = evaluate(*flags)["models"][1]
+    again = evaluate(*flags, output="again")["models"][1]
+    assert first["pairs"]["scored"] == 59 * 20 and again["pairs"]["scored"] == 0
+    assert again["metrics"] == first["metrics"]
+    name = "first.trec+" + reranker.name + "/run.trec"
+    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    # fewer of them, of a corpus in another order, on a stream: all known; one document changed: its pairs are new
+    folder = tmp_path / "changed"
+    shutil.copytree(beir, folder)
+    records = [json.loads(line) for line in (beir / "corpus.jsonl").read_text().splitlines()]
+    write_jsonl(folder / "corpus.jsonl", records[::-1])
+    flags = "--beir", folder, *flags[2:], "--streaming"
+    assert evaluate(*flags, "--rerank_k", 7)["models"][1]["pairs"] == {
+        "total": 59 * 7, "scored": 0, "cached": 59 * 7, "damaged_blocks": 0
+    }  # fmt: skip
+    records[100]["text"] += "  # changed"
+    write_jsonl(folder / "corpus.jsonl", records)
+    ranked = [documents for query, documents in read_run(run_file).items() if query != "qx"]
+    assert evaluate(*flags)["models"][1]["pairs"]["scored"] == sum("d100" in dict(documents) for documents in ranked)
+
+
+def test_search_is_reranked(evaluate, beir, reranker, capsys):
+    hits = {}
+    for flags in ([], ["--cross_encoder", reranker, "--rerank_k", 15]):
+        evaluate("--beir", beir, "--query", "open a file", "--top_k", 15, *flags)
+        lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+        hits[bool(flags)] = {line[1]: float(line[0]) for line in lines}
+    assert len(hits[True]) == 10 and list(hits[True]) != list(hits[False])
+    assert list(hits[True].values()) == sorted(hits[True].values(), reverse=True)
+
+
+def test_equal_texts_keep_their_order_and_an_id_may_stand_twice(evaluate, tmp_path, reranker, bert):
+    write_jsonl(tmp_path / "c.jsonl", [{"_id": f"d{i}", "text": "the same"} for i in range(6)]
+                + [{"_id": "d2", "text": "another text of the same id"}])  # fmt: skip
+    write_jsonl(tmp_path / "q.jsonl", [{"_id": "q", "text": "one"}])
+    (tmp_path / "qrels.tsv").write_text("q\td0\t1\n")
+    flags = ["--corpus", tmp_path / "c.jsonl", "--queries", tmp_path / "q.jsonl", "--qrels", tmp_path / "qrels.tsv"]
+    got = evaluate(*flags, "--cross_encoder", reranker)["models"][1]
+    found = [d for d, _ in read_run(tmp_path / "out" / got["name"] / "run.trec")["q"]]
+    assert [d for d in found if d != "d2"] == ["d0", "d1", "d3", "d4", "d5"] and found.count("d2") == 1
+
+
+# ---------------------------------------------------------------------------------------- many processes, killed
+
+
+def flags_for(beir, run_file, reranker, folder):
+    """Flags of a reranking with all of its files in `folder`."""
+    places = {"--cache_dir": "cache", "--data_cache": "data", "--output_dir": "out"}
+    places = [part for flag, name in places.items() for part in (flag, folder / name)]
+    models = ["--run", run_file, "--cross_encoder", reranker]
+    return [*models, "--beir", beir, *places, "--chunk_rows", 97, "--micro_batch_tokens", 1024]
+
+
+def test_two_processes_give_the_bytes_of_one(tmp_path, beir, run_file, reranker):
+    name = "out/first.trec+" + reranker.name + "/run.trec"
+    for processes in (1, 2):
+        launch(SCRIPT, *flags_for(beir, run_file, reranker, tmp_path / str(processes)), processes=processes)
+        (model,) = script.cached_models(tmp_path / str(processes) / "cache")
+        assert model[2] == 59 * 20  # each pair was stored once
+    assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+
+
+# Counts each pair that is scored in a file of its own, so that what a killed run did is known.
+COUNTED = """
+import sys, time
+sys.path.insert(0, {root!r})
+import eval_incremental as script
+score = script.score
+def counted(model, features, accelerator):
+    scores = score(model, features, accelerator)
+    with open({log!r}, "ab", buffering=0) as file:
+        file.write(b"x" * len(scores))
+    time.sleep(0.03)
+    return scores
+script.score = counted
+script.main(script.parse_args(sys.argv[1:]))
+"""
+
+
+def test_killed_at_random_moments(tmp_path, beir, run_file, reranker):
+    log = tmp_path / "log"
+    driver = tmp_path / "driver.py"
+    driver.write_text(COUNTED.format(root=str(ROOT), log=str(log)))
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    command = [sys.executable, driver]
+    subprocess.run([*command, *map(str, flags_for(beir, run_file, reranker, undisturbed))], check=True)
+    assert log.stat().st_size == 59 * 20
+    log.unlink()
+    dice = random.Random(0)
+    for _ in range(4):
+        process = subprocess.Popen([*command, *map(str, flags_for(beir, run_file, reranker, killed))])
+        wanted = (log.stat().st_size if log.exists() else 0) + dice.randint(1, 250)
+        while process.poll() is None and (log.stat().st_size if log.exists() else 0) < wanted:
+            time.sleep(0.01)
+        assert process.poll() is None
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    subprocess.run([*command, *map(str, flags_for(beir, run_file, reranker, killed))], check=True)
+    name = "out/first.trec+" + reranker.name + "/run.trec"
+    assert (killed / name).read_bytes() == (undisturbed / name).read_bytes()
+    assert 59 * 20 < log.stat().st_size <= 59 * 20 + 4 * 97
+
+
+# ---------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ("q0 Q0 d1 1 2.5 tag\nq0 Q0 d2 2 tag\n", "line 2: not 'query Q0 document rank score tag'"),
+        ("q0 Q0 d1 1 nan tag\n", "line 1: not 'query Q0 document rank score tag', with a number for score"),
+        ("q0 Q0 d1 1 2 tag\nq0 Q0 d1 2 1 tag\n", "line 2: document 'd1' stands twice for query 'q0'"),
+        ("q0 Q0 d1 1 2 tag\nq0 Q0 zz 2 1 tag\nq1 Q0 yy 1 1 tag\n",
+         "line 2: document 'zz' is not in the corpus, nor are 1 others; without their texts"),
+        ("nobody Q0 d1 1 2 tag\n", "ranks documents for none of the judged queries, such as 'nobody'"),
+        ("", "ranks documents for none of the judged queries; check the ids"),
+        (b"\xff\xfe\x00", "cannot be read"),
+        (None, "cannot be read"),
+    ],
+)  # fmt: skip
+def test_bad_run_file(evaluate, beir, reranker, tmp_path, content, said):
+    path = tmp_path / "bad.trec"
+    if content is not None:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(script.BadInput) as error:
+        evaluate("--beir", beir, "--run", path, "--cross_encoder", reranker)
+    assert str(error.value).startswith(str(path)) and said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_unknown_documents_may_be_measured(evaluate, beir, tmp_path):
+    (tmp_path / "run.trec").write_text("q0 Q0 zz 1 2 tag\nq0 Q0 d0 2 1 tag\n")
+    got = evaluate("--beir", beir, "--run", tmp_path / "run.trec", "--metrics", "RR")
+    assert got["metrics"]["RR"]["mean"] == pytest.approx(0.5 / 60)
+    assert any("1 documents of" in note and "are not in the corpus" in note for note in got["notes"])
+
+
+@pytest.mark.parametrize("which", ["bi-encoder", "several labels", "nowhere", "damaged"])
+def test_not_a_reranker(evaluate, beir, bert, reranker, run_file, tmp_path, which):
+    path = {"bi-encoder": bert}.get(which, tmp_path / "model")
+    if which == "several labels":
+        from sentence_transformers import CrossEncoder
+
+        CrossEncoder(str(bert), device="cpu", num_labels=3).save_pretrained(str(path))
+    elif which == "damaged":
+        shutil.copytree(reranker, path)
+        (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:2000])
+    with pytest.raises(script.BadInput) as error:
+        evaluate("--beir", beir, "--run", run_file, "--cross_encoder", path)
+    assert str(error.value).startswith(f"--cross_encoder {path}: ") and "\n" not in str(error.value)
+
+
+def test_usage(capsys):
+    for flags, said in (
+        (["--rerank_k", "0"], "--rerank_k 0: must be above 0"),
+        (["--beir", "b", "--run", "r", "--query", "q"], "--run: holds the queries that it answers"),
+    ):
+        with pytest.raises(SystemExit):
+            script.parse_args(flags)
+        assert said in capsys.readouterr().err
