@@ -322,6 +322,8 @@ def text_batches(file, kind, lines, wanted, label):
             raise BadInput(f"{file}, line {number}: more cells than the header has; quote the cell with the separator")
         if record.get(label) is not None and not isinstance(record[label], str):
             record[label] = json.dumps(record[label])
+        if kind == "json":  # an id may be a number
+            record = {name: str(cell) if type(cell) is int else cell for name, cell in record.items()}
         rows.append(record)
 
 

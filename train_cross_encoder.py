@@ -36,6 +36,7 @@ import os
 import shlex
 import shutil
 import signal
+import sqlite3
 import sys
 import tempfile
 import threading
@@ -43,7 +44,7 @@ import time
 import warnings
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -62,6 +63,7 @@ import yaml
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import LoggerType
 from datasets import Features, Sequence, Value
+from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file, save_model
 from scipy.stats import pearsonr, spearmanr
@@ -103,6 +105,10 @@ class Args:
     streaming: bool = flag(False, "read the sources front to back instead of at random from an on-disk table")
     columns: list[str] = flag([], "query, then documents, or one list of documents; default: all but the label")
     num_negatives: int = flag(-1, "negatives a row: columns to use, or drawn from the batch (-1: all columns, or 4)")
+    corpus_table: list[str] = flag([], "sources of the documents by id; the columns then hold ids, not texts")
+    queries_table: list[str] = flag([], "the same of the queries, for the first column")
+    corpus_columns: list[str] = flag([], "id column of --corpus_table, then texts, joined; default: _id title text")
+    query_columns: list[str] = flag([], "the same of --queries_table; default: _id text")
     label_column: str | None = flag(None, "column with a label or score, or a list of one for each document")
     mixing_weights: list[float] = flag([], "share of each source; default: its rows (streams: equal shares)")
     mix_by: Literal["row", "batch"] = flag("row", "mix sources within a batch, or take each batch from one source")
@@ -332,6 +338,8 @@ def text_batches(file, kind, lines, wanted, label):
             raise BadInput(f"{file}, line {number}: more cells than the header has; quote the cell with the separator")
         if record.get(label) is not None and not isinstance(record[label], str):
             record[label] = json.dumps(record[label])
+        if kind == "json":  # an id may be a number
+            record = {name: str(cell) if type(cell) is int else cell for name, cell in record.items()}
         rows.append(record)
 
 
@@ -723,6 +731,165 @@ def row_batches(sources, weights, args, position, check=checked):
             last = used + 1 == args.length_window
             yield rows[first : first + args.batch_size], after if last else {**at, "cut": used + 1}
         at = after
+
+
+# same in train_bi_encoder.py
+class IdTable:
+    """Texts by id, from sources on disk; no process holds the texts, nor a dict of the ids.
+
+    A row is read by seeking its line in a JSON Lines file: the source's own, or a copy of it made once. Where the line
+    of an id begins is in a database made once for all processes of a machine: SQLite's B-tree, O(log n), in some MB.
+    """
+
+    def __init__(self, flag, sources, columns, default, folder):
+        self.flag, self.sources = flag, [file for source in sources for file in list_files(source)]
+        first = next((file for file in self.sources if next(read_batches(file), None)), self.sources[0])
+        if not columns:
+            columns = default
+            try:
+                next(read_batches(first, default), None)
+            except BadInput:  # a title is usual, not certain
+                columns = [name for name in default if name != "title"]
+        self.columns = columns
+        next(read_batches(first, columns), None)  # a wrong column is said now
+        self.files = [json_lines(file, columns, folder) for file in self.sources]
+        key = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in self.files]
+        key = hashlib.sha256(json.dumps([key, columns[0]]).encode()).hexdigest()[:32]
+        path = Path(folder).expanduser() / f"{key}.ids"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                with FileLock(f"{path}.lock"):  # of several processes one builds, the others wait
+                    if not path.exists():
+                        self._build(path)
+            self.lines = [os.open(file, os.O_RDONLY) for file in self.files]
+            self.places = sqlite3.connect(f"file:{path}?immutable=1", uri=True, check_same_thread=False)
+            self.rows = self.places.execute("PRAGMA user_version").fetchone()[0]
+        except (OSError, sqlite3.Error) as error:
+            raise BadInput(f"--data_cache {folder}: {error}; make room, or name another folder") from None
+
+    def _build(self, path):
+        part = path.with_suffix(".part")  # of a process that was killed, perhaps
+        part.unlink(missing_ok=True)
+        with closing(sqlite3.connect(part, isolation_level=None)) as database:
+            database.execute("PRAGMA journal_mode = OFF")  # the file gets its name when it is whole
+            database.execute("PRAGMA synchronous = OFF")
+            database.execute("CREATE TABLE places (place INTEGER PRIMARY KEY, id TEXT NOT NULL)")
+            database.execute("BEGIN")
+            bar = tqdm(self._ids(), f"indexing {self.sources[0]}", unit=" rows", delay=2)
+            database.executemany("INSERT INTO places VALUES (?, ?)", bar)
+            try:
+                database.execute("CREATE UNIQUE INDEX by_id ON places (id)")  # sorts on disk
+            except sqlite3.IntegrityError:
+                twice = "SELECT id, max(place) FROM places GROUP BY id HAVING count(*) > 1 LIMIT 1"
+                name, place = database.execute(twice).fetchone()
+                raise BadInput(
+                    f"{self.sources[place >> 44]}: id {name!r} stands twice in {self.flag}; ids must differ"
+                ) from None
+            database.execute(f"PRAGMA user_version = {bar.n}")
+            database.execute("COMMIT")
+        os.replace(part, path)
+
+    def _ids(self):
+        """Yield (place, id) of each row; a place is the number of the file times 2**44, and the byte in it."""
+        for number, (source, file) in enumerate(zip(self.sources, self.files)):
+            place = number << 44
+            with open(file, "rb") as lines:
+                for count, line in enumerate(lines, start=1):
+                    if line.strip():
+                        try:
+                            name = json.loads(line)[self.columns[0]]
+                        except (ValueError, KeyError, TypeError):
+                            name = None
+                        if not isinstance(name, str | int):
+                            raise BadInput(
+                                f"{source}, line {count}: no id in column {self.columns[0]!r}; mend the line"
+                            )
+                        yield place, str(name)
+                    place += len(line)
+
+    def texts(self, ids):
+        """{id: text} of those of the ids that are there."""
+        found = {}
+        marks = ",".join("?" * len(ids))
+        for name, place in self.places.execute(f"SELECT id, place FROM places WHERE id IN ({marks})", ids):
+            file, at = self.lines[place >> 44], place & (2**44 - 1)
+            line = os.pread(file, 4096, at)
+            while b"\n" not in line and (more := os.pread(file, 2**16, at + len(line))):
+                line += more
+            try:
+                record = json.loads(line.partition(b"\n")[0])
+                if str(record[self.columns[0]]) != name:
+                    raise ValueError("another id")
+                found[name] = " ".join(record.get(column) or "" for column in self.columns[1:]).strip()
+            except (ValueError, KeyError, TypeError) as error:
+                raise BadInput(
+                    f"{self.files[place >> 44]}: the line of id {name!r} is not what it was ({error}); start again"
+                ) from None
+        return found
+
+
+# same in train_bi_encoder.py
+def json_lines(file, columns, folder):
+    """Path of `file` as JSON Lines on this machine: the file itself, or a copy made once in `folder`, atomically."""
+    fs, path = fsspec.core.url_to_fs(file)
+    if file_kind(file) == ("json", None) and "file" in fs.protocol:
+        return path
+    key = hashlib.sha256(json.dumps([fs.ukey(path), columns]).encode()).hexdigest()[:32]
+    copy = Path(folder).expanduser() / f"{key}.jsonl"
+    if not copy.exists():
+        part = copy.with_suffix(f".{os.getpid()}.part")
+        try:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with open(part, "w") as sink, tqdm(unit=" rows", desc=f"mapping {file}", delay=2) as bar:
+                for _, batch in read_batches(file, list(dict.fromkeys(columns)), columns[0]):
+                    sink.writelines(json.dumps(row) + "\n" for row in batch.to_pylist())
+                    bar.update(len(batch))
+            os.replace(part, copy)
+        except OSError as error:
+            raise BadInput(f"--data_cache {folder}: {error}; make room, or name another folder") from None
+        finally:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+    return str(copy)
+
+
+# same in train_bi_encoder.py
+def open_tables(args):
+    """The IdTables of the first column and of the others; None for texts that stand in the rows themselves."""
+    given = (
+        ("--queries_table", args.queries_table, args.query_columns, ["_id", "text"]),
+        ("--corpus_table", args.corpus_table, args.corpus_columns, ["_id", "title", "text"]),
+    )
+    return [IdTable(*names, args.data_cache) if names[1] else None for names in given]
+
+
+# same in train_bi_encoder.py
+def with_texts(tables, check):
+    """`check`, of rows whose ids are replaced by their texts first; an unknown id makes a bad row."""
+
+    def look_up(row, args):
+        cells, label, file, number = row
+        texts = [cells[:1], cells[1:]]
+        for side, table in enumerate(tables):
+            if table:
+                flat = [name for cell in texts[side] for name in (cell if isinstance(cell, list) else [cell])]
+                found = table.texts(list(map(str, flat)))
+                for name in flat:
+                    if str(name) not in found:
+                        if args.on_bad_row == "skip":
+                            return None
+                        raise BadInput(
+                            f"{file}, row {number}: id {name!r} is not in {table.flag}; mend the row or pass "
+                            "--on_bad_row skip"
+                        )
+                texts[side] = [
+                    [found[str(name)] for name in cell] if isinstance(cell, list) else found[str(cell)]
+                    for cell in texts[side]
+                ]
+        return check((texts[0] + texts[1], label, file, number), args)
+
+    return look_up if any(tables) else check
 
 
 # ---------------------------------------------------------------------------------------- shares and micro-batches
@@ -1195,6 +1362,7 @@ def load_checkpoint(path, model, optimizer):
 
 # What a resumed run may not change: it would be another experiment under the same name.
 FIXED = """train_data eval_data eval_rows streaming columns num_negatives label_column mixing_weights mix_by
+corpus_table queries_table corpus_columns query_columns
 shuffle_buffer length_window on_bad_row model_name_or_path max_length batch_size gradient_accumulation_steps loss
 loss_args seed"""
 
@@ -1376,7 +1544,10 @@ def main_first(accelerator, work):
 
 # same in train_bi_encoder.py
 def open_data(args, accelerator, check=checked):
-    """(sources, their weights, held-out rows, bad ones among them, rows an epoch, fingerprints); sets args.columns."""
+    """(sources, weights, held-out rows, bad ones among them, rows an epoch, fingerprints, check); sets args.columns.
+
+    The check that is returned also replaces the ids of a row by their texts, where there are tables of them.
+    """
     files = [list_files(source) for source in args.train_data]
     held_files = [list_files(source) for source in args.eval_data]
     if not args.columns:
@@ -1394,6 +1565,8 @@ def open_data(args, accelerator, check=checked):
         return [[kind(index, names, args) for index, names in enumerate(part)] for part in (files, held_files)]
 
     sources, held_sources = main_first(accelerator, opened)
+    tables = main_first(accelerator, lambda: open_tables(args))
+    check = with_texts(tables, check)
     for name, source in zip(args.train_data + args.eval_data, sources + held_sources):
         if len(source) == 0:
             raise BadInput(f"{name}: holds no row; leave it out")
@@ -1411,7 +1584,8 @@ def open_data(args, accelerator, check=checked):
     ends = [size * sum(weights) / weight for size, weight in zip(sizes, weights)]  # rows of the mix that exhaust each
     rows = args.rows_per_epoch or (min if args.stopping_strategy == "first_exhausted" else max)(ends)
     data = [[name, size, fingerprint(names)] for name, size, names in zip(args.train_data, sizes, files)]
-    return sources, weights, held, skipped, rows, data
+    data += [[table.flag, table.rows, fingerprint(table.sources)] for table in tables if table]
+    return sources, weights, held, skipped, rows, data, check
 
 
 def main(args):
@@ -1449,7 +1623,7 @@ def main(args):
     # Data, model, optimizer
     args.loss = args.loss or default_loss(args)
     loss_fn = make_pair_loss(args)
-    sources, weights, held, held_skipped, epoch_rows, data = open_data(args, accelerator, checked_group)
+    sources, weights, held, held_skipped, epoch_rows, data, check = open_data(args, accelerator, checked_group)
     held = draw_negatives(held, CANDIDATES - 1, args.seed) if held else []
     if 0 < len(held) < accelerator.num_processes:
         raise BadInput(
@@ -1458,7 +1632,7 @@ def main(args):
     if saved:
         check_resumed(saved, args, data)
     steps = args.max_steps or math.ceil(args.num_epochs * epoch_rows / (args.batch_size * accumulation))
-    sample = row_batches(sources, weights, args, None, checked_group)
+    sample = row_batches(sources, weights, args, None, check)
     sample = islice(sample, math.ceil(min(epoch_rows, 100_000) / args.batch_size))
     sample = (text for rows, _ in sample for row in rows for text in row[0])
     model = load_cross_encoder(args, sample, not saved, accelerator).to(accelerator.device)
@@ -1521,7 +1695,7 @@ def main(args):
         accelerator.print(
             "before training: " + "  ".join(f"{k} {v:.4f}" for k, v in metrics[-1].items() if k != "step")
         )
-    rows = row_batches(sources, weights, args, position, checked_group)
+    rows = row_batches(sources, weights, args, position, check)
     batches = prefetch(make_pair_batches(rows, bare, budget, args, accelerator))
     bar = tqdm(total=steps, initial=step, disable=not is_main, unit="step")
     seconds, rows_done, tokens, padded = 0.0, 0, 0, 0

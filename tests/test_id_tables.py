@@ -1,0 +1,171 @@
+"""Rows of ids: their texts come from tables on disk, and nothing else changes."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import ROOT, launch, metrics, write_jsonl
+
+import train_bi_encoder
+import train_cross_encoder
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(monkeypatch, tmp_path):
+    """main leaves a SIGTERM handler behind, which later tests must not have."""
+    monkeypatch.chdir(tmp_path)
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+def table(path, **more):
+    """An IdTable of one file, its copies and index in the folder `cache`."""
+    columns = more.pop("columns", [])
+    return train_bi_encoder.IdTable("--corpus_table", [str(path)], columns, ["_id", "title", "text"], "cache")
+
+
+def write(path, records):
+    """Records as the suffix says."""
+    if path.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(records), path, row_group_size=7)
+    elif path.endswith(".tsv.gz"):
+        with gzip.open(path, "wt") as file:
+            print(*records[0], sep="\t", file=file)
+            for record in records:
+                print(*(f'"{cell}"' for cell in record.values()), sep="\t", file=file)
+    else:
+        write_jsonl(Path(path), records)
+    return path
+
+
+@pytest.fixture(scope="module")
+def short(rows):
+    """100 rows whose texts are one line each, cut short."""
+    return [{name: " ".join(text.split())[:120].replace('"', "'") for name, text in row.items()} for row in rows[:100]]
+
+
+def flags(bert, *more):
+    return ["--model_name_or_path", bert, "--eval_rows", 20, "--batch_size", 16, "--max_steps", 6, "--log_every", 1,
+            "--save_every", 3, "--micro_batch_tokens", 600, "--data_cache", "cache", *more]  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".tsv.gz"])
+@pytest.mark.parametrize("script", [train_bi_encoder, train_cross_encoder])
+def test_ids_train_as_their_texts_do(short, bert, tmp_path, script, suffix):
+    """The same losses and weights to the last bit; in the cross-encoder documents are lists of ids."""
+    documents = [
+        {"_id": i + 7, "title": short[i]["docstring"][:9], "text": row["code"]} for i, row in enumerate(short)
+    ]
+    queries = [{"_id": f"q{i}", "text": row["docstring"]} for i, row in enumerate(short)]
+    joined = [f"{d['title']} {d['text']}".strip() for d in documents]
+    texts, ids = [], []
+    for i in range(100):
+        others = [(i + 1) % 100, (i + 5) % 100]
+        texts.append({"query": short[i]["docstring"].strip(), "a": joined[i], "b": joined[others[0]]})
+        ids.append({"query": f"q{i}", "a": i + 7, "b": others[0] + 7})
+        if script is train_cross_encoder:
+            texts[-1] = {"query": texts[-1]["query"], "documents": [texts[-1]["a"], joined[others[1]]]}
+            ids[-1] = {"query": f"q{i}", "documents": [str(i + 7), str(others[1] + 7)]}
+    tables = [
+        "--corpus_table",
+        write(f"corpus{suffix}", documents),
+        "--queries_table",
+        write("queries.jsonl", queries),
+    ]
+    for kind, rows, more in (("texts", texts, []), ("ids", ids, tables)):
+        run = flags(bert, *more, "--train_data", write(f"{kind}.jsonl", rows), "--output_dir", tmp_path / kind)
+        script.main(script.parse_args(list(map(str, run))))
+    assert [line.get("loss") for line in metrics("ids")] == [line.get("loss") for line in metrics("texts")]
+    weights = [Path(f"{kind}/model/model.safetensors").read_bytes() for kind in ("ids", "texts")]
+    assert weights[0] == weights[1]
+    assert "corpus" in Path("ids/model/README.md").read_text()
+
+
+def test_two_processes_and_a_changed_table(short, bert, tmp_path):
+    corpus = write("corpus.jsonl", [{"_id": str(i), "text": row["code"]} for i, row in enumerate(short)])
+    data = write("rows.jsonl", [{"q": row["docstring"], "d": str(i)} for i, row in enumerate(short)])
+    run = flags(bert, "--corpus_table", corpus, "--train_data", data, "--output_dir", tmp_path / "out")
+    launch(ROOT / "train_bi_encoder.py", *run, cwd=tmp_path, processes=2)
+    losses = [line.get("loss") for line in metrics("out")]
+    run[run.index("--output_dir") + 1] = tmp_path / "one"
+    launch(ROOT / "train_bi_encoder.py", *run, cwd=tmp_path)
+    assert [line.get("loss") for line in metrics("one")][1] == pytest.approx(losses[1], rel=0.05)
+    write("corpus.jsonl", [{"_id": str(i), "text": row["code"] + " changed"} for i, row in enumerate(short)])
+    again = launch(ROOT / "train_bi_encoder.py", *run, "--resume", cwd=tmp_path, check=False)
+    assert again.returncode == 1 and "the data of --corpus_table is not what it was" in again.stderr
+
+
+def test_texts_by_id(tmp_path):
+    write_jsonl(tmp_path / "c.jsonl", [{"_id": "a", "title": "T", "text": "x" * 9000}, {"_id": 2, "text": "ü\n2"}])
+    with open("c.jsonl", "a") as file:
+        file.write('\n{"_id": "last", "title": null, "text": "no line end"}')
+    assert table("c.jsonl").texts(["2", "a", "last", "nobody"]) == {
+        "a": "T " + "x" * 9000,
+        "2": "ü\n2",
+        "last": "no line end",
+    }
+    assert table("c.jsonl", columns=["_id", "title"]).texts(["a"]) == {"a": "T"}
+    assert table("c.jsonl").rows == 3
+    before = table("c.jsonl")
+    write_jsonl(tmp_path / "c.jsonl", [{"_id": "b", "text": "another"}])
+    assert table("c.jsonl").texts(["b", "a"]) == {"b": "another"}  # the index is made again
+    with pytest.raises(train_bi_encoder.BadInput, match="the line of id 'a' is not what it was"):
+        before.texts(["a"])
+
+
+def test_a_killed_builder_leaves_nothing_that_is_taken_for_whole(tmp_path):
+    write_jsonl(tmp_path / "c.jsonl", [{"_id": str(i), "text": f"text {i}"} for i in range(200_000)])
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train_bi_encoder as s;"
+    code += "s.IdTable('--corpus_table', ['c.jsonl'], [], ['_id', 'title', 'text'], 'cache')"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    while process.poll() is None and not list(Path("cache").glob("*.part")):
+        time.sleep(0.001)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL and not list(Path("cache").glob("*.ids"))
+    # two at once: one builds, one waits for it
+    both = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    (path,) = Path("cache").glob("*.ids")
+    assert not list(Path("cache").glob("*.part"))
+    assert table("c.jsonl").texts(["0", "199999"]) == {"0": "text 0", "199999": "text 199999"}
+    assert os.stat(path).st_nlink == 1
+
+
+@pytest.mark.parametrize(
+    "records, said",
+    [
+        ([{"_id": name, "text": "x"} for name in "aba"], "c.jsonl: id 'a' stands twice"),
+        ([{"name": "a", "text": "x"}], "c.jsonl: no column '_id'; the columns are: name, text"),
+        ([{"_id": "a", "text": "x"}, {"_id": None, "text": "x"}], "c.jsonl, line 2: no id in column '_id'"),
+        ([{"_id": "a", "body": "x"}], "c.jsonl: no column 'text'"),
+    ],
+)  # fmt: skip
+def test_bad_table(tmp_path, records, said):
+    write_jsonl(tmp_path / "c.jsonl", records)
+    with pytest.raises(train_bi_encoder.BadInput) as error:
+        table("c.jsonl")
+    assert said in str(error.value) and "\n" not in str(error.value)
+    assert not list(tmp_path.glob("cache/*.ids"))
+
+
+@pytest.mark.parametrize("script", [train_bi_encoder, train_cross_encoder])
+def test_unknown_id(short, bert, tmp_path, capsys, script):
+    corpus = write("corpus.jsonl", [{"_id": str(i), "text": row["code"]} for i, row in enumerate(short[:98])])
+    data = write("rows.jsonl", [{"q": row["docstring"], "d": str(i)} for i, row in enumerate(short)])
+    run = [*flags(bert, "--corpus_table", corpus, "--train_data", data, "--num_epochs", 1), "--max_steps", 0]
+    with pytest.raises(script.BadInput) as error:
+        script.main(script.parse_args([*map(str, run), "--output_dir", "a"]))
+    assert "rows.jsonl, row 9" in str(error.value) and "' is not in --corpus_table; mend the row" in str(error.value)
+    script.main(script.parse_args([*map(str, run), "--output_dir", "b", "--on_bad_row", "skip"]))
+    assert "bad rows skipped" in capsys.readouterr().out
+    assert json.loads(Path("b/checkpoints/step_00000005/state.json").read_text())["position"]["skipped"] >= 2
