@@ -133,6 +133,16 @@ class Args:
     metrics: list[str] = flag(["nDCG@10", "RR@10", "R@100", "AP"], "measures, by their names in ir_measures")
     bm25: bool = flag(False, "compare with BM25 (needs the package bm25s, and the corpus in memory)")
     query: list[str] = flag([], "print the best documents for these texts instead of evaluating")
+    # hard negatives
+    negatives_out: str | None = flag(
+        None, "write rows of query, positive, negatives and their scores here (.jsonl) instead of evaluating"
+    )
+    num_negatives: int = flag(4, "negatives of a row; a query that has fewer is left out")
+    negative_ranks: list[int] = flag([0, 100], "first rank to take them from and the one to stop before")
+    negative_margin: float | None = flag(None, "they score at least so much below the lowest positive of the query")
+    negative_relative_margin: float | None = flag(None, "the same as a share of that positive's score, such as 0.05")
+    negative_sampling: Literal["top", "random"] = flag("top", "the best of those that are left, or any")
+    seed: int = flag(0, "of --negative_sampling random")
     output_dir: str = flag("runs/eval", "folder for the results")
 
 
@@ -202,6 +212,13 @@ def parse_args(argv):
         parser.error("--run: holds the queries that it answers; leave --query out")
     if not args.model_name_or_path and not args.run:
         args.model_name_or_path = ["runs/bi_encoder/model"]
+    if args.negatives_out and (args.query or args.run or args.streaming or len(args.model_name_or_path) > 1):
+        parser.error("--negatives_out: wants one --model_name_or_path and a mapped corpus; leave --query, --run and "
+                     "--streaming out")  # fmt: skip
+    low, high = args.negative_ranks if len(args.negative_ranks) == 2 else (0, 0)
+    if not 0 <= low < low + args.num_negatives <= high:
+        ranks = " ".join(map(str, args.negative_ranks))
+        parser.error(f"--negative_ranks {ranks}: a first rank and a later one, --num_negatives or more apart")
     if any("\ud800" <= letter <= "\udfff" for text in args.query for letter in text):  # how Python takes other bytes
         parser.error("--query: not UTF-8")
     if args.query and len(args.model_name_or_path) > 1:
@@ -471,7 +488,11 @@ class Table:
         if not args.streaming:
             self.files = [arrow_copy(file, self.wanted, self.id, args.data_cache) for file in self.sources]
             try:
-                self.rows = sum(rows for file in self.files for _, rows in arrow_index(file)[1])
+                index = [arrow_index(file) for file in self.files]
+                self.schemas = [schema for schema, _ in index]
+                self.places = [(file, at) for file, (_, batches) in enumerate(index) for at, _ in batches]
+                self.first = np.cumsum([0] + [rows for _, batches in index for _, rows in batches])
+                self.rows = int(self.first[-1])
             except (OSError, pa.ArrowException) as error:
                 raise BadInput(f"{sources[0]}: not whole Arrow files ({error}); replace them") from None
 
@@ -488,13 +509,30 @@ class Table:
                 first += len(head)
                 held = table.slice(rows).to_batches()
 
+    def texts_of(self, rows):
+        """{row: text} of rows of a mapped table, which are read alone."""
+        found = {}
+        for row in rows:
+            at = int(np.searchsorted(self.first, row, side="right")) - 1
+            file, offset = self.places[at]
+            with pa.memory_map(self.files[file]) as source:
+                source.seek(offset)
+                batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), self.schemas[file])
+                found[row] = self._text(batch.slice(row - self.first[at], 1))[0].as_py()
+        return found
+
+    def _text(self, batch):
+        """(n,) strings: the text columns of a RecordBatch, joined."""
+        parts = [pc.fill_null(pc.cast(batch.column(name), pa.string()), "") for name in self.texts]
+        return pc.utf8_trim_whitespace(pc.binary_join_element_wise(*parts, " "))
+
     def batches(self, prompt):
         """Yield RecordBatches of (id, prompt + text)."""
         row, self.empty = 0, 0
         for source, file in zip(self.sources, self.files):
             for number, batch in read_batches(file, self.wanted, self.id):
                 try:
-                    parts = [pc.fill_null(pc.cast(batch.column(name), pa.string()), "") for name in self.texts]
+                    texts = self._text(batch)
                     if self.id == "#":
                         ids = pa.array(map(str, range(row, row + len(batch))))
                     else:
@@ -503,7 +541,6 @@ class Table:
                     raise BadInput(f"{source}, after row {number}: not text ({error}); convert the column") from None
                 if (bad := pc.index(ids, "").as_py()) >= 0:
                     raise BadInput(f"{source}, row {number + bad}: no id in column {self.id!r}; mend the row")
-                texts = pc.utf8_trim_whitespace(pc.binary_join_element_wise(*parts, " "))
                 self.empty += pc.sum(pc.equal(texts, "")).as_py()
                 row += len(batch)
                 yield pa.record_batch([ids, pc.binary_join_element_wise(prompt, texts, "")], ["id", "text"])
@@ -603,6 +640,8 @@ class Run:
     scores: list  # Q lists of floats
     texts: dict  # {document id: text}, in a search
     about: dict  # what metrics.json says of it
+    positives: list = field(default_factory=list)  # Q dicts {document id: score}, to mine negatives
+    places: dict = field(default_factory=dict)  # {document id: (row, hash)} of all these documents, to mine negatives
 
 
 def read_run(args, collection):
@@ -1295,11 +1334,20 @@ def retrieve(path, collection, args, accelerator):
     parts = (texts.slice(i, args.chunk_rows) for i in range(0, len(texts), args.chunk_rows))
     chunks = [Chunk(0, part, part, text_hashes(part)) for part in parts]
     queries = torch.cat([for_search(embed([chunk], 0)) for chunk in chunks])  # (Q, D)
-    top = TopK(queries, min(args.top_k, collection.corpus.rows or args.top_k))
+    depth = args.top_k
+    relevant = defaultdict(list)  # {document id: numbers of its queries}
+    if args.negatives_out:
+        for query, name in enumerate(collection.query_ids):
+            for document in positives_of(collection, name):
+                relevant[document].append(query)
+        depth = args.negative_ranks[1] + max(len(positives_of(collection, name)) for name in collection.query_ids)
+    positive_ids = pa.array(relevant, pa.string())
+    top = TopK(queries, min(depth, collection.corpus.rows or depth))
 
     # Documents, a chunk for each process at a time
     judged = pa.array(sorted({name for known in collection.qrels.values() for name in known}), pa.string())
-    found, doubles, kept = set(), set(), {}  # judged documents there; ids there twice; {row: (id, text)} of the best
+    found, doubles = set(), set()  # judged documents that are there; ids that are there twice
+    kept, positives = {}, {}  # {row: (id, text, hash)} of the best; {(query, row): (id, hash, score)}
     reader = prefetch(collection.corpus.chunks(args.chunk_rows, prompt))
     show = "{l_bar}{bar}| {n:,.0f}/{total:,.0f} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
     embed.bar = tqdm(total=collection.corpus.rows, unit=" texts", desc=short_names([path])[0], delay=1,
@@ -1316,12 +1364,19 @@ def retrieve(path, collection, args, accelerator):
         with clock(seconds, "search"):
             if own is not None:
                 chunk = chunks[own]
-                top.add(for_search(vectors), chunk.first)
+                vectors = for_search(vectors)
+                top.add(vectors, chunk.first)
                 rows = torch.unique(top.rows[top.rows >= chunk.first]) - chunk.first
                 picked = pa.array(rows.cpu().numpy())
                 ids = chunk.ids.take(picked).to_pylist()
                 texts = chunk.texts.take(picked).to_pylist() if args.query else [""] * len(ids)
-                kept |= {row + chunk.first: (i, t[len(prompt) :]) for row, i, t in zip(picked.tolist(), ids, texts)}
+                kept |= {row + chunk.first: (i, t[len(prompt) :], chunk.hashes[row].tobytes())
+                         for row, i, t in zip(picked.tolist(), ids, texts)}  # fmt: skip
+                for row in places_in(chunk.ids, positive_ids) if relevant else ():
+                    name = chunk.ids[row].as_py()
+                    values = queries[relevant[name]] @ vectors[row]
+                    for query, value in zip(relevant[name], values.tolist()):
+                        positives[query, row + chunk.first] = (name, chunk.hashes[row].tobytes(), value)
                 if len(kept) > 4 * top.rows.numel():  # most are no longer among the best
                     kept = {row: kept[row] for row in torch.unique(top.rows).tolist() if row >= 0}
             for chunk in chunks:
@@ -1336,6 +1391,7 @@ def retrieve(path, collection, args, accelerator):
     with clock(seconds, "search"):
         top.merge(accelerator)
     kept = dict(item for part in gather_object([kept]) for item in part.items())
+    positives = dict(item for part in gather_object([positives]) for item in part.items())
 
     # Names of the documents; an id that stands twice keeps its best score
     names, scores = [], []
@@ -1357,8 +1413,24 @@ def retrieve(path, collection, args, accelerator):
         (collection.corpus.empty, "documents are empty; encoded as the empty string"),
     ):  # fmt: skip
         about["notes"] += [f"{count:,} {what}"] * (count > 0)
-    texts = dict(kept.values()) if args.query else {}
-    return Run(path, names, scores, texts, about)
+    texts = {name: text for name, text, _ in kept.values()} if args.query else {}
+    run = Run(path, names, scores, texts, about)
+    if args.negatives_out:
+        if not positives:
+            raise BadInput(
+                f"{args.qrels or args.pairs[0]}: no query has a relevant document in the corpus; check the ids"
+            )
+        run.places = {name: (row, digest) for row, (name, _, digest) in kept.items()}
+        run.positives = [{} for _ in names]
+        for (query, row), (name, digest, value) in positives.items():
+            run.positives[query][name] = value
+            run.places[name] = (row, digest)
+    return run
+
+
+def places_in(ids, wanted):
+    """Places in an Arrow array of ids of those that are among the wanted ones, another Arrow array."""
+    return np.flatnonzero(pc.is_in(ids, wanted).to_numpy(zero_copy_only=False)).tolist()
 
 
 def candidate_pairs(asked, collection, args):
@@ -1369,18 +1441,17 @@ def candidate_pairs(asked, collection, args):
     queries = text_hashes(pa.array(collection.query_texts, pa.string()))  # (Q, 2)
     wanted = pa.array(asked, pa.string())
     for chunk in prefetch(collection.corpus.chunks(args.chunk_rows)):
-        for row in np.flatnonzero(pc.is_in(chunk.ids, wanted).to_numpy(zero_copy_only=False)).tolist():
+        for row in places_in(chunk.ids, wanted):
             name, text, document = chunk.ids[row].as_py(), chunk.texts[row].as_py(), chunk.hashes[row].tobytes()
             for query in asked[name]:
                 both = queries[query].tobytes() + document
                 yield query, name, text, hashlib.blake2b(both, digest_size=16).digest()
 
 
-def rerank(run, collection, args, accelerator):
-    """The Run with the first --rerank_k documents of each query in the order of their scores by --cross_encoder.
+def score_pairs(wanted, name, collection, args, accelerator):
+    """(Q dicts {document id: score by --cross_encoder}, about) of Q lists of document ids.
 
-    A score is the model's logit, without the sigmoid that would make the highest equal. The documents after the
-    --rerank_k stay behind, in their order, so that measures deeper than that lose nothing.
+    A score is the model's logit, without the sigmoid that would make the highest equal.
     """
     seconds = defaultdict(float)
     with clock(seconds, "load"):
@@ -1392,15 +1463,13 @@ def rerank(run, collection, args, accelerator):
     cache = main_first(accelerator, lambda: EmbeddingCache(folder, args.cross_encoder, *shape))
     budget = args.micro_batch_tokens or (2048 if accelerator.device.type == "cpu" else 16_384)
     embed = PairScorer(model, cache, budget, accelerator, seconds)
-    name = "+".join(chain(short_names([run.name]), short_names([args.cross_encoder])))
-
     asked = defaultdict(list)
-    for query, documents in enumerate(run.documents):
-        for document in documents[: args.rerank_k]:
+    for query, documents in enumerate(wanted):
+        for document in documents:
             asked[document].append(query)
     embed.bar = tqdm(total=sum(map(len, asked.values())), unit=" pairs", desc=name, delay=1,
                      disable=not accelerator.is_main_process)  # fmt: skip
-    found = [{} for _ in run.documents]
+    found = [{} for _ in wanted]
     pairs = candidate_pairs(asked, collection, args)
     while part := list(islice(pairs, args.chunk_rows)):
         queries, ids, texts, hashes = zip(*part)
@@ -1411,7 +1480,17 @@ def rerank(run, collection, args, accelerator):
             found[query][document] = max(value, found[query].get(document, value))  # an id may stand twice
     embed.bar.close()
     cache.cache.close()
+    return found, embed.about(fingerprint)
 
+
+def rerank(run, collection, args, accelerator):
+    """The Run with the first --rerank_k documents of each query in the order of their scores by --cross_encoder.
+
+    The documents after them stay behind, in their order, so that measures deeper than that lose nothing.
+    """
+    name = "+".join(chain(short_names([run.name]), short_names([args.cross_encoder])))
+    first = [documents[: args.rerank_k] for documents in run.documents]
+    found, about = score_pairs(first, name, collection, args, accelerator)
     documents, scores = [], []
     for known, before in zip(found, run.documents):
         order = sorted(before[: args.rerank_k], key=known.get, reverse=True)
@@ -1419,7 +1498,99 @@ def rerank(run, collection, args, accelerator):
         documents.append(order + behind)
         values = [known[document] for document in order]
         scores.append(values + [values[-1] - place for place in range(1, len(behind) + 1)])
-    return Run(name, documents, scores, run.texts, embed.about(fingerprint))
+    return Run(name, documents, scores, run.texts, about)
+
+
+# --------------------------------------------------------------------------------------------------- hard negatives
+
+
+def positives_of(collection, query):
+    """Ids of the documents that are relevant to a query, by its id."""
+    return [document for document, grade in collection.qrels[query].items() if grade > 0]
+
+
+def rescore(run, collection, args, accelerator):
+    """The Run and its positives with the scores of --cross_encoder, every candidate ranked by them."""
+    wanted = [list(dict.fromkeys([*documents, *known])) for documents, known in zip(run.documents, run.positives)]
+    found, run.about["rescored"] = score_pairs(wanted, "candidates", collection, args, accelerator)
+    run.documents = [sorted(documents, key=known.get, reverse=True) for documents, known in zip(run.documents, found)]
+    run.scores = [[known[name] for name in documents] for documents, known in zip(run.documents, found)]
+    run.positives = [{name: known[name] for name in mine} for mine, known in zip(run.positives, found)]
+    return run
+
+
+def pick_negatives(run, collection, args):
+    """(Q lists of (document id, score), {rule: candidates that it removed}) of the candidates of a Run.
+
+    The rules are those of sentence_transformers.util.mine_hard_negatives: positives, and texts equal to one, go; then
+    what scores too near to the lowest positive; ranks are counted among what is left.
+    """
+    removed, picked = Counter(), []
+    low, high = args.negative_ranks
+    for query, (documents, scores, positives) in enumerate(zip(run.documents, run.scores, run.positives)):
+        seen = {run.places[name][1] for name in positives}
+        known = set(positives_of(collection, collection.query_ids[query]))
+        left, lowest = [], min(positives.values(), default=-math.inf)
+        for name, value in zip(documents, scores):
+            if name in known or run.places[name][1] in seen:
+                removed["positives, and texts equal to one or to a better candidate"] += 1
+            elif args.negative_margin is not None and value + args.negative_margin > lowest:
+                removed[f"within {args.negative_margin} of the lowest positive"] += 1
+            elif (
+                args.negative_relative_margin is not None
+                and value > lowest - abs(lowest) * args.negative_relative_margin
+            ):
+                removed[f"within {args.negative_relative_margin:.0%} of the lowest positive"] += 1
+            else:
+                left.append((name, value))
+            seen.add(run.places[name][1])
+        removed[f"outside of the ranks {low} to {high}"] += len(left) - len(left[low:high])
+        left = left[low:high]
+        if args.negative_sampling == "random" and len(left) > args.num_negatives:
+            dice = np.random.default_rng([args.seed, query])
+            left = [left[i] for i in sorted(dice.choice(len(left), args.num_negatives, replace=False))]
+        removed["not needed"] += max(0, len(left) - args.num_negatives)
+        picked.append(left[: args.num_negatives])
+    return picked, dict(removed)
+
+
+def write_negatives(run, collection, args):
+    """--negatives_out, a row a query and positive, and metrics.json; says what each rule removed."""
+    picked, removed = pick_negatives(run, collection, args)
+    path, output, rows, fewer = Path(args.negatives_out), Path(args.output_dir), 0, 0
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        output.mkdir(parents=True, exist_ok=True)
+        with open(part, "w") as file:
+            for query, (negatives, positives) in enumerate(zip(picked, run.positives)):
+                if len(negatives) < args.num_negatives:
+                    fewer += len(positives)
+                    continue
+                names = [*positives, *(name for name, _ in negatives)]
+                texts = collection.corpus.texts_of([run.places[name][0] for name in names])
+                texts = {name: texts[run.places[name][0]] for name in names}
+                for positive, value in positives.items():
+                    row = {"query": collection.query_texts[query], "positive": texts[positive]}
+                    row |= {f"negative_{i}": texts[name] for i, (name, _) in enumerate(negatives, start=1)}
+                    file.write(json.dumps({**row, "scores": [value, *(score for _, score in negatives)]}) + "\n")
+                    rows += 1
+        os.replace(part, path)
+        about = {"rows": rows, "rows_left_out": fewer, "candidates": sum(map(len, run.documents)), "removed": removed}
+        about = {"model": run.name, "negatives": about, **run.about, "notes": collection.notes + run.about["notes"]}
+        (output / "metrics.json").write_text(json.dumps(about, indent=1))
+    except OSError as error:
+        raise BadInput(f"--negatives_out {path}: {error}; make room or name another; no vector is lost") from None
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+    print(f"{about['negatives']['candidates']:,} candidates for {len(picked):,} queries; removed:")
+    for rule, count in removed.items():
+        print(f"{count:12,}  {rule}")
+    if fewer:
+        print(f"{fewer:,} rows left out: fewer than --num_negatives {args.num_negatives} candidates remain; widen "
+              "--negative_ranks or lower a margin")  # fmt: skip
+    print(f"{rows:,} rows of {args.num_negatives} negatives are in {path}")
 
 
 def bm25_run(collection, args):
@@ -1673,13 +1844,17 @@ def main(args):
     collection = main_first(accelerator, lambda: open_collection(args))  # it makes the Arrow copies
     runs = [read_run(args, collection)] if args.run else []
     runs += [retrieve(path, collection, args, accelerator) for path in args.model_name_or_path]
-    if args.cross_encoder:
+    if args.cross_encoder and args.negatives_out:
+        runs = [rescore(runs[0], collection, args, accelerator)]
+    elif args.cross_encoder:
         runs += [rerank(run, collection, args, accelerator) for run in runs]
     if accelerator.is_main_process:
         for note in dict.fromkeys(chain(collection.notes, *(run.about["notes"] for run in runs))):
             print(f"note: {note}", file=sys.stderr)
         if args.query:
             print_hits(runs[-1], collection)
+        elif args.negatives_out:
+            write_negatives(runs[0], collection, args)
         else:
             runs += [bm25_run(collection, args)] if args.bm25 else []
             values = [measure(run, collection, args) for run in runs]

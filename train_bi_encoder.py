@@ -122,8 +122,13 @@ class Args:
     )
     gradient_accumulation_steps: int = flag(1, "batches a step, each with in-batch negatives of its own")
     grad_cache: bool = flag(False, "one more forward pass, to hold the activations of one micro-batch only")
-    loss: str = flag("infonce", "infonce, or a sentence-transformers loss by class name, such as CoSENTLoss")
-    loss_args: str = flag("{}", 'JSON: for infonce {"temperature": 0.05, "symmetric": false}; else of the class')
+    loss: str = flag(
+        "infonce", "infonce; margin_mse or kl, to a teacher's scores; or a class of sentence-transformers (CoSENTLoss)"
+    )
+    loss_args: str = flag(
+        "{}",
+        'JSON: infonce {"temperature": 0.05, "symmetric": false}; margin_mse, kl {"temperature": 0.05}; a class\'s',
+    )
     matryoshka_dims: list[int] = flag([], "also apply the loss to the first so many dimensions of each embedding")
     # schedule
     learning_rate: float | None = flag(None, "peak learning rate of AdamW; default: 2e-5; from scratch 0.005")
@@ -1017,22 +1022,50 @@ def infonce(columns, ids, temperature=0.05, symmetric=False, similarity="cosine"
     return loss
 
 
+def row_scores(columns, labels, temperature, similarity):
+    """(B, C - 1) similarity of each anchor to its own documents, over the temperature; labels must be as many."""
+    if similarity == "cosine":
+        columns = [F.normalize(column, dim=-1) for column in columns]
+    scores = torch.stack([(columns[0] * column).sum(-1) for column in columns[1:]], 1) / temperature
+    if scores.shape[1] < 2 or labels is None or labels.shape != scores.shape:
+        raise ValueError(f"{scores.shape[1]} documents a row want as many scores of a teacher, and two or more")
+    return scores
+
+
+def teacher_margin_mse(columns, labels, temperature=0.05, similarity="cosine"):
+    """Mean squared error of the margins between positive and negatives (Hofstaetter et al. 2020, equation 2).
+
+    columns: list of (B, D), anchors, positives, negatives...; labels: (B, C - 1) scores by the teacher.
+    """
+    scores = row_scores(columns, labels, temperature, similarity)
+    return F.mse_loss(scores[:, :1] - scores[:, 1:], labels[:, :1] - labels[:, 1:])
+
+
+def teacher_kl(columns, labels, temperature=0.05, similarity="cosine"):
+    """KL divergence of the softmax over a row's documents from the teacher's (Lin et al. 2020, equation 5)."""
+    scores = row_scores(columns, labels, temperature, similarity)
+    return F.kl_div(scores.log_softmax(1), labels.log_softmax(1), reduction="batchmean", log_target=True)
+
+
 def make_loss(args, model):
     """Loss (columns, ids, labels) -> scalar on the embeddings of the whole batch."""
-    if args.loss == "infonce":
-        options = {"similarity": "dot" if model.similarity_fn_name == "dot" else "cosine", **args.loss_args}
-        if unknown := set(options) - {"temperature", "symmetric", "similarity"}:
-            raise BadInput(
-                f"--loss_args: infonce has no {', '.join(unknown)}; it has temperature, symmetric, similarity"
-            )
+    similarity = "dot" if model.similarity_fn_name == "dot" else "cosine"
+    own = {"infonce": ["temperature", "symmetric", "similarity"], "margin_mse": ["temperature", "similarity"]}
+    own["kl"] = own["margin_mse"]
+    if args.loss in own:
+        options = {"similarity": similarity, **args.loss_args}
+        if unknown := set(options) - set(own[args.loss]):
+            raise BadInput(f"--loss_args: {args.loss} has no {', '.join(unknown)}; it has {', '.join(own[args.loss])}")
 
         def base(columns, ids, labels):
-            return infonce(columns, ids, **options)
+            if args.loss == "infonce":
+                return infonce(columns, ids, **options)
+            return {"margin_mse": teacher_margin_mse, "kl": teacher_kl}[args.loss](columns, labels, **options)
     else:
         kind = getattr(losses, args.loss, None)
         if not hasattr(kind, "compute_loss_from_embeddings"):
             names = [n for n in dir(losses) if hasattr(getattr(losses, n), "compute_loss_from_embeddings")]
-            raise BadInput(f"--loss {args.loss}: no such loss on embeddings; there are infonce, {', '.join(names)}")
+            raise BadInput(f"--loss {args.loss}: no such loss on embeddings; there are {', '.join([*own, *names])}")
         try:
             module = kind(model, **args.loss_args)
         except (TypeError, ValueError) as error:

@@ -132,3 +132,19 @@ def evaluate(tmp_path, bert, capsys):
         return json.loads(path.read_text()) if path.exists() else None
 
     return run
+
+
+@pytest.fixture(scope="session")
+def reranker(tmp_path_factory, bert):
+    """Folder of a tiny CrossEncoder of random weights, some of them large enough to tell pairs apart."""
+    import torch
+    from sentence_transformers import CrossEncoder
+
+    folder = tmp_path_factory.mktemp("reranker")
+    torch.manual_seed(0)
+    model = CrossEncoder(str(bert), device="cpu", num_labels=1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(30 if "pooler" in name or "classifier" in name else 3)
+    model.save_pretrained(str(folder))
+    return folder

@@ -20,21 +20,6 @@ DL19 = ROOT.parent / "shared/data/msmarco_dl19"
 
 
 @pytest.fixture(scope="session")
-def reranker(tmp_path_factory, bert):
-    """Folder of a tiny CrossEncoder of random weights, some of them large enough to tell pairs apart."""
-    from sentence_transformers import CrossEncoder
-
-    folder = tmp_path_factory.mktemp("reranker")
-    torch.manual_seed(0)
-    model = CrossEncoder(str(bert), device="cpu", num_labels=1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.mul_(30 if "pooler" in name or "classifier" in name else 3)
-    model.save_pretrained(str(folder))
-    return folder
-
-
-@pytest.fixture(scope="session")
 def run_file(tmp_path_factory, beir):
     """A run of 20 documents for each of 59 judged queries and 3 for one that is not judged; its ranks are all 1."""
     dice = random.Random(0)
