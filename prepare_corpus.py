@@ -3,6 +3,8 @@
     python prepare_corpus.py      # the demo: data/python_code, made from the Python that runs this
     python prepare_corpus.py logs/*.jsonl.zst --output_dir data/logs --columns query clicked
     python prepare_corpus.py s3://bucket/pairs --output_dir data/pairs --filter "score > 0.5 and lang in ['en', 'de']"
+    python prepare_corpus.py --ir_dataset beir/scifact --output_dir data/scifact
+    python prepare_corpus.py data/pairs --length_report --model_name_or_path BAAI/bge-small-en-v1.5
 
 A row of the demo (`code` never holds a docstring, so a match has to come from names and logic):
 
@@ -12,8 +14,11 @@ A row of the demo (`code` never holds a docstring, so a match has to come from n
 The demo writes {train,heldout}/{stdlib,packages}-00000-of-0000N.parquet and corpus.json (files, pairs). It holds out
 files, not pairs; train has no docstring or code of a held-out file. Rows are shuffled: the first N are a fair sample.
 
-Sources (Parquet, ORC, Arrow file or stream; CSV, TSV, JSON Lines, each also .gz or .zst; a path, glob, folder or URL)
-become data-00000-of-0000N.arrow (or .parquet), which `datasets` maps. Memory stays that of a few record batches.
+Sources (Parquet, ORC, Arrow file or stream; CSV, TSV, JSON Lines, text, each also .gz or .zst; a path, glob, folder or
+URL) become data-00000-of-0000N.arrow (or .parquet), which `datasets` maps. Memory stays that of a few record batches.
+
+--ir_dataset writes a collection of the package ir_datasets in the BEIR layout, which eval_incremental.py reads, and
+its training triples, which the trainers read. --length_report counts tokens and says what padding they cost.
 
 Left out on purpose: types given by hand (CSV and JSON are read twice, first for types that hold every value; dates and
 numbers like 007 stay text), shuffling (the trainers do), remote outputs.
@@ -38,6 +43,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pacsv
@@ -158,7 +164,7 @@ CSV_TYPES |= {pa.float64(): r"^-?(0|[1-9]\d{0,14})(\.\d+)?([eE][-+]?\d{1,2})?$"}
 def kind_of(path):
     """Returns (kind of table or None, compression or None) by the suffixes of `path`."""
     # The binary formats compress inside, and reading them means seeking, which a compressed file does not allow.
-    suffixes = r"(?:\.(parquet|orc|arrow)|\.(csv|tsv|jsonl?)(\.gz|\.zst)?|)$"
+    suffixes = r"(?:\.(parquet|orc|arrow)|\.(csv|tsv|jsonl?|txt)(\.gz|\.zst)?|)$"
     binary, text, compression = re.search(suffixes, path.lower()).groups()
     return binary or text, {".gz": "gzip", ".zst": "zstd"}.get(compression)
 
@@ -176,7 +182,9 @@ def find_files(sources):
         if not paths:
             raise ValueError(f"{source}: no file found; give a file, a glob, a folder or an fsspec URL that has some")
         if unknown := [path for path in paths if not kind_of(path)[0]]:
-            raise ValueError(f"{unknown[0]}: unknown suffix; parquet, orc, arrow; csv, tsv, json, jsonl[.gz or .zst]")
+            raise ValueError(
+                f"{unknown[0]}: unknown suffix; parquet, orc, arrow; csv, tsv, json, jsonl, txt[.gz or .zst]"
+            )
         files += [(fs, path) for path in sorted(paths)]
     return files
 
@@ -186,7 +194,7 @@ def blame(path):
     """Turns an error of a reader into a one-line ValueError which names the file."""
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeError) as error:
         raise ValueError(f"{path}: truncated or corrupt: {str(error).splitlines()[0]}") from error
 
 
@@ -261,7 +269,11 @@ def read_tables(fs, path, schema=None, keep=None):
         # pyarrow decompresses: it reads all members of a concatenated file and raises on a truncated one, where
         # zstandard's reader ends in silence after the first frame.
         with pa.input_stream(fs.open(path, "rb"), compression=compression) as stream:
-            if kind in ("csv", "tsv"):
+            if kind == "txt":
+                lines = io.TextIOWrapper(stream, "utf-8-sig")
+                while block := lines.readlines(BLOCK_BYTES):
+                    yield pa.RecordBatch.from_pydict({"text": [line.rstrip("\r\n") for line in block]})
+            elif kind in ("csv", "tsv"):
                 read = pacsv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES)
                 parse = pacsv.ParseOptions(delimiter="\t" if kind == "tsv" else ",", newlines_in_values=True)
                 types = {field.name: field.type for field in schema or []}
@@ -393,6 +405,232 @@ def write_shards(tables, schema, folder, name, format, rows_per_shard):
     return rows
 
 
+# ------------------------------------------------------------------------------------------------ a known collection
+
+
+def save_collection(name, folder):
+    """Writes what a dataset of ir_datasets has as corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv and triples.jsonl.
+
+    A triple (docpairs) becomes the ids of a query, a positive and a negative: the trainers take their texts from
+    --corpus_table and --queries_table. Returns {file: records}.
+    """
+    try:
+        import ir_datasets
+    except ImportError:
+        raise ValueError("--ir_dataset: needs the package ir_datasets: pip install ir_datasets") from None
+    try:
+        dataset = ir_datasets.load(name)
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"--ir_dataset {name}: {' '.join(map(str, error.args))}; ir-datasets.com lists them"
+        ) from None
+    parts = name.rsplit("/", 1)
+    split = parts[-1] if len(parts) > 1 and parts[-1] in ("train", "dev", "test", "validation") else "test"
+    title = {"title", "text", "doc_id"} <= set(getattr(dataset.docs_cls(), "_fields", ())) if dataset.has_docs() else 0
+
+    def document(doc):  # default_text() is the title and all bodies, as the package itself would index them
+        return {
+            "_id": doc.doc_id,
+            "title": doc.title if title else "",
+            "text": doc.text if title else doc.default_text(),
+        }
+
+    def query(one):
+        return {"_id": one.query_id, "text": one.default_text()}
+
+    def judged(one):
+        return f"{one.query_id}\t{one.doc_id}\t{one.relevance}\n"
+
+    def triple(one):
+        return {"query": one.query_id, "positive": one.doc_id_a, "negative": one.doc_id_b}
+
+    written = {}
+    for kind, file, head, line in (
+        ("docs", "corpus.jsonl", "", lambda doc: json.dumps(document(doc)) + "\n"),
+        ("queries", "queries.jsonl", "", lambda one: json.dumps(query(one)) + "\n"),
+        ("qrels", f"qrels/{split}.tsv", "query-id\tcorpus-id\tscore\n", judged),
+        ("docpairs", "triples.jsonl", "", lambda one: json.dumps(triple(one)) + "\n"),
+    ):
+        if getattr(dataset, f"has_{kind}")():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            with open(folder / file, "w", encoding="utf-8") as sink:
+                sink.write(head)
+                records = getattr(dataset, f"{kind}_iter")()
+                count = 0
+                for one in tqdm(records, desc=file, unit="", unit_scale=True):
+                    sink.write(line(one))
+                    count += 1
+            written[file] = count
+    if not written:
+        raise ValueError(f"--ir_dataset {name}: has no documents, queries or judgments; name a dataset under it")
+    return written
+
+
+# ------------------------------------------------------------------------------------------------ the length report
+
+
+# same in train_bi_encoder.py, train_cross_encoder.py, eval_incremental.py
+def cut_micro_batches(lengths, budget):
+    """Index lists, longest text first, each of at most `budget` tokens with padding; a longer text stands alone.
+
+    Of all such cuts of the sorted texts the one with the fewest padded tokens, where a forward pass is taken to cost a
+    sixteenth of `budget` of its own: short texts are not padded to long ones, nor encoded by twos and threes.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    sizes = np.array([max(lengths[i], 1) for i in order])
+    costs, begins = np.zeros(len(order) + 1), np.zeros(len(order) + 1, dtype=int)  # of the best cut of the first texts
+    for end in range(1, len(order) + 1):
+        firsts = np.arange(max(0, min(end - 1, end - budget // sizes[end - 1])), end)  # of the last micro-batch
+        padded = (end - firsts) * sizes[firsts]
+        padded = np.where((padded <= budget) | (firsts == end - 1), padded, np.inf)
+        best = np.argmin(costs[firsts] + padded)
+        costs[end], begins[end] = costs[firsts[best]] + padded[best] + budget / 16, firsts[best]
+    cuts, end = [], len(order)
+    while end:
+        cuts.append(order[begins[end] : end])
+        end = begins[end]
+    return cuts[::-1]
+
+
+def cut_greedily(lengths, budget):
+    """Index lists, longest text first, each filled up to `budget` tokens with padding; a longer text stands alone."""
+    order, cuts = sorted(range(len(lengths)), key=lambda i: -lengths[i]), []
+    while order:
+        count = max(1, budget // lengths[order[0]])
+        cuts.append(order[:count])
+        order = order[count:]
+    return cuts
+
+
+def token_lengths(sources, columns, tokenize, sample):
+    """({column: int array of the token lengths of its texts}, empty texts), of `sample` rows of the sources."""
+    files = find_files(sources)
+    schema, counts = common_schema(files, columns, [])
+    names = [f.name for f in schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
+    if not names:
+        raise ValueError(f"{files[0][1]}: no column of text among {', '.join(schema.names)}; choose with --columns")
+    total, first, empty = sum(counts), 0, 0
+    wanted = np.sort(np.random.default_rng(0).permutation(total)[:sample]) if sample < total else np.arange(total)
+    lengths = {name: [] for name in names}
+    with tqdm(total=len(wanted), unit="row", unit_scale=True, desc="counting tokens") as bar:
+        for fs, path in files:
+            with blame(path):
+                for batch in read_tables(fs, path, schema):
+                    begin, end = np.searchsorted(wanted, [first, first + batch.num_rows])
+                    rows = batch.take(pa.array(wanted[begin:end] - first))
+                    for name in names:
+                        texts = [text for text in rows.column(name).to_pylist() if text and text.strip()]
+                        empty += len(rows) - len(texts)
+                        lengths[name] += tokenize(texts) if texts else []
+                    first += batch.num_rows
+                    bar.update(len(rows))
+    return {name: np.array(found) for name, found in lengths.items() if found}, empty
+
+
+def padding_of(lengths, batches):
+    """(share of padding, forward passes) of texts of these lengths in these batches of their indices."""
+    padded = sum(len(batch) * int(lengths[batch].max()) for batch in batches)
+    return 1 - int(lengths.sum()) / padded, len(batches)
+
+
+def length_report(sources, folder, path, columns, max_length, sample):
+    """lengths.json and lengths.png: token lengths by column, and the padding of some ways to batch them."""
+    from transformers import AutoTokenizer  # seconds to import, and wanted here only
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"--model_name_or_path {path}: {reason}; check the path") from None
+    longest = max_length or min(tokenizer.model_max_length, 2**20)
+
+    def tokenize(texts):
+        return [len(ids) for ids in tokenizer(texts, truncation=True, max_length=longest)["input_ids"]]
+
+    by_column, empty = token_lengths(sources, columns, tokenize, sample)
+    if not by_column:
+        raise ValueError(f"{sources[0]}: holds no text; choose with --columns")
+    lengths = np.concatenate(list(by_column.values()))
+    order = np.random.default_rng(0).permutation(len(lengths))
+
+    def windows(size, cut):
+        """All texts in random order, in windows of `size` of them, each cut by itself."""
+        for window in (order[i : i + size] for i in range(0, len(order), size)):
+            yield from (window[batch] for batch in cut(lengths[window].tolist()))
+
+    def sorted_by(count):
+        def cut(window):
+            longest_first = sorted(range(len(window)), key=lambda i: -window[i])
+            return [longest_first[i : i + count] for i in range(0, len(window), count)]
+
+        return cut
+
+    ways = {"random batches of 32": [order[i : i + 32] for i in range(0, len(order), 32)],
+            "windows of 320, sorted, batches of 32": windows(320, sorted_by(32))}  # fmt: skip
+    budgets = [2048, 4096, 8192, 16_384, 32_768]
+    for budget in tqdm(budgets, desc="cutting", delay=2):
+        for size in (128, 1024, 10_000):
+            ways[f"micro-batches of {budget:,} tokens, {size:,} texts a share"] = list(
+                windows(size, lambda window: cut_micro_batches(window, budget))  # noqa: B023
+            )
+        if len(lengths) <= 10_000:  # slow, and there for comparison only
+            ways[f"the same in one window, cut greedily ({budget:,})"] = cut_greedily(lengths.tolist(), budget)
+    ways = {name: padding_of(lengths, list(batches)) for name, batches in ways.items()}
+    share = {budget: ways[f"micro-batches of {budget:,} tokens, 1,024 texts a share"][0] for budget in budgets}
+    advice = {
+        # what the longest texts lose is rarely worth their quadratic attention
+        "max_length": int(min(longest, -(-np.percentile(lengths, 99) // 8) * 8)),
+        # larger micro-batches are fewer, until they pad more
+        "micro_batch_tokens": max(budget for budget in budgets if share[budget] <= min(share.values()) + 0.02),
+    }
+    marks = (50, 90, 95, 99, 100)
+    about = {
+        "texts": len(lengths), "empty": empty, "max_length": longest, "tokens": int(lengths.sum()),
+        "columns": {name: {"texts": len(found), "mean": float(found.mean()),
+                           **{f"p{mark}": int(np.percentile(found, mark)) for mark in marks}}
+                    for name, found in by_column.items()},
+        "batches": {name: {"padding": padding, "passes": passes} for name, (padding, passes) in ways.items()},
+        "advice": advice,
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "lengths.json").write_text(json.dumps(about, indent=1) + "\n")
+    draw_lengths(by_column, ways, budgets, advice, folder / "lengths.png")
+    for name, found in about["columns"].items():
+        print(f"{name}: {found['texts']:,} texts, mean {found['mean']:.0f} tokens, " +
+              ", ".join(f"{mark} % at most {found[f'p{mark}']:,}" for mark in marks))  # fmt: skip
+    print(f"\n{'padding':>8} {'passes':>8}")
+    for name, (padding, passes) in ways.items():
+        print(f"{padding:8.1%} {passes:8,}  {name}")
+    print(f"\n--max_length {advice['max_length']} --micro_batch_tokens {advice['micro_batch_tokens']}"
+          f"   (on a CPU 2048 at most; lengths.json and lengths.png are in {folder})")  # fmt: skip
+
+
+def draw_lengths(by_column, ways, budgets, advice, path):
+    """lengths.png: how long the texts are, and what padding each way of batching costs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(13, 4), layout="constrained")
+    for name, found in by_column.items():
+        axes[0].hist(found, bins=60, histtype="step", label=name, weights=np.full(len(found), 1 / len(found)))
+    axes[0].axvline(advice["max_length"], color="0.5", linestyle=":", label=f"--max_length {advice['max_length']}")
+    axes[0].set(xlabel="tokens", ylabel="share of texts")
+    for size in (128, 1024, 10_000):
+        shown = [ways[f"micro-batches of {budget:,} tokens, {size:,} texts a share"][0] for budget in budgets]
+        axes[1].plot(budgets, shown, marker="o", label=f"{size:,} texts a share")
+    for number, name in enumerate(("random batches of 32", "windows of 320, sorted, batches of 32")):
+        axes[1].axhline(ways[name][0], color="0.5", linestyle=("--", ":")[number], label=name)
+    axes[1].set(xlabel="--micro_batch_tokens", ylabel="padding", xscale="log", ylim=(0, None))
+    axes[1].set_xticks(budgets, [f"{budget:,}" for budget in budgets])
+    for axis in axes:
+        axis.legend()
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
 def main(argv=None):
     """Runs the command line; returns the exit code: 0, or 2 after one line on stderr."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -404,15 +642,34 @@ def main(argv=None):
     option("--filter", metavar="EXPR", help="rows to keep, e.g. \"score > 0.5 and lang in ['en', 'de']\"")
     option("--format", choices=["arrow", "parquet"], default="arrow", help="arrow maps as it is; parquet is smaller")
     option("--rows_per_shard", type=int, default=1_000_000, help="most rows of one file")
+    option(
+        "--ir_dataset", metavar="NAME", help="a collection of the package ir_datasets instead, such as beir/scifact"
+    )
+    option("--length_report", action="store_true", help="count the tokens of SOURCE instead (default: runs/lengths)")
+    option("--model_name_or_path", metavar="M", help="Hub id or folder whose tokenizer --length_report uses")
+    option("--max_length", type=int, metavar="N", help="tokens a text is cut to (default: the tokenizer's own)")
+    option("--sample", type=int, default=100_000, metavar="N", help="rows that --length_report counts, at random")
     args = parser.parse_args(argv)
     output_dir = (args.output_dir or Path("data/python_code")).resolve()
     partial, old = (output_dir.with_name(f".{output_dir.name}.{state}") for state in ("partial", "old"))
     try:
+        if args.length_report:
+            if not args.sources or not args.model_name_or_path or min(args.sample, args.max_length or 1) < 1:
+                raise ValueError(
+                    "--length_report: wants SOURCE, --model_name_or_path, --sample and --max_length above 0"
+                )
+            folder = args.output_dir or Path("runs/lengths")
+            length_report(args.sources, folder, args.model_name_or_path, args.columns, args.max_length, args.sample)
+            return 0
+        if args.ir_dataset and (args.sources or not args.output_dir):
+            raise ValueError("--ir_dataset: wants --output_dir, and no SOURCE")
         if (args.output_dir is None) if args.sources else (args.columns or args.filter):
             raise ValueError("to convert, name SOURCE and --output_dir; the demo takes no --columns and no --filter")
         if args.rows_per_shard < 1:
             raise ValueError(f"--rows_per_shard {args.rows_per_shard}: at least 1 is needed")
-        own = not args.sources and (output_dir / "corpus.json").exists()  # the demo may replace what it made itself
+        own = (
+            not args.sources and not args.ir_dataset and (output_dir / "corpus.json").exists()
+        )  # the demo may replace what it made itself
         if output_dir.exists() and any(output_dir.iterdir()) and not (args.overwrite or own):
             raise ValueError(f"{output_dir}: exists and is not empty; choose another --output_dir, or --overwrite")
         for source in args.sources:
@@ -420,7 +677,11 @@ def main(argv=None):
                 raise ValueError(f"{source}: lies in --output_dir, which would be replaced; choose another")
         shutil.rmtree(partial, ignore_errors=True)  # a killed run's
         partial.mkdir(parents=True)
-        if args.sources:
+        if args.ir_dataset:
+            done = ", ".join(
+                f"{count:,} in {name}" for name, count in save_collection(args.ir_dataset, partial).items()
+            )
+        elif args.sources:
             rows = convert(args.sources, partial, args.columns, args.filter, args.format, args.rows_per_shard)
             done = f"{rows:,} rows"
         else:

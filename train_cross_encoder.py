@@ -905,7 +905,7 @@ def deal(lengths, processes):
     return shares
 
 
-# same in train_bi_encoder.py, eval_incremental.py
+# same in prepare_corpus.py, train_bi_encoder.py, eval_incremental.py
 def cut_micro_batches(lengths, budget):
     """Index lists, longest text first, each of at most `budget` tokens with padding; a longer text stands alone.
 

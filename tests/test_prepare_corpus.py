@@ -387,3 +387,99 @@ def test_as_a_command_copied_alone(tmp_path):
     command = [sys.executable, "prepare_corpus.py", "absent.parquet", "--output_dir", "out"]
     run = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 2 and run.stderr.startswith("error: absent.parquet: ") and run.stderr.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------------- collections and their lengths
+
+
+def test_ir_dataset_gives_what_the_other_scripts_read(tmp_path, monkeypatch, capsys):
+    """A dataset of local files, registered under a name as the package's own are; with triples and a title."""
+    import ir_datasets
+    from ir_datasets.datasets.base import Dataset
+    from ir_datasets.formats import GenericDocPair
+
+    (tmp_path / "docs.tsv").write_text("".join(f"d{i}\tdocument {i} about things\n" for i in range(9)))
+    (tmp_path / "queries.tsv").write_text("q1\tfirst query\nq2\tsecond query\n")
+    (tmp_path / "qrels").write_text("q1 0 d3 1\nq2 0 d4 2\nq2 0 d5 0\n")
+    plain = ir_datasets.create_dataset(
+        docs_tsv=str(tmp_path / "docs.tsv"),
+        queries_tsv=str(tmp_path / "queries.tsv"),
+        qrels_trec=str(tmp_path / "qrels"),
+    )
+
+    class Triples:
+        def docpairs_iter(self):
+            return iter([GenericDocPair("q1", "d3", "d1"), GenericDocPair("q2", "d4", "d2")])
+
+    monkeypatch.setitem(ir_datasets.registry._registered, "local/plain/dev", Dataset(plain, Triples()))
+    monkeypatch.setattr(Dataset, "has_docpairs", lambda self: True, raising=False)
+    folder = tmp_path / "out"
+    assert prepare_corpus.main(["--ir_dataset", "local/plain/dev", "--output_dir", str(folder)]) == 0
+    assert "9 in corpus.jsonl, 2 in queries.jsonl, 3 in qrels/dev.tsv, 2 in triples.jsonl" in capsys.readouterr().out
+    documents = [json.loads(line) for line in (folder / "corpus.jsonl").read_text().splitlines()]
+    assert documents[3] == {"_id": "d3", "title": "", "text": "document 3 about things"}
+    assert (folder / "qrels/dev.tsv").read_text().splitlines()[2] == "q2\td4\t2"
+
+    import eval_incremental
+    import train_bi_encoder
+
+    assert eval_incremental.read_qrels(str(folder / "qrels/dev.tsv")) == {"q1": {"d3": 1}, "q2": {"d4": 2, "d5": 0}}
+    flags = ["--train_data", str(folder / "triples.jsonl"), "--corpus_table", str(folder / "corpus.jsonl"),
+             "--queries_table", str(folder / "queries.jsonl"), "--data_cache", str(tmp_path / "cache")]  # fmt: skip
+    args = train_bi_encoder.parse_args(flags)
+    check = train_bi_encoder.with_texts(train_bi_encoder.open_tables(args), train_bi_encoder.checked)
+    texts, *_ = check((["q1", "d3", "d1"], None, "triples.jsonl", 0), args)
+    assert texts == ["first query", "document 3 about things", "document 1 about things"]
+
+
+def test_ir_dataset_that_is_not_there(tmp_path, capsys):
+    for flags, said in (
+        (["--ir_dataset", "nobody/nothing", "--output_dir", tmp_path / "x"], "--ir_dataset nobody/nothing: "),
+        (["--ir_dataset", "beir/scifact"], "--ir_dataset: wants --output_dir"),
+    ):
+        assert prepare_corpus.main(list(map(str, flags))) == 2
+        said_now = capsys.readouterr().err
+        assert said in said_now and said_now.count("\n") == 1 and not (tmp_path / "x").exists()
+
+
+def test_length_report(tmp_path, bert, rows, capsys):
+    from transformers import AutoTokenizer
+
+    pq.write_table(
+        pa.Table.from_pylist([{**row, "number": i} for i, row in enumerate(rows)]), tmp_path / "rows.parquet"
+    )
+    flags = ["--length_report", "--model_name_or_path", bert, "--output_dir", tmp_path / "out", "--max_length", 100]
+    assert prepare_corpus.main([str(tmp_path / "rows.parquet"), *map(str, flags)]) == 0
+    about = json.loads((tmp_path / "out/lengths.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(bert)
+    lengths = {name: [min(100, len(tokenizer(row[name])["input_ids"])) for row in rows] for name in rows[0]}
+    assert set(about["columns"]) == {"docstring", "code"} and about["texts"] == 2 * len(rows)
+    assert about["tokens"] == sum(map(sum, lengths.values()))
+    assert about["columns"]["code"]["p100"] == max(lengths["code"])
+    flat = sorted(lengths["docstring"] + lengths["code"], reverse=True)
+    batches = prepare_corpus.cut_greedily(flat, 2048)
+    greedy = about["batches"]["the same in one window, cut greedily (2,048)"]
+    assert greedy["passes"] == len(batches)
+    assert greedy["padding"] == pytest.approx(1 - sum(flat) / sum(len(b) * flat[b[0]] for b in batches))
+    ways = about["batches"]
+    order = ["micro-batches of 2,048 tokens, 10,000 texts a share", "windows of 320, sorted, batches of 32"]
+    assert ways[order[0]]["padding"] < ways[order[1]]["padding"] < ways["random batches of 32"]["padding"]
+    assert (tmp_path / "out/lengths.png").read_bytes()[:4] == b"\x89PNG"
+    assert f"--micro_batch_tokens {about['advice']['micro_batch_tokens']}" in capsys.readouterr().out
+    assert prepare_corpus.main([str(tmp_path / "rows.parquet"), *map(str, flags), "--sample", "50"]) == 0
+    assert json.loads((tmp_path / "out/lengths.json").read_text())["texts"] == 100
+
+
+def test_length_report_on_bad_input(tmp_path, bert, capsys):
+    pq.write_table(pa.table({"number": [1, 2]}), tmp_path / "numbers.parquet")
+    (tmp_path / "blank.txt").write_text("\n \n")
+    model = ["--length_report", "--model_name_or_path", str(bert)]
+    for flags, said in (
+        ([str(tmp_path / "numbers.parquet"), *model], "no column of text among number"),
+        ([str(tmp_path / "blank.txt"), *model], "blank.txt: holds no text"),
+        ([str(tmp_path / "blank.txt"), "--length_report"], "--length_report: wants SOURCE, --model_name_or_path"),
+        ([str(tmp_path / "blank.txt"), "--length_report", "--model_name_or_path", "/nowhere"], "/nowhere: "),
+    ):
+        assert prepare_corpus.main([*flags, "--output_dir", str(tmp_path / "out")]) == 2
+        said_now = capsys.readouterr().err
+        assert said in said_now and "Traceback" not in said_now and not (tmp_path / "out").exists()
