@@ -292,7 +292,7 @@ def test_a_long_document_is_cut_and_the_query_kept(bert):
     query, document = "read the file " * 5, "write a line of text " * 50
     whole = model.tokenizer(query)["input_ids"]
     pairs = [(query, "a"), (query, document), (document, "a line"), (query, document)]
-    with pytest.warns(UserWarning, match="raise --max_length"):
+    with pytest.warns(UserWarning, match="train with a higher --max_length"):
         found = script.tokenize_pairs(pairs, model)
     for i in (0, 1, 3):
         assert found["input_ids"][i][: len(whole)] == whole
@@ -304,7 +304,7 @@ def test_a_long_document_is_cut_and_the_query_kept(bert):
         for _ in range(3):
             script.tokenize_pairs([(query, document)], model)
     assert [str(one.message) for one in said] == [
-        "a pair is longer than the 32 tokens of --max_length or the model; its document is cut, its query kept whole"
+        "a pair is longer than the 32 tokens of the model; its document is cut, its query kept whole"
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
