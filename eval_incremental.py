@@ -98,8 +98,10 @@ class Args:
         [], "Hub ids or folders; several are compared; default: runs/bi_encoder/model, or --run alone"
     )
     run: str | None = flag(None, "a ranking in TREC format to evaluate or rerank: query Q0 document rank score tag")
-    cross_encoder: str | None = flag(None, "Hub id or folder of a model that reranks the first of each ranking")
-    rerank_k: int = flag(100, "documents of each query that --cross_encoder reranks; the others stay behind them")
+    cross_encoder: str | None = flag(None, "Hub id or folder of a model that reranks what the models or --run found")
+    rerank_k: int | None = flag(
+        None, "documents of each query that --cross_encoder reranks, the others stay behind; default: 100, or --top_k"
+    )
     beir: str | None = flag(None, "folder with corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv")
     split: str = flag("test", "the qrels of --beir to use")
     corpus: list[str] = flag([], "paths, globs, folders or URLs of the documents")
@@ -121,7 +123,7 @@ class Args:
     cache_size_limit: float = flag(0, "GB of a model's cache at most; the oldest vectors go first (0: no limit)")
     cache_info: bool = flag(False, "list what --cache_dir holds for each model, and end")
     cache_clear: str | None = flag(None, "remove what --cache_dir holds for this model (name or fingerprint), and end")
-    max_length: int | None = flag(None, "tokens a text is cut to; default: the model's own")
+    max_length: int | None = flag(None, "tokens that a text, or a pair, is cut to; default: the model's own")
     prompts: list[str] = flag([], "prefix of queries, then of documents; default: the model's own")
     truncate_dim: int | None = flag(None, "search with the first so many dimensions, for Matryoshka models")
     micro_batch_tokens: int | None = flag(
@@ -186,7 +188,8 @@ def parse_args(argv):
         except Exception as error:  # parsing, or whatever a provider raises that cannot compute it here
             reason = (str(error) or type(error).__name__).splitlines()[0]
             parser.error(f"--metrics {name}: {reason}; there are such as nDCG@10 RR@10 R@100 AP P@5 Success@1")
-        if cutoff > args.top_k and not args.query and (args.model_name_or_path or not args.run):
+        measured = not args.query and not args.negatives_out
+        if cutoff > args.top_k and measured and (args.model_name_or_path or not args.run):
             parser.error(f"--metrics {name}: cut deeper than --top_k {args.top_k}; raise it")
     if sum(map(bool, (args.beir, args.corpus, args.pairs))) > 1:
         parser.error("--beir, --corpus, --pairs: name one of them")
@@ -212,9 +215,20 @@ def parse_args(argv):
         parser.error("--run: holds the queries that it answers; leave --query out")
     if not args.model_name_or_path and not args.run:
         args.model_name_or_path = ["runs/bi_encoder/model"]
-    if args.negatives_out and (args.query or args.run or args.streaming or len(args.model_name_or_path) > 1):
-        parser.error("--negatives_out: wants one --model_name_or_path and a mapped corpus; leave --query, --run and "
-                     "--streaming out")  # fmt: skip
+    if args.rerank_k and args.rerank_k > args.top_k and args.model_name_or_path:
+        parser.error(f"--rerank_k {args.rerank_k}: more than --top_k {args.top_k}; raise that too")
+    args.rerank_k = args.rerank_k or (100 if args.run else min(100, args.top_k))
+    if args.negatives_out is not None:
+        if args.query or args.run or args.streaming or args.bm25 or len(args.model_name_or_path) > 1:
+            parser.error("--negatives_out: wants one --model_name_or_path and a mapped corpus; leave --query, --run, "
+                         "--bm25 and --streaming out")  # fmt: skip
+        if not args.negatives_out.endswith((".jsonl", ".json")) or Path(args.negatives_out).is_dir():
+            parser.error(f"--negatives_out {args.negatives_out!r}: name a file that ends in .jsonl")
+    for name in ("negative_margin", "negative_relative_margin"):
+        if not math.isfinite(getattr(args, name) or 0):
+            parser.error(f"--{name} {getattr(args, name)}: must be a number")
+    if args.seed < 0:
+        parser.error(f"--seed {args.seed}: must be 0 or more")
     low, high = args.negative_ranks if len(args.negative_ranks) == 2 else (0, 0)
     if not 0 <= low < low + args.num_negatives <= high:
         ranks = " ".join(map(str, args.negative_ranks))
@@ -340,7 +354,11 @@ def text_batches(file, kind, lines, wanted, label):
         if record.get(label) is not None and not isinstance(record[label], str):
             record[label] = json.dumps(record[label])
         if kind == "json":  # an id may be a number
-            record = {name: str(cell) if type(cell) is int else cell for name, cell in record.items()}
+            for name, cell in record.items():
+                if type(cell) is int:
+                    record[name] = str(cell)
+                elif isinstance(cell, list):
+                    record[name] = [str(one) if type(one) is int else one for one in cell]
         rows.append(record)
 
 
@@ -579,6 +597,10 @@ class Collection:
 
 def open_collection(args):
     """The Collection to evaluate on, or to search."""
+    if args.negatives_out:
+        for file in chain.from_iterable(map(list_files, args.corpus + args.queries + args.pairs)):
+            if Path(file).resolve() == Path(args.negatives_out).resolve():
+                raise BadInput(f"--negatives_out {args.negatives_out}: is one of the sources; name another file")
     if args.pairs:
         columns = args.columns
         if not columns:
@@ -936,7 +958,7 @@ def load_model(path, args):
     return model.eval(), dims, *prompts
 
 
-def load_reranker(path):
+def load_reranker(path, args):
     """The CrossEncoder of a Hub id or folder, on the CPU."""
     try:
         heads = str(AutoConfig.from_pretrained(path).architectures)
@@ -947,6 +969,15 @@ def load_reranker(path):
     if "SequenceClassification" not in heads or len(model) > 1 or model.config.num_labels != 1:
         raise BadInput(f"--cross_encoder {path}: not a transformer that gives a pair one score; "
                        "train_cross_encoder.py makes one")  # fmt: skip
+    if model.default_prompt_name:
+        raise BadInput(
+            f"--cross_encoder {path}: puts a prompt before its texts, which is not supported; save it without"
+        )
+    if args.max_length:
+        most = getattr(model.config, "max_position_embeddings", None) or args.max_length
+        if args.max_length > most:
+            raise BadInput(f"--max_length {args.max_length}: --cross_encoder has positions for {most} tokens")
+        model.max_seq_length = args.max_length
     return model.eval()
 
 
@@ -1336,12 +1367,14 @@ def retrieve(path, collection, args, accelerator):
     chunks = [Chunk(0, part, part, text_hashes(part)) for part in parts]
     queries = torch.cat([for_search(embed([chunk], 0)) for chunk in chunks])  # (Q, D)
     depth = args.top_k
-    relevant = defaultdict(list)  # {document id: numbers of its queries}
+    relevant = defaultdict(list)  # {document id: numbers of its queries}, to mine negatives
+    empty = text_hashes(pa.array([prompt]))[0].tobytes()
     if args.negatives_out:
-        for query, name in enumerate(collection.query_ids):
-            for document in positives_of(collection, name):
-                relevant[document].append(query)
-        depth = args.negative_ranks[1] + max(len(positives_of(collection, name)) for name in collection.query_ids)
+        wanted = positives_of(collection)
+        for query, names in enumerate(wanted):
+            for name in names:
+                relevant[name].append(query)
+        depth = args.negative_ranks[1] + max(map(len, wanted))
     positive_ids = pa.array(relevant, pa.string())
     top = TopK(queries, min(depth, collection.corpus.rows or depth))
 
@@ -1374,10 +1407,11 @@ def retrieve(path, collection, args, accelerator):
                 kept |= {row + chunk.first: (i, t[len(prompt) :], chunk.hashes[row].tobytes())
                          for row, i, t in zip(picked.tolist(), ids, texts)}  # fmt: skip
                 for row in places_in(chunk.ids, positive_ids) if relevant else ():
-                    name = chunk.ids[row].as_py()
+                    name, digest = chunk.ids[row].as_py(), chunk.hashes[row].tobytes()
                     values = queries[relevant[name]] @ vectors[row]
                     for query, value in zip(relevant[name], values.tolist()):
-                        positives[query, row + chunk.first] = (name, chunk.hashes[row].tobytes(), value)
+                        if digest != empty:
+                            positives[query, row + chunk.first] = (name, digest, value)
                 if len(kept) > 4 * top.rows.numel():  # most are no longer among the best
                     kept = {row: kept[row] for row in torch.unique(top.rows).tolist() if row >= 0}
             for chunk in chunks:
@@ -1407,7 +1441,7 @@ def retrieve(path, collection, args, accelerator):
     about["texts"] |= {"documents": documents, "queries": len(names)}
     about["per_second"]["searched"] = documents / seconds["search"]
     for count, what in (
-        (args.top_k - documents, f"fewer documents than --top_k {args.top_k}; all of them are ranked"),
+        (depth - documents, f"fewer documents than the {depth} to be ranked; all of them are"),
         (len(doubles), "ids stand at several documents, going by the judged and the best; each counts once, with its "
                        "best score"),
         (len(judged) - len(found), "judged documents are not in the corpus; they count as not found"),
@@ -1421,11 +1455,16 @@ def retrieve(path, collection, args, accelerator):
             raise BadInput(
                 f"{args.qrels or args.pairs[0]}: no query has a relevant document in the corpus; check the ids"
             )
-        run.places = {name: (row, digest) for row, (name, _, digest) in kept.items()}
         run.positives = [{} for _ in names]
-        for (query, row), (name, digest, value) in positives.items():
+        for (query, row), (name, digest, value) in sorted(positives.items()):
+            kept[row] = (name, "", digest)
             run.positives[query][name] = value
-            run.places[name] = (row, digest)
+        for row, (name, _, digest) in sorted(kept.items()):
+            if run.places.setdefault(name, (row, digest)) != (row, digest):
+                raise BadInput(f"{collection.corpus.sources[0]}: id {name!r} stands twice; make the ids differ")
+        for found, values in zip(names, scores):  # an empty text is no negative
+            there = [place for place, name in enumerate(found) if run.places[name][1] != empty]
+            found[:], values[:] = [found[place] for place in there], [values[place] for place in there]
     return run
 
 
@@ -1441,11 +1480,11 @@ def candidate_pairs(asked, collection, args):
     """
     queries = text_hashes(pa.array(collection.query_texts, pa.string()))  # (Q, 2)
     wanted = pa.array(asked, pa.string())
-    for chunk in prefetch(collection.corpus.chunks(args.chunk_rows)):
-        for row in places_in(chunk.ids, wanted):
-            name, text, document = chunk.ids[row].as_py(), chunk.texts[row].as_py(), chunk.hashes[row].tobytes()
+    for batch in prefetch(collection.corpus.batches("")):
+        names, texts = (column.take(pa.array(places_in(batch["id"], wanted), pa.int64())) for column in batch.columns)
+        for name, text, document in zip(names.to_pylist(), texts.to_pylist(), text_hashes(texts)):
             for query in asked[name]:
-                both = queries[query].tobytes() + document
+                both = queries[query].tobytes() + document.tobytes()
                 yield query, name, text, hashlib.blake2b(both, digest_size=16).digest()
 
 
@@ -1456,7 +1495,7 @@ def score_pairs(wanted, name, collection, args, accelerator):
     """
     seconds = defaultdict(float)
     with clock(seconds, "load"):
-        model = load_reranker(args.cross_encoder)
+        model = load_reranker(args.cross_encoder, args)
         fingerprint = fingerprint_of(model, accelerator.mixed_precision, "logit")
         model.to(accelerator.device)
     folder = Path(args.cache_dir).expanduser() / fingerprint[:32]
@@ -1505,13 +1544,19 @@ def rerank(run, collection, args, accelerator):
 # --------------------------------------------------------------------------------------------------- hard negatives
 
 
-def positives_of(collection, query):
-    """Ids of the documents that are relevant to a query, by its id."""
-    return [document for document, grade in collection.qrels[query].items() if grade > 0]
+def positives_of(collection):
+    """Q lists of the ids of the documents that are relevant to a query, or to another of the same text."""
+    found = defaultdict(dict)
+    for name, text in zip(collection.query_ids, collection.query_texts):
+        found[text].update((document, 1) for document, grade in collection.qrels[name].items() if grade > 0)
+    return [list(found[text]) for text in collection.query_texts]
 
 
 def rescore(run, collection, args, accelerator):
-    """The Run and its positives with the scores of --cross_encoder, every candidate ranked by them."""
+    """The Run and its positives with the scores of --cross_encoder, every candidate ranked by them.
+
+    With a margin, as in mine_hard_negatives; without one that leaves scores and ranks to the bi-encoder.
+    """
     wanted = [list(dict.fromkeys([*documents, *known])) for documents, known in zip(run.documents, run.positives)]
     found, run.about["rescored"] = score_pairs(wanted, "candidates", collection, args, accelerator)
     run.documents = [sorted(documents, key=known.get, reverse=True) for documents, known in zip(run.documents, found)]
@@ -1528,12 +1573,16 @@ def pick_negatives(run, collection, args):
     """
     removed, picked = Counter(), []
     low, high = args.negative_ranks
+    known = positives_of(collection)
     for query, (documents, scores, positives) in enumerate(zip(run.documents, run.scores, run.positives)):
+        if not positives or not collection.query_texts[query]:
+            removed["of queries that are empty or have no positive in the corpus"] += len(documents)
+            picked.append([])
+            continue
         seen = {run.places[name][1] for name in positives}
-        known = set(positives_of(collection, collection.query_ids[query]))
-        left, lowest = [], min(positives.values(), default=-math.inf)
+        left, lowest = [], min(positives.values())
         for name, value in zip(documents, scores):
-            if name in known or run.places[name][1] in seen:
+            if name in known[query] or run.places[name][1] in seen:
                 removed["positives, and texts equal to one or to a better candidate"] += 1
             elif args.negative_margin is not None and value + args.negative_margin > lowest:
                 removed[f"within {args.negative_margin} of the lowest positive"] += 1
@@ -1572,6 +1621,8 @@ def write_negatives(run, collection, args):
                 texts = collection.corpus.texts_of([run.places[name][0] for name in names])
                 texts = {name: texts[run.places[name][0]] for name in names}
                 for positive, value in positives.items():
+                    if collection.qrels[collection.query_ids[query]].get(positive, 0) < 1:
+                        continue  # of another query with the same text, which has a row of its own
                     row = {"query": collection.query_texts[query], "positive": texts[positive]}
                     row |= {f"negative_{i}": texts[name] for i, (name, _) in enumerate(negatives, start=1)}
                     file.write(json.dumps({**row, "scores": [value, *(score for _, score in negatives)]}) + "\n")

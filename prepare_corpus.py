@@ -424,8 +424,12 @@ def save_collection(name, folder):
         raise ValueError(
             f"--ir_dataset {name}: {' '.join(map(str, error.args))}; ir-datasets.com lists them"
         ) from None
-    parts = name.rsplit("/", 1)
-    split = parts[-1] if len(parts) > 1 and parts[-1] in ("train", "dev", "test", "validation") else "test"
+    known = ("train", "dev", "validation", "test")
+    own = [part for part in name.split("/") if part in known]
+    splits = {own[-1] if own else "test": dataset}  # of beir/scifact, the judgments are in beir/scifact/test
+    for split in known:
+        with contextlib.suppress(KeyError):
+            splits[split] = ir_datasets.load(f"{name}/{split}")
     title = {"title", "text", "doc_id"} <= set(getattr(dataset.docs_cls(), "_fields", ())) if dataset.has_docs() else 0
 
     def document(doc):  # default_text() is the title and all bodies, as the package itself would index them
@@ -444,23 +448,26 @@ def save_collection(name, folder):
     def triple(one):
         return {"query": one.query_id, "positive": one.doc_id_a, "negative": one.doc_id_b}
 
-    written = {}
-    for kind, file, head, line in (
-        ("docs", "corpus.jsonl", "", lambda doc: json.dumps(document(doc)) + "\n"),
-        ("queries", "queries.jsonl", "", lambda one: json.dumps(query(one)) + "\n"),
-        ("qrels", f"qrels/{split}.tsv", "query-id\tcorpus-id\tscore\n", judged),
-        ("docpairs", "triples.jsonl", "", lambda one: json.dumps(triple(one)) + "\n"),
-    ):
-        if getattr(dataset, f"has_{kind}")():
+    written, seen = {}, set()
+    parts = [("docs", "corpus.jsonl", "", lambda doc: json.dumps(document(doc)) + "\n", dataset)]
+    parts += [("queries", "queries.jsonl", "", lambda one: json.dumps(query(one)) + "\n", part)
+              for part in (dataset, *splits.values())]  # fmt: skip
+    parts += [("qrels", f"qrels/{split}.tsv", "query-id\tcorpus-id\tscore\n", judged, part)
+              for split, part in splits.items()]  # fmt: skip
+    parts += [("docpairs", "triples.jsonl", "", lambda one: json.dumps(triple(one)) + "\n", dataset)]
+    for kind, file, head, line, part in parts:
+        if getattr(part, f"has_{kind}")():
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            with open(folder / file, "w", encoding="utf-8") as sink:
-                sink.write(head)
-                records = getattr(dataset, f"{kind}_iter")()
-                count = 0
-                for one in tqdm(records, desc=file, unit="", unit_scale=True):
+            with open(folder / file, "a", encoding="utf-8") as sink:
+                if file not in written:
+                    sink.write(head)
+                written.setdefault(file, 0)
+                for one in tqdm(getattr(part, f"{kind}_iter")(), desc=file, unit="", unit_scale=True):
+                    if kind == "queries" and one.query_id in seen:
+                        continue  # of the whole and of a split
+                    seen.update([one.query_id] if kind == "queries" else [])
                     sink.write(line(one))
-                    count += 1
-            written[file] = count
+                    written[file] += 1
     if not written:
         raise ValueError(f"--ir_dataset {name}: has no documents, queries or judgments; name a dataset under it")
     return written
@@ -496,7 +503,7 @@ def cut_greedily(lengths, budget):
     """Index lists, longest text first, each filled up to `budget` tokens with padding; a longer text stands alone."""
     order, cuts = sorted(range(len(lengths)), key=lambda i: -lengths[i]), []
     while order:
-        count = max(1, budget // lengths[order[0]])
+        count = max(1, budget // max(1, lengths[order[0]]))
         cuts.append(order[:count])
         order = order[count:]
     return cuts
@@ -506,11 +513,14 @@ def token_lengths(sources, columns, tokenize, sample):
     """({column: int array of the token lengths of its texts}, empty texts), of `sample` rows of the sources."""
     files = find_files(sources)
     schema, counts = common_schema(files, columns, [])
-    names = [f.name for f in schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
+    kinds = {
+        f.name: f.type.value_type if pa.types.is_list(f.type) else f.type for f in schema
+    }  # texts, or lists of them
+    names = [name for name, kind in kinds.items() if pa.types.is_string(kind) or pa.types.is_large_string(kind)]
     if not names:
         raise ValueError(f"{files[0][1]}: no column of text among {', '.join(schema.names)}; choose with --columns")
     total, first, empty = sum(counts), 0, 0
-    wanted = np.sort(np.random.default_rng(0).permutation(total)[:sample]) if sample < total else np.arange(total)
+    wanted = np.sort(np.random.default_rng(0).choice(total, min(sample, total), replace=False, shuffle=False))
     lengths = {name: [] for name in names}
     with tqdm(total=len(wanted), unit="row", unit_scale=True, desc="counting tokens") as bar:
         for fs, path in files:
@@ -519,8 +529,10 @@ def token_lengths(sources, columns, tokenize, sample):
                     begin, end = np.searchsorted(wanted, [first, first + batch.num_rows])
                     rows = batch.take(pa.array(wanted[begin:end] - first))
                     for name in names:
-                        texts = [text for text in rows.column(name).to_pylist() if text and text.strip()]
-                        empty += len(rows) - len(texts)
+                        cells = rows.column(name).to_pylist()
+                        cells = [text for cell in cells for text in (cell if isinstance(cell, list) else [cell])]
+                        texts = [text for text in cells if text and text.strip()]
+                        empty += len(cells) - len(texts)
                         lengths[name] += tokenize(texts) if texts else []
                     first += batch.num_rows
                     bar.update(len(rows))
@@ -544,8 +556,15 @@ def length_report(sources, folder, path, columns, max_length, sample):
         raise ValueError(f"--model_name_or_path {path}: {reason}; check the path") from None
     longest = max_length or min(tokenizer.model_max_length, 2**20)
 
+    if longest <= tokenizer.num_special_tokens_to_add():
+        raise ValueError(f"--max_length {longest}: leaves no room beside the special tokens")
+
     def tokenize(texts):
-        return [len(ids) for ids in tokenizer(texts, truncation=True, max_length=longest)["input_ids"]]
+        try:
+            ids = tokenizer(texts, truncation=True, max_length=longest)["input_ids"]
+        except Exception as error:  # tokenizers has no class of its own for them
+            raise ValueError(f"--model_name_or_path {path}: its tokenizer fails: {error}") from None
+        return [max(1, len(one)) for one in ids]
 
     by_column, empty = token_lengths(sources, columns, tokenize, sample)
     if not by_column:
@@ -654,6 +673,8 @@ def main(argv=None):
     partial, old = (output_dir.with_name(f".{output_dir.name}.{state}") for state in ("partial", "old"))
     try:
         if args.length_report:
+            if args.filter or args.ir_dataset:
+                raise ValueError("--length_report: takes no --filter and no --ir_dataset")
             if not args.sources or not args.model_name_or_path or min(args.sample, args.max_length or 1) < 1:
                 raise ValueError(
                     "--length_report: wants SOURCE, --model_name_or_path, --sample and --max_length above 0"
@@ -661,8 +682,8 @@ def main(argv=None):
             folder = args.output_dir or Path("runs/lengths")
             length_report(args.sources, folder, args.model_name_or_path, args.columns, args.max_length, args.sample)
             return 0
-        if args.ir_dataset and (args.sources or not args.output_dir):
-            raise ValueError("--ir_dataset: wants --output_dir, and no SOURCE")
+        if args.ir_dataset and (args.sources or not args.output_dir or args.columns or args.filter):
+            raise ValueError("--ir_dataset: wants --output_dir, and no SOURCE, --columns or --filter")
         if (args.output_dir is None) if args.sources else (args.columns or args.filter):
             raise ValueError("to convert, name SOURCE and --output_dir; the demo takes no --columns and no --filter")
         if args.rows_per_shard < 1:

@@ -22,6 +22,7 @@ Left out on purpose: uploads to a hub, asymmetric models (Router), images, shard
 import csv
 import glob
 import hashlib
+import inspect
 import io
 import json
 import math
@@ -67,6 +68,7 @@ from transformers import HfArgumentParser
 # Shapes: B rows of a batch, C text columns, D embedding dimensions, N = C * B texts of a batch, column after column.
 
 DEMO = "data/python_code"
+TEACHER_LOSSES = ("margin_mse", "kl")
 
 
 # same in train_cross_encoder.py, eval_incremental.py
@@ -196,6 +198,13 @@ def parse_args(argv):
         len(args.mixing_weights) != len(args.train_data) or not all(0 < w < math.inf for w in args.mixing_weights)
     ):
         parser.error(f"--mixing_weights: {len(args.train_data)} sources want as many numbers above 0")
+    if args.loss in TEACHER_LOSSES and not args.label_column:
+        parser.error(f"--loss {args.loss}: wants a teacher's scores; name their column by --label_column")
+    for table, columns in (("corpus_table", "corpus_columns"), ("queries_table", "query_columns")):
+        if getattr(args, columns) and not getattr(args, table):
+            parser.error(f"--{columns}: belongs to --{table}; name it too")
+        if len(getattr(args, columns)) == 1:
+            parser.error(f"--{columns}: name the id column, then the text columns")
     above_zero = ("batch_size", "micro_batch_tokens", "gradient_accumulation_steps", "length_window", "max_length",
                   "keep_checkpoints", "log_every", "num_epochs", "learning_rate", "matryoshka_dims")  # fmt: skip
     for name, value in asdict(args).items():
@@ -330,7 +339,11 @@ def text_batches(file, kind, lines, wanted, label):
         if record.get(label) is not None and not isinstance(record[label], str):
             record[label] = json.dumps(record[label])
         if kind == "json":  # an id may be a number
-            record = {name: str(cell) if type(cell) is int else cell for name, cell in record.items()}
+            for name, cell in record.items():
+                if type(cell) is int:
+                    record[name] = str(cell)
+                elif isinstance(cell, list):
+                    record[name] = [str(one) if type(one) is int else one for one in cell]
         rows.append(record)
 
 
@@ -412,6 +425,22 @@ def checked(row, args):
     if problem and args.on_bad_row == "error":
         raise BadInput(f"{file}, row {number}: {problem}; mend the row or pass --on_bad_row skip")
     return None if problem else (texts, label, file, number)
+
+
+def checked_scores(row, args):
+    """The row as in `checked`, with a teacher's score for each of its documents, which are two or more."""
+    if not (row := checked(row, args)):
+        return None
+    texts, scores, file, number = row
+    found = len(scores) if isinstance(scores, list) else 1
+    if found == len(texts) - 1 > 1:
+        return row
+    if args.on_bad_row == "skip":
+        return None
+    raise BadInput(
+        f"{file}, row {number}: {found} scores for {len(texts) - 1} documents; --loss {args.loss} wants two documents "
+        "or more, and a score for each; mend the row, choose with --columns, or pass --on_bad_row skip"
+    )
 
 
 # same in train_cross_encoder.py, eval_incremental.py
@@ -664,18 +693,15 @@ class IdTable:
 
     def __init__(self, flag, sources, columns, default, folder):
         self.flag, self.sources = flag, [file for source in sources for file in list_files(source)]
-        first = next((file for file in self.sources if next(read_batches(file), None)), self.sources[0])
-        if not columns:
-            columns = default
-            try:
-                next(read_batches(first, default), None)
-            except BadInput:  # a title is usual, not certain
-                columns = [name for name in default if name != "title"]
-        self.columns = columns
-        next(read_batches(first, columns), None)  # a wrong column is said now
-        self.files = [json_lines(file, columns, folder) for file in self.sources]
+        heads = [(file, next(read_batches(file), None)) for file in self.sources]
+        titled = any(head and "title" in head[1].schema.names for _, head in heads)
+        self.columns = columns or [name for name in default if name != "title" or titled]
+        for file, head in heads:
+            if head:  # a wrong column is said now
+                select_columns(head[1].schema.names, [n for n in self.columns if columns or n != "title"], file)
+        self.files = [json_lines(file, self.columns, folder) for file in self.sources]
         key = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in self.files]
-        key = hashlib.sha256(json.dumps([key, columns[0]]).encode()).hexdigest()[:32]
+        key = hashlib.sha256(json.dumps([key, self.columns[0]]).encode()).hexdigest()[:32]
         path = Path(folder).expanduser() / f"{key}.ids"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -684,10 +710,13 @@ class IdTable:
                     if not path.exists():
                         self._build(path)
             self.lines = [os.open(file, os.O_RDONLY) for file in self.files]
-            self.places = sqlite3.connect(f"file:{path}?immutable=1", uri=True, check_same_thread=False)
-            self.rows = self.places.execute("PRAGMA user_version").fetchone()[0]
-        except (OSError, sqlite3.Error) as error:
-            raise BadInput(f"--data_cache {folder}: {error}; make room, or name another folder") from None
+            self.places = sqlite3.connect(f"{path.resolve().as_uri()}?immutable=1", uri=True, check_same_thread=False)
+            self.rows, self.content = self.places.execute("SELECT rows, content FROM about").fetchone()
+        except (OSError, TypeError, sqlite3.Error) as error:
+            damaged = f"; remove {path}, it is damaged" if path.exists() else ""
+            raise BadInput(
+                f"--data_cache {folder}: {error}{damaged or '; make room, or name another folder'}"
+            ) from None
 
     def _build(self, path):
         part = path.with_suffix(".part")  # of a process that was killed, perhaps
@@ -696,8 +725,10 @@ class IdTable:
             database.execute("PRAGMA journal_mode = OFF")  # the file gets its name when it is whole
             database.execute("PRAGMA synchronous = OFF")
             database.execute("CREATE TABLE places (place INTEGER PRIMARY KEY, id TEXT NOT NULL)")
+            database.execute("CREATE TABLE about (rows INTEGER, content TEXT)")
             database.execute("BEGIN")
-            bar = tqdm(self._ids(), f"indexing {self.sources[0]}", unit=" rows", delay=2)
+            content = hashlib.sha256()
+            bar = tqdm(self._ids(content), f"indexing {self.sources[0]}", unit=" rows", delay=2)
             database.executemany("INSERT INTO places VALUES (?, ?)", bar)
             try:
                 database.execute("CREATE UNIQUE INDEX by_id ON places (id)")  # sorts on disk
@@ -707,26 +738,29 @@ class IdTable:
                 raise BadInput(
                     f"{self.sources[place >> 44]}: id {name!r} stands twice in {self.flag}; ids must differ"
                 ) from None
-            database.execute(f"PRAGMA user_version = {bar.n}")
+            database.execute("INSERT INTO about VALUES (?, ?)", (bar.n, content.hexdigest()[:16]))
             database.execute("COMMIT")
+        with open(part, "rb") as file:
+            os.fsync(file.fileno())
         os.replace(part, path)
 
-    def _ids(self):
+    def _ids(self, content):
         """Yield (place, id) of each row; a place is the number of the file times 2**44, and the byte in it."""
         for number, (source, file) in enumerate(zip(self.sources, self.files)):
             place = number << 44
             with open(file, "rb") as lines:
                 for count, line in enumerate(lines, start=1):
+                    content.update(line)
                     if line.strip():
                         try:
-                            name = json.loads(line)[self.columns[0]]
-                        except (ValueError, KeyError, TypeError):
-                            name = None
-                        if not isinstance(name, str | int):
-                            raise BadInput(
-                                f"{source}, line {count}: no id in column {self.columns[0]!r}; mend the line"
-                            )
-                        yield place, str(name)
+                            name = json.loads(line).get(self.columns[0])
+                            if type(name) not in (str, int):
+                                raise ValueError(f"no text or whole number in column {self.columns[0]!r}")
+                            name = str(name)
+                            name.encode()
+                        except (ValueError, AttributeError) as error:
+                            raise BadInput(f"{source}, line {count}: no row with an id ({error}); mend it") from None
+                        yield place, name
                     place += len(line)
 
     def texts(self, ids):
@@ -735,18 +769,22 @@ class IdTable:
         marks = ",".join("?" * len(ids))
         for name, place in self.places.execute(f"SELECT id, place FROM places WHERE id IN ({marks})", ids):
             file, at = self.lines[place >> 44], place & (2**44 - 1)
-            line = os.pread(file, 4096, at)
-            while b"\n" not in line and (more := os.pread(file, 2**16, at + len(line))):
-                line += more
+            size = 4096
+            while b"\n" not in (line := os.pread(file, size, at)) and len(line) == size:
+                size *= 4
             try:
                 record = json.loads(line.partition(b"\n")[0])
                 if str(record[self.columns[0]]) != name:
-                    raise ValueError("another id")
-                found[name] = " ".join(record.get(column) or "" for column in self.columns[1:]).strip()
+                    raise ValueError("it has another id")
             except (ValueError, KeyError, TypeError) as error:
-                raise BadInput(
-                    f"{self.files[place >> 44]}: the line of id {name!r} is not what it was ({error}); start again"
-                ) from None
+                source = self.sources[place >> 44]
+                raise BadInput(f"{source}: changed while it was read (id {name!r}: {error}); start again") from None
+            try:
+                cells = [record.get(column) for column in self.columns[1:]]
+                found[name] = " ".join(str(cell) if type(cell) is int else cell or "" for cell in cells).strip()
+                found[name].encode()
+            except (TypeError, UnicodeError) as error:
+                raise BadInput(f"{self.sources[place >> 44]}: id {name!r}: not text ({error}); mend the row") from None
         return found
 
 
@@ -763,10 +801,14 @@ def json_lines(file, columns, folder):
         try:
             copy.parent.mkdir(parents=True, exist_ok=True)
             with open(part, "w") as sink, tqdm(unit=" rows", desc=f"mapping {file}", delay=2) as bar:
-                for _, batch in read_batches(file, list(dict.fromkeys(columns)), columns[0]):
+                there = next(read_batches(file), (0, pa.record_batch({})))[1].schema.names
+                wanted = [name for name in dict.fromkeys(columns) if name in there]
+                for _, batch in read_batches(file, wanted, columns[0]):
                     sink.writelines(json.dumps(row) + "\n" for row in batch.to_pylist())
                     bar.update(len(batch))
             os.replace(part, copy)
+        except TypeError as error:
+            raise BadInput(f"{file}: {error}: ids and texts are wanted in {', '.join(columns)}; convert it") from None
         except OSError as error:
             raise BadInput(f"--data_cache {folder}: {error}; make room, or name another folder") from None
         finally:
@@ -800,10 +842,8 @@ def with_texts(tables, check):
                     if str(name) not in found:
                         if args.on_bad_row == "skip":
                             return None
-                        raise BadInput(
-                            f"{file}, row {number}: id {name!r} is not in {table.flag}; mend the row or pass "
-                            "--on_bad_row skip"
-                        )
+                        problem = f"id {name!r} is not in {table.flag}" if name is not None else "an id is missing"
+                        raise BadInput(f"{file}, row {number}: {problem}; mend the row or pass --on_bad_row skip")
                 texts[side] = [
                     [found[str(name)] for name in cell] if isinstance(cell, list) else found[str(cell)]
                     for cell in texts[side]
@@ -1022,45 +1062,48 @@ def infonce(columns, ids, temperature=0.05, symmetric=False, similarity="cosine"
     return loss
 
 
-def row_scores(columns, labels, temperature, similarity):
-    """(B, C - 1) similarity of each anchor to its own documents, over the temperature; labels must be as many."""
+def row_scores(columns, temperature, similarity):
+    """(B, C - 1) similarity of each anchor to its own documents, over the temperature: cosines alone are no logits."""
     if similarity == "cosine":
         columns = [F.normalize(column, dim=-1) for column in columns]
-    scores = torch.stack([(columns[0] * column).sum(-1) for column in columns[1:]], 1) / temperature
-    if scores.shape[1] < 2 or labels is None or labels.shape != scores.shape:
-        raise ValueError(f"{scores.shape[1]} documents a row want as many scores of a teacher, and two or more")
-    return scores
+    return torch.stack([(columns[0] * column).sum(-1) for column in columns[1:]], 1) / temperature
 
 
 def teacher_margin_mse(columns, labels, temperature=0.05, similarity="cosine"):
-    """Mean squared error of the margins between positive and negatives (Hofstaetter et al. 2020, equation 2).
+    """Mean squared error of the margins between positive and negatives (Hofstaetter et al. 2020, Margin-MSE).
 
     columns: list of (B, D), anchors, positives, negatives...; labels: (B, C - 1) scores by the teacher.
     """
-    scores = row_scores(columns, labels, temperature, similarity)
+    scores = row_scores(columns, temperature, similarity)
     return F.mse_loss(scores[:, :1] - scores[:, 1:], labels[:, :1] - labels[:, 1:])
 
 
 def teacher_kl(columns, labels, temperature=0.05, similarity="cosine"):
-    """KL divergence of the softmax over a row's documents from the teacher's (Lin et al. 2020, equation 5)."""
-    scores = row_scores(columns, labels, temperature, similarity)
+    """KL divergence of the softmax over a row's documents from the teacher's (Lin et al. 2020)."""
+    scores = row_scores(columns, temperature, similarity)
     return F.kl_div(scores.log_softmax(1), labels.log_softmax(1), reduction="batchmean", log_target=True)
 
 
 def make_loss(args, model):
     """Loss (columns, ids, labels) -> scalar on the embeddings of the whole batch."""
-    similarity = "dot" if model.similarity_fn_name == "dot" else "cosine"
-    own = {"infonce": ["temperature", "symmetric", "similarity"], "margin_mse": ["temperature", "similarity"]}
-    own["kl"] = own["margin_mse"]
+    own = {"infonce": infonce, "margin_mse": teacher_margin_mse, "kl": teacher_kl}
     if args.loss in own:
-        options = {"similarity": similarity, **args.loss_args}
-        if unknown := set(options) - set(own[args.loss]):
-            raise BadInput(f"--loss_args: {args.loss} has no {', '.join(unknown)}; it has {', '.join(own[args.loss])}")
+        loss = own[args.loss]
+        options = {"similarity": "dot" if model.similarity_fn_name == "dot" else "cosine"}
+        if options["similarity"] == "dot" and args.loss in TEACHER_LOSSES:
+            options["temperature"] = 1.0
+        options |= args.loss_args
+        known = [name for name in inspect.signature(loss).parameters if name not in ("columns", "ids", "labels")]
+        if unknown := set(options) - set(known):
+            raise BadInput(f"--loss_args: {args.loss} has no {', '.join(unknown)}; it has {', '.join(known)}")
+        temperature = options.get("temperature", 1)
+        if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
+            raise BadInput(f"--loss_args: the temperature {temperature!r} is no number above 0")
+        if options["similarity"] not in ("cosine", "dot"):
+            raise BadInput(f"--loss_args: the similarity {options['similarity']!r} is neither cosine nor dot")
 
         def base(columns, ids, labels):
-            if args.loss == "infonce":
-                return infonce(columns, ids, **options)
-            return {"margin_mse": teacher_margin_mse, "kl": teacher_kl}[args.loss](columns, labels, **options)
+            return loss(columns, labels if args.loss in TEACHER_LOSSES else ids, **options)
     else:
         kind = getattr(losses, args.loss, None)
         if not hasattr(kind, "compute_loss_from_embeddings"):
@@ -1273,6 +1316,7 @@ gradient_accumulation_steps loss loss_args matryoshka_dims seed"""
 def check_resumed(saved, args, data):
     """BadInput that lists every flag, and every source, that is not as it was when the checkpoint was written."""
     then, now = saved["args"], asdict(args)
+    then = {name: then.get(name, []) for name in now}  # an older checkpoint lacks the newer flags, which are lists
     changed = [f"--{name} was {then[name]}, is {now[name]}" for name in FIXED.split() if then[name] != now[name]]
     changed += [f"the data of {now[0]} is not what it was" for then, now in zip(saved["data"], data) if then != now]
     if changed:
@@ -1487,7 +1531,7 @@ def open_data(args, accelerator, check=checked):
     ends = [size * sum(weights) / weight for size, weight in zip(sizes, weights)]  # rows of the mix that exhaust each
     rows = args.rows_per_epoch or (min if args.stopping_strategy == "first_exhausted" else max)(ends)
     data = [[name, size, fingerprint(names)] for name, size, names in zip(args.train_data, sizes, files)]
-    data += [[table.flag, table.rows, fingerprint(table.sources)] for table in tables if table]
+    data += [[table.flag, table.rows, table.content] for table in tables if table]
     return sources, weights, held, skipped, rows, data, check
 
 
@@ -1524,7 +1568,9 @@ def main(args):
         raise BadInput(f"--output_dir {output}: {error}; name a folder that can be written") from None
 
     # Data, model, optimizer
-    sources, weights, held, held_skipped, epoch_rows, data, check = open_data(args, accelerator)
+    sources, weights, held, held_skipped, epoch_rows, data, check = open_data(
+        args, accelerator, checked_scores if args.loss in TEACHER_LOSSES else checked
+    )
     if saved:
         check_resumed(saved, args, data)
     steps = args.max_steps or math.ceil(args.num_epochs * epoch_rows / (args.batch_size * accumulation))

@@ -205,6 +205,11 @@ def parse_args(argv):
         parser.error(f"--mixing_weights: {len(args.train_data)} sources want as many numbers above 0")
     if args.loss in ("margin_mse", "kl") and not args.label_column:
         parser.error(f"--loss {args.loss}: wants a teacher's scores; name their column by --label_column")
+    for table, columns in (("corpus_table", "corpus_columns"), ("queries_table", "query_columns")):
+        if getattr(args, columns) and not getattr(args, table):
+            parser.error(f"--{columns}: belongs to --{table}; name it too")
+        if len(getattr(args, columns)) == 1:
+            parser.error(f"--{columns}: name the id column, then the text columns")
     above_zero = ("batch_size", "micro_batch_tokens", "gradient_accumulation_steps", "length_window", "max_length",
                   "keep_checkpoints", "log_every", "num_epochs", "learning_rate")  # fmt: skip
     for name, value in asdict(args).items():
@@ -339,7 +344,11 @@ def text_batches(file, kind, lines, wanted, label):
         if record.get(label) is not None and not isinstance(record[label], str):
             record[label] = json.dumps(record[label])
         if kind == "json":  # an id may be a number
-            record = {name: str(cell) if type(cell) is int else cell for name, cell in record.items()}
+            for name, cell in record.items():
+                if type(cell) is int:
+                    record[name] = str(cell)
+                elif isinstance(cell, list):
+                    record[name] = [str(one) if type(one) is int else one for one in cell]
         rows.append(record)
 
 
@@ -743,18 +752,15 @@ class IdTable:
 
     def __init__(self, flag, sources, columns, default, folder):
         self.flag, self.sources = flag, [file for source in sources for file in list_files(source)]
-        first = next((file for file in self.sources if next(read_batches(file), None)), self.sources[0])
-        if not columns:
-            columns = default
-            try:
-                next(read_batches(first, default), None)
-            except BadInput:  # a title is usual, not certain
-                columns = [name for name in default if name != "title"]
-        self.columns = columns
-        next(read_batches(first, columns), None)  # a wrong column is said now
-        self.files = [json_lines(file, columns, folder) for file in self.sources]
+        heads = [(file, next(read_batches(file), None)) for file in self.sources]
+        titled = any(head and "title" in head[1].schema.names for _, head in heads)
+        self.columns = columns or [name for name in default if name != "title" or titled]
+        for file, head in heads:
+            if head:  # a wrong column is said now
+                select_columns(head[1].schema.names, [n for n in self.columns if columns or n != "title"], file)
+        self.files = [json_lines(file, self.columns, folder) for file in self.sources]
         key = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in self.files]
-        key = hashlib.sha256(json.dumps([key, columns[0]]).encode()).hexdigest()[:32]
+        key = hashlib.sha256(json.dumps([key, self.columns[0]]).encode()).hexdigest()[:32]
         path = Path(folder).expanduser() / f"{key}.ids"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -763,10 +769,13 @@ class IdTable:
                     if not path.exists():
                         self._build(path)
             self.lines = [os.open(file, os.O_RDONLY) for file in self.files]
-            self.places = sqlite3.connect(f"file:{path}?immutable=1", uri=True, check_same_thread=False)
-            self.rows = self.places.execute("PRAGMA user_version").fetchone()[0]
-        except (OSError, sqlite3.Error) as error:
-            raise BadInput(f"--data_cache {folder}: {error}; make room, or name another folder") from None
+            self.places = sqlite3.connect(f"{path.resolve().as_uri()}?immutable=1", uri=True, check_same_thread=False)
+            self.rows, self.content = self.places.execute("SELECT rows, content FROM about").fetchone()
+        except (OSError, TypeError, sqlite3.Error) as error:
+            damaged = f"; remove {path}, it is damaged" if path.exists() else ""
+            raise BadInput(
+                f"--data_cache {folder}: {error}{damaged or '; make room, or name another folder'}"
+            ) from None
 
     def _build(self, path):
         part = path.with_suffix(".part")  # of a process that was killed, perhaps
@@ -775,8 +784,10 @@ class IdTable:
             database.execute("PRAGMA journal_mode = OFF")  # the file gets its name when it is whole
             database.execute("PRAGMA synchronous = OFF")
             database.execute("CREATE TABLE places (place INTEGER PRIMARY KEY, id TEXT NOT NULL)")
+            database.execute("CREATE TABLE about (rows INTEGER, content TEXT)")
             database.execute("BEGIN")
-            bar = tqdm(self._ids(), f"indexing {self.sources[0]}", unit=" rows", delay=2)
+            content = hashlib.sha256()
+            bar = tqdm(self._ids(content), f"indexing {self.sources[0]}", unit=" rows", delay=2)
             database.executemany("INSERT INTO places VALUES (?, ?)", bar)
             try:
                 database.execute("CREATE UNIQUE INDEX by_id ON places (id)")  # sorts on disk
@@ -786,26 +797,29 @@ class IdTable:
                 raise BadInput(
                     f"{self.sources[place >> 44]}: id {name!r} stands twice in {self.flag}; ids must differ"
                 ) from None
-            database.execute(f"PRAGMA user_version = {bar.n}")
+            database.execute("INSERT INTO about VALUES (?, ?)", (bar.n, content.hexdigest()[:16]))
             database.execute("COMMIT")
+        with open(part, "rb") as file:
+            os.fsync(file.fileno())
         os.replace(part, path)
 
-    def _ids(self):
+    def _ids(self, content):
         """Yield (place, id) of each row; a place is the number of the file times 2**44, and the byte in it."""
         for number, (source, file) in enumerate(zip(self.sources, self.files)):
             place = number << 44
             with open(file, "rb") as lines:
                 for count, line in enumerate(lines, start=1):
+                    content.update(line)
                     if line.strip():
                         try:
-                            name = json.loads(line)[self.columns[0]]
-                        except (ValueError, KeyError, TypeError):
-                            name = None
-                        if not isinstance(name, str | int):
-                            raise BadInput(
-                                f"{source}, line {count}: no id in column {self.columns[0]!r}; mend the line"
-                            )
-                        yield place, str(name)
+                            name = json.loads(line).get(self.columns[0])
+                            if type(name) not in (str, int):
+                                raise ValueError(f"no text or whole number in column {self.columns[0]!r}")
+                            name = str(name)
+                            name.encode()
+                        except (ValueError, AttributeError) as error:
+                            raise BadInput(f"{source}, line {count}: no row with an id ({error}); mend it") from None
+                        yield place, name
                     place += len(line)
 
     def texts(self, ids):
@@ -814,18 +828,22 @@ class IdTable:
         marks = ",".join("?" * len(ids))
         for name, place in self.places.execute(f"SELECT id, place FROM places WHERE id IN ({marks})", ids):
             file, at = self.lines[place >> 44], place & (2**44 - 1)
-            line = os.pread(file, 4096, at)
-            while b"\n" not in line and (more := os.pread(file, 2**16, at + len(line))):
-                line += more
+            size = 4096
+            while b"\n" not in (line := os.pread(file, size, at)) and len(line) == size:
+                size *= 4
             try:
                 record = json.loads(line.partition(b"\n")[0])
                 if str(record[self.columns[0]]) != name:
-                    raise ValueError("another id")
-                found[name] = " ".join(record.get(column) or "" for column in self.columns[1:]).strip()
+                    raise ValueError("it has another id")
             except (ValueError, KeyError, TypeError) as error:
-                raise BadInput(
-                    f"{self.files[place >> 44]}: the line of id {name!r} is not what it was ({error}); start again"
-                ) from None
+                source = self.sources[place >> 44]
+                raise BadInput(f"{source}: changed while it was read (id {name!r}: {error}); start again") from None
+            try:
+                cells = [record.get(column) for column in self.columns[1:]]
+                found[name] = " ".join(str(cell) if type(cell) is int else cell or "" for cell in cells).strip()
+                found[name].encode()
+            except (TypeError, UnicodeError) as error:
+                raise BadInput(f"{self.sources[place >> 44]}: id {name!r}: not text ({error}); mend the row") from None
         return found
 
 
@@ -842,10 +860,14 @@ def json_lines(file, columns, folder):
         try:
             copy.parent.mkdir(parents=True, exist_ok=True)
             with open(part, "w") as sink, tqdm(unit=" rows", desc=f"mapping {file}", delay=2) as bar:
-                for _, batch in read_batches(file, list(dict.fromkeys(columns)), columns[0]):
+                there = next(read_batches(file), (0, pa.record_batch({})))[1].schema.names
+                wanted = [name for name in dict.fromkeys(columns) if name in there]
+                for _, batch in read_batches(file, wanted, columns[0]):
                     sink.writelines(json.dumps(row) + "\n" for row in batch.to_pylist())
                     bar.update(len(batch))
             os.replace(part, copy)
+        except TypeError as error:
+            raise BadInput(f"{file}: {error}: ids and texts are wanted in {', '.join(columns)}; convert it") from None
         except OSError as error:
             raise BadInput(f"--data_cache {folder}: {error}; make room, or name another folder") from None
         finally:
@@ -879,10 +901,8 @@ def with_texts(tables, check):
                     if str(name) not in found:
                         if args.on_bad_row == "skip":
                             return None
-                        raise BadInput(
-                            f"{file}, row {number}: id {name!r} is not in {table.flag}; mend the row or pass "
-                            "--on_bad_row skip"
-                        )
+                        problem = f"id {name!r} is not in {table.flag}" if name is not None else "an id is missing"
+                        raise BadInput(f"{file}, row {number}: {problem}; mend the row or pass --on_bad_row skip")
                 texts[side] = [
                     [found[str(name)] for name in cell] if isinstance(cell, list) else found[str(cell)]
                     for cell in texts[side]
@@ -1046,6 +1066,10 @@ def load_cross_encoder(args, texts, fresh, accelerator):
         raise BadInput(f"--model_name_or_path {path}: {reason}; check the path, or restore the folder") from None
     if len(model) > 1:
         raise BadInput(f"--model_name_or_path {path}: not a transformer with a classification head alone")
+    if model.default_prompt_name:
+        raise BadInput(
+            f"--model_name_or_path {path}: puts a prompt before its texts; save it without, or write it there"
+        )
     if args.max_length and args.model_name_or_path:
         most = getattr(model.config, "max_position_embeddings", None) or args.max_length
         if args.max_length > most:
@@ -1372,6 +1396,7 @@ loss_args seed"""
 def check_resumed(saved, args, data):
     """BadInput that lists every flag, and every source, that is not as it was when the checkpoint was written."""
     then, now = saved["args"], asdict(args)
+    then = {name: then.get(name, []) for name in now}  # an older checkpoint lacks the newer flags, which are lists
     changed = [f"--{name} was {then[name]}, is {now[name]}" for name in FIXED.split() if then[name] != now[name]]
     changed += [f"the data of {now[0]} is not what it was" for then, now in zip(saved["data"], data) if then != now]
     if changed:
@@ -1585,7 +1610,7 @@ def open_data(args, accelerator, check=checked):
     ends = [size * sum(weights) / weight for size, weight in zip(sizes, weights)]  # rows of the mix that exhaust each
     rows = args.rows_per_epoch or (min if args.stopping_strategy == "first_exhausted" else max)(ends)
     data = [[name, size, fingerprint(names)] for name, size, names in zip(args.train_data, sizes, files)]
-    data += [[table.flag, table.rows, fingerprint(table.sources)] for table in tables if table]
+    data += [[table.flag, table.rows, table.content] for table in tables if table]
     return sources, weights, held, skipped, rows, data, check
 
 

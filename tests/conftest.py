@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Nothing is looked up on a hub, progress bars are not drawn, and every process computes with one thread.
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_MININTERVAL": "60"}
+os.environ["OMP_NUM_THREADS"] = "1"  # threads of two test files at a time would wait for one another
 sys.path.insert(0, str(ROOT))
 
 

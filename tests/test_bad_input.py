@@ -633,9 +633,9 @@ def test_loss_that_turns_nan_keeps_the_last_good_checkpoint(flags, refusal, monk
     """The loss of the third step is NaN; the first call tries the loss out."""
     real, calls = script.infonce, []
 
-    def infonce(columns, ids, **options):
+    def infonce(columns, ids, similarity):
         calls.append(1)
-        return real(columns, ids, **options) * (float("nan") if len(calls) == 4 else 1)
+        return real(columns, ids, similarity=similarity) * (float("nan") if len(calls) == 4 else 1)
 
     monkeypatch.setattr(script, "infonce", infonce)
     message = refusal(*flags, "--train_data", jsonl("x.jsonl"))

@@ -1,5 +1,6 @@
 """Rows of ids: their texts come from tables on disk, and nothing else changes."""
 
+import datetime
 import gzip
 import json
 import os
@@ -118,8 +119,72 @@ def test_texts_by_id(tmp_path):
     before = table("c.jsonl")
     write_jsonl(tmp_path / "c.jsonl", [{"_id": "b", "text": "another"}])
     assert table("c.jsonl").texts(["b", "a"]) == {"b": "another"}  # the index is made again
-    with pytest.raises(train_bi_encoder.BadInput, match="the line of id 'a' is not what it was"):
+    with pytest.raises(train_bi_encoder.BadInput, match="c.jsonl: changed while it was read"):
         before.texts(["a"])
+
+
+def test_what_a_table_may_hold(tmp_path, monkeypatch):
+    """Titles in some files only, numbers as titles, dates, a text that is none, an odd folder, a damaged index."""
+    write_jsonl(tmp_path / "a.jsonl", [{"_id": "1", "text": "one"}])
+    write_jsonl(
+        tmp_path / "b.jsonl", [{"_id": "2", "title": 20, "text": "two"}, {"_id": "3", "title": ["x"], "text": "y"}]
+    )
+    write_jsonl(
+        tmp_path / "c.jsonl",
+        [{"_id": f"4{i}", "text": "four"} for i in range(1100)] + [{"_id": "5", "text": "a \ud83d b"}],
+    )
+    found = table("[abc].jsonl")
+    assert found.texts(["1", "2", "40"]) == {"1": "one", "2": "20 two", "40": "four"}
+    for name, said in (("3", "b.jsonl: id '3': not text"), ("5", "c.jsonl: id '5': not text")):
+        with pytest.raises(train_bi_encoder.BadInput, match=said):
+            found.texts([name])
+    write("d.parquet", [{"_id": "1", "text": datetime.date(2020, 1, 1)}])
+    with pytest.raises(
+        train_bi_encoder.BadInput, match="d.parquet: .* ids and texts are wanted in _id, text; convert it"
+    ):
+        table("d.parquet")
+    odd = train_bi_encoder.IdTable("--corpus_table", ["a.jsonl"], [], ["_id", "text"], "a folder #1?%41")
+    assert odd.texts(["1"]) == {"1": "one"}
+    for path in Path("a folder #1?%41").glob("*.ids"):
+        path.write_bytes(b"")
+    with pytest.raises(train_bi_encoder.BadInput, match="remove .*[.]ids, it is damaged"):
+        train_bi_encoder.IdTable("--corpus_table", ["a.jsonl"], [], ["_id", "text"], "a folder #1?%41")
+
+
+def test_lists_of_whole_numbers_and_null_ids(short, tmp_path):
+    corpus = write("corpus.jsonl", [{"_id": i, "text": row["code"]} for i, row in enumerate(short)])
+    data = write("rows.jsonl", [{"q": "a query", "ds": [3, 4]}, {"q": "another", "ds": [5, None]}])
+    args = train_cross_encoder.parse_args(["--train_data", data, "--corpus_table", corpus, "--data_cache", "cache",
+                                           "--columns", "q", "ds"])  # fmt: skip
+    check = train_cross_encoder.with_texts(train_cross_encoder.open_tables(args), train_cross_encoder.checked_group)
+    ((_, batch),) = train_cross_encoder.read_batches(data, ["q", "ds"])
+    first, second = train_cross_encoder.rows_of(batch, data, 0, args)
+    assert check(first, args)[0] == ["a query", short[3]["code"].strip(), short[4]["code"].strip()]
+    with pytest.raises(train_cross_encoder.BadInput, match="rows.jsonl, row 1: an id is missing; mend the row"):
+        check(second, args)
+
+
+def test_an_older_checkpoint_lacks_the_newer_flags():
+    args = train_bi_encoder.parse_args(["--train_data", "x", "--model_name_or_path", "x"])
+    then = {name: value for name, value in vars(args).items() if "table" not in name and not name.endswith("_columns")}
+    train_bi_encoder.check_resumed({"args": then, "data": []}, args, [])
+    args.corpus_table = ["y"]
+    with pytest.raises(train_bi_encoder.BadInput, match="--corpus_table was "):
+        train_bi_encoder.check_resumed({"args": then, "data": []}, args, [])
+
+
+@pytest.mark.parametrize("script", [train_bi_encoder, train_cross_encoder])
+def test_columns_without_their_table(script, capsys):
+    for flags, said in (
+        (["--corpus_columns", "a", "b"], "--corpus_columns: belongs to --corpus_table; name it too"),
+        (
+            ["--queries_table", "x", "--query_columns", "a"],
+            "--query_columns: name the id column, then the text columns",
+        ),
+    ):
+        with pytest.raises(SystemExit):
+            script.parse_args(["--train_data", "x", *flags])
+        assert said in capsys.readouterr().err
 
 
 def test_a_killed_builder_leaves_nothing_that_is_taken_for_whole(tmp_path):
@@ -146,7 +211,9 @@ def test_a_killed_builder_leaves_nothing_that_is_taken_for_whole(tmp_path):
     [
         ([{"_id": name, "text": "x"} for name in "aba"], "c.jsonl: id 'a' stands twice"),
         ([{"name": "a", "text": "x"}], "c.jsonl: no column '_id'; the columns are: name, text"),
-        ([{"_id": "a", "text": "x"}, {"_id": None, "text": "x"}], "c.jsonl, line 2: no id in column '_id'"),
+        ([{"_id": "a", "text": "x"}, {"_id": None, "text": "x"}],
+         "c.jsonl, line 2: no row with an id (no text or whole number in column '_id'); mend it"),
+        ([{"_id": "a", "text": "x"}] * 1500 + [{"_id": "\ud800x", "text": "x"}], "c.jsonl, line 1501: no row with"),
         ([{"_id": "a", "body": "x"}], "c.jsonl: no column 'text'"),
     ],
 )  # fmt: skip

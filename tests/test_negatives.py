@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import write_jsonl
+from conftest import ROOT, launch, write_jsonl
 
 import eval_incremental as script
 
@@ -146,6 +146,11 @@ def test_bad_input(evaluate, beir, tmp_path, capsys):
     for flags, said in (
         (["--query", "x"], "--negatives_out: wants one --model_name_or_path and a mapped corpus"),
         (["--streaming"], "--negatives_out: wants one"),
+        (["--seed", "-1"], "--seed -1: must be 0 or more"),
+        (["--negative_margin", "nan"], "--negative_margin nan: must be a number"),
+        (["--negatives_out", "."], "--negatives_out '.': name a file that ends in .jsonl"),
+        (["--negatives_out", "n.jsonl.gz"], "--negatives_out 'n.jsonl.gz': name a file that ends in .jsonl"),
+        (["--bm25"], "--negatives_out: wants one --model_name_or_path"),
         (["--negative_ranks", "5"], "--negative_ranks 5: a first rank and a later one"),
         (
             ["--negative_ranks", "5", "7"],
@@ -209,7 +214,61 @@ def test_teachers_losses_against_the_library(bert):
                 p, q = (np.exp(v) / np.exp(v).sum() for v in (np.array(teacher), np.array(row)))
                 total += (p * np.log(p / q)).sum()
         assert own(columns, labels).item() == pytest.approx(total / 7, rel=1e-4)
-    with pytest.raises(trainer.BadInput, match="want as many scores of a teacher"):
-        args = trainer.parse_args(["--loss", "kl", "--train_data", "x", "--model_name_or_path", "x"])
-        batch = trainer.Batch([], {}, torch.zeros(3, 4, dtype=torch.long), torch.zeros(4, 3), None)
-        trainer.try_loss(trainer.make_loss(args, model), batch, model, args)
+    args = trainer.parse_args(
+        ["--loss", "kl", "--train_data", "x", "--model_name_or_path", "x", "--label_column", "s"]
+    )
+    with pytest.raises(
+        trainer.BadInput, match="row 3: 2 scores for 3 documents; --loss kl wants two documents or more"
+    ):
+        trainer.checked_scores((["q", "a", "b", "c"], [1, 2], "x", 3), args)
+    assert trainer.checked_scores((["q", "a", "b"], [1, 2], "x", 3), args)
+    args.on_bad_row = "skip"
+    assert trainer.checked_scores((["q", "a"], [1], "x", 3), args) is None
+    for options, said in (
+        ({"temperature": 0}, "the temperature 0 is no number above 0"),
+        ({"similarity": "euclid"}, "the similarity 'euclid' is neither cosine nor dot"),
+        ({"scale": 1}, "kl has no scale; it has temperature, similarity"),
+    ):
+        args.loss_args = options
+        with pytest.raises(trainer.BadInput, match=said):
+            trainer.make_loss(args, model)
+
+
+def test_two_processes_mine_the_same_rows(bert, tmp_path, rows):
+    """Several positives a query, in chunks of other processes; a hundred queries of --pairs."""
+    pairs = [{"a": rows[i % 100]["docstring"], "b": rows[i]["code"]} for i in range(290)]
+    write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    for processes in (1, 2):
+        flags = ["--model_name_or_path", bert, "--pairs", tmp_path / "pairs.jsonl", "--chunk_rows", 32,
+                 "--negatives_out", tmp_path / f"{processes}.jsonl", "--num_negatives", 3, "--negative_ranks", 0, 30,
+                 "--negative_sampling", "random", "--cache_dir", tmp_path / f"cache{processes}",
+                 "--data_cache", tmp_path / "data", "--output_dir", tmp_path / "out"]  # fmt: skip
+        launch(ROOT / "eval_incremental.py", *flags, processes=processes)
+    assert (tmp_path / "1.jsonl").read_bytes() == (tmp_path / "2.jsonl").read_bytes()
+    assert len((tmp_path / "1.jsonl").read_text().splitlines()) >= 290  # a document equal to an answer is one, too
+
+
+def test_equal_queries_empty_texts_and_doubled_ids(mine, evaluate, tmp_path):
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    documents = [
+        {"_id": f"d{i}", "text": f"{a} and {b}"} for i, (a, b) in enumerate(zip(words, words[1:] + words[:1]))
+    ]
+    documents[7]["text"] = " "
+    write_jsonl(tmp_path / "c.jsonl", documents)
+    queries = [{"_id": f"q{i}", "text": "same question" if i < 2 else f"number {words[i]}"} for i in range(8)]
+    write_jsonl(tmp_path / "q.jsonl", queries)
+    (tmp_path / "qrels.tsv").write_text("".join(f"q{i}\td{i}\t1\n" for i in range(8)) + "q5\tnowhere\t1\n")
+    flags = ["--corpus", tmp_path / "c.jsonl", "--queries", tmp_path / "q.jsonl", "--qrels", tmp_path / "qrels.tsv"]
+    flags += ["--num_negatives", 7, "--negative_ranks", 0, 9, "--top_k", 2]
+    found, about = mine(*flags)
+    assert [row["positive"] for row in found[:2]] == ["one and two", "two and three"]
+    for row in found[:2]:
+        assert not {"one and two", "two and three"} & {row[f"negative_{i}"] for i in range(1, 8)}
+    assert len(found) == 7 and all(text for row in found for text in row.values())  # q7 lacks a positive
+    assert about["negatives"]["removed"]["of queries that are empty or have no positive in the corpus"] > 0
+    write_jsonl(tmp_path / "c.jsonl", [*documents, {"_id": "d3", "text": "another text"}])
+    with pytest.raises(script.BadInput, match="c.jsonl: id 'd3' stands twice; make the ids differ"):
+        mine(*flags)
+    with pytest.raises(script.BadInput, match="q.jsonl: is one of the sources; name another file"):
+        evaluate(*flags, "--negatives_out", tmp_path / "q.jsonl")
+    assert len((tmp_path / "q.jsonl").read_text().splitlines()) == 8

@@ -466,6 +466,10 @@ def test_length_report(tmp_path, bert, rows, capsys):
     assert ways[order[0]]["padding"] < ways[order[1]]["padding"] < ways["random batches of 32"]["padding"]
     assert (tmp_path / "out/lengths.png").read_bytes()[:4] == b"\x89PNG"
     assert f"--micro_batch_tokens {about['advice']['micro_batch_tokens']}" in capsys.readouterr().out
+    lists = [{"q": row["docstring"], "documents": [row["code"], row["docstring"]]} for row in rows[:40]]
+    pq.write_table(pa.Table.from_pylist(lists), tmp_path / "lists.parquet")
+    assert prepare_corpus.main([str(tmp_path / "lists.parquet"), *map(str, flags)]) == 0
+    assert json.loads((tmp_path / "out/lengths.json").read_text())["columns"]["documents"]["texts"] == 80
     assert prepare_corpus.main([str(tmp_path / "rows.parquet"), *map(str, flags), "--sample", "50"]) == 0
     assert json.loads((tmp_path / "out/lengths.json").read_text())["texts"] == 100
 
@@ -477,6 +481,8 @@ def test_length_report_on_bad_input(tmp_path, bert, capsys):
     for flags, said in (
         ([str(tmp_path / "numbers.parquet"), *model], "no column of text among number"),
         ([str(tmp_path / "blank.txt"), *model], "blank.txt: holds no text"),
+        ([str(tmp_path / "blank.txt"), *model, "--filter", "a < 1"], "--length_report: takes no --filter"),
+        ([str(tmp_path / "blank.txt"), *model, "--max_length", "2"], "--max_length 2: leaves no room"),
         ([str(tmp_path / "blank.txt"), "--length_report"], "--length_report: wants SOURCE, --model_name_or_path"),
         ([str(tmp_path / "blank.txt"), "--length_report", "--model_name_or_path", "/nowhere"], "/nowhere: "),
     ):

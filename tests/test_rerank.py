@@ -231,13 +231,18 @@ def test_unknown_documents_may_be_measured(evaluate, beir, tmp_path):
     assert any("1 documents of" in note and "are not in the corpus" in note for note in got["notes"])
 
 
-@pytest.mark.parametrize("which", ["bi-encoder", "several labels", "nowhere", "damaged"])
+@pytest.mark.parametrize("which", ["bi-encoder", "several labels", "nowhere", "damaged", "prompted"])
 def test_not_a_reranker(evaluate, beir, bert, reranker, run_file, tmp_path, which):
     path = {"bi-encoder": bert}.get(which, tmp_path / "model")
     if which == "several labels":
         from sentence_transformers import CrossEncoder
 
         CrossEncoder(str(bert), device="cpu", num_labels=3).save_pretrained(str(path))
+    elif which == "prompted":
+        from sentence_transformers import CrossEncoder
+
+        prompted = CrossEncoder(str(reranker), device="cpu", prompts={"q": "find: "}, default_prompt_name="q")
+        prompted.save_pretrained(str(path))
     elif which == "damaged":
         shutil.copytree(reranker, path)
         (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:2000])
@@ -246,9 +251,18 @@ def test_not_a_reranker(evaluate, beir, bert, reranker, run_file, tmp_path, whic
     assert str(error.value).startswith(f"--cross_encoder {path}: ") and "\n" not in str(error.value)
 
 
+def test_max_length_is_of_the_pairs_too(evaluate, beir, run_file, reranker):
+    flags = "--beir", beir, "--run", run_file, "--cross_encoder", reranker, "--rerank_k", 3
+    whole, short = (evaluate(*flags, *more)["models"][1] for more in ([], ["--max_length", 20]))
+    assert whole["fingerprint"] != short["fingerprint"] and short["pairs"]["scored"] == 59 * 3
+    with pytest.raises(script.BadInput, match="--max_length 9999: --cross_encoder has positions for 512 tokens"):
+        evaluate(*flags, "--max_length", 9999)
+
+
 def test_usage(capsys):
     for flags, said in (
         (["--rerank_k", "0"], "--rerank_k 0: must be above 0"),
+        (["--beir", "b", "--top_k", "20", "--rerank_k", "30"], "--rerank_k 30: more than --top_k 20; raise that too"),
         (["--beir", "b", "--run", "r", "--query", "q"], "--run: holds the queries that it answers"),
     ):
         with pytest.raises(SystemExit):
