@@ -314,10 +314,11 @@ def fits(cell, kind):
 
 
 # same in train_bi_encoder.py, train_cross_encoder.py
-def text_batches(file, kind, lines, wanted, label):
+def text_batches(file, kind, lines, wanted, label, ids):
     """Yield RecordBatches of strings from JSON Lines, CSV, TSV or plain text; a JSON label stays its JSON text.
 
-    A column of lists of strings is one where the first READ_ROWS records have a list.
+    A column of lists of strings is one where the first READ_ROWS records have a list. A whole number is no text,
+    unless the columns hold `ids`.
     """
     records = enumerate(lines, start=1)
     if kind == "csv":
@@ -353,7 +354,7 @@ def text_batches(file, kind, lines, wanted, label):
             raise BadInput(f"{file}, line {number}: more cells than the header has; quote the cell with the separator")
         if record.get(label) is not None and not isinstance(record[label], str):
             record[label] = json.dumps(record[label])
-        if kind == "json":  # an id may be a number
+        if kind == "json" and ids:
             for name, cell in record.items():
                 if type(cell) is int:
                     record[name] = str(cell)
@@ -363,7 +364,7 @@ def text_batches(file, kind, lines, wanted, label):
 
 
 # same in train_bi_encoder.py, train_cross_encoder.py
-def read_batches(file, wanted=(), label=None, start=0):
+def read_batches(file, wanted=(), label=None, start=0, ids=False):
     """Yield (number of the first row, RecordBatch of at most READ_ROWS rows) of one file, from row `start` on.
 
     Memory is bounded by a record batch (Parquet: a row group) whatever the file's size. BadInput names the file, and
@@ -396,7 +397,7 @@ def read_batches(file, wanted=(), label=None, start=0):
                 # pyarrow decompresses: it notices a truncated file, where Python's zstandard just ends
                 stream = pa.input_stream(raw, compression=compression)
                 lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
-                batches = text_batches(file, kind, lines, wanted, label)
+                batches = text_batches(file, kind, lines, wanted, label, ids)
             for batch in batches:
                 if row + len(batch) > start:
                     skip = max(start - row, 0)
@@ -409,12 +410,12 @@ def read_batches(file, wanted=(), label=None, start=0):
 
 
 # same in train_bi_encoder.py, train_cross_encoder.py
-def arrow_copy(file, wanted, label, folder):
+def arrow_copy(file, wanted, label, folder, ids=False):
     """Path of `file` as Arrow on this machine: the file itself, or a copy made once in `folder`, atomically."""
     fs, path = fsspec.core.url_to_fs(file)
     if file_kind(file)[0] == "arrow" and "file" in fs.protocol:
         return path
-    key = hashlib.sha256(json.dumps([fs.ukey(path), sorted(wanted), label]).encode()).hexdigest()[:32]
+    key = hashlib.sha256(json.dumps([fs.ukey(path), sorted(wanted), label, ids]).encode()).hexdigest()[:32]
     copy = Path(folder).expanduser() / f"{key}.arrow"
     if not copy.exists():
         part = copy.with_suffix(f".{os.getpid()}.part")
@@ -422,7 +423,7 @@ def arrow_copy(file, wanted, label, folder):
             copy.parent.mkdir(parents=True, exist_ok=True)
             with pa.OSFile(str(part), "wb") as sink, tqdm(unit=" rows", desc=f"mapping {file}", delay=2) as bar:
                 writer = None
-                for _, batch in read_batches(file, wanted, label):
+                for _, batch in read_batches(file, wanted, label, ids=ids):
                     writer = writer or pa.ipc.new_stream(sink, batch.schema)
                     writer.write_batch(batch)
                     bar.update(len(batch))

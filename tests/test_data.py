@@ -327,7 +327,7 @@ def test_length_window_groups_rows_by_length_and_loses_none(tmp_path):
 
 def test_rows_per_epoch_is_a_fresh_sample_each_epoch(shards):
     args = options(train_data=shards, rows_per_epoch=96, batch_size=32, eval_rows=5, shuffle_buffer=60)
-    sources, weights, held, _, rows, _ = script.open_data(args, Accelerator(cpu=True))
+    sources, weights, held, _, rows, _, _ = script.open_data(args, Accelerator(cpu=True))
     assert (rows, len(held)) == (96, 5)
     batches = list(islice(script.row_batches(sources, weights, args, None), 6))
     epochs = [{(row[2], row[3]) for rows, _ in batches[i : i + 3] for row in rows} for i in (0, 3)]

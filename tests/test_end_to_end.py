@@ -122,6 +122,7 @@ def test_readme_commands_are_real():
     fields = {
         m.__name__: set(m.Args.__dataclass_fields__) for m in (eval_incremental, train_bi_encoder, train_cross_encoder)
     }
+    fields["prepare_corpus"] = set(re.findall(r'option\(\s*"--(\w+)"', (ROOT / "prepare_corpus.py").read_text()))
     for flag in set(re.findall(r"--([a-z_0-9]+)", text)) - {"config_file", "help"}:
         assert any(flag in known for known in fields.values()), flag
     commands = re.findall(r"^(?:python|accelerate launch).*?(\w+)\.py\b(.*)$", re.sub(r"\\\n *", "", text), re.M)

@@ -375,7 +375,7 @@ def test_ids_that_do_not_fit(evaluate, beir, tmp_path, capsys):
         "1 judged documents are not in the corpus",
         "1 documents are empty; encoded as the empty string",
         "1 ids stand at several documents",
-        "704 fewer documents than --top_k 1000",
+        "704 fewer documents than the 1000 to be ranked",
     ):
         assert line in said, (line, said)
     assert got["texts"]["queries"] == 60 and got["texts"]["documents"] == 296

@@ -157,7 +157,7 @@ def test_lists_of_whole_numbers_and_null_ids(short, tmp_path):
     args = train_cross_encoder.parse_args(["--train_data", data, "--corpus_table", corpus, "--data_cache", "cache",
                                            "--columns", "q", "ds"])  # fmt: skip
     check = train_cross_encoder.with_texts(train_cross_encoder.open_tables(args), train_cross_encoder.checked_group)
-    ((_, batch),) = train_cross_encoder.read_batches(data, ["q", "ds"])
+    ((_, batch),) = train_cross_encoder.read_batches(data, ["q", "ds"], ids=True)
     first, second = train_cross_encoder.rows_of(batch, data, 0, args)
     assert check(first, args)[0] == ["a query", short[3]["code"].strip(), short[4]["code"].strip()]
     with pytest.raises(train_cross_encoder.BadInput, match="rows.jsonl, row 1: an id is missing; mend the row"):

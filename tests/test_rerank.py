@@ -262,7 +262,10 @@ def test_max_length_is_of_the_pairs_too(evaluate, beir, run_file, reranker):
 def test_usage(capsys):
     for flags, said in (
         (["--rerank_k", "0"], "--rerank_k 0: must be above 0"),
-        (["--beir", "b", "--top_k", "20", "--rerank_k", "30"], "--rerank_k 30: more than --top_k 20; raise that too"),
+        (
+            ["--beir", "b", "--top_k", "20", "--rerank_k", "30", "--metrics", "AP"],
+            "--rerank_k 30: more than --top_k 20; raise that too",
+        ),
         (["--beir", "b", "--run", "r", "--query", "q"], "--run: holds the queries that it answers"),
     ):
         with pytest.raises(SystemExit):
