@@ -116,6 +116,8 @@ def test_texts_by_id(tmp_path):
     }
     assert table("c.jsonl", columns=["_id", "title"]).texts(["a"]) == {"a": "T"}
     assert table("c.jsonl").rows == 3
+    Path("bom.jsonl").write_bytes(b"\xef\xbb\xbf" + Path("c.jsonl").read_bytes().replace(b"\n", b"\r\n"))
+    assert table("bom.jsonl").texts(["2", "a"]) == {"a": "T " + "x" * 9000, "2": "ü\n2"}
     before = table("c.jsonl")
     write_jsonl(tmp_path / "c.jsonl", [{"_id": "b", "text": "another"}])
     assert table("c.jsonl").texts(["b", "a"]) == {"b": "another"}  # the index is made again
