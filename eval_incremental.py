@@ -1088,17 +1088,17 @@ def tokenize_pairs(pairs, model):
     options = {"max_length": model.max_seq_length}
     try:
         encodings = model.tokenizer(queries, documents, truncation="only_second", **options)
-        if any(encoding.overflowing for encoding in encodings.encodings or []):
-            cut = f"a pair is longer than the {model.max_seq_length} tokens of the model"
-            warnings.warn(f"{cut}; its document is cut, its query kept whole", stacklevel=1)
-        return dict(encodings)
     except Exception:  # of tokenizers, which has no class of its own for it
         if len(pairs) == 1:
             room = f"a query leaves no room for its document in the {model.max_seq_length} tokens of the model"
             warnings.warn(f"{room} and is cut too; train with a higher --max_length", stacklevel=1)
             return dict(model.tokenizer(queries, documents, truncation="longest_first", **options))
-    halves = [tokenize_pairs(half, model) for half in (pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :])]
-    return {name: halves[0][name] + halves[1][name] for name in halves[0]}
+        halves = [tokenize_pairs(half, model) for half in (pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :])]
+        return {name: halves[0][name] + halves[1][name] for name in halves[0]}
+    if any(encoding.overflowing for encoding in encodings.encodings or []):
+        cut = f"a pair is longer than the {model.max_seq_length} tokens of the model"
+        warnings.warn(f"{cut}; its document is cut, its query kept whole", stacklevel=1)
+    return dict(encodings)
 
 
 # same in train_cross_encoder.py

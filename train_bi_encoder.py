@@ -701,13 +701,15 @@ class IdTable:
 
     def __init__(self, flag, sources, columns, default, folder):
         self.flag, self.sources = flag, [file for source in sources for file in list_files(source)]
-        heads = [(file, next(read_batches(file), None)) for file in self.sources]
-        titled = any(head and "title" in head[1].schema.names for _, head in heads)
-        self.columns = columns or [name for name in default if name != "title" or titled]
-        for file, head in heads:
-            if head:  # a wrong column is said now
-                select_columns(head[1].schema.names, [n for n in self.columns if columns or n != "title"], file)
-        self.files = [json_lines(file, self.columns, folder) for file in self.sources]
+        self.columns, self.files = columns or default, []
+        for file in self.sources:
+            there = self.columns
+            try:
+                next(read_batches(file, there), None)
+            except BadInput:  # a title is usual, not certain; another wrong column is said now
+                there = [name for name in there if columns or name != "title"]
+                next(read_batches(file, there), None)
+            self.files.append(json_lines(file, there, folder))
         key = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in self.files]
         key = hashlib.sha256(json.dumps([key, self.columns[0]]).encode()).hexdigest()[:32]
         path = Path(folder).expanduser() / f"{key}.ids"
@@ -809,9 +811,7 @@ def json_lines(file, columns, folder):
         try:
             copy.parent.mkdir(parents=True, exist_ok=True)
             with open(part, "w") as sink, tqdm(unit=" rows", desc=f"mapping {file}", delay=2) as bar:
-                there = next(read_batches(file), (0, pa.record_batch({})))[1].schema.names
-                wanted = [name for name in dict.fromkeys(columns) if name in there]
-                for _, batch in read_batches(file, wanted, columns[0]):
+                for _, batch in read_batches(file, list(dict.fromkeys(columns)), columns[0]):
                     sink.writelines(json.dumps(row) + "\n" for row in batch.to_pylist())
                     bar.update(len(batch))
             os.replace(part, copy)

@@ -324,7 +324,7 @@ script.main(script.parse_args(sys.argv[1:]))
 
 
 def test_killed_at_random_moments(tmp_path, beir, bert):
-    """Five SIGKILLs; the rest of the twenty are in benchmarks/eval_kills.py."""
+    """Five SIGKILLs; the rest of the twenty are in benchmarks/eval_exact.py."""
     log = tmp_path / "log"
     driver = tmp_path / "driver.py"
     driver.write_text(COUNTED.format(root=str(ROOT), log=str(log), pause=0.05))

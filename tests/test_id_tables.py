@@ -135,6 +135,14 @@ def test_what_a_table_may_hold(tmp_path, monkeypatch):
         tmp_path / "c.jsonl",
         [{"_id": f"4{i}", "text": "four"} for i in range(1100)] + [{"_id": "5", "text": "a \ud83d b"}],
     )
+    late = [
+        {"_id": "1", "text": "one"},
+        {"_id": "2", "title": "T", "text": "two"},
+    ]  # the first row lacks what others have
+    write("late.jsonl", late)
+    Path("late.jsonl.gz").write_bytes(gzip.compress(Path("late.jsonl").read_bytes()))
+    for name in ("late.jsonl", "late.jsonl.gz"):
+        assert table(name).texts(["1", "2"]) == {"1": "one", "2": "T two"}
     found = table("[abc].jsonl")
     assert found.texts(["1", "2", "40"]) == {"1": "one", "2": "20 two", "40": "four"}
     for name, said in (("3", "b.jsonl: id '3': not text"), ("5", "c.jsonl: id '5': not text")):
