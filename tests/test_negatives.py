@@ -72,11 +72,17 @@ def test_rows_are_those_of_the_library(mine, bert, beir, flags, options):
     rows, about = mine("--beir", beir, "--num_negatives", 3, "--cache_dtype", "float32", *flags)
     wanted = by_library(bert, beir, num_negatives=3, **{"range_max": 100, **options})
     assert len(rows) == len(wanted) == about["negatives"]["rows"] > 20
-    wanted = {(query, positive): (negatives, scores) for query, positive, negatives, scores in wanted}
+    wanted, equal = {(query, positive): (negatives, scores) for query, positive, negatives, scores in wanted}, 0
     for row in rows:
         negatives, scores = wanted[row["query"], row["positive"]]
         assert row["scores"] == pytest.approx(scores, abs=2e-6)
-        assert [row[f"negative_{i}"] for i in (1, 2, 3)] == negatives
+        mined = [row[f"negative_{i}"] for i in (1, 2, 3)]
+        for place, (one, other) in enumerate(zip(mined, negatives), start=1):
+            # up to ties: scores that differ in the last digit only, by how the texts were batched
+            near = [text for text, value in zip(negatives, scores[1:]) if abs(value - scores[place]) < 2e-6]
+            assert one == other or one in near or scores[place] - scores[-1] < 2e-6, (row["query"], place)
+        equal += mined == negatives
+    assert equal > 0.9 * len(rows)
 
 
 def test_rows_are_those_of_the_library_with_a_cross_encoder(mine, bert, beir, reranker, tmp_path):
