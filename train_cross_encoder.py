@@ -1732,7 +1732,7 @@ def main(args):
     rows = row_batches(sources, weights, args, position, check)
     batches = prefetch(make_pair_batches(rows, bare, budget, args, accelerator))
     bar = tqdm(total=steps, initial=step, disable=not is_main, unit="step")
-    seconds, rows_done, tokens, padded = 0.0, 0, 0, 0
+    seconds, waited, rows_done, tokens, padded = 0.0, 0.0, 0, 0, 0
     stopping = False
     model.train()
     while step < steps and not stopping:
@@ -1742,7 +1742,9 @@ def main(args):
             group["lr"] = schedule(step, steps, args)
         losses_of_step = []
         for number in range(accumulation):
+            asked = time.perf_counter()
             batch = next(batches)
+            waited += time.perf_counter() - asked
             position = batch.position
             sync = number == accumulation - 1
             seed = [args.seed, step, number]
@@ -1767,12 +1769,13 @@ def main(args):
             tokens, padded = accelerator.reduce(mine).tolist()
             record = {"loss": sum(window) / len(window), "learning_rate": optimizer.param_groups[0]["lr"],
                       "grad_norm": norm, "rows_per_second": rows_done / seconds,
-                      "tokens_per_second": tokens / seconds, "padding_fraction": 1 - tokens / padded}  # fmt: skip
+                      "tokens_per_second": tokens / seconds, "padding_fraction": 1 - tokens / padded,
+                      "data_wait_fraction": waited / seconds}  # fmt: skip
             bar.set_postfix_str(
                 f"loss {record['loss']:.4f}, {record['rows_per_second']:,.0f} rows/s, "
                 f"{record['tokens_per_second']:,.0f} tokens/s, padding {record['padding_fraction']:.1%}"
             )
-            window, seconds, rows_done, tokens, padded = [], 0.0, 0, 0, 0
+            window, seconds, waited, rows_done, tokens, padded = [], 0.0, 0.0, 0, 0, 0
         if held and (step % eval_every == 0 or step == steps):
             scores = evaluate_pairs(model, held, budget, args, accelerator)
             tqdm.write(f"step {step:,}: " + "  ".join(f"{k} {v:.4f}" for k, v in scores.items())) if is_main else None

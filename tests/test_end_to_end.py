@@ -30,7 +30,7 @@ def test_outputs(run):
     lines = metrics(run)
     assert {"MRR@10", "nDCG@10", "accuracy@1"} <= set(lines[0]) and lines[0]["step"] == 0
     wanted = {"loss", "learning_rate", "rows_per_second", "tokens_per_second", "padding_fraction", "MRR@10"}
-    assert wanted <= set(lines[-1])
+    assert wanted <= set(lines[-1]) and 0 <= lines[-1]["data_wait_fraction"] < 1
     assert lines[-1]["MRR@10"] > lines[0]["MRR@10"]
     assert (run / "training.png").read_bytes()[:4] == b"\x89PNG"
     card = (run / "model/README.md").read_text()
