@@ -1041,6 +1041,12 @@ def cut_micro_batches(lengths, budget):
     return cuts[::-1]
 
 
+# same in train_bi_encoder.py, train_cross_encoder.py
+def padded_length(length, model, device):
+    """Tokens that a text of `length` is padded to at least: on a GPU a multiple of 8, as its fast kernels want."""
+    return length if device.type == "cpu" else max(length, min(-(-length // 8) * 8, model.max_seq_length))
+
+
 # same in train_bi_encoder.py
 def make_micro_batches(texts, model, budget, device):
     """(micro-batches, tokens, tokens with padding) of `texts`, tokenized, cut and padded, longest first.
@@ -1054,7 +1060,7 @@ def make_micro_batches(texts, model, budget, device):
     else:
         encodings = tokenizer(texts, truncation=True, max_length=model.max_seq_length)
         ids = encodings["input_ids"]
-        lengths = list(map(len, ids))
+        lengths = [padded_length(len(i), model, device) for i in ids]
     micro_batches, padded = [], 0
     for cut in cut_micro_batches(lengths, budget):
         if isinstance(tokenizer, Tokenizer):
@@ -1063,7 +1069,7 @@ def make_micro_batches(texts, model, budget, device):
             features = {"input_ids": torch.from_numpy(flat), "offsets": torch.from_numpy(offsets)}
         else:
             picked = {name: [values[i] for i in cut] for name, values in encodings.items()}
-            features = dict(tokenizer.pad(picked, return_tensors="pt"))
+            features = dict(tokenizer.pad(picked, "max_length", lengths[cut[0]], return_tensors="pt"))
         padded += features["input_ids"].numel()
         if device.type == "cuda":
             features = {name: tensor.pin_memory() for name, tensor in features.items()}
@@ -1109,16 +1115,16 @@ def make_pair_micro_batches(pairs, model, budget, device):
     """
     with TOKENIZING:
         encodings = tokenize_pairs(pairs, model)
-    lengths = list(map(len, encodings["input_ids"]))
+    lengths = [padded_length(len(ids), model, device) for ids in encodings["input_ids"]]
     micro_batches, padded = [], 0
     for cut in cut_micro_batches(lengths, budget):
         picked = {name: [values[i] for i in cut] for name, values in encodings.items()}
-        features = dict(model.tokenizer.pad(picked, return_tensors="pt"))
+        features = dict(model.tokenizer.pad(picked, "max_length", lengths[cut[0]], return_tensors="pt"))
         padded += features["input_ids"].numel()
         if device.type == "cuda":
             features = {name: tensor.pin_memory() for name, tensor in features.items()}
         micro_batches.append((features, cut))
-    return micro_batches, sum(lengths), padded
+    return micro_batches, sum(map(len, encodings["input_ids"])), padded
 
 
 # same in train_cross_encoder.py

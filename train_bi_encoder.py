@@ -116,6 +116,8 @@ class Args:
     model_name_or_path: str | None = flag(None, "Hub id or folder; default: a static embedding model from scratch")
     max_length: int | None = flag(None, "tokens a text is cut to; default: the model's own; from scratch 256")
     pooling: Literal["mean", "cls", "max", "lasttoken"] | None = flag(None, "replace the model's pooling")
+    lora_rank: int = flag(0, "train adapters of this rank beside the frozen layers, by peft (0: train all)")
+    attn_implementation: str | None = flag(None, "of transformers: sdpa, flash_attention_2, ...; default: its own")
     prompts: list[str] = flag([], "prefix of each column in turn; the last one serves the rest")
     # step
     batch_size: int | None = flag(None, "rows an optimizer step, over all processes; default: 64; from scratch 2048")
@@ -897,6 +899,12 @@ def cut_micro_batches(lengths, budget):
     return cuts[::-1]
 
 
+# same in train_cross_encoder.py, eval_incremental.py
+def padded_length(length, model, device):
+    """Tokens that a text of `length` is padded to at least: on a GPU a multiple of 8, as its fast kernels want."""
+    return length if device.type == "cpu" else max(length, min(-(-length // 8) * 8, model.max_seq_length))
+
+
 # same in eval_incremental.py
 def make_micro_batches(texts, model, budget, device):
     """(micro-batches, tokens, tokens with padding) of `texts`, tokenized, cut and padded, longest first.
@@ -910,7 +918,7 @@ def make_micro_batches(texts, model, budget, device):
     else:
         encodings = tokenizer(texts, truncation=True, max_length=model.max_seq_length)
         ids = encodings["input_ids"]
-        lengths = list(map(len, ids))
+        lengths = [padded_length(len(i), model, device) for i in ids]
     micro_batches, padded = [], 0
     for cut in cut_micro_batches(lengths, budget):
         if isinstance(tokenizer, Tokenizer):
@@ -919,7 +927,7 @@ def make_micro_batches(texts, model, budget, device):
             features = {"input_ids": torch.from_numpy(flat), "offsets": torch.from_numpy(offsets)}
         else:
             picked = {name: [values[i] for i in cut] for name, values in encodings.items()}
-            features = dict(tokenizer.pad(picked, return_tensors="pt"))
+            features = dict(tokenizer.pad(picked, "max_length", lengths[cut[0]], return_tensors="pt"))
         padded += features["input_ids"].numel()
         if device.type == "cuda":
             features = {name: tensor.pin_memory() for name, tensor in features.items()}
@@ -999,6 +1007,24 @@ def static_modules(texts, args):
     return [StaticEmbedding(tokenizer, embedding_weights=weights), Normalize()]
 
 
+# same in train_cross_encoder.py
+def add_lora(model, args, task=None):
+    """Freeze the transformer, with --lora_rank adapters beside its linear layers to train (Hu et al. 2021, section 4).
+
+    The update is scaled by 2, whatever the rank. `task` names what else is trained, for peft.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model  # optional
+    except ImportError:
+        raise BadInput("--lora_rank: wants peft; pip install peft") from None
+    if not hasattr(model[0], "model"):
+        raise BadInput(f"--lora_rank {args.lora_rank}: a static embedding model has no layers to adapt; leave it out")
+    torch.manual_seed(args.seed)  # the same adapters on every process
+    rank = args.lora_rank
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=task)
+    model[0].model = get_peft_model(model[0].model, config)
+
+
 def load_model_from(args, texts, fresh, accelerator):
     """The SentenceTransformer to train: from a Hub id or folder, or a static embedding model made for the `texts`."""
     path = args.model_name_or_path
@@ -1009,7 +1035,8 @@ def load_model_from(args, texts, fresh, accelerator):
             save_atomically(path, lambda part: model.save_pretrained(str(part), create_model_card=False))
         accelerator.wait_for_everyone()
     try:
-        model = SentenceTransformer(path, device="cpu").float()  # autocast, if any, wants float32 weights to update
+        options = {"attn_implementation": args.attn_implementation} if args.attn_implementation else None
+        model = SentenceTransformer(path, device="cpu", model_kwargs=options)
     except Exception as error:  # whatever a damaged file makes the libraries raise
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise BadInput(f"--model_name_or_path {path}: {reason}; check the path, or restore the folder") from None
@@ -1025,6 +1052,10 @@ def load_model_from(args, texts, fresh, accelerator):
         model[places[0]] = Pooling(model[places[0]].embedding_dimension, pooling_mode=args.pooling)
     if args.prompts:
         model.prompts = {"query": args.prompts[0], "document": args.prompts[-1]}
+    if args.lora_rank:
+        add_lora(model, args)
+    else:
+        model.float()  # autocast, if any, wants float32 weights to update
     return model
 
 
@@ -1316,7 +1347,7 @@ def load_checkpoint(path, model, optimizer):
 # What a resumed run may not change: it would be another experiment under the same name.
 FIXED = """train_data eval_data eval_rows streaming columns num_negatives label_column mixing_weights mix_by
 corpus_table queries_table corpus_columns query_columns
-shuffle_buffer length_window on_bad_row model_name_or_path max_length pooling prompts batch_size
+shuffle_buffer length_window on_bad_row model_name_or_path lora_rank max_length pooling prompts batch_size
 gradient_accumulation_steps loss loss_args matryoshka_dims seed"""
 
 
@@ -1324,7 +1355,7 @@ gradient_accumulation_steps loss loss_args matryoshka_dims seed"""
 def check_resumed(saved, args, data):
     """BadInput that lists every flag, and every source, that is not as it was when the checkpoint was written."""
     then, now = saved["args"], asdict(args)
-    then = {name: then.get(name, []) for name in now}  # an older checkpoint lacks the newer flags, which are lists
+    then = asdict(Args()) | then  # an older checkpoint lacks the newer flags
     changed = [f"--{name} was {then[name]}, is {now[name]}" for name in FIXED.split() if then[name] != now[name]]
     changed += [f"the data of {now[0]} is not what it was" for then, now in zip(saved["data"], data) if then != now]
     if changed:
@@ -1715,6 +1746,9 @@ def main(args):
     elif is_main:
         scores = next((line for line in reversed(metrics) if set(line) & set(MEASURES)), {})
         card = model_card(args, steps, {name: scores[name] for name in MEASURES if name in scores}, data)
+
+        if args.lora_rank:
+            bare[0].model = bare[0].model.merge_and_unload()  # a model like any other: it loads without peft
 
         def write(part):
             bare.save_pretrained(str(part), create_model_card=False)

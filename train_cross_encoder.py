@@ -122,6 +122,8 @@ class Args:
     # model
     model_name_or_path: str | None = flag(None, "Hub id or folder; default: a small BERT from scratch")
     max_length: int | None = flag(None, "tokens a pair is cut to; default: the model's own; from scratch 256")
+    lora_rank: int = flag(0, "train adapters of this rank beside the frozen layers, by peft (0: train all)")
+    attn_implementation: str | None = flag(None, "of transformers: sdpa, flash_attention_2, ...; default: its own")
     # step
     batch_size: int = flag(64, "rows an optimizer step, over all processes")
     micro_batch_tokens: int | None = flag(
@@ -979,6 +981,12 @@ def tokenize_pairs(pairs, model):
     return dict(encodings)
 
 
+# same in train_bi_encoder.py, eval_incremental.py
+def padded_length(length, model, device):
+    """Tokens that a text of `length` is padded to at least: on a GPU a multiple of 8, as its fast kernels want."""
+    return length if device.type == "cpu" else max(length, min(-(-length // 8) * 8, model.max_seq_length))
+
+
 # same in eval_incremental.py
 def make_pair_micro_batches(pairs, model, budget, device):
     """(micro-batches, tokens, tokens with padding) of `pairs`, tokenized, cut and padded, longest first.
@@ -987,16 +995,16 @@ def make_pair_micro_batches(pairs, model, budget, device):
     """
     with TOKENIZING:
         encodings = tokenize_pairs(pairs, model)
-    lengths = list(map(len, encodings["input_ids"]))
+    lengths = [padded_length(len(ids), model, device) for ids in encodings["input_ids"]]
     micro_batches, padded = [], 0
     for cut in cut_micro_batches(lengths, budget):
         picked = {name: [values[i] for i in cut] for name, values in encodings.items()}
-        features = dict(model.tokenizer.pad(picked, return_tensors="pt"))
+        features = dict(model.tokenizer.pad(picked, "max_length", lengths[cut[0]], return_tensors="pt"))
         padded += features["input_ids"].numel()
         if device.type == "cuda":
             features = {name: tensor.pin_memory() for name, tensor in features.items()}
         micro_batches.append((features, cut))
-    return micro_batches, sum(lengths), padded
+    return micro_batches, sum(map(len, encodings["input_ids"])), padded
 
 
 # same in train_bi_encoder.py
@@ -1055,6 +1063,24 @@ def write_bert(folder, texts, args):
     BertForSequenceClassification(BertConfig(**shape)).save_pretrained(folder)
 
 
+# same in train_bi_encoder.py
+def add_lora(model, args, task=None):
+    """Freeze the transformer, with --lora_rank adapters beside its linear layers to train (Hu et al. 2021, section 4).
+
+    The update is scaled by 2, whatever the rank. `task` names what else is trained, for peft.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model  # optional
+    except ImportError:
+        raise BadInput("--lora_rank: wants peft; pip install peft") from None
+    if not hasattr(model[0], "model"):
+        raise BadInput(f"--lora_rank {args.lora_rank}: a static embedding model has no layers to adapt; leave it out")
+    torch.manual_seed(args.seed)  # the same adapters on every process
+    rank = args.lora_rank
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=task)
+    model[0].model = get_peft_model(model[0].model, config)
+
+
 def load_cross_encoder(args, texts, fresh, accelerator):
     """The CrossEncoder to train: from a Hub id or folder, or a small BERT made for the `texts`."""
     path = args.model_name_or_path
@@ -1068,7 +1094,8 @@ def load_cross_encoder(args, texts, fresh, accelerator):
         config = AutoConfig.from_pretrained(path)
         if "Classification" in str(config.architectures) and config.num_labels != 1:
             raise ValueError(f"gives {config.num_labels} labels a pair; one that gives a single score is wanted")
-        model = CrossEncoder(path, device="cpu", num_labels=1).float()  # autocast, if any, wants float32 weights
+        options = {"attn_implementation": args.attn_implementation} if args.attn_implementation else None
+        model = CrossEncoder(path, device="cpu", num_labels=1, model_kwargs=options)
     except Exception as error:  # whatever a damaged file makes the libraries raise
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise BadInput(f"--model_name_or_path {path}: {reason}; check the path, or restore the folder") from None
@@ -1085,6 +1112,10 @@ def load_cross_encoder(args, texts, fresh, accelerator):
         model.max_seq_length = args.max_length
     # What predict() applies: bce trains a probability, every other loss the logit itself.
     model.activation_fn = torch.nn.Sigmoid() if args.loss == "bce" else torch.nn.Identity()
+    if args.lora_rank:
+        add_lora(model, args, "SEQ_CLS")  # the head is trained whole
+    else:
+        model.float()  # autocast, if any, wants float32 weights to update
     return model
 
 
@@ -1396,15 +1427,15 @@ def load_checkpoint(path, model, optimizer):
 # What a resumed run may not change: it would be another experiment under the same name.
 FIXED = """train_data eval_data eval_rows streaming columns num_negatives label_column mixing_weights mix_by
 corpus_table queries_table corpus_columns query_columns
-shuffle_buffer length_window on_bad_row model_name_or_path max_length batch_size gradient_accumulation_steps loss
-loss_args seed"""
+shuffle_buffer length_window on_bad_row model_name_or_path lora_rank max_length batch_size gradient_accumulation_steps
+loss loss_args seed"""
 
 
 # same in train_bi_encoder.py
 def check_resumed(saved, args, data):
     """BadInput that lists every flag, and every source, that is not as it was when the checkpoint was written."""
     then, now = saved["args"], asdict(args)
-    then = {name: then.get(name, []) for name in now}  # an older checkpoint lacks the newer flags, which are lists
+    then = asdict(Args()) | then  # an older checkpoint lacks the newer flags
     changed = [f"--{name} was {then[name]}, is {now[name]}" for name in FIXED.split() if then[name] != now[name]]
     changed += [f"the data of {now[0]} is not what it was" for then, now in zip(saved["data"], data) if then != now]
     if changed:
@@ -1794,6 +1825,9 @@ def main(args):
     elif is_main:
         scores = next((line for line in reversed(metrics) if set(line) & set(MEASURES)), {})
         card = cross_encoder_card(args, steps, {name: scores[name] for name in MEASURES if name in scores}, data)
+
+        if args.lora_rank:
+            bare[0].model = bare[0].model.merge_and_unload()  # a model like any other: it loads without peft
 
         def write(part):
             bare.save_pretrained(str(part), create_model_card=False)

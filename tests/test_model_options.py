@@ -1,0 +1,94 @@
+"""LoRA adapters, the choice of attention, and the lengths that texts are padded to on a GPU."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import ROOT, launch, metrics
+from safetensors.torch import load_file
+
+import train_bi_encoder
+import train_cross_encoder
+
+SCRIPTS = ("train_bi_encoder", "train_cross_encoder")
+
+
+@pytest.fixture(scope="module")
+def steady(tmp_path_factory, bert):
+    """The tiny model without dropout, which is another on each process."""
+    folder = tmp_path_factory.mktemp("steady") / "st"
+    shutil.copytree(bert, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def flags_for(name, corpus, model, output, *more):
+    drawn = ["--num_negatives", 2] * (name == "train_cross_encoder")
+    return ["--train_data", corpus, "--model_name_or_path", model, "--max_steps", 6, "--batch_size", 16, *drawn,
+            "--eval_rows", 20, "--log_every", 1, "--learning_rate", 0.01, "--output_dir", output, *more]  # fmt: skip
+
+
+def losses(output):
+    return [line["loss"] for line in metrics(output) if "loss" in line]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_lora(name, corpus, steady, tmp_path):
+    """Linear layers change by a matrix of the rank, and all else of the transformer not at all."""
+    script = ROOT / f"{name}.py"
+    launch(script, *flags_for(name, corpus, steady, tmp_path / "one", "--lora_rank", 3))
+    launch(script, *flags_for(name, corpus, steady, tmp_path / "two", "--lora_rank", 3), processes=2)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+
+    before = load_file(steady / "model.safetensors")
+    after = load_file(tmp_path / "one/model/model.safetensors")
+    after = {key.removeprefix("bert."): tensor for key, tensor in after.items()}
+    adapted = 0
+    for key, tensor in before.items():
+        if key.startswith("pooler") and key not in after:
+            continue
+        change = after[key] - tensor
+        if ".layer." in key and key.endswith("weight") and tensor.ndim == 2:
+            values = torch.linalg.svdvals(change)
+            assert values[0] > 1e-4 and values[3] < 1e-5 * values[0], key
+            adapted += 1
+        elif not key.startswith("pooler"):  # of a cross-encoder it is one more linear layer
+            assert not change.any(), key
+    assert adapted == 12  # query, key, value, output and two of the feed-forward part, in 2 layers
+
+    # a run that stops in the middle goes on to the same bits
+    part = tmp_path / "part"
+    launch(script, *flags_for(name, corpus, steady, part, "--lora_rank", 3, "--save_every", 3))
+    shutil.rmtree(part / "checkpoints/step_00000006")
+    launch(script, *flags_for(name, corpus, steady, part, "--lora_rank", 3, "--save_every", 3, "--resume"))
+    whole = [(folder / "model/model.safetensors").read_bytes() for folder in (part, tmp_path / "one")]
+    assert whole[0] == whole[1]
+
+
+def test_lora_of_a_model_without_layers(corpus, tmp_path):
+    done = launch(ROOT / "train_bi_encoder.py", "--train_data", corpus, "--max_steps", 1, "--lora_rank", 3, "--eval_rows", 0,
+                  "--output_dir", tmp_path / "run", check=False)  # fmt: skip
+    assert done.returncode and "error: --lora_rank 3: a static embedding model has no layers" in done.stderr
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_attention_changes_nothing_but_speed(name, corpus, steady, tmp_path):
+    for kind in ("eager", "sdpa"):
+        launch(ROOT / f"{name}.py", *flags_for(name, corpus, steady, tmp_path / kind, "--attn_implementation", kind))
+    assert losses(tmp_path / "eager") == pytest.approx(losses(tmp_path / "sdpa"), rel=1e-4)
+    wrong = flags_for(name, corpus, steady, tmp_path / "wrong", "--attn_implementation", "flash_attention_9")
+    done = launch(ROOT / f"{name}.py", *wrong, check=False)
+    assert done.returncode and "error: --model_name_or_path" in done.stderr and "flash_attention_9" in done.stderr
+
+
+@pytest.mark.parametrize("script", [train_bi_encoder, train_cross_encoder])
+def test_lengths_on_a_gpu_are_multiples_of_8_within_the_model(script):
+    class Model:
+        max_seq_length = 77
+
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [script.padded_length(n, Model, gpu) for n in (1, 8, 9, 72, 73, 77)] == [8, 8, 16, 72, 77, 77]
+    assert [script.padded_length(n, Model, cpu) for n in (1, 9, 77)] == [1, 9, 77]
