@@ -1600,7 +1600,9 @@ def main(args):
     checkpoint_path, saved = newest_checkpoint(output / "checkpoints") if args.resume else (None, None)
     if (output / "args.yaml").exists() and not args.resume:
         raise BadInput(f"--output_dir {output} holds a run: go on with it by --resume, or name another folder")
-    accelerator.wait_for_everyone()
+    found = torch.tensor([saved["step"] if saved else -1], device=accelerator.device)
+    if len(set(accelerator.gather(found).tolist())) > 1:
+        raise BadInput(f"--resume: not every process finds the same checkpoint in {output}; it wants a shared disk")
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,0 +1,168 @@
+"""Two machines, each a network namespace with an address of its own: the model that they train is that of one process.
+
+They share the disk, as machines must: every process reads the data and the checkpoints, the first of all writes.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT, launch, metrics
+from safetensors.torch import load_file
+
+SCRIPT = ROOT / "train_bi_encoder.py"
+STEPS = 30
+
+
+def ip(*words):
+    """What `ip` prints."""
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+
+
+def send(hosts, number):
+    """Send a signal to every process on the hosts, as Slurm does to every process of a job step."""
+    for name, _ in hosts:
+        for process in ip("netns", "pids", name).split():
+            with suppress(ProcessLookupError):
+                os.kill(int(process), number)
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    """[(namespace, address)] of two hosts with a cable between them, and no other network."""
+    hosts = [(f"evenstep{os.getpid()}{end}", f"10.99.0.{number}") for number, end in enumerate("ab", 1)]
+    made = []
+    try:
+        for name, _ in hosts:
+            ip("netns", "add", name)
+            made.append((name, None))
+        ip("link", "add", "eth0", "netns", hosts[0][0], "type", "veth", "peer", "name", "eth0", "netns", hosts[1][0])
+        for name, address in hosts:
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            for link in ("lo", "eth0"):
+                ip("-n", name, "link", "set", link, "up")
+        yield hosts
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"two network namespaces cannot be made here: {getattr(error, 'stderr', error)}")
+    finally:
+        send(made, signal.SIGKILL)
+        for name, _ in made:
+            ip("netns", "delete", name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Working folder with the files of accelerate_configs/, whose multi_node.yaml asks for CPUs and float32."""
+    folder = tmp_path_factory.mktemp("shared")
+    shutil.copytree(ROOT / "accelerate_configs", folder / "accelerate_configs")
+    config = yaml.safe_load((ROOT / "accelerate_configs/multi_node.yaml").read_text())
+    config |= {"use_cpu": True, "mixed_precision": "no"}
+    (folder / "accelerate_configs/multi_node.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def flags(folder, corpus, bert):
+    """Flags of a short run without dropout, which is another on each process."""
+    shutil.copytree(bert, folder / "steady")
+    config = json.loads((bert / "config.json").read_text())
+    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (folder / "steady/config.json").write_text(json.dumps(config))
+    flags = ["--train_data", corpus, "--model_name_or_path", "steady", "--max_steps", STEPS, "--batch_size", 30,
+             "--micro_batch_tokens", 600, "--eval_rows", 40, "--eval_every", STEPS, "--log_every", 1,
+             "--data_cache", folder / "cache"]  # fmt: skip
+    return list(map(str, flags))
+
+
+def launch_on(hosts, folder, flags, *outputs):
+    """Run the script on both hosts, a process each, with an output folder each; returns [(exit status, errors)]."""
+    processes = []
+    for rank, ((name, _), output) in enumerate(zip(hosts, outputs)):
+        command = ["ip", "netns", "exec", name, sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+        command += ["--config_file", "accelerate_configs/multi_node.yaml", "--num_processes=2"]
+        command += [f"--machine_rank={rank}", f"--main_process_ip={hosts[0][1]}", str(SCRIPT), *flags]
+        command += ["--output_dir", output]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}
+        processes.append(subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True))
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    return [(process.returncode, text) for process, text in zip(processes, errors)]
+
+
+@pytest.fixture(scope="module")
+def two_machines(hosts, folder, flags):
+    """Output folder of a run on both hosts."""
+    for status, errors in launch_on(hosts, folder, flags, "two_machines", "two_machines"):
+        assert status == 0, errors[-4000:]
+    return folder / "two_machines"
+
+
+def weights(folder):
+    """All weights of a saved model in one vector."""
+    return torch.cat([tensor.flatten() for _, tensor in sorted(load_file(folder / "model.safetensors").items())])
+
+
+def test_two_machines_train_the_model_of_one_process(two_machines, folder, flags):
+    """Weights, and at every step loss and gradient norm: AdamW alone would hide a gradient of the wrong scale."""
+    launch(SCRIPT, *flags, "--output_dir", "one_process", cwd=folder)
+    found, wanted = weights(two_machines / "model"), weights(folder / "one_process/model")
+    learnt = (wanted - weights(folder / "steady")).norm()
+    assert learnt / wanted.norm() > 1e-3
+    assert ((found - wanted).norm() / wanted.norm()).item() < 1e-5
+    assert ((found - wanted).norm() / learnt).item() < 1e-3
+    for name in ("loss", "grad_norm"):
+        one, two = (
+            [line[name] for line in metrics(run) if name in line] for run in (folder / "one_process", two_machines)
+        )
+        assert len(one) == STEPS and two == pytest.approx(one, rel=1e-5)
+
+
+STAND_INS = {
+    "scontrol": "printf '10.99.0.1\\n10.99.0.2\\n'",
+    "srun": """shift
+SLURM_NODEID=0 ip netns exec {} "$@" & first=$!
+SLURM_NODEID=1 ip netns exec {} "$@" & wait $! && wait $first""",
+}
+
+
+def test_slurm_job_stopped_and_requeued_is_bit_identical(two_machines, hosts, folder, flags):
+    """slurm.sh itself, with stand-ins for srun and scontrol; before its time is up every process receives SIGTERM."""
+    (folder / "bin").mkdir()
+    for name, text in STAND_INS.items():
+        (folder / "bin" / name).write_text("#!/bin/bash\n" + text.format(*(name for name, _ in hosts)) + "\n")
+        (folder / "bin" / name).chmod(0o755)
+    path = f"{folder}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "GLOO_SOCKET_IFNAME": "eth0", "SLURM_JOB_NODELIST": "node[1-2]",
+                   "SLURM_JOB_ID": "4711", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}  # fmt: skip
+    command = ["bash", "accelerate_configs/slurm.sh", str(SCRIPT), *flags, "--output_dir", "slurm"]
+    output = folder / "slurm"
+    with open(folder / "slurm.log", "w") as log:
+        job = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+        deadline = time.monotonic() + 120
+        while job.poll() is None and time.monotonic() < deadline:
+            if (output / "metrics.jsonl").exists() and (lines := metrics(output)) and lines[-1]["step"] >= 3:
+                send(hosts, signal.SIGTERM)
+                break
+            time.sleep(0.01)
+        job.wait(60)
+        (checkpoint,) = (output / "checkpoints").iterdir()
+        assert 3 <= int(checkpoint.name[5:]) < STEPS and not (output / "model").exists()
+        subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log, check=True, timeout=120)
+    assert f"resuming from slurm/checkpoints/{checkpoint.name}" in (folder / "slurm.log").read_text()
+    found, wanted = ((run / "model/model.safetensors").read_bytes() for run in (output, two_machines))
+    assert found == wanted
+
+
+def test_machines_that_share_no_disk_are_told_so(two_machines, hosts, folder, flags):
+    """Else one would go on from the checkpoint and the other from the beginning, in one run."""
+    for status, errors in launch_on(hosts, folder, [*flags, "--resume"], "two_machines", "a_disk_of_its_own"):
+        assert status and "it wants a shared disk" in errors
+    assert not (folder / "a_disk_of_its_own").exists()
