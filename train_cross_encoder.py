@@ -21,10 +21,10 @@ change time and memory, never the mathematics.
 
 --output_dir receives model/ (loads in sentence-transformers), checkpoints/, metrics.jsonl, args.yaml and training.png.
 
-Left out on purpose: uploads to a hub, several labels a pair, prompts and generative rerankers (LogitScore), sharded
-parameters (FSDP, DeepSpeed).
+Left out on purpose: uploads to a hub, several labels a pair, prompts and generative rerankers (LogitScore), DeepSpeed.
 """
 
+import copy
 import csv
 import glob
 import hashlib
@@ -61,7 +61,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import LoggerType
+from accelerate.utils import DistributedType, LoggerType
 from datasets import Features, Sequence, Value
 from filelock import FileLock
 from safetensors import SafetensorError
@@ -69,6 +69,8 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from scipy.stats import pearsonr, spearmanr
 from sentence_transformers import CrossEncoder
 from tokenizers import BertWordPieceTokenizer
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm.auto import tqdm
 from transformers import AutoConfig, BertConfig, BertForSequenceClassification, BertTokenizerFast, HfArgumentParser
 
@@ -1040,6 +1042,16 @@ def score(model, features, accelerator):
 
 
 # same in train_bi_encoder.py
+def even_out(share, accelerator):
+    """Under FSDP, whose forward passes are collectives, every process runs as many: the last again, for no text."""
+    if accelerator.distributed_type == DistributedType.FSDP:
+        passes = accelerator.gather(torch.tensor([len(share.micro_batches)], device=accelerator.device))
+        features, _ = share.micro_batches[-1]  # the shortest texts
+        share.micro_batches += [(features, [])] * (int(passes.max()) - len(share.micro_batches))
+    return share
+
+
+# same in train_bi_encoder.py
 def gather_texts(parts, share, accelerator):
     """(N, D) detached outputs for all texts, in their order, from the (n, D) parts of this process."""
     places = torch.tensor([place for _, cut in share.micro_batches for place in cut], device=parts[0].device)
@@ -1322,9 +1334,9 @@ def evaluate_pairs(model, rows, budget, args, accelerator):
     """
     model = accelerator.unwrap_model(model)
     model.eval()
-    share = make_pair_share(row_pairs(rows), model, budget, accelerator)
+    share = even_out(make_pair_share(row_pairs(rows), model, budget, accelerator), accelerator)
     bar = tqdm(share.micro_batches, "evaluating", leave=False, delay=2, disable=not accelerator.is_main_process)
-    parts = [score(model, features, accelerator) for features, _ in bar]
+    parts = [score(model, features, accelerator)[: len(cut)] for features, cut in bar]
     model.train()
     scores = gather_texts(parts, share, accelerator).view(-1).tolist()
     labels = [label for row in rows for label in row[1]]
@@ -1375,12 +1387,23 @@ def sha256(path):
 
 
 # same in train_bi_encoder.py
-def save_checkpoint(folder, model, optimizer, state, keep):
-    """Write `folder` (weights, optimizer, state as JSON, checksums), then remove all but the newest `keep`."""
+def whole(tensor):
+    """A tensor, or the whole of one of which each process holds a part, on the CPU: every process must ask for it."""
+    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+
+
+# same in train_bi_encoder.py
+def moments_of(optimizer):
+    """{"0.exp_avg": whole tensor, ...} of AdamW; every process must ask for them."""
+    return {f"{i}.{k}": whole(v) for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()}
+
+
+# same in train_bi_encoder.py
+def save_checkpoint(folder, model, moments, state, keep):
+    """Write `folder` (weights, moments, state as JSON, checksums), then remove all but the newest `keep`."""
 
     def write(part):
         save_model(model, str(part / "model.safetensors"))
-        moments = {f"{i}.{k}": v for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()}
         save_file(moments, str(part / "optimizer.safetensors"))
         (part / "state.json").write_text(json.dumps(state))
         sums = [f"{sha256(file)}  {file.name}\n" for file in sorted(part.iterdir())]
@@ -1414,13 +1437,16 @@ def newest_checkpoint(folder):
 
 
 # same in train_bi_encoder.py
-def load_checkpoint(path, model, optimizer):
-    """Put a checkpoint's weights and AdamW moments in place."""
-    load_model(model, str(path / "model.safetensors"))
+def load_moments(path, optimizer):
+    """Put a checkpoint's AdamW moments in place."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     moments = {}
     for name, tensor in load_file(str(path / "optimizer.safetensors")).items():
-        parameter, key = name.split(".")
-        moments.setdefault(int(parameter), {})[key] = tensor
+        number, key = name.split(".")
+        owner = parameters[int(number)]
+        if isinstance(owner, DTensor) and tensor.ndim:  # of the moments too each process holds a part
+            tensor = distribute_tensor(tensor.to(owner.device), owner.device_mesh, owner.placements)
+        moments.setdefault(int(number), {})[key] = tensor
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
@@ -1544,13 +1570,14 @@ def backward_pairs(model, batch, loss_fn, seed, sync, args, accelerator):
     `seed` is a list of ints: dropout is a function of it, the process and the micro-batch, hence the same in a second
     forward pass and after a resume. `sync` reduces the gradients over the processes in the last backward pass.
     """
-    share = batch.share
+    share = even_out(batch.share, accelerator)
 
     def score_part(number):
         torch.manual_seed(int(np.random.SeedSequence([*seed, accelerator.process_index, number]).generate_state(1)[0]))
         reduce = sync and number == len(share.micro_batches) - 1
         with nullcontext() if reduce else accelerator.no_sync(model):
-            return score(model, share.micro_batches[number][0], accelerator)  # (n, 1)
+            features, cut = share.micro_batches[number]
+            return score(model, features, accelerator)[: len(cut)]  # (n, 1)
 
     with torch.set_grad_enabled(not args.grad_cache):
         parts = [score_part(number) for number in range(len(share.micro_batches))]
@@ -1605,6 +1632,26 @@ def main_first(accelerator, work):
         except BadInput as error:  # leaving here would leave the others waiting
             failure = error
     raise failure
+
+
+# same in train_bi_encoder.py
+def check_launch(accelerator):
+    """BadInput for what Accelerate can launch and the step here was not made for: some of it would train wrongly."""
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise BadInput(
+            f"{kind.value}: its engine steps at every backward pass, of which a batch may have several; "
+            "launch with accelerate_configs/fsdp2.yaml or multi_gpu.yaml"
+        )
+    if kind == DistributedType.FSDP:
+        plugin = accelerator.state.fsdp_plugin
+        offload = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+        others = [plugin.cpu_ram_efficient_loading, offload, accelerator.scaler, accelerator.parallelism_config]
+        if plugin.fsdp_version != 2 or any(others):
+            raise BadInput(
+                "FSDP: only version 2, with fsdp_cpu_ram_efficient_loading and fsdp_offload_params false, no fp16 and "
+                "no parallelism_config, was tested; launch with accelerate_configs/fsdp2.yaml"
+            )
 
 
 # same in train_bi_encoder.py
@@ -1668,6 +1715,7 @@ def main(args):
             InitProcessGroupKwargs(timeout=timedelta(days=1)),
         ],
     )
+    check_launch(accelerator)
     args.gradient_accumulation_steps = accelerator.gradient_accumulation_steps  # the launch config may have set it
     accumulation = args.gradient_accumulation_steps
     output, is_main = Path(args.output_dir), accelerator.is_main_process
@@ -1710,6 +1758,12 @@ def main(args):
     groups = [{"params": [p for p in trained if p.ndim > 1], "weight_decay": args.weight_decay},
               {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]  # fmt: skip
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=args.learning_rate, fused=True)
+    count = sum(parameter.numel() for parameter in trained)
+    del trained, groups  # whole parameters, of which FSDP keeps parts
+    if saved:
+        load_model(model, str(checkpoint_path / "model.safetensors"))
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    plain = copy.deepcopy(model).cpu() if sharded else model  # the whole weights, to be saved
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # broadcast_buffers is to get another name
         model, optimizer = accelerator.prepare(model, optimizer)
     bare = accelerator.unwrap_model(model)
@@ -1717,7 +1771,7 @@ def main(args):
     # Where to begin
     step, position, window, metrics = 0, None, [], []
     if saved:
-        load_checkpoint(checkpoint_path, bare, optimizer.optimizer)
+        load_moments(checkpoint_path, optimizer.optimizer)
         step, position, window = saved["step"], saved["position"], saved["losses"]
         metrics = read_metrics(output / "metrics.jsonl", step)
         accelerator.print(f"resuming from {checkpoint_path}: step {step:,} of {steps:,}")
@@ -1731,7 +1785,7 @@ def main(args):
     asked_to_stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.set())
     accelerator.print(
-        f"{sum(p.numel() for p in trained):,} parameters trained, {frozen} tensors without gradient frozen; "
+        f"{count:,} parameters trained, {frozen} tensors without gradient frozen; "
         f"{steps:,} steps of {accumulation} x {args.batch_size:,} rows on {accelerator.num_processes} x "
         f"{accelerator.device.type}, micro-batches of {budget:,} tokens; {len(held):,} rows held out"
     )
@@ -1745,15 +1799,16 @@ def main(args):
                 file.write(json.dumps(metrics[-1]) + "\n")
 
     def save():
-        if not all(parameter.isfinite().all() for parameter in trained):
+        for parameter, part in zip(plain.parameters(), bare.parameters()) if sharded else ():
+            parameter.data.copy_(whole(part))
+        moments = moments_of(optimizer.optimizer)
+        if not all(parameter.isfinite().all() for parameter in plain.parameters()):
             raise BadInput(
                 f"step {step}: a weight is not finite; lower --learning_rate; the checkpoints before are whole"
             )
         state = {"step": step, "position": position, "losses": window, "args": asdict(args), "data": data}
         if is_main:
-            save_checkpoint(
-                output / f"checkpoints/step_{step:08}", bare, optimizer.optimizer, state, args.keep_checkpoints
-            )
+            save_checkpoint(output / f"checkpoints/step_{step:08}", plain, moments, state, args.keep_checkpoints)
         accelerator.wait_for_everyone()
 
     eval_every = args.eval_every or max(1, steps // 10)
@@ -1785,7 +1840,7 @@ def main(args):
             rows_done += len(batch.rows)
             tokens += batch.share.tokens
             padded += batch.share.padded
-        norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf).item()
+        norm = whole(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)).item()
         loss = sum(losses_of_step) / accumulation
         if not math.isfinite(loss) or not (math.isfinite(norm) or accelerator.scaler):
             raise BadInput(broken_step(step, loss, norm, batch, output))
@@ -1832,7 +1887,7 @@ def main(args):
             bare[0].model = bare[0].model.merge_and_unload()  # a model like any other: it loads without peft
 
         def write(part):
-            bare.save_pretrained(str(part), create_model_card=False)
+            plain.save_pretrained(str(part), create_model_card=False)
             (part / "README.md").write_text(card)
 
         save_atomically(output / "model", write)

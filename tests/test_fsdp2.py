@@ -1,0 +1,96 @@
+"""FSDP2 on two CPU processes trains the model that DDP trains, and resumes to the bit; other shardings are refused."""
+
+import re
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from conftest import ROOT, launch, metrics
+from safetensors.torch import load_file
+
+import train_bi_encoder
+import train_cross_encoder
+
+SETTINGS = {
+    "train_bi_encoder": ("bert", ["--gradient_accumulation_steps", 2]),
+    "train_cross_encoder": ("reranker", ["--grad_cache", "--num_negatives", 2]),
+}
+
+
+def launch_sharded(folder, script, *flags):
+    """Run a trainer with accelerate_configs/fsdp2.yaml on two CPU processes; returns what it prints."""
+    config = yaml.safe_load((ROOT / "accelerate_configs/fsdp2.yaml").read_text())
+    config |= {"use_cpu": True, "num_processes": 2}
+    (folder / "fsdp2.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port=0"]
+    command += ["--config_file", folder / "fsdp2.yaml", ROOT / "tests/fsdp2_worker.py", script, *flags]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def weights(folder):
+    """All weights of a saved model in one vector."""
+    return torch.cat([tensor.flatten() for _, tensor in sorted(load_file(folder / "model.safetensors").items())])
+
+
+@pytest.mark.parametrize("script", SETTINGS)
+def test_fsdp2_trains_the_model_of_ddp_and_resumes_to_the_bit(tmp_path, corpus, script, request):
+    """Dropout is on: its seeds do not know how the weights are kept."""
+    model, others = SETTINGS[script]
+    model = request.getfixturevalue(model)
+    flags = ["--train_data", corpus, "--model_name_or_path", model, "--max_steps", 6, "--batch_size", 15,
+             "--eval_rows", 21, "--micro_batch_tokens", 400, "--learning_rate", 1e-4, "--log_every", 1,
+             "--eval_every", 3, "--save_every", 3, *others]  # fmt: skip
+    ddp, fsdp, resumed = tmp_path / "ddp", tmp_path / "fsdp", tmp_path / "resumed"
+    launch(ROOT / f"{script}.py", *flags, "--output_dir", ddp, processes=2)
+    printed = launch_sharded(tmp_path, script, *flags, "--output_dir", fsdp)
+    seen = re.findall(r"(\d+) tensors were in parts, (\d+) of \d+ micro-batches", printed)
+    assert len(seen) == 2 and all(int(parts) > 100 for parts, _ in seen)
+    assert sum(int(filled) for _, filled in seen) > 0, "both processes had as many micro-batches at every step"
+
+    found, wanted = weights(fsdp / "model"), weights(ddp / "model")
+    assert ((found - wanted).norm() / wanted.norm()).item() < 1e-5
+    for name in set(metrics(ddp)[-1]) - {"rows_per_second", "tokens_per_second"}:
+        one, two = ([line[name] for line in metrics(run) if name in line] for run in (ddp, fsdp))
+        assert two == pytest.approx(one, rel=1e-4), name  # grad_norm tells a gradient of the wrong scale
+
+    shutil.copytree(fsdp, resumed, ignore=shutil.ignore_patterns("step_00000006", "model"))
+    assert "step 3 of 6" in launch_sharded(tmp_path, script, *flags, "--output_dir", resumed, "--resume")
+    assert torch.equal(weights(resumed / "model"), found)
+
+
+FSDP2 = {"fsdp_version": 2, "cpu_ram_efficient_loading": False}
+
+
+@pytest.mark.parametrize("script", [train_bi_encoder, train_cross_encoder])
+@pytest.mark.parametrize(
+    "kind, options, scaler",
+    [
+        (DistributedType.DEEPSPEED, None, None),
+        (DistributedType.FSDP, {"fsdp_version": 1, "cpu_ram_efficient_loading": False}, None),
+        (DistributedType.FSDP, {**FSDP2, "cpu_ram_efficient_loading": True}, None),
+        (DistributedType.FSDP, {**FSDP2, "cpu_offload": True}, None),
+        (DistributedType.FSDP, FSDP2, "a scaler"),
+    ],
+)
+def test_other_shardings_are_refused(script, kind, options, scaler):
+    plugin = options and FullyShardedDataParallelPlugin(**options)
+    accelerator = SimpleNamespace(
+        distributed_type=kind, state=SimpleNamespace(fsdp_plugin=plugin), scaler=scaler, parallelism_config=None
+    )
+    with pytest.raises(script.BadInput, match="accelerate_configs/fsdp2.yaml"):
+        script.check_launch(accelerator)
+
+
+def test_fsdp2_and_ddp_are_not_refused():
+    state = SimpleNamespace(fsdp_plugin=FullyShardedDataParallelPlugin(**FSDP2))
+    for kind in (DistributedType.FSDP, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.NO):
+        train_bi_encoder.check_launch(
+            SimpleNamespace(distributed_type=kind, state=state, scaler=None, parallelism_config=None)
+        )
