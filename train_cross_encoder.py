@@ -1884,7 +1884,7 @@ def main(args):
         card = cross_encoder_card(args, steps, {name: scores[name] for name in MEASURES if name in scores}, data)
 
         if args.lora_rank:
-            bare[0].model = bare[0].model.merge_and_unload()  # a model like any other: it loads without peft
+            plain[0].model = plain[0].model.merge_and_unload()  # a model like any other: it loads without peft
 
         def write(part):
             plain.save_pretrained(str(part), create_model_card=False)

@@ -69,8 +69,8 @@ def test_lora(name, corpus, steady, tmp_path):
 
 
 def test_lora_of_a_model_without_layers(corpus, tmp_path):
-    done = launch(ROOT / "train_bi_encoder.py", "--train_data", corpus, "--max_steps", 1, "--lora_rank", 3, "--eval_rows", 0,
-                  "--output_dir", tmp_path / "run", check=False)  # fmt: skip
+    flags = ["--train_data", corpus, "--max_steps", 1, "--eval_rows", 0, "--output_dir", tmp_path / "run"]
+    done = launch(ROOT / "train_bi_encoder.py", *flags, "--lora_rank", 3, check=False)
     assert done.returncode and "error: --lora_rank 3: a static embedding model has no layers" in done.stderr
 
 
