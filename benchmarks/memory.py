@@ -1,16 +1,17 @@
-"""Peak memory of training against the corpus' rows, mapped and streaming, and how fast a run resumes far inside it.
+"""Memory and speed of training against the corpus' rows, mapped and streaming, and how fast a run resumes inside it.
 
-    python benchmarks/memory.py [--small 50000] [--large 5000000] [--steps 300]
+    python benchmarks/memory.py [--small 100000] [--large 10000000] [--steps 300] [--rounds 3]
 
-Generates two Parquet corpora of short rows and trains a small static model for as many steps on each; a first run
-makes the Arrow copy, which is measured too. Peak memory is the kernel's ru_maxrss of the whole process. Writes
-memory.json.
+Generates two Parquet corpora of short rows and trains a small static model for as many steps on each, in turns; a
+first run makes the Arrow copy, which is measured too. Peak memory is the kernel's ru_maxrss of the whole process;
+tokens a second are those of all steps but the first ten. Medians over the rounds. Writes memory.json.
 """
 
 import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,8 +35,8 @@ def generate(path, count):
             writer.write_table(pa.table([questions, answers], schema=schema))
 
 
-def peak(source, flags, folder):
-    """Peak resident MB of one run of the trainer, by the kernel's accounting of the finished process."""
+def train(source, flags, folder):
+    """(peak resident MB by the kernel's accounting, tokens a second) of one run of the trainer."""
     shutil.rmtree(f"{folder}/run", ignore_errors=True)
     command = [sys.executable, ROOT / "train_bi_encoder.py", "--train_data", source, "--output_dir", f"{folder}/run",
                "--data_cache", f"{folder}/cache", "--batch_size", 256, "--save_every", 0, *flags]  # fmt: skip
@@ -43,7 +44,9 @@ def peak(source, flags, folder):
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         sys.exit(f"failed: {command}")
-    return usage.ru_maxrss / 1000
+    lines = [json.loads(line) for line in Path(f"{folder}/run/metrics.jsonl").read_text().splitlines()]
+    rates = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    return usage.ru_maxrss / 1000, statistics.harmonic_mean(rates[1:] or rates)
 
 
 def resume_seconds(source, folder, row):
@@ -66,33 +69,42 @@ def resume_seconds(source, folder, row):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", type=int, default=50_000)
-    parser.add_argument("--large", type=int, default=5_000_000)
+    parser.add_argument("--small", type=int, default=100_000)
+    parser.add_argument("--large", type=int, default=10_000_000)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", default="memory.json")
     args = parser.parse_args()
-    figures = {}
+    modes = {"mapped": [], "streaming": ["--streaming"]}
+    runs = {mode: {"small": [], "large": []} for mode in ("mapped, first run", *modes)}
     with tempfile.TemporaryDirectory() as folder:
         for name, rows in (("small", args.small), ("large", args.large)):
             generate(f"{folder}/{name}.parquet", rows)
         # the model is made from the small corpus once, so that only the data differs
         model = f"{folder}/model"
-        peak(f"{folder}/small.parquet", ["--max_steps", 1], folder)
+        train(f"{folder}/small.parquet", ["--max_steps", 1], folder)
         shutil.move(f"{folder}/run/model", model)
         shutil.rmtree(f"{folder}/cache")
         flags = ["--model_name_or_path", model, "--max_steps", args.steps, "--learning_rate", 0.005]
-        for mode, extra in (("mapped, first run", []), ("mapped", []), ("streaming", ["--streaming"])):
-            for name in ("small", "large"):
-                figures[f"{mode}, {name}"] = peak(f"{folder}/{name}.parquet", [*flags, *extra], folder)
+        for name in ("small", "large"):
+            runs["mapped, first run"][name].append(train(f"{folder}/{name}.parquet", flags, folder))
+        for _ in range(args.rounds):
+            for mode, extra in modes.items():
+                for name in ("small", "large"):
+                    runs[mode][name].append(train(f"{folder}/{name}.parquet", [*flags, *extra], folder))
+                    print(mode, name, *runs[mode][name][-1], file=sys.stderr)
         far = args.large - 2000
         seconds, opening = resume_seconds(f"{folder}/large.parquet", folder, far)
-    print(f"| {args.steps} steps of 256 | {args.small:,} rows | {args.large:,} rows | difference |\n|---|---|---|---|")
-    for mode in ("mapped, first run", "mapped", "streaming"):
-        small, large = figures[f"{mode}, small"], figures[f"{mode}, large"]
-        print(f"| {mode} | {small:.0f} MB | {large:.0f} MB | {large - small:+.0f} MB |")
+    print(f"| {args.steps} steps of 256 | MB, {args.small:,} rows | {args.large:,} rows | difference "
+          "| tokens/s | tokens/s | ratio |\n|---|---|---|---|---|---|---|")  # fmt: skip
+    for mode, measured in runs.items():
+        small, large = ([statistics.median(column) for column in zip(*measured[name])] for name in ("small", "large"))
+        ratio = statistics.median(b[1] / a[1] for a, b in zip(measured["small"], measured["large"]))
+        print(f"| {mode} | {small[0]:.0f} | {large[0]:.0f} | {large[0] - small[0]:+.0f} "
+              f"| {small[1]:,.0f} | {large[1]:,.0f} | {ratio:.3f} |")  # fmt: skip
     print(f"\nfirst batch at row {far:,}: {seconds:.3f} s after the corpus was open, which took {opening:.2f} s")
-    figures |= {"resume_seconds": seconds, "open_seconds": opening}
-    Path(args.output).write_text(json.dumps({"arguments": vars(args), "MB": figures}, indent=1))
+    figures = {"runs": runs, "resume_seconds": seconds, "open_seconds": opening}
+    Path(args.output).write_text(json.dumps({"arguments": vars(args), **figures}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,87 @@
+"""What a second process brings: each script on one process of one thread, and on two of one thread each, in turns.
+
+    python benchmarks/scaling.py MODEL_FOLDER SOURCE [--columns docstring code] [--steps 5] [--rounds 3]
+
+The trainers do the same batches on both sides (rates over all steps but the first, losses beside them), the evaluator
+encodes the same texts. Ratios are within a round, medians over the rounds. Writes scaling.json.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def launch(script, flags, processes):
+    """Run a script on so many processes of one thread each."""
+    config = ROOT / "accelerate_configs" / ("cpu.yaml" if processes == 1 else "multi_cpu.yaml")
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", 0,
+               "--config_file", config, "--num_processes", processes, ROOT / script, *flags]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(list(map(str, command)), check=True, env=environment, stdout=subprocess.DEVNULL)
+
+
+def train(script, flags, processes, folder):
+    """(rows a second, mean loss) of a trainer."""
+    launch(script, [*flags, "--output_dir", folder], processes)
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()][1:]
+    rate = len(lines) / sum(1 / line["rows_per_second"] for line in lines)
+    return rate, statistics.mean(line["loss"] for line in lines)
+
+
+def encode(flags, processes, folder):
+    """(texts a second, nDCG@10) of the evaluator with an empty cache."""
+    launch("eval_incremental.py", [*flags, "--cache_dir", f"{folder}/cache", "--output_dir", folder], processes)
+    seen = json.loads((Path(folder) / "metrics.json").read_text())
+    return seen["per_second"]["encoded"], seen["metrics"]["nDCG@10"]["mean"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("source")
+    parser.add_argument("--columns", nargs="+", default=["docstring", "code"])
+    parser.add_argument("--texts", type=int, default=300, help="pairs that the evaluator encodes")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", default="scaling.json")
+    args = parser.parse_args()
+
+    import pyarrow.parquet as pq
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = f"{folder}/pairs.parquet"
+        pq.write_table(pq.read_table(args.source, columns=args.columns).slice(0, args.texts), pairs)
+        common = ["--model_name_or_path", args.model, "--max_length", 256, "--data_cache", folder]
+        steps = ["--train_data", args.source, "--columns", *args.columns, "--eval_rows", 0, "--save_every", 0,
+                 "--log_every", 1, "--max_steps", args.steps, *common]  # fmt: skip
+        bi, cross = [*steps, "--batch_size", 64], [*steps, "--batch_size", 24, "--num_negatives", 1]
+        texts = ["--pairs", pairs, "--columns", *args.columns, *common]
+        sides = {
+            "train_bi_encoder.py, 64 pairs": lambda n, out: train("train_bi_encoder.py", bi, n, out),
+            "train_cross_encoder.py, 24 x 2 pairs": lambda n, out: train("train_cross_encoder.py", cross, n, out),
+            f"eval_incremental.py, {args.texts} pairs": lambda n, out: encode(texts, n, out),
+        }
+        runs = {name: [] for name in sides}
+        for turn in range(args.rounds):
+            for number, (name, run) in enumerate(sides.items()):
+                runs[name].append([run(n, f"{folder}/{turn}-{number}-{n}") for n in (1, 2)])
+                one, two = runs[name][-1]
+                print(f"round {turn + 1}, {name}: {one[0]:.2f}, {two[0]:.2f} a second", file=sys.stderr)
+    print("| script | a second, 1 process | 2 processes | ratio | loss, or nDCG@10 |\n|---|---|---|---|---|")
+    for name, measured in runs.items():
+        one, two = (statistics.median(pair[side][0] for pair in measured) for side in (0, 1))
+        ratio = statistics.median(pair[1][0] / pair[0][0] for pair in measured)
+        print(f"| {name} | {one:.2f} | {two:.2f} | {ratio:.2f} | {measured[0][0][1]:.5f}, {measured[0][1][1]:.5f} |")
+    Path(args.output).write_text(json.dumps({"arguments": vars(args), "runs": runs}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
