@@ -134,7 +134,8 @@ class Args:
     )
     loss_args: str = flag(
         "{}",
-        'JSON: infonce {"temperature": 0.05, "symmetric": false}; margin_mse, kl {"temperature": 0.05}; a class\'s',
+        'JSON: infonce {"temperature": 0.05, "symmetric": false}; margin_mse, kl {"temperature": 0.05, "infonce": 0}, '
+        "the weight of infonce beside the teacher; a class's",
     )
     matryoshka_dims: list[int] = flag([], "also apply the loss to the first so many dimensions of each embedding")
     # schedule
@@ -1145,6 +1146,11 @@ def make_loss(args, model):
         if options["similarity"] == "dot" and args.loss in TEACHER_LOSSES:
             options["temperature"] = 1.0
         options |= args.loss_args
+        weight = 0
+        if args.loss in TEACHER_LOSSES:  # scores within rows alone leave the rest of the space to a bad teacher
+            weight = options.pop("infonce", 0)
+            if not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+                raise BadInput(f"--loss_args: the weight of infonce {weight!r} is no number of 0 or more")
         known = [name for name in inspect.signature(loss).parameters if name not in ("columns", "ids", "labels")]
         if unknown := set(options) - set(known):
             raise BadInput(f"--loss_args: {args.loss} has no {', '.join(unknown)}; it has {', '.join(known)}")
@@ -1155,7 +1161,8 @@ def make_loss(args, model):
             raise BadInput(f"--loss_args: the similarity {options['similarity']!r} is neither cosine nor dot")
 
         def base(columns, ids, labels):
-            return loss(columns, labels if args.loss in TEACHER_LOSSES else ids, **options)
+            value = loss(columns, labels if args.loss in TEACHER_LOSSES else ids, **options)
+            return value + weight * infonce(columns, ids, **options) if weight else value
     else:
         kind = getattr(losses, args.loss, None)
         if not hasattr(kind, "compute_loss_from_embeddings"):
