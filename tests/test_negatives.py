@@ -230,7 +230,12 @@ def test_teachers_losses_against_the_library(bert):
     assert trainer.checked_scores((["q", "a", "b"], [1, 2], "x", 3), args)
     args.on_bad_row = "skip"
     assert trainer.checked_scores((["q", "a"], [1], "x", 3), args) is None
+    args.loss_args = {"infonce": 0.5, "temperature": 0.1}
+    ids = torch.arange(28).view(4, 7)
+    wanted = trainer.teacher_kl(columns, labels, 0.1) + trainer.infonce(columns, ids, 0.1) / 2
+    assert trainer.make_loss(args, model)(columns, ids, labels).item() == pytest.approx(wanted.item())
     for options, said in (
+        ({"infonce": -1}, "the weight of infonce -1 is no number of 0 or more"),
         ({"temperature": 0}, "the temperature 0 is no number above 0"),
         ({"similarity": "euclid"}, "the similarity 'euclid' is neither cosine nor dot"),
         ({"scale": 1}, "kl has no scale; it has temperature, similarity"),
