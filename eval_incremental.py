@@ -1350,11 +1350,11 @@ def main_first(accelerator, work):
     raise failure
 
 
-def retrieve(path, collection, args, accelerator):
-    """The Run of a model over a collection, complete on the main process."""
+def load_embedder(path, args, accelerator):
+    """(Embedder, function that makes its vectors those to search with, fingerprint, both prompts as in load_model)."""
     seconds = defaultdict(float)
     with clock(seconds, "load"):
-        model, dims, query_prompt, prompt = load_model(path, args)
+        model, dims, *prompts = load_model(path, args)
         fingerprint = fingerprint_of(model, accelerator.mixed_precision, args.cache_dtype)
         model.to(accelerator.device)
     folder = Path(args.cache_dir).expanduser() / fingerprint[:32]
@@ -1362,11 +1362,25 @@ def retrieve(path, collection, args, accelerator):
     cache = main_first(accelerator, lambda: EmbeddingCache(folder, path, *shape))
     static = isinstance(model.tokenizer, Tokenizer)
     budget = args.micro_batch_tokens or (2**20 if static else 2048 if accelerator.device.type == "cpu" else 16_384)
-    embed = Embedder(model, cache, budget, accelerator, seconds)
 
     def for_search(vectors):
         vectors = vectors.to(accelerator.device).float()[:, :dims]
         return F.normalize(vectors, dim=1) if model.similarity_fn_name == "cosine" else vectors
+
+    return Embedder(model, cache, budget, accelerator, seconds), for_search, fingerprint, *prompts
+
+
+def open_bar(embed, path, rows):
+    """Show how far an Embedder is in a corpus of so many rows, or in a stream (None)."""
+    show = "{l_bar}{bar}| {n:,.0f}/{total:,.0f} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+    embed.bar = tqdm(total=rows, unit=" texts", desc=short_names([path])[0], delay=1,
+                     bar_format=show if rows else None, disable=not embed.accelerator.is_main_process)  # fmt: skip
+
+
+def retrieve(path, collection, args, accelerator):
+    """The Run of a model over a collection, complete on the main process."""
+    embed, for_search, fingerprint, query_prompt, prompt = load_embedder(path, args, accelerator)
+    seconds = embed.seconds
 
     # Queries, all of them on every process
     texts = pa.array([query_prompt + text for text in collection.query_texts], pa.string())
@@ -1390,10 +1404,7 @@ def retrieve(path, collection, args, accelerator):
     found, doubles = set(), set()  # judged documents that are there; ids that are there twice
     kept, positives = {}, {}  # {row: (id, text, hash)} of the best; {(query, row): (id, hash, score)}
     reader = prefetch(collection.corpus.chunks(args.chunk_rows, prompt))
-    show = "{l_bar}{bar}| {n:,.0f}/{total:,.0f} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-    embed.bar = tqdm(total=collection.corpus.rows, unit=" texts", desc=short_names([path])[0], delay=1,
-                     bar_format=show if collection.corpus.rows else None,
-                     disable=not accelerator.is_main_process)  # fmt: skip
+    open_bar(embed, path, collection.corpus.rows)
     documents = 0
     while True:
         with clock(seconds, "read"):
@@ -1427,7 +1438,7 @@ def retrieve(path, collection, args, accelerator):
                 found.update(there)
         documents += sum(len(chunk.texts) for chunk in chunks)
     embed.bar.close()
-    cache.cache.close()
+    embed.cache.cache.close()
     if not documents:
         raise BadInput(f"{collection.corpus.files[0]}: no document; check --corpus")
     with clock(seconds, "search"):
