@@ -3,6 +3,7 @@
     python eval_incremental.py                                         # runs/bi_encoder/model, on held-out demo pairs
     python eval_incremental.py --model_name_or_path BAAI/bge-base-en-v1.5 --beir scifact --output_dir runs/scifact
     python eval_incremental.py --query "read a gzip file"              # search instead; a second query takes seconds
+    python eval_incremental.py --corpus docs.parquet --export_vectors vectors       # for an index or a vector database
     python eval_incremental.py --beir scifact --run bm25.run --cross_encoder runs/cross_encoder/model   # rerank
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml eval_incremental.py args.yaml
 
@@ -19,6 +20,7 @@ text and a fingerprint of all that made the vector. A cross-encoder scores the b
 the models or in a run file, and its scores are kept in the same way, by both texts.
 
 --output_dir receives metrics.json, per_query.csv and report.png, and run.trec (several rankings: NAME/run.trec).
+--export_vectors receives Parquet shards of (_id, vector) in corpus order, then _vectors.json, which says of what.
 
 Left out on purpose: approximate search, asymmetric models (Router), similarities other than cosine and dot.
 """
@@ -31,6 +33,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sqlite3
 import sys
@@ -135,6 +138,9 @@ class Args:
     metrics: list[str] = flag(["nDCG@10", "RR@10", "R@100", "AP"], "measures, by their names in ir_measures")
     bm25: bool = flag(False, "compare with BM25 (needs the package bm25s, and the corpus in memory)")
     query: list[str] = flag([], "print the best documents for these texts instead of evaluating")
+    export_vectors: str | None = flag(
+        None, "write the corpus as Parquet shards of _id and vector into this folder instead of evaluating"
+    )
     # hard negatives
     negatives_out: str | None = flag(
         None, "write rows of query, positive, negatives and their scores here (.jsonl) instead of evaluating"
@@ -178,6 +184,7 @@ def parse_args(argv):
             parser.error(f"--{name} {getattr(args, name)}: must be above 0")
     if not 0 <= args.cache_size_limit < math.inf:
         parser.error(f"--cache_size_limit {args.cache_size_limit}: must be 0 or more")
+    unjudged = bool(args.query) or args.export_vectors is not None  # wants the corpus only
     for name in args.metrics:
         try:
             measure = ir_measures.parse_measure(name)
@@ -188,7 +195,7 @@ def parse_args(argv):
         except Exception as error:  # parsing, or whatever a provider raises that cannot compute it here
             reason = (str(error) or type(error).__name__).splitlines()[0]
             parser.error(f"--metrics {name}: {reason}; there are such as nDCG@10 RR@10 R@100 AP P@5 Success@1")
-        measured = not args.query and not args.negatives_out
+        measured = not unjudged and not args.negatives_out
         if cutoff > args.top_k and measured and (args.model_name_or_path or not args.run):
             parser.error(f"--metrics {name}: cut deeper than --top_k {args.top_k}; raise it")
     if sum(map(bool, (args.beir, args.corpus, args.pairs))) > 1:
@@ -198,11 +205,11 @@ def parse_args(argv):
     if args.beir:
         args.corpus, args.queries = [f"{args.beir}/corpus.jsonl"], [f"{args.beir}/queries.jsonl"]
         args.qrels = f"{args.beir}/qrels/{args.split}.tsv"
-    elif args.corpus and not args.query and not (args.queries and args.qrels):
+    elif args.corpus and not unjudged and not (args.queries and args.qrels):
         parser.error("--corpus: evaluating wants --queries and --qrels too; searching wants --query")
     elif not args.corpus and not args.pairs:
         # an evaluation is of the held-out functions; a search is more fun over all of them
-        args.pairs = [f"{DEMO}/heldout/*.parquet"] + [f"{DEMO}/train/*.parquet"] * bool(args.query)
+        args.pairs = [f"{DEMO}/heldout/*.parquet"] + [f"{DEMO}/train/*.parquet"] * unjudged
         if not Path(DEMO).is_dir() and not (args.cache_info or args.cache_clear):
             parser.error(f"no --beir, --corpus or --pairs, and no demo corpus in {DEMO}: make it with: "
                          "python prepare_corpus.py")  # fmt: skip
@@ -224,6 +231,10 @@ def parse_args(argv):
                          "--bm25 and --streaming out")  # fmt: skip
         if not args.negatives_out.endswith((".jsonl", ".json")) or Path(args.negatives_out).is_dir():
             parser.error(f"--negatives_out {args.negatives_out!r}: name a file that ends in .jsonl")
+    others = args.query or args.run or args.cross_encoder or args.bm25 or args.negatives_out is not None
+    if args.export_vectors is not None and (others or len(args.model_name_or_path) > 1):
+        parser.error("--export_vectors: wants one --model_name_or_path; leave --query, --run, --cross_encoder, --bm25 "
+                     "and --negatives_out out")  # fmt: skip
     for name in ("negative_margin", "negative_relative_margin"):
         if not math.isfinite(getattr(args, name) or 0):
             parser.error(f"--{name} {getattr(args, name)}: must be a number")
@@ -592,7 +603,7 @@ class Collection:
     corpus: Table
     query_ids: list
     query_texts: list
-    qrels: dict  # {query id: {document id: relevance}}; empty in a search
+    qrels: dict  # {query id: {document id: relevance}}; empty in a search or an export
     notes: list  # lines to say about the data
 
 
@@ -611,7 +622,7 @@ def open_collection(args):
                 raise BadInput(f"{file}: has no two columns; a pair is a query and its document")
             columns = there[:2]
         corpus = Table(args.pairs, ["#", columns[1]], (), args)
-        if args.query:
+        if args.query or args.export_vectors is not None:
             return Collection(corpus, [f"query {i}" for i in range(1, len(args.query) + 1)], args.query, {}, [])
         queries = Table(args.pairs, ["#", columns[0]], (), args)
         texts = [[t for chunk in table.chunks(args.chunk_rows) for t in chunk.texts.to_pylist()]
@@ -629,7 +640,7 @@ def open_collection(args):
         qrels = {str(i): {row: 1 for text in answers[q] for row in rows[text]} for i, q in enumerate(answers)}
         return Collection(corpus, list(qrels), list(answers), qrels, notes)
     corpus = Table(args.corpus, args.corpus_columns, ("_id", "title", "text"), args)
-    if args.query:
+    if args.query or args.export_vectors is not None:
         return Collection(corpus, [f"query {i}" for i in range(1, len(args.query) + 1)], args.query, {}, [])
     qrels, notes = read_qrels(args.qrels), []
     table = Table(args.queries, args.query_columns, ("_id", "text"), args)
@@ -1693,6 +1704,107 @@ def bm25_run(collection, args):
     return Run("BM25", [list(hit) for hit in hits], [list(hit.values()) for hit in hits], {}, about)
 
 
+# ------------------------------------------------------------------------------------------------- vectors to a file
+
+EXPORTED = re.compile(r"vectors-\d{12}\.parquet|_vectors\.json|\..*")  # names in an export's folder, or hidden
+
+
+@contextmanager
+def whole_file(path):
+    """A binary file to write, that gets its name when all of it is on disk."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with open(part, "wb") as sink:
+            yield sink
+            sink.flush()
+            os.fsync(sink.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        raise BadInput(f"--export_vectors {path.parent}: {error}; make room, then the same command goes on, or name "
+                       "another folder") from None  # fmt: skip
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def shard_note(file):
+    """What a shard says in its footer that it was made of; None where it is not there, or not whole."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        return json.loads(pq.read_metadata(file).metadata[b"evenstep"])
+
+
+def open_export(folder, about):
+    """Make a folder for the export that `about` describes; BadInput where it holds something else."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        names = sorted(file.name for file in folder.iterdir())
+        for name in names:
+            if not EXPORTED.fullmatch(name):
+                raise BadInput(f"--export_vectors {folder}: holds {name}, which is no export's; name an empty folder")
+        held = next(filter(None, (shard_note(folder / name) for name in names)), about)
+        if other := [name for name in about if held.get(name) != about[name]]:
+            raise BadInput(f"--export_vectors {folder}: holds an export of another {', another '.join(other)}; name "
+                           "another folder, or remove this one")  # fmt: skip
+        (folder / "_vectors.json").unlink(missing_ok=True)  # until the shards are those of this corpus
+    except OSError as error:
+        raise BadInput(f"--export_vectors {folder}: {error}; name a folder that can be written") from None
+
+
+def export_vectors(corpus, args, accelerator):
+    """--export_vectors: a Parquet shard of (_id, vector) for each chunk, and _vectors.json when all are there.
+
+    The underscore hides that file from what reads a folder of Parquet. A shard that is there for the same chunk stays.
+    """
+    path, folder = args.model_name_or_path[0], Path(args.export_vectors)
+    embed, for_search, fingerprint, query_prompt, prompt = load_embedder(path, args, accelerator)
+    dimensions = for_search(torch.zeros(1, embed.cache.dimensions)).shape[1]
+    sources = [source if "://" in source else os.path.abspath(source) for source in args.corpus or args.pairs]
+    about = {"fingerprint": fingerprint, "dimensions": dimensions, "document_prompt": prompt, "corpus": sources,
+             "columns": [corpus.id, *corpus.texts]}  # fmt: skip
+    main_first(accelerator, lambda: open_export(folder, about))
+    open_bar(embed, path, corpus.rows)
+    rows = shards = kept = 0
+    reader = prefetch(corpus.chunks(args.chunk_rows, prompt))
+    while chunks := list(islice(reader, accelerator.num_processes)):
+        todo = []  # the same on every process: shards are written only after all have met in embed()
+        for chunk in chunks:
+            digest = hashlib.blake2b(chunk.hashes.tobytes() + text_hashes(chunk.ids).tobytes(), digest_size=16)
+            file, note = folder / f"vectors-{chunk.first:012}.parquet", {**about, "chunk": digest.hexdigest()}
+            if shard_note(file) != note:
+                todo.append((chunk, file, note))
+            else:
+                embed.bar.update(len(chunk.ids))
+            rows, shards = rows + len(chunk.ids), shards + 1
+        kept += len(chunks) - len(todo)
+        own = accelerator.process_index if accelerator.process_index < len(todo) else None
+        vectors = embed([chunk for chunk, _, _ in todo], own) if todo else None
+        if own is not None:
+            chunk, file, note = todo[own]
+            values = pa.array(for_search(vectors).cpu().numpy().reshape(-1))  # (n * D,) float32
+            table = pa.table([chunk.ids, pa.FixedSizeListArray.from_arrays(values, dimensions)], ["_id", "vector"])
+            with whole_file(file) as sink:  # floats of vectors neither repeat nor shrink
+                pq.write_table(table.replace_schema_metadata({"evenstep": json.dumps(note)}), sink,
+                               compression="none", use_dictionary=False, write_statistics=False)  # fmt: skip
+    embed.bar.close()
+    embed.cache.cache.close()
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        similarity, length = embed.model.similarity_fn_name, args.max_length or embed.model.max_seq_length
+        about |= {"model": path, "query_prompt": query_prompt, "max_length": None if length == math.inf else length,
+                  "similarity": similarity, "normalized": similarity == "cosine", "dtype": "float32", "rows": rows,
+                  "shards": shards, "command": shlex.join(sys.argv)}  # fmt: skip
+        with whole_file(folder / "_vectors.json") as sink:
+            for file in folder.glob("vectors-*"):  # of a longer corpus, or of chunks of other sizes
+                if (first := int(file.name[8:20])) >= rows or first % args.chunk_rows:
+                    file.unlink()
+            sink.write(json.dumps(about, indent=1).encode())
+        if corpus.empty:
+            print(f"note: {corpus.empty:,} documents are empty; encoded as the empty string", file=sys.stderr)
+        print(f"{embed.counts['encoded']:,} of {rows:,} texts encoded, {kept:,} of {shards:,} shards kept; vectors of "
+              f"{dimensions} dimensions are in {folder}")  # fmt: skip
+    accelerator.wait_for_everyone()
+
+
 # ------------------------------------------------------------------------------------------------------ metrics
 
 
@@ -1912,6 +2024,9 @@ def main(args):
     )
     datasets.disable_progress_bars()
     collection = main_first(accelerator, lambda: open_collection(args))  # it makes the Arrow copies
+    if args.export_vectors is not None:
+        export_vectors(collection.corpus, args, accelerator)
+        return accelerator.end_training()
     runs = [read_run(args, collection)] if args.run else []
     runs += [retrieve(path, collection, args, accelerator) for path in args.model_name_or_path]
     if args.cross_encoder and args.negatives_out:
