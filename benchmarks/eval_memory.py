@@ -1,4 +1,4 @@
-"""Peak memory of the evaluator against the corpus' documents, streaming, mapped and from a full cache.
+"""Peak memory of the evaluator against the corpus' documents, streaming, mapped, from a full cache, and mining.
 
     python benchmarks/eval_memory.py [--small 50000] [--large 1000000]
 
@@ -66,6 +66,7 @@ def main():
                 "streaming, cached": ["--streaming"],
                 "mapped, cached, with the Arrow copy made": [],
                 "mapped, cached": [],
+                "mapped, cached, mining negatives": ["--negatives_out", folder / "mined.jsonl", "--num_negatives", 5],
             }.items():
                 command = [sys.executable, ROOT / "eval_incremental.py", "--model_name_or_path", work / "model"]
                 command += ["--corpus", folder / "corpus.parquet", "--queries", folder / "queries.jsonl"]
