@@ -2,9 +2,10 @@
 
     python benchmarks/full_batches.py MODEL_FOLDER SOURCE [--columns docstring code] [--steps 4] [--rounds 3]
 
-The ceiling is a bare loop of forward and backward passes over texts of one length (that of --length tokens) which fill
---micro_batch_tokens exactly, and an AdamW step for as many tokens as a batch of the trainer holds: no reading, no
-tokenizer, no loss. The share of the trainer's time that waits for data stands beside. Writes full_batches.json.
+The ceiling is a bare loop of forward and backward passes over texts of one length, as many as --micro_batch_tokens
+hold, and an AdamW step for as many tokens as a batch of the trainer has: no reading, no tokenizer, no loss. The length
+is the mean over the source's tokens, so that a token attends to as many others on both sides. The share of the
+trainer's time that waits for data stands beside. Writes full_batches.json.
 """
 
 import argparse
@@ -60,6 +61,18 @@ def ceiling(args, tokens):
     print(done / (time.perf_counter() - started))
 
 
+def mean_length(args):
+    """Tokens of the text that a token of the source stands in, on average: sum of squares over sum of lengths."""
+    import pyarrow.parquet as pq
+    from transformers import AutoTokenizer
+
+    cells = pq.read_table(args.source, columns=args.columns).slice(0, 2000).to_pydict().values()
+    texts = [text for column in cells for text in column]
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    lengths = [len(ids) for ids in tokenizer(texts, truncation=True, max_length=args.max_length)["input_ids"]]
+    return round(sum(n * n for n in lengths) / sum(lengths))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -68,7 +81,7 @@ def main():
     parser.add_argument("--batch_size", type=int, default=64)
     parser.add_argument("--max_length", type=int, default=256)
     parser.add_argument("--micro_batch_tokens", type=int, default=2048)
-    parser.add_argument("--length", type=int, default=128, help="tokens of the texts of the bare loop")
+    parser.add_argument("--length", type=int, help="tokens of the texts of the bare loop; default: as above")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", default="full_batches.json")
@@ -77,6 +90,7 @@ def main():
     if args.ceiling:
         return ceiling(args, args.ceiling)
     os.environ["HF_HUB_OFFLINE"] = "1"
+    args.length = args.length or mean_length(args)
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         args.data_cache = f"{folder}/cache"
@@ -89,8 +103,8 @@ def main():
             print(f"round {turn + 1}: {rate:,.0f} of {full:,.0f} tokens/s", file=sys.stderr)
     rate, full, padding, waited = (statistics.median(column) for column in zip(*runs))
     ratio = statistics.median(run[0] / run[1] for run in runs)
-    print("| tokens/s | of the bare model | ratio | padding | waiting for data |\n|---|---|---|---|---|")
-    print(f"| {rate:,.0f} | {full:,.0f} | {ratio:.1%} | {padding:.1%} | {waited:.2%} |")
+    print(f"| tokens/s | bare model, texts of {args.length} | ratio | padding | waiting for data |")
+    print(f"|---|---|---|---|---|\n| {rate:,.0f} | {full:,.0f} | {ratio:.1%} | {padding:.1%} | {waited:.2%} |")
     Path(args.output).write_text(json.dumps({"arguments": vars(args), "runs": runs}, indent=1))
 
 
