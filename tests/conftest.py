@@ -16,15 +16,20 @@ sys.path.insert(0, str(ROOT))
 
 
 def launch_command(script, flags, processes):
-    """(command, environment) of `accelerate launch` on so many gloo processes of one thread each."""
-    config = ROOT / "accelerate_configs" / ("cpu.yaml" if processes == 1 else "multi_cpu.yaml")
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", config]
-    command += ["--main_process_port=0", f"--num_processes={processes}", script, *flags]
-    return list(map(str, command)), {**os.environ, "OMP_NUM_THREADS": "1"}
+    """(command, environment) of `accelerate launch` on so many gloo processes of one thread each.
+
+    One process is started without it, as most users start it: the launcher alone costs four seconds.
+    """
+    command = [sys.executable, script, *flags]
+    if processes > 1:
+        config = ROOT / "accelerate_configs/multi_cpu.yaml"
+        start = ["accelerate.commands.accelerate_cli", "launch", "--config_file", config, "--main_process_port=0"]
+        command = [sys.executable, "-m", *start, f"--num_processes={processes}", script, *flags]
+    return list(map(str, command)), {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 
 
 def launch(script, *flags, processes=1, cwd=ROOT, check=True, timeout=240):
-    """Run a script by `accelerate launch` on so many gloo processes; returns the CompletedProcess."""
+    """Run a script on so many gloo processes; returns the CompletedProcess."""
     command, environment = launch_command(script, flags, processes)
     result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
     assert not check or result.returncode == 0, result.stderr[-4000:]

@@ -60,6 +60,8 @@ def test_fsdp2_trains_the_model_of_ddp_and_resumes_to_the_bit(tmp_path, corpus, 
         one, two = ([line[name] for line in metrics(run) if name in line] for run in (ddp, fsdp))
         assert two == pytest.approx(one, rel=1e-4), name  # grad_norm tells a gradient of the wrong scale
 
+    if script == "train_cross_encoder":
+        return  # it resumes by functions that both scripts share
     shutil.copytree(fsdp, resumed, ignore=shutil.ignore_patterns("step_00000006", "model"))
     assert "step 3 of 6" in launch_sharded(tmp_path, script, *flags, "--output_dir", resumed, "--resume")
     assert torch.equal(weights(resumed / "model"), found)

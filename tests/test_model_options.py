@@ -76,13 +76,11 @@ def test_lora_of_a_model_without_layers(corpus, tmp_path):
     assert done.returncode and "error: --lora_rank 3: a static embedding model has no layers" in done.stderr
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_attention_changes_nothing_but_speed(name, corpus, steady, tmp_path):
+def test_attention_changes_nothing_but_speed(corpus, steady, tmp_path):
+    name = "train_bi_encoder"
     for kind in ("eager", "sdpa"):
         launch(ROOT / f"{name}.py", *flags_for(name, corpus, steady, tmp_path / kind, "--attn_implementation", kind))
     assert losses(tmp_path / "eager") == pytest.approx(losses(tmp_path / "sdpa"), rel=1e-4)
-    if name == "train_cross_encoder":
-        return
     wrong = flags_for(name, corpus, steady, tmp_path / "wrong", "--attn_implementation", "flash_attention_9")
     done = launch(ROOT / f"{name}.py", *wrong, check=False)
     assert done.returncode and "error: --model_name_or_path" in done.stderr and "flash_attention_9" in done.stderr
