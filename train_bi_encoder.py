@@ -1146,14 +1146,13 @@ def make_loss(args, model):
         if options["similarity"] == "dot" and args.loss in TEACHER_LOSSES:
             options["temperature"] = 1.0
         options |= args.loss_args
-        weight = 0
-        if args.loss in TEACHER_LOSSES:  # scores within rows alone leave the rest of the space to a bad teacher
-            weight = options.pop("infonce", 0)
-            if not isinstance(weight, int | float) or not 0 <= weight < math.inf:
-                raise BadInput(f"--loss_args: the weight of infonce {weight!r} is no number of 0 or more")
         known = [name for name in inspect.signature(loss).parameters if name not in ("columns", "ids", "labels")]
+        known += ["infonce"] * (args.loss in TEACHER_LOSSES)
         if unknown := set(options) - set(known):
             raise BadInput(f"--loss_args: {args.loss} has no {', '.join(unknown)}; it has {', '.join(known)}")
+        weight = options.pop("infonce", 0)  # a teacher says nothing of the documents of other rows
+        if not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+            raise BadInput(f"--loss_args: the weight of infonce {weight!r} is no number of 0 or more")
         temperature = options.get("temperature", 1)
         if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
             raise BadInput(f"--loss_args: the temperature {temperature!r} is no number above 0")

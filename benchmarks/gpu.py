@@ -38,8 +38,7 @@ def write_model(folder, source, columns, width, layers):
     wordpieces.train_from_iterator(texts, vocab_size=30_522, show_progress=False)
     BertTokenizerFast(tokenizer_object=wordpieces._tokenizer, model_max_length=512).save_pretrained(f"{folder}/bert")
     torch.manual_seed(0)
-    heads = 12  # as both have
-    shape = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads if width > 64 else 2}
+    shape = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 12 if width > 64 else 2}
     BertModel(BertConfig(intermediate_size=4 * width, **shape)).save_pretrained(f"{folder}/bert")
     SentenceTransformer(f"{folder}/bert", device="cpu").save_pretrained(f"{folder}/model", create_model_card=False)
     return f"{folder}/model"
@@ -161,10 +160,9 @@ def main():
                     figures, problem = None, f"more than {args.limit} s"
                 table.append({"model": size, "side": name, "figures": figures, "problem": problem})
                 if figures:
-                    rate, tokens = figures[:2]
                     weights = 12 * width**2 * layers  # without the embeddings, which are looked up
                     each = 6 * weights + 12 * layers * width * args.max_length / 2  # texts of half the length, say
-                    table[-1]["mfu"] = tokens * each / args.peak_tflops / 1e12
+                    table[-1]["mfu"] = figures[1] * each / args.peak_tflops / 1e12
                 print(table[-1], file=sys.stderr)
                 Path(args.output).write_text(json.dumps({"arguments": vars(args), "table": table}, indent=1))
     print("| model | side | rows/s | tokens/s | MFU | padding | peak MB | loss |\n|---|---|---|---|---|---|---|---|")

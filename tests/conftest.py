@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 def launch_command(script, flags, processes):
     """(command, environment) of `accelerate launch` on so many gloo processes of one thread each.
 
-    One process is started without it, as most users start it: the launcher alone costs four seconds.
+    One process is started without it, as most users start it: the launcher alone costs two seconds.
     """
     command = [sys.executable, script, *flags]
     if processes > 1:
