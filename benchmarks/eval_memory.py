@@ -1,14 +1,15 @@
-"""Peak memory of the evaluator against the corpus' documents, streaming, mapped, from a full cache, and mining.
+"""Memory, time and disk of the evaluator against the corpus' documents: encoding, from a full cache, and mining.
 
-    python benchmarks/eval_memory.py [--small 50000] [--large 1000000]
+    python benchmarks/eval_memory.py [--documents 50000 1000000]
 
-Generates two Parquet corpora of short documents and 200 queries, makes a small static model, and evaluates it on each.
+Generates Parquet corpora of short documents and 200 queries, makes a small static model, and evaluates it on each.
 Peak memory is the kernel's ru_maxrss of the whole process. Writes eval_memory.json.
 """
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -45,10 +46,10 @@ def generate(folder, count):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--small", type=int, default=50_000)
-    parser.add_argument("--large", type=int, default=1_000_000)
+    parser.add_argument("--documents", type=int, nargs="+", default=[50_000, 1_000_000])
+    parser.add_argument("--output", default="eval_memory.json")
     args = parser.parse_args()
-    results = {}
+    runs = {}
     with tempfile.TemporaryDirectory() as work:
         work = Path(work)
         tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
@@ -58,7 +59,7 @@ def main():
         SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_dim=256)], device="cpu").save_pretrained(
             str(work / "model")
         )
-        for count in (args.small, args.large):
+        for count in args.documents:
             folder = work / str(count)
             generate(folder, count)
             for name, flags in {
@@ -77,14 +78,24 @@ def main():
                     list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
                 )
                 _, status, usage = os.wait4(process.pid, 0)
+                seconds = time.perf_counter() - started
                 assert status == 0, command
-                encoded = json.loads((folder / "out/metrics.json").read_text())["texts"]["encoded"]
-                results.setdefault(name, []).append(usage.ru_maxrss / 1000)
-                print(f"{count:9,} documents, {name}: {usage.ru_maxrss / 1000:,.0f} MB, "
-                      f"{encoded:,} encoded, {time.perf_counter() - started:.0f} s", flush=True)  # fmt: skip
-    for name, (small, large) in results.items():
-        print(f"{name}: {small:,.0f} MB, {large:,.0f} MB, {large - small:+,.0f} MB")
-    Path("eval_memory.json").write_text(json.dumps(results, indent=1))
+                seen = json.loads((folder / "out/metrics.json").read_text())
+                cache = sum(file.stat().st_size for file in folder.glob("cache/**/*") if file.is_file())
+                run = {"documents": count, "peak_mb": usage.ru_maxrss / 1000, "encoded": seen["texts"]["encoded"],
+                       "seconds": seconds, "stages": seen["seconds"], "cache_mb": cache / 1e6}  # fmt: skip
+                runs.setdefault(name, []).append(run)
+                print(f"{count:,} documents, {name}: {run}", file=sys.stderr)
+            shutil.rmtree(folder)
+    print("| | documents | encoded | peak MB | difference | seconds | cache, MB | seconds by stage |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, measured in runs.items():
+        for run in measured:
+            stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in run["stages"].items() if seconds >= 0.05)
+            print(f"| {name} | {run['documents']:,} | {run['encoded']:,} | {run['peak_mb']:,.0f} "
+                  f"| {run['peak_mb'] - measured[0]['peak_mb']:+,.0f} | {run['seconds']:.1f} | {run['cache_mb']:,.0f} "
+                  f"| {stages} |")  # fmt: skip
+    Path(args.output).write_text(json.dumps({"arguments": vars(args), "runs": runs}, indent=1))
 
 
 if __name__ == "__main__":

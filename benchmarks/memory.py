@@ -1,10 +1,11 @@
 """Memory and speed of training against the corpus' rows, mapped and streaming, and how fast a run resumes inside it.
 
-    python benchmarks/memory.py [--small 100000] [--large 10000000] [--steps 300] [--rounds 3]
+    python benchmarks/memory.py [--rows 100000 10000000] [--steps 300] [--rounds 3]
 
-Generates two Parquet corpora of short rows and trains a small static model for as many steps on each, in turns; a
-first run makes the Arrow copy, which is measured too. Peak memory is the kernel's ru_maxrss of the whole process;
-tokens a second are those of all steps but the first ten. Medians over the rounds. Writes memory.json.
+Generates Parquet corpora of short rows and trains a small static model for as many steps on each, in turns; a first
+run makes the Arrow copy, which is measured too. Peak memory is the kernel's ru_maxrss of the whole process; tokens a
+second are those of all steps but the first ten. Medians over the rounds; what is said of the last corpus is held
+against the first. Writes memory.json.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -36,7 +38,8 @@ def generate(path, count):
 
 
 def train(source, flags, folder):
-    """(peak resident MB by the kernel's accounting, tokens a second) of one run of the trainer."""
+    """(peak resident MB by the kernel's accounting, tokens a second, seconds in all) of one run of the trainer."""
+    started = time.perf_counter()
     shutil.rmtree(f"{folder}/run", ignore_errors=True)
     command = [sys.executable, ROOT / "train_bi_encoder.py", "--train_data", source, "--output_dir", f"{folder}/run",
                "--data_cache", f"{folder}/cache", "--batch_size", 256, "--save_every", 0, *flags]  # fmt: skip
@@ -46,13 +49,11 @@ def train(source, flags, folder):
         sys.exit(f"failed: {command}")
     lines = [json.loads(line) for line in Path(f"{folder}/run/metrics.jsonl").read_text().splitlines()]
     rates = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
-    return usage.ru_maxrss / 1000, statistics.harmonic_mean(rates[1:] or rates)
+    return usage.ru_maxrss / 1000, statistics.harmonic_mean(rates[1:] or rates), time.perf_counter() - started
 
 
 def resume_seconds(source, folder, row):
     """Seconds from an open corpus to the first batch at `row`, and from nothing to the open corpus."""
-    import time
-
     from accelerate import Accelerator
 
     import train_bi_encoder as script
@@ -69,42 +70,52 @@ def resume_seconds(source, folder, row):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", type=int, default=100_000)
-    parser.add_argument("--large", type=int, default=10_000_000)
+    parser.add_argument("--rows", type=int, nargs="+", default=[100_000, 10_000_000])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", default="memory.json")
     args = parser.parse_args()
     modes = {"mapped": [], "streaming": ["--streaming"]}
-    runs = {mode: {"small": [], "large": []} for mode in ("mapped, first run", *modes)}
+    runs = {mode: {rows: [] for rows in args.rows} for mode in ("mapped, first run", *modes)}
+    files = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, rows in (("small", args.small), ("large", args.large)):
-            generate(f"{folder}/{name}.parquet", rows)
-        # the model is made from the small corpus once, so that only the data differs
+        for rows in args.rows:
+            generate(f"{folder}/{rows}.parquet", rows)
+        # the model is made from the first corpus once, so that only the data differs
         model = f"{folder}/model"
-        train(f"{folder}/small.parquet", ["--max_steps", 1], folder)
+        train(f"{folder}/{args.rows[0]}.parquet", ["--max_steps", 1], folder)
         shutil.move(f"{folder}/run/model", model)
         shutil.rmtree(f"{folder}/cache")
         flags = ["--model_name_or_path", model, "--max_steps", args.steps, "--learning_rate", 0.005]
-        for name in ("small", "large"):
-            runs["mapped, first run"][name].append(train(f"{folder}/{name}.parquet", flags, folder))
+        for rows in args.rows:
+            before = sum(copy.stat().st_size for copy in Path(folder).glob("cache/*.arrow"))
+            runs["mapped, first run"][rows].append(train(f"{folder}/{rows}.parquet", flags, folder))
+            after = sum(copy.stat().st_size for copy in Path(folder).glob("cache/*.arrow"))
+            files[rows] = {"parquet_bytes": os.path.getsize(f"{folder}/{rows}.parquet"), "copy_bytes": after - before}
         for _ in range(args.rounds):
             for mode, extra in modes.items():
-                for name in ("small", "large"):
-                    runs[mode][name].append(train(f"{folder}/{name}.parquet", [*flags, *extra], folder))
-                    print(mode, name, *runs[mode][name][-1], file=sys.stderr)
-        far = args.large - 2000
-        seconds, opening = resume_seconds(f"{folder}/large.parquet", folder, far)
-    print(f"| {args.steps} steps of 256 | MB, {args.small:,} rows | {args.large:,} rows | difference "
-          "| tokens/s | tokens/s | ratio |\n|---|---|---|---|---|---|---|")  # fmt: skip
+                for rows in args.rows:
+                    runs[mode][rows].append(train(f"{folder}/{rows}.parquet", [*flags, *extra], folder))
+                    print(mode, rows, *runs[mode][rows][-1], file=sys.stderr)
+        for rows in args.rows:
+            first, opening = resume_seconds(f"{folder}/{rows}.parquet", folder, rows - rows // 50)
+            files[rows] |= {"resume_seconds": first, "open_seconds": opening}
+    print(f"| {args.steps} steps of 256 | rows | peak MB | difference | tokens/s | ratio | seconds |")
+    print("|---|---|---|---|---|---|---|")
     for mode, measured in runs.items():
-        small, large = ([statistics.median(column) for column in zip(*measured[name])] for name in ("small", "large"))
-        ratio = statistics.median(b[1] / a[1] for a, b in zip(measured["small"], measured["large"]))
-        print(f"| {mode} | {small[0]:.0f} | {large[0]:.0f} | {large[0] - small[0]:+.0f} "
-              f"| {small[1]:,.0f} | {large[1]:,.0f} | {ratio:.3f} |")  # fmt: skip
-    print(f"\nfirst batch at row {far:,}: {seconds:.3f} s after the corpus was open, which took {opening:.2f} s")
-    figures = {"runs": runs, "resume_seconds": seconds, "open_seconds": opening}
-    Path(args.output).write_text(json.dumps({"arguments": vars(args), **figures}, indent=1))
+        base = None
+        for rows, values in measured.items():
+            memory, rate, seconds = (statistics.median(column) for column in zip(*values))
+            base = base or (memory, values)
+            ratio = statistics.median(b[1] / a[1] for a, b in zip(base[1], values))
+            print(f"| {mode} | {rows:,} | {memory:.0f} | {memory - base[0]:+.0f} | {rate:,.0f} | {ratio:.3f} "
+                  f"| {seconds:.1f} |")  # fmt: skip
+    print("\n| rows | Parquet, MB | Arrow copy, MB | opened in, s | first batch after 98 % of the rows, s |")
+    print("|---|---|---|---|---|")
+    for rows, seen in files.items():
+        print(f"| {rows:,} | {seen['parquet_bytes'] / 1e6:,.0f} | {seen['copy_bytes'] / 1e6:,.0f} "
+              f"| {seen['open_seconds']:.3f} | {seen['resume_seconds']:.3f} |")  # fmt: skip
+    Path(args.output).write_text(json.dumps({"arguments": vars(args), "runs": runs, "files": files}, indent=1))
 
 
 if __name__ == "__main__":
