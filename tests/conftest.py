@@ -7,31 +7,41 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import ROOT, Forked
 
-ROOT = Path(__file__).parents[1]
 # Nothing is looked up on a hub, progress bars are not drawn, and every process computes with one thread.
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_MININTERVAL": "60"}
 os.environ["OMP_NUM_THREADS"] = "1"  # threads of two test files at a time would wait for one another
 sys.path.insert(0, str(ROOT))
+CHAOS = int(os.environ.get("CHAOS", 0))  # kills of each script in tests/chaos, and mutated inputs by the hundred
 
 
-def launch_command(script, flags, processes):
-    """(command, environment) of `accelerate launch` on so many gloo processes of one thread each.
+def pytest_terminal_summary(terminalreporter):
+    """The table of docs/reliability.md: what was done to the scripts, how often, and what happened."""
+    seen = [row for report in terminalreporter.stats.get("passed", []) for row in report.user_properties]
+    if CHAOS and seen:
+        terminalreporter.write_line("\n| what was done | times | what happened |\n|---|---|---|")
+        for what, (times, happened) in sorted(seen):
+            terminalreporter.write_line(f"| {what} | {times:,} | {happened} |")
 
-    One process is started without it, as most users start it: the launcher alone costs two seconds.
-    """
-    command = [sys.executable, script, *flags]
-    if processes > 1:
-        config = ROOT / "accelerate_configs/multi_cpu.yaml"
+
+@pytest.fixture
+def say(record_property):
+    """say(what was done, how often, what happened), for that table."""
+    return lambda what, times, happened: record_property(what, (times, happened))
+
+
+def launch(script, *flags, processes=1, cwd=ROOT, check=True, really=False):
+    """Run a script on so many gloo processes, or `really` by accelerate's launcher; returns the CompletedProcess."""
+    if really:
+        config = ROOT / "accelerate_configs" / ("multi_cpu.yaml" if processes > 1 else "cpu.yaml")
         start = ["accelerate.commands.accelerate_cli", "launch", "--config_file", config, "--main_process_port=0"]
         command = [sys.executable, "-m", *start, f"--num_processes={processes}", script, *flags]
-    return list(map(str, command)), {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-
-
-def launch(script, *flags, processes=1, cwd=ROOT, check=True, timeout=240):
-    """Run a script on so many gloo processes; returns the CompletedProcess."""
-    command, environment = launch_command(script, flags, processes)
-    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+        result = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=240)
+    else:
+        process = Forked(script, flags, processes, cwd)
+        result = subprocess.CompletedProcess(flags, process.wait())
+        result.stdout, result.stderr = process.read("stdout"), process.read("stderr")
     assert not check or result.returncode == 0, result.stderr[-4000:]
     return result
 

@@ -7,21 +7,20 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import warnings
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import test_resume
 import torch
 from accelerate import Accelerator
 from conftest import ROOT, launch, metrics
+from forked import Forked
 from sentence_transformers import CrossEncoder
 from sentence_transformers.cross_encoder import losses
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_resume import kill_when, start, trace
+from test_resume import signal_when
 
 import train_cross_encoder as script
 
@@ -361,35 +360,17 @@ def settings(tmp_path_factory, rows, bert):
     return {"mapped": (1, [*common, "--grad_cache", "--length_window", 2]), "stream": (2, [*common, *stream])}
 
 
-@pytest.mark.parametrize("name", ["mapped", "stream"])
-def test_killed_and_resumed_is_bit_identical(settings, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(test_resume, "SCRIPT", SCRIPT)
-    processes, flags = settings[name]
-    launch(SCRIPT, *flags, "--output_dir", tmp_path / "whole", processes=processes)
-    output = tmp_path / "killed"
-    process = start([*flags, "--output_dir", output, "--resume"], processes)
-    assert kill_when(process, output, 7, signal.SIGKILL) == -signal.SIGKILL
-    assert 7 <= metrics(output)[-1]["step"] < STEPS, "the kill came too late to test anything"
-    launch(SCRIPT, *flags, "--output_dir", output, "--resume", processes=processes)
-    assert trace(output) == trace(tmp_path / "whole")
-    weights = [(folder / "model/model.safetensors").read_bytes() for folder in (output, tmp_path / "whole")]
-    assert weights[0] == weights[1]
-
-
-def test_sigterm_finishes_the_step_and_exits_cleanly(settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(test_resume, "SCRIPT", SCRIPT)
+def test_sigterm_finishes_the_step_and_exits_cleanly(settings, tmp_path):
     for name, (processes, flags) in settings.items():
         output = tmp_path / name
-        process = start([*flags, "--output_dir", output, "--save_every", 0, "--eval_every", 100], processes)
-        kill_when(process, output, 4, signal.SIGTERM)
-        deadline = time.monotonic() + 30  # the launcher may be gone before its workers
-        while not list(output.glob("checkpoints/step_*")) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        flags = [*flags, "--output_dir", output, "--eval_every", 100]
+        process = Forked(SCRIPT, [*flags, "--save_every", 0], processes)
+        assert signal_when(process, output, 4, signal.SIGTERM) == 0
         last = metrics(output)[-1]["step"]
         assert 4 <= last < STEPS
         assert [folder.name for folder in (output / "checkpoints").iterdir()] == [f"step_{last:08}"]
         assert not (output / "model").exists()
-        launch(SCRIPT, *flags, "--output_dir", output, "--resume", processes=processes)
+        launch(SCRIPT, *flags, "--resume", processes=processes)
         assert metrics(output)[-1]["step"] == STEPS and (output / "model").exists()
 
 

@@ -20,7 +20,7 @@ def run(tmp_path_factory, corpus):
     output = tmp_path_factory.mktemp("run") / "out"
     flags = ["--train_data", corpus, "--batch_size", 64, "--num_epochs", 3, "--eval_rows", 100, "--log_every", 2,
              "--report_to", "tensorboard", "--output_dir", output, "--prompts", "query: ", "code: "]  # fmt: skip
-    launch(SCRIPT, *flags)
+    launch(SCRIPT, *flags, really=True)
     return output
 
 
@@ -94,7 +94,7 @@ def test_two_processes_train_the_same_model(tmp_path, corpus, bert):
              "--log_every", 1, "--eval_rows", 40, "--matryoshka_dims", 32, 16,
              "--gradient_accumulation_steps", 2]  # fmt: skip
     for processes in (1, 2):
-        launch(SCRIPT, *flags, "--output_dir", tmp_path / str(processes), processes=processes)
+        launch(SCRIPT, *flags, "--output_dir", tmp_path / str(processes), processes=processes, really=True)
     first, second = ([line["loss"] for line in metrics(tmp_path / n) if "loss" in line] for n in "12")
     assert len(first) == 6 and second == pytest.approx(first, rel=1e-4)
 

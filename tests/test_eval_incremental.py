@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import ROOT, launch, write_jsonl
+from forked import Forked
 
 import eval_incremental as script
 
@@ -329,13 +330,13 @@ def test_killed_at_random_moments(tmp_path, beir, bert):
     driver = tmp_path / "driver.py"
     driver.write_text(COUNTED.format(root=str(ROOT), log=str(log), pause=0.05))
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    subprocess.run([sys.executable, driver, *map(str, flags_for(beir, bert, undisturbed))], check=True)
+    launch(driver, *flags_for(beir, bert, undisturbed))
     assert log.stat().st_size == 353
     log.unlink()
     dice = random.Random(0)
     kills = 0
     while kills < 5:
-        process = subprocess.Popen([sys.executable, driver, *map(str, flags_for(beir, bert, killed))])
+        process = Forked(driver, flags_for(beir, bert, killed))
         held = log.stat().st_size if log.exists() else 0
         wanted = held + dice.randint(1, 80)
         while process.poll() is None and (log.stat().st_size if log.exists() else 0) < wanted:
@@ -343,11 +344,11 @@ def test_killed_at_random_moments(tmp_path, beir, bert):
         time.sleep(dice.random() * 0.2)
         if process.poll() is not None:
             break
-        os.kill(process.pid, signal.SIGKILL)
+        process.send(signal.SIGKILL)
         process.wait()
         kills += 1
     assert kills >= 3
-    subprocess.run([sys.executable, driver, *map(str, flags_for(beir, bert, killed))], check=True)
+    launch(driver, *flags_for(beir, bert, killed))
     assert (killed / "out/run.trec").read_bytes() == (undisturbed / "out/run.trec").read_bytes()
     assert log.stat().st_size <= 353 + 37 * kills
 

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from operator import itemgetter
 
@@ -14,6 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, launch, write_jsonl
+from forked import Forked
 from test_eval_incremental import COUNTED, SCRIPT, read_run
 
 import eval_incremental as script
@@ -200,24 +200,24 @@ def test_killed_in_the_middle(tmp_path, beir, bert):
     log, driver, vectors = tmp_path / "log", tmp_path / "driver.py", tmp_path / "killed/vectors"
     driver.write_text(SLOW + COUNTED.format(root=str(ROOT), log=str(log), pause=0.05))
     for place in ("undisturbed", "killed"):
-        command = [sys.executable, str(driver), *flags_for(tmp_path / place, bert, "--beir", beir)]
+        flags = flags_for(tmp_path / place, bert, "--beir", beir)
         if place == "undisturbed":
-            subprocess.run(command, check=True)
+            launch(driver, *flags)
             assert log.stat().st_size == 293
             log.unlink()
     for wanted, moment in ((90, "vectors-*"), (200, ".vectors-*.part")):  # texts encoded in all, and a file there
-        process = subprocess.Popen(command)
+        process = Forked(driver, flags)
         while (log.stat().st_size if log.exists() else 0) < wanted or not list(vectors.glob(moment)):
             assert process.poll() is None
             time.sleep(0.01)
-        os.kill(process.pid, signal.SIGKILL)
+        process.send(signal.SIGKILL)
         process.wait()
         assert not (vectors / "_vectors.json").exists()
     assert list(vectors.glob(moment))
     held = script.cached_models(tmp_path / "killed/cache")[0][2]
     shards = len(list(vectors.glob("vectors-*")))
     log.unlink()
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = launch(driver, *flags)
     assert shards >= 3 and held > CHUNK * shards
     assert counts(done.stdout) == (293 - held, shards) and log.stat().st_size == 293 - held
     assert bytes_of(tmp_path / "killed") == bytes_of(tmp_path / "undisturbed")

@@ -5,8 +5,6 @@ import gzip
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, launch, metrics, write_jsonl
+from forked import Forked
 
 import train_bi_encoder
 import train_cross_encoder
@@ -199,16 +198,19 @@ def test_columns_without_their_table(script, capsys):
 
 def test_a_killed_builder_leaves_nothing_that_is_taken_for_whole(tmp_path):
     write_jsonl(tmp_path / "c.jsonl", [{"_id": str(i), "text": f"text {i}"} for i in range(200_000)])
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train_bi_encoder as s;"
-    code += "s.IdTable('--corpus_table', ['c.jsonl'], [], ['_id', 'title', 'text'], 'cache')"
-    process = subprocess.Popen([sys.executable, "-c", code])
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train_bi_encoder as s\n"
+        "s.IdTable('--corpus_table', ['c.jsonl'], [], ['_id', 'title', 'text'], 'cache')"
+    )
+    process = Forked(driver, [], cwd=tmp_path)
     while process.poll() is None and not list(Path("cache").glob("*.part")):
         time.sleep(0.001)
     time.sleep(0.1)
-    process.send_signal(signal.SIGKILL)
+    process.send(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL and not list(Path("cache").glob("*.ids"))
     # two at once: one builds, one waits for it
-    both = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    both = [Forked(driver, [], cwd=tmp_path) for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]
     (path,) = Path("cache").glob("*.ids")
     assert not list(Path("cache").glob("*.part"))

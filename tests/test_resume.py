@@ -1,38 +1,26 @@
-"""Runs that are killed go on as if nothing had happened: same rows, same losses, same weights, to the last bit."""
+"""Runs that are stopped, or go on with other processes; tests/chaos/test_kills.py has those that are killed."""
 
 import json
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
-import psutil
 import pytest
-from conftest import ROOT, launch, launch_command, metrics
+from conftest import ROOT, launch, metrics
+from forked import Forked
 
 SCRIPT = ROOT / "train_bi_encoder.py"
 STEPS = 60
 
 
-def start(flags, processes):
-    """The same as conftest.launch, in the background."""
-    command, environment = launch_command(SCRIPT, flags, processes)
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, **quiet)
-
-
-def kill_when(process, output_dir, steps, number):
-    """Send `number` to launcher and workers once metrics.jsonl has reached `steps`; returns the exit status."""
-    deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
+def signal_when(process, output_dir, steps, number):
+    """Send `number` to all processes once metrics.jsonl has reached `steps`; returns the exit status."""
+    while process.poll() is None:
         lines = metrics(output_dir) if (output_dir / "metrics.jsonl").exists() else []
         if lines and lines[-1]["step"] >= steps:
             time.sleep(random.random() * 0.05)  # of a step's 0.05 to 0.1 seconds
-            launcher = psutil.Process(process.pid)
-            for one in [*launcher.children(recursive=True), launcher]:  # workers have process groups of their own
-                one.send_signal(number)
+            process.send(number)
             break
         time.sleep(0.01)
     return process.wait(60)
@@ -62,22 +50,6 @@ def settings(tmp_path_factory, rows, bert, corpus):
     }
 
 
-@pytest.mark.parametrize("name", ["mapped", "stream"])
-def test_killed_and_resumed_is_bit_identical(settings, tmp_path, name):
-    processes, flags = settings[name]
-    launch(SCRIPT, *flags, "--output_dir", tmp_path / "whole", processes=processes)
-    output = tmp_path / "killed"
-    for steps in (9, 24, 41):
-        process = start([*flags, "--output_dir", output, "--resume"], processes)
-        assert kill_when(process, output, steps, signal.SIGKILL) == -signal.SIGKILL
-        assert steps <= metrics(output)[-1]["step"] < STEPS, "the kill came too late to test anything"
-    launch(SCRIPT, *flags, "--output_dir", output, "--resume", processes=processes)
-    assert trace(output) == trace(tmp_path / "whole")
-    weights = [(folder / "model/model.safetensors").read_bytes() for folder in (output, tmp_path / "whole")]
-    assert weights[0] == weights[1]
-    assert len(list((output / "checkpoints").iterdir())) == 2
-
-
 def test_resumed_on_another_process_count(settings, tmp_path):
     """The remaining batches are the same rows, so the losses stay those of one process but for the dropout."""
     for name in ("mapped", "stream"):
@@ -98,9 +70,8 @@ def test_resumed_on_another_process_count(settings, tmp_path):
 
 
 def test_sigterm_finishes_the_step_and_exits_cleanly(settings, tmp_path):
-    flags = [str(flag) for flag in [*settings["mapped"][1], "--output_dir", tmp_path / "out", "--save_every", 0]]
-    process = subprocess.Popen([sys.executable, SCRIPT, *flags], cwd=ROOT)
-    assert kill_when(process, tmp_path / "out", 3, signal.SIGTERM) == 0
+    process = Forked(SCRIPT, [*settings["mapped"][1], "--output_dir", tmp_path / "out", "--save_every", 0])
+    assert signal_when(process, tmp_path / "out", 3, signal.SIGTERM) == 0
     last = metrics(tmp_path / "out")[-1]["step"]
     assert 3 <= last < STEPS
     assert [folder.name for folder in (tmp_path / "out/checkpoints").iterdir()] == [f"step_{last:08}"]

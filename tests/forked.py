@@ -1,0 +1,85 @@
+"""Real processes without the seconds that each would take to import torch: they are forked from one that has done so.
+
+The server is multiprocessing's; it is started before the first of them and ends with the tests. What a process does
+from its first line to its last, its signals, files, sockets and exit status are those of any other.
+"""
+
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+import time
+from multiprocessing import forkserver
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def run(script, flags, environment, cwd, output):
+    """In the forked process: what `python script flags` does, its output going to two files."""
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.argv[:] = [script, *flags]
+    sys.path[0] = os.path.dirname(script)
+    runpy.run_path(script, run_name="__main__")
+
+
+class Forked:
+    """A script on so many processes of one thread each, that find one another as those of torchrun do."""
+
+    def __init__(self, script, flags, processes=1, cwd=ROOT):
+        environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+        if not forkserver._forkserver._forkserver_pid:
+            os.environ["PYTHONPATH"] = str(ROOT)  # for the server only, and what it imports once for all
+            CONTEXT.set_forkserver_preload(["train_bi_encoder", "train_cross_encoder", "eval_incremental"])
+            forkserver.ensure_running()
+            del os.environ["PYTHONPATH"]
+        if processes > 1:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+            environment |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+        self.output = tempfile.mkdtemp() + "/"
+        self.processes = []
+        for rank in range(processes):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
+            words = [str(script), [str(flag) for flag in flags], environment | own, str(cwd), self.output]
+            self.processes.append(CONTEXT.Process(target=run, args=words))
+            self.processes[-1].start()
+
+    def poll(self):
+        """None while they run, then the exit status; where one has failed the others are killed."""
+        failed = [process.exitcode for process in self.processes if process.exitcode]
+        if failed:
+            self.send(signal.SIGKILL)
+        elif any(process.exitcode is None for process in self.processes):
+            return None
+        for process in self.processes:
+            process.join()
+        return failed[0] if failed else 0
+
+    def wait(self, timeout=240):
+        deadline = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > deadline:
+                self.send(signal.SIGKILL)
+                raise TimeoutError(f"no end after {timeout} s; {self.read('stderr')[-4000:]}")
+            time.sleep(0.01)
+        return status
+
+    def send(self, number):
+        """A signal to each that still runs."""
+        for process in self.processes:
+            if process.exitcode is None:
+                os.kill(process.pid, number)
+
+    def read(self, name):
+        """What they have written to "stdout" or "stderr"."""
+        return Path(f"{self.output}.{name}").read_text()
