@@ -1242,6 +1242,9 @@ class PairBatch:
     groups: torch.Tensor  # (N,) number of the row
     share: Share
 
+MEANS_OVER_PAIRS = ("bce", "mse")
+
+
 
 DRAWN = 4  # negatives where --num_negatives does not say
 
@@ -1600,6 +1603,17 @@ def backward_pairs(model, batch, loss_fn, seed, sync, args, accelerator):
 
 # same in train_bi_encoder.py
 def fingerprint(files):
+    if args.loss in MEANS_OVER_PAIRS:  # what a micro-batch adds to it is known at once: one graph at a time, for free
+        mine, total = torch.tensor(share.mine), torch.zeros((), device=accelerator.device)
+        for number, (_, cut) in enumerate(share.micro_batches):
+            pairs = mine[cut]
+            logits = score_part(number).view(-1)  # (n,)
+            labels, groups = batch.labels[pairs].to(logits.device), batch.groups[pairs].to(logits.device)
+            part = loss_fn(logits, labels, groups) * len(cut) / len(batch.labels) if cut else logits.sum()
+            accelerator.backward(part * accelerator.num_processes)  # DDP averages over the processes
+            total += part.detach()
+        return accelerator.reduce(total).item()
+
     """Hash of the files' names and sizes, and of both ends of the first and the last."""
     digest = hashlib.sha256()
     for file in files:
