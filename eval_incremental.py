@@ -405,6 +405,7 @@ def read_batches(file, wanted=(), label=None, start=0, ids=False):
                 large = table if is_stream else map(table.get_batch, range(table.num_record_batches))
                 batches = (b.slice(i, READ_ROWS).select(wanted) for b in large for i in range(0, len(b), READ_ROWS))
             else:
+                batches = (b.validate(full=True) or b for b in batches)  # damaged offsets would point anywhere
                 # pyarrow decompresses: it notices a truncated file, where Python's zstandard just ends
                 stream = pa.input_stream(raw, compression=compression)
                 lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
@@ -487,6 +488,22 @@ class Chunk:
 
 
 def text_hashes(texts):
+# same in train_bi_encoder.py, train_cross_encoder.py
+def read_rows(path, offset, schema, first, count):
+    """Rows `first` to `first + count` of the record batch at a byte `offset` of an Arrow file; BadInput if damaged."""
+    try:
+        with pa.OSFile(path) as source:
+            source.seek(offset)
+            batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), schema).slice(first, count)
+        batch.validate(full=True)  # damaged offsets would point anywhere
+        return batch
+    except (OSError, EOFError, pa.ArrowException) as error:
+        if "UTF8" in str(error):  # of the source itself: said where its rows are made
+            return batch
+        reason = str(error).partition("\n")[0]
+        raise BadInput(f"{path}: damaged at byte {offset} ({reason}); replace the file, or remove a copy") from None
+
+
     """(n, 2) uint64: the 128-bit BLAKE2b hashes of an Arrow array of n strings."""
     if not len(texts):
         return np.empty((0, 2), np.uint64)
@@ -545,10 +562,8 @@ class Table:
         for row in rows:
             at = int(np.searchsorted(self.first, row, side="right")) - 1
             file, offset = self.places[at]
-            with pa.memory_map(self.files[file]) as source:
-                source.seek(offset)
-                batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), self.schemas[file])
-                found[row] = self._text(batch.slice(row - self.first[at], 1))[0].as_py()
+            batch = read_rows(self.files[file], offset, self.schemas[file], row - self.first[at], 1)
+            found[row] = self._text(batch)[0].as_py()
         return found
 
     def _text(self, batch):

@@ -391,6 +391,7 @@ def read_batches(file, wanted=(), label=None, start=0, ids=False):
                 large = table if is_stream else map(table.get_batch, range(table.num_record_batches))
                 batches = (b.slice(i, READ_ROWS).select(wanted) for b in large for i in range(0, len(b), READ_ROWS))
             else:
+                batches = (b.validate(full=True) or b for b in batches)  # damaged offsets would point anywhere
                 # pyarrow decompresses: it notices a truncated file, where Python's zstandard just ends
                 stream = pa.input_stream(raw, compression=compression)
                 lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
@@ -513,6 +514,22 @@ def arrow_index(path):
 
 
 # same in train_cross_encoder.py
+# same in train_cross_encoder.py, eval_incremental.py
+def read_rows(path, offset, schema, first, count):
+    """Rows `first` to `first + count` of the record batch at a byte `offset` of an Arrow file; BadInput if damaged."""
+    try:
+        with pa.OSFile(path) as source:
+            source.seek(offset)
+            batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), schema).slice(first, count)
+        batch.validate(full=True)  # damaged offsets would point anywhere
+        return batch
+    except (OSError, EOFError, pa.ArrowException) as error:
+        if "UTF8" in str(error):  # of the source itself: said where its rows are made
+            return batch
+        reason = str(error).partition("\n")[0]
+        raise BadInput(f"{path}: damaged at byte {offset} ({reason}); replace the file, or remove a copy") from None
+
+
 class MappedSource:
     """Arrow tables on disk, read at random; row `position` of the endless sequence of shuffled passes over them is a
     pure function of (seed, position), so to resume is to seek: windows of random blocks, each window shuffled whole.
@@ -548,10 +565,7 @@ class MappedSource:
         while start < min(stop, self.first[-1]):
             file, offset = self.places[at]
             path, schema = self.tables[file]
-            with pa.OSFile(path) as source:
-                source.seek(offset)
-                batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), schema)
-            batch = batch.slice(start - self.first[at], stop - start)
+            batch = read_rows(path, offset, schema, start - self.first[at], stop - start)
             rows += rows_of(batch, self.files[file], int(start) - self.first_of_file[file], self.args)
             start, at = start + len(batch), at + 1
         return rows

@@ -396,6 +396,7 @@ def read_batches(file, wanted=(), label=None, start=0, ids=False):
             else:
                 # pyarrow decompresses: it notices a truncated file, where Python's zstandard just ends
                 stream = pa.input_stream(raw, compression=compression)
+                batches = (b.validate(full=True) or b for b in batches)  # damaged offsets would point anywhere
                 lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
                 batches = text_batches(file, kind, lines, wanted, label, ids)
             for batch in batches:
@@ -572,6 +573,22 @@ def arrow_index(path):
 # same in train_bi_encoder.py
 class MappedSource:
     """Arrow tables on disk, read at random; row `position` of the endless sequence of shuffled passes over them is a
+# same in train_bi_encoder.py, eval_incremental.py
+def read_rows(path, offset, schema, first, count):
+    """Rows `first` to `first + count` of the record batch at a byte `offset` of an Arrow file; BadInput if damaged."""
+    try:
+        with pa.OSFile(path) as source:
+            source.seek(offset)
+            batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), schema).slice(first, count)
+        batch.validate(full=True)  # damaged offsets would point anywhere
+        return batch
+    except (OSError, EOFError, pa.ArrowException) as error:
+        if "UTF8" in str(error):  # of the source itself: said where its rows are made
+            return batch
+        reason = str(error).partition("\n")[0]
+        raise BadInput(f"{path}: damaged at byte {offset} ({reason}); replace the file, or remove a copy") from None
+
+
     pure function of (seed, position), so to resume is to seek: windows of random blocks, each window shuffled whole.
 
     Record batches are read by their offset, not through a memory map: a map keeps every page it touched resident
@@ -605,10 +622,7 @@ class MappedSource:
         while start < min(stop, self.first[-1]):
             file, offset = self.places[at]
             path, schema = self.tables[file]
-            with pa.OSFile(path) as source:
-                source.seek(offset)
-                batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), schema)
-            batch = batch.slice(start - self.first[at], stop - start)
+            batch = read_rows(path, offset, schema, start - self.first[at], stop - start)
             rows += rows_of(batch, self.files[file], int(start) - self.first_of_file[file], self.args)
             start, at = start + len(batch), at + 1
         return rows
