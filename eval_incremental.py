@@ -958,9 +958,12 @@ def manage_cache(args):
 
 
 def load_model(path, args):
+WEIGHTS = {"use_safetensors": True}  # other weights are pickles
+
+
     """(SentenceTransformer on the CPU, dimensions to search with, prompt of queries, prompt of documents)."""
     try:
-        model = SentenceTransformer(path, device="cpu")
+        model = SentenceTransformer(path, device="cpu", model_kwargs=WEIGHTS)
     except Exception as error:  # whatever a damaged file makes the libraries raise
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise BadInput(f"--model_name_or_path {path}: {reason}; check the path, or restore the folder") from None
@@ -989,7 +992,7 @@ def load_reranker(path, args):
     """The CrossEncoder of a Hub id or folder, on the CPU."""
     try:
         heads = str(AutoConfig.from_pretrained(path).architectures)
-        model = CrossEncoder(path, device="cpu")
+        model = CrossEncoder(path, device="cpu", model_kwargs=WEIGHTS)
     except Exception as error:  # whatever a damaged file makes the libraries raise
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise BadInput(f"--cross_encoder {path}: {reason}; check the path, or restore the folder") from None

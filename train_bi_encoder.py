@@ -1065,7 +1065,9 @@ def load_model_from(args, texts, fresh, accelerator):
             save_atomically(path, lambda part: model.save_pretrained(str(part), create_model_card=False))
         accelerator.wait_for_everyone()
     try:
-        options = {"attn_implementation": args.attn_implementation} if args.attn_implementation else None
+        options = {"use_safetensors": True}  # other weights are pickles
+        if args.attn_implementation:
+            options["attn_implementation"] = args.attn_implementation
         model = SentenceTransformer(path, device="cpu", model_kwargs=options)
     except Exception as error:  # whatever a damaged file makes the libraries raise
         reason = (str(error) or type(error).__name__).splitlines()[0]

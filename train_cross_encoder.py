@@ -1122,7 +1122,9 @@ def load_cross_encoder(args, texts, fresh, accelerator):
         config = AutoConfig.from_pretrained(path)
         if "Classification" in str(config.architectures) and config.num_labels != 1:
             raise ValueError(f"gives {config.num_labels} labels a pair; one that gives a single score is wanted")
-        options = {"attn_implementation": args.attn_implementation} if args.attn_implementation else None
+        options = {"use_safetensors": True}  # other weights are pickles
+        if args.attn_implementation:
+            options["attn_implementation"] = args.attn_implementation
         model = CrossEncoder(path, device="cpu", num_labels=1, model_kwargs=options)
     except Exception as error:  # whatever a damaged file makes the libraries raise
         reason = (str(error) or type(error).__name__).splitlines()[0]
