@@ -35,6 +35,7 @@ import sqlite3
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -390,8 +391,8 @@ def read_batches(file, wanted=(), label=None, start=0, ids=False):
                 wanted = select_columns(table.schema.names, wanted, file)
                 large = table if is_stream else map(table.get_batch, range(table.num_record_batches))
                 batches = (b.slice(i, READ_ROWS).select(wanted) for b in large for i in range(0, len(b), READ_ROWS))
-            else:
                 batches = (b.validate(full=True) or b for b in batches)  # damaged offsets would point anywhere
+            else:
                 # pyarrow decompresses: it notices a truncated file, where Python's zstandard just ends
                 stream = pa.input_stream(raw, compression=compression)
                 lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
@@ -513,7 +514,6 @@ def arrow_index(path):
     return schema, offsets
 
 
-# same in train_cross_encoder.py
 # same in train_cross_encoder.py, eval_incremental.py
 def read_rows(path, offset, schema, first, count):
     """Rows `first` to `first + count` of the record batch at a byte `offset` of an Arrow file; BadInput if damaged."""
@@ -530,6 +530,7 @@ def read_rows(path, offset, schema, first, count):
         raise BadInput(f"{path}: damaged at byte {offset} ({reason}); replace the file, or remove a copy") from None
 
 
+# same in train_cross_encoder.py
 class MappedSource:
     """Arrow tables on disk, read at random; row `position` of the endless sequence of shuffled passes over them is a
     pure function of (seed, position), so to resume is to seek: windows of random blocks, each window shuffled whole.
@@ -904,6 +905,7 @@ def cut_micro_batches(lengths, budget):
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     sizes = np.array([max(lengths[i], 1) for i in order])
+    cost_of_a_pass = 32 * (budget / 2048) ** (5 / 3)
     costs, begins = np.zeros(len(order) + 1), np.zeros(len(order) + 1, dtype=int)  # of the best cut of the first texts
     for end in range(1, len(order) + 1):
         firsts = np.arange(max(0, min(end - 1, end - budget // sizes[end - 1])), end)  # of the last micro-batch
@@ -919,7 +921,6 @@ def cut_micro_batches(lengths, budget):
 
 
 # same in train_cross_encoder.py, eval_incremental.py
-    cost_of_a_pass = 32 * (budget / 2048) ** (5 / 3)
 def padded_length(length, model, device):
     """Tokens that a text of `length` is padded to at least: on a GPU a multiple of 8, as its fast kernels want."""
     return length if device.type == "cpu" else max(length, min(-(-length // 8) * 8, model.max_seq_length))
@@ -1852,6 +1853,13 @@ if __name__ == "__main__":
     try:
         main(parse_args(sys.argv[1:]))
     except BadInput as error:
+        traceback.clear_frames(error.__traceback__)  # ends the line of a progress bar
         # Every process meets the same error; the first one says it, and the others only where that one has not.
         time.sleep(5 if int(os.environ.get("RANK", 0)) else 0)
         sys.exit(f"error: {error}")
+    except RuntimeError as error:  # gloo and NCCL have no error of their own for it
+        if "gloo" not in str(error) and not isinstance(error, torch.distributed.DistError):
+            raise
+        traceback.clear_frames(error.__traceback__)
+        reason = str(error).partition("\n")[0]
+        sys.exit(f"error: another process of this run is gone ({reason}); start the same command again, with --resume")

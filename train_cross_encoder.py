@@ -41,6 +41,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import warnings
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -132,7 +133,9 @@ class Args:
         None, "tokens a forward pass, with padding; default: 2,048 on a CPU, else 16,384"
     )
     gradient_accumulation_steps: int = flag(1, "batches a step, each with drawn negatives of its own")
-    grad_cache: bool = flag(False, "one more forward pass, to hold the activations of one micro-batch only")
+    grad_cache: bool = flag(
+        False, "one more forward pass, to hold the activations of one micro-batch only; bce, mse: they do"
+    )
     loss: Literal["bce", "mse", "softmax", "ranknet", "lambda", "margin_mse", "kl"] | None = flag(
         None, "default: bce for a label a row, else softmax over the documents of a query"
     )
@@ -393,10 +396,10 @@ def read_batches(file, wanted=(), label=None, start=0, ids=False):
                 wanted = select_columns(table.schema.names, wanted, file)
                 large = table if is_stream else map(table.get_batch, range(table.num_record_batches))
                 batches = (b.slice(i, READ_ROWS).select(wanted) for b in large for i in range(0, len(b), READ_ROWS))
+                batches = (b.validate(full=True) or b for b in batches)  # damaged offsets would point anywhere
             else:
                 # pyarrow decompresses: it notices a truncated file, where Python's zstandard just ends
                 stream = pa.input_stream(raw, compression=compression)
-                batches = (b.validate(full=True) or b for b in batches)  # damaged offsets would point anywhere
                 lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
                 batches = text_batches(file, kind, lines, wanted, label, ids)
             for batch in batches:
@@ -570,9 +573,6 @@ def arrow_index(path):
     return schema, offsets
 
 
-# same in train_bi_encoder.py
-class MappedSource:
-    """Arrow tables on disk, read at random; row `position` of the endless sequence of shuffled passes over them is a
 # same in train_bi_encoder.py, eval_incremental.py
 def read_rows(path, offset, schema, first, count):
     """Rows `first` to `first + count` of the record batch at a byte `offset` of an Arrow file; BadInput if damaged."""
@@ -589,6 +589,9 @@ def read_rows(path, offset, schema, first, count):
         raise BadInput(f"{path}: damaged at byte {offset} ({reason}); replace the file, or remove a copy") from None
 
 
+# same in train_bi_encoder.py
+class MappedSource:
+    """Arrow tables on disk, read at random; row `position` of the endless sequence of shuffled passes over them is a
     pure function of (seed, position), so to resume is to seek: windows of random blocks, each window shuffled whole.
 
     Record batches are read by their offset, not through a memory map: a map keeps every page it touched resident
@@ -961,6 +964,7 @@ def cut_micro_batches(lengths, budget):
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     sizes = np.array([max(lengths[i], 1) for i in order])
+    cost_of_a_pass = 32 * (budget / 2048) ** (5 / 3)
     costs, begins = np.zeros(len(order) + 1), np.zeros(len(order) + 1, dtype=int)  # of the best cut of the first texts
     for end in range(1, len(order) + 1):
         firsts = np.arange(max(0, min(end - 1, end - budget // sizes[end - 1])), end)  # of the last micro-batch
@@ -978,7 +982,6 @@ def cut_micro_batches(lengths, budget):
 TOKENIZING = threading.Lock()  # how to truncate is a state of the tokenizer, which two threads use
 
 
-    cost_of_a_pass = 32 * (budget / 2048) ** (5 / 3)
 # same in eval_incremental.py
 def tokenize_pairs(pairs, model):
     """{name: a list of ints a pair}; the document is cut to fit, and the query only where it leaves no room."""
@@ -1239,6 +1242,9 @@ def default_loss(args):
     return "softmax" if isinstance(label, list) or str(label).startswith("[") else "bce"
 
 
+MEANS_OVER_PAIRS = ("bce", "mse")
+
+
 def make_pair_loss(args):
     """Loss (logits, labels, groups) -> scalar on the whole batch."""
     named = {"bce": bce, "mse": mse, "softmax": softmax, "ranknet": ranknet, "lambda": lambda_loss,
@@ -1257,9 +1263,6 @@ class PairBatch:
     labels: torch.Tensor  # (N,)
     groups: torch.Tensor  # (N,) number of the row
     share: Share
-
-MEANS_OVER_PAIRS = ("bce", "mse")
-
 
 
 DRAWN = 4  # negatives where --num_negatives does not say
@@ -1600,6 +1603,17 @@ def backward_pairs(model, batch, loss_fn, seed, sync, args, accelerator):
             features, cut = share.micro_batches[number]
             return score(model, features, accelerator)[: len(cut)]  # (n, 1)
 
+    if args.loss in MEANS_OVER_PAIRS:  # what a micro-batch adds to it is known at once: one graph at a time, for free
+        mine, total = torch.tensor(share.mine), torch.zeros((), device=accelerator.device)
+        for number, (_, cut) in enumerate(share.micro_batches):
+            pairs = mine[cut]
+            logits = score_part(number).view(-1)  # (n,)
+            labels, groups = batch.labels[pairs].to(logits.device), batch.groups[pairs].to(logits.device)
+            part = loss_fn(logits, labels, groups) * len(cut) / len(batch.labels) if cut else logits.sum()
+            accelerator.backward(part * accelerator.num_processes)  # DDP averages over the processes
+            total += part.detach()
+        return accelerator.reduce(total).item()
+
     with torch.set_grad_enabled(not args.grad_cache):
         parts = [score_part(number) for number in range(len(share.micro_batches))]
     # Gathered, they are a leaf: the loss of the whole batch needs no graph through collectives or other processes.
@@ -1619,17 +1633,6 @@ def backward_pairs(model, batch, loss_fn, seed, sync, args, accelerator):
 
 # same in train_bi_encoder.py
 def fingerprint(files):
-    if args.loss in MEANS_OVER_PAIRS:  # what a micro-batch adds to it is known at once: one graph at a time, for free
-        mine, total = torch.tensor(share.mine), torch.zeros((), device=accelerator.device)
-        for number, (_, cut) in enumerate(share.micro_batches):
-            pairs = mine[cut]
-            logits = score_part(number).view(-1)  # (n,)
-            labels, groups = batch.labels[pairs].to(logits.device), batch.groups[pairs].to(logits.device)
-            part = loss_fn(logits, labels, groups) * len(cut) / len(batch.labels) if cut else logits.sum()
-            accelerator.backward(part * accelerator.num_processes)  # DDP averages over the processes
-            total += part.detach()
-        return accelerator.reduce(total).item()
-
     """Hash of the files' names and sizes, and of both ends of the first and the last."""
     digest = hashlib.sha256()
     for file in files:
@@ -1938,6 +1941,13 @@ if __name__ == "__main__":
     try:
         main(parse_args(sys.argv[1:]))
     except BadInput as error:
+        traceback.clear_frames(error.__traceback__)  # ends the line of a progress bar
         # Every process meets the same error; the first one says it, and the others only where that one has not.
         time.sleep(5 if int(os.environ.get("RANK", 0)) else 0)
         sys.exit(f"error: {error}")
+    except RuntimeError as error:  # gloo and NCCL have no error of their own for it
+        if "gloo" not in str(error) and not isinstance(error, torch.distributed.DistError):
+            raise
+        traceback.clear_frames(error.__traceback__)
+        reason = str(error).partition("\n")[0]
+        sys.exit(f"error: another process of this run is gone ({reason}); start the same command again, with --resume")
