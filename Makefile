@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 EVALUATE := $(BIN)/python eval_incremental.py --model_name_or_path runs/demo/model --cache_dir runs/demo/cache
 
-.PHONY: demo test clean
+.PHONY: demo test chaos clean
 
 demo: .venv/installed
 	test -f data/python_code/corpus.json || $(BIN)/python prepare_corpus.py
@@ -16,6 +16,10 @@ test: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+# What tests/chaos does a little of in `make test`, at length; prints the table of docs/reliability.md.
+chaos: .venv/installed-dev
+	CHAOS=52 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests/chaos
 
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv

@@ -1,0 +1,276 @@
+"""Run by test_fuzz.py in a process of its own: COUNT mutated inputs of one KIND, in the folder it stands in.
+
+fuzz_worker.py KIND COUNT
+
+Each must give what an independent reader of the same bytes gives, or one BadInput of one line that names the file;
+within 20 seconds, and without taking 500 MB. Prints {"read": how many were, "refused": how many} at the end.
+"""
+
+import csv
+import gzip
+import hashlib
+import io
+import json
+import random
+import resource
+import shutil
+import signal
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import eval_incremental
+import train_bi_encoder as script
+
+BAD = (script.BadInput, eval_incremental.BadInput)
+PAIRS = [{"a": f"question {n}, or „{n}“", "b": f'an answer\nof {n * 7919 % 1009} "words", to {n}'} for n in range(60)]
+SUFFIX = {"json lines": "jsonl", "json lines, gzip": "jsonl.gz", "json lines, zstd": "jsonl.zst", "CSV": "csv",
+          "TSV": "tsv", "text, zstd": "txt.zst", "Parquet": "parquet", "Arrow stream": "arrow",
+          "Arrow file": "arrow"}  # fmt: skip
+
+
+def valid(kind):
+    """Bytes of a good file of this kind."""
+    table, sink = pa.Table.from_pylist(PAIRS), io.BytesIO()
+    if kind.startswith("json lines"):
+        data = "".join(json.dumps(row) + "\n" for row in PAIRS).encode()
+    elif kind in ("CSV", "TSV"):
+        text = io.StringIO()
+        writer = csv.DictWriter(text, ["a", "b"], delimiter="\t" if kind == "TSV" else ",")
+        writer.writeheader()
+        writer.writerows(PAIRS)
+        data = text.getvalue().encode()
+    elif kind.startswith("text"):
+        data = "".join(row["a"] + "\n" for row in PAIRS).encode()
+    elif kind == "Parquet":
+        pq.write_table(table, sink, row_group_size=25)
+        return sink.getvalue()
+    elif kind == "Arrow stream":
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=25)
+        return sink.getvalue()
+    elif kind == "Arrow file":
+        feather.write_feather(table, sink, compression="uncompressed", chunksize=25)
+        return sink.getvalue()
+    if "gzip" in kind:
+        return gzip.compress(data)
+    return pa.Codec("zstd").compress(data, asbytes=True) if "zstd" in kind else data
+
+
+def mutate(data, dice):
+    """The bytes with one to four changes: flipped, replaced, cut out, cut off, doubled, inserted, a huge number."""
+    data = bytearray(data)
+    for _ in range(dice.choice([1, 1, 1, 2, 4])):
+        at, size = dice.randrange(len(data) + 1), dice.choice([1, 2, 8, 40, 300])
+        way = dice.randrange(7)
+        if way == 0 and at < len(data):
+            data[at] ^= 1 << dice.randrange(8)
+        elif way == 1 and at < len(data):
+            data[at] = dice.choice(b'\x00\xff"\n\r,\t{}[]:0-\\\x80\xc3')
+        elif way == 2:
+            del data[at : at + size]
+        elif way == 3:
+            del data[at:]
+        elif way == 4:
+            data[at:at] = data[max(0, at - size) : at]
+        elif way == 5:
+            data[at:at] = dice.randbytes(dice.choice([1, 4, 50]))
+        else:
+            number = dice.choice([2**31 - 1, 2**33, 2**40, -1, 2**63 - 1])
+            data[at : at + 8] = struct.pack("<q", number)
+    return bytes(data)
+
+
+def pairs_by_another_reader(kind, data):
+    """[(a, b)] of the bytes as other code reads them; raises where it cannot."""
+    if "gzip" in kind:
+        data = gzip.decompress(data)
+    if "zstd" in kind:
+        data = pa.input_stream(pa.BufferReader(data), compression="zstd").read()
+    if kind.startswith("json lines"):
+        lines = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n").split("\n")
+        records = [json.loads(line) for line in lines if line.strip()]
+    elif kind in ("CSV", "TSV"):
+        text = io.StringIO(data.decode("utf-8-sig"), newline="")
+        records = list(csv.DictReader(text, delimiter="\t" if kind == "TSV" else ",", strict=True))
+    elif kind.startswith("text"):
+        lines = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n").split("\n")
+        return [(line, line) for line in (lines if lines[-1] else lines[:-1])]
+    elif kind == "Parquet":
+        records = pq.read_table(io.BytesIO(data)).to_pylist()
+    else:
+        opened = pa.ipc.open_file if data[:6] == b"ARROW1" else pa.ipc.open_stream
+        records = opened(pa.BufferReader(data)).read_all().to_pylist()
+    return [(record["a"], record["b"]) for record in records]
+
+
+def read_source(kind, data, dice, number):
+    """Rows of a source, mapped and streaming, held against another reader."""
+    file = f"x{number}.{SUFFIX[kind]}"
+    Path(file).write_bytes(data)
+    columns = ["text", "text"] if kind.startswith("text") else ["a", "b"]
+    flags = ["--train_data", file, "--data_cache", "cache", "--eval_rows", "0", "--columns", *columns]
+    args, found = script.parse_args(flags), []
+    try:
+        if dice.random() < 0.5:
+            source = script.MappedSource(0, [file], args)
+            rows = source.read(0, len(source))
+        else:
+            rows = [row for _, row in script.StreamSource(0, [file], args).read([0], 0, 0)]
+        found = [tuple(script.checked(row, args)[0]) for row in rows]
+    finally:
+        Path(file).unlink()
+        shutil.rmtree("cache", ignore_errors=True)
+    assert found == pairs_by_another_reader(kind, data), "other rows than another reader finds"
+
+
+JUDGED = "".join(f"q{n // 3} 0 d{n} {n % 3}\n" for n in range(60)).encode()
+RANKED = "".join(f"q{n // 3} Q0 d{n} {n % 3 + 1} {9 - n % 3}.5 tag\n" for n in range(60)).encode()
+
+
+def read_qrels(kind, data, dice, number):
+    Path("x.qrels").write_bytes(data)
+    found = eval_incremental.read_qrels("x.qrels")
+    wanted = {}
+    for line in io.TextIOWrapper(io.BytesIO(data), "utf-8-sig").read().split("\n"):
+        fields = line.split("\t") if "\t" in line else line.split()
+        if len(fields) in (3, 4) and fields[-1].strip().lstrip("-").isascii():
+            wanted.setdefault(fields[0], {})[fields[-2]] = int(fields[-1])
+    assert found == wanted, "other judgments than the lines have"
+
+
+def read_run(kind, data, dice, number):
+    Path("x.run").write_bytes(data)
+    args = eval_incremental.parse_args(["--run", "x.run", "--corpus", "c.jsonl", "--queries", "q.jsonl", "--qrels",
+                                        "x.qrels", "--data_cache", "cache"])  # fmt: skip
+    if not Path("c.jsonl").exists():
+        Path("c.jsonl").write_text("".join(json.dumps({"_id": f"d{n}", "text": "t"}) + "\n" for n in range(60)))
+        Path("q.jsonl").write_text("".join(json.dumps({"_id": f"q{n}", "text": "t"}) + "\n" for n in range(20)))
+        Path("x.qrels").write_bytes(JUDGED)
+    collection = eval_incremental.open_collection(args)
+    run = eval_incremental.read_run(args, collection)
+    lines = [line.split() for line in data.decode("utf-8-sig").splitlines() if line.strip()]
+    known = [fields for fields in lines if fields[0] in collection.qrels]
+    assert sum(map(len, run.documents)) == len(known), "a line of the ranking is lost"
+
+
+def read_settings(kind, data, dice, number):
+    Path("x.yaml").write_bytes(data)
+    try:
+        script.parse_args(["x.yaml"])
+    except SystemExit as error:
+        assert error.code == 2  # argparse has said why
+        raise script.BadInput("x.yaml: refused by the parser") from None
+
+
+SETTINGS = b"""train_data:
+- pairs.jsonl
+columns: [a, b]
+batch_size: 64
+learning_rate: 2.0e-05
+loss_args:
+  temperature: 0.05
+resume: true
+"""
+
+
+def damage_cache(kind, data, dice, number):
+    """Vectors of a cache in which one file was changed: those that are found are right."""
+    hashes = np.arange(120, dtype=np.uint64).reshape(60, 2)
+    vectors = np.random.default_rng(0).standard_normal((60, 8), np.float32)
+    folder = Path(f"cache{number}")
+    cache = eval_incremental.EmbeddingCache(folder, "m", 8, "float32", 0)
+    for first in range(0, 60, 20):
+        cache.store(hashes[first : first + 20], cache.pack(vectors[first : first + 20]))
+    cache.cache.close()
+    file = dice.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
+    file.write_bytes(mutate(file.read_bytes(), dice) if number >= 0 else file.read_bytes())
+    try:
+        cache = eval_incremental.EmbeddingCache(folder, "m", 8, "float32", 0)
+        for _ in range(2):
+            rows, found = cache.lookup(hashes)
+            assert (cache.unpack(rows)[found] == vectors[found]).all(), f"{file}: a wrong vector"
+            if not found.all():
+                cache.store(hashes[~found], cache.pack(vectors[~found]))
+        assert found.all(), f"{file}: what was stored again is not found"
+        cache.cache.close()
+    except BAD as error:
+        assert f"cache{number}" in str(error)
+        raise script.BadInput(str(error).replace("\n", "|")) from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def damage_checkpoint(kind, data, dice, number):
+    """A damaged newest checkpoint is passed over for the one before, whatever was changed in it."""
+    shutil.rmtree("checkpoints", ignore_errors=True)
+    for step in (2, 4):
+        folder = Path(f"checkpoints/step_{step:08}")
+        folder.mkdir(parents=True)
+        save_file({"w": torch.full((20,), float(step))}, folder / "model.safetensors")
+        save_file({"0.exp_avg": torch.zeros(20)}, folder / "optimizer.safetensors")
+        (folder / "state.json").write_text(json.dumps({"step": step, "position": None, "losses": []}))
+        sums = [f"{hashlib.sha256(f.read_bytes()).hexdigest()}  {f.name}\n" for f in sorted(folder.iterdir())]
+        (folder / "SHA256SUMS").write_text("".join(sums))
+    file = dice.choice(sorted(folder.iterdir()))
+    before = file.read_bytes()
+    file.write_bytes(mutate(before, dice) if number >= 0 else before)
+    path, state = script.newest_checkpoint("checkpoints")
+    if file.read_bytes() == before or file.name == "SHA256SUMS":
+        assert state["step"] in (2, 4)  # a line of checksums may be damaged where it does not matter
+    else:
+        assert state["step"] == 2, f"{file} is damaged and was taken"
+        raise script.BadInput(f"x{number}: passed over")
+
+
+KINDS = {kind: (read_source, valid(kind)) for kind in SUFFIX} | {
+    "qrels": (read_qrels, JUDGED),
+    "run file": (read_run, RANKED),
+    "YAML of flags": (read_settings, SETTINGS),
+    "embedding cache": (damage_cache, b"-"),
+    "checkpoint": (damage_checkpoint, b"-"),
+}
+
+
+def main(kind, count):
+    check, data = KINDS[kind]
+    seen = {"read": 0, "refused": 0}
+
+    def too_long(*_):
+        raise SystemExit(f"{kind} {number}: no end after 20 s")
+
+    signal.signal(signal.SIGALRM, too_long)
+    check(kind, data, random.Random(0), -1)  # as it is, it is read
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for number in range(count):
+        dice = random.Random(f"{kind} {number}")
+        mutated = mutate(data, dice)
+        Path("last.json").write_text(json.dumps({"kind": kind, "number": number}))
+        signal.alarm(20)
+        try:
+            check(kind, mutated, dice, number)
+            seen["read"] += 1
+        except BAD as error:
+            assert "\n" not in str(error), f"{kind} {number}: more than a line: {error}"
+            assert "x" in str(error) or "cache" in str(error), f"{kind} {number}: names no file: {error}"
+            seen["refused"] += 1
+        except BaseException:
+            print(f"{kind} {number}", file=sys.stderr)
+            Path("failed").write_bytes(mutated)
+            raise
+        signal.alarm(0)
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
+        assert grown < 500_000, f"{kind} {number}: took {grown / 1000:,.0f} MB"
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

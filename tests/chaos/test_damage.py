@@ -1,0 +1,181 @@
+"""Files that are damaged before and during a run: nothing wrong is taken for right, and what is lost is said."""
+
+import json
+import os
+import random
+import shutil
+import time
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import CHAOS, ROOT, launch, metrics
+from forked import Forked
+
+import eval_incremental
+import train_bi_encoder
+import train_cross_encoder
+
+SCRIPTS = {"train_bi_encoder": train_bi_encoder, "train_cross_encoder": train_cross_encoder}
+
+
+def damage(path, how):
+    """One file changed: a bit of its first, middle or last byte, its second half, all of it, or the file itself."""
+    data = bytearray(path.read_bytes())
+    if how == "removed":
+        path.unlink()
+    elif how in ("cut", "emptied"):
+        os.truncate(path, len(data) // 2 if how == "cut" else 0)
+    else:
+        data[{"first byte": 0, "middle byte": len(data) // 2, "last byte": -1}[how]] ^= 1
+        path.write_bytes(data)
+
+
+WAYS = ["first byte", "middle byte", "last byte", "cut", "emptied", "removed"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, rows, bert):
+    """{trainer: (flags, folder of a finished run of 8 steps, a checkpoint every 2)}."""
+    folder = tmp_path_factory.mktemp("runs")
+    short = [{"docstring": row["docstring"][:100], "code": row["code"][:150]} for row in rows]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in short))
+    found = {}
+    for name in SCRIPTS:
+        flags = ["--model_name_or_path", bert, "--train_data", folder / "rows.jsonl", "--data_cache", folder / "cache",
+                 "--max_steps", 8, "--save_every", 2, "--eval_rows", 6, "--batch_size", 6, "--log_every", 1,
+                 *["--num_negatives", 2] * ("cross" in name)]  # fmt: skip
+        launch(ROOT / f"{name}.py", *flags, "--output_dir", folder / name)
+        found[name] = flags, folder / name
+    return found
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_file_of_a_checkpoint(runs, tmp_path, say, capfd, name):
+    """Each is recognised before anything trains, and the one before is taken; at last the weights are the same."""
+    flags, run = runs[name]
+    files = sorted(path.name for path in (run / "checkpoints/step_00000008").iterdir())
+    assert len(files) == 4
+    times = resumed = 0
+    for file in files:
+        for how in WAYS:
+            output = tmp_path / f"{file} {how}"
+            shutil.copytree(run, output)
+            damage(output / "checkpoints/step_00000008" / file, how)
+            path, state = SCRIPTS[name].newest_checkpoint(output / "checkpoints")
+            if not (file == "SHA256SUMS" and state["step"] == 8):  # its last byte only ends a line
+                assert state["step"] == 6 and path.name == "step_00000006"
+                assert "step_00000008: passed over" in capfd.readouterr().err
+            times += 1
+            if CHAOS or how == "middle byte":
+                launch(ROOT / f"{name}.py", *flags, "--output_dir", output, "--resume")
+                weights = [folder / "model/model.safetensors" for folder in (output, run)]
+                assert weights[0].read_bytes() == weights[1].read_bytes()
+                resumed += 1
+            shutil.rmtree(output)
+    say(
+        f"damaged file of a checkpoint of `{name}.py`",
+        times,
+        f"each passed over by name; {resumed} resumed to the bit",
+    )
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("way", ["mapped", "streaming"])
+def test_a_file_that_is_cut_while_it_is_read(rows, bert, tmp_path, say, name, way):
+    """One clear line, and the checkpoints are whole: with the file restored, the run goes on to the same end."""
+    file = tmp_path / "rows.arrow"
+    short = [{"docstring": row["docstring"][:100], "code": row["code"][:150]} for row in rows] * 4
+    with pa.ipc.new_stream(str(file), pa.Table.from_pylist(short[:1]).schema) as writer:
+        writer.write_table(pa.Table.from_pylist(short), max_chunksize=50)
+    flags = ["--model_name_or_path", bert, "--train_data", file, "--max_steps", 60, "--save_every", 2,
+             "--eval_rows", 6, "--batch_size", 6, "--log_every", 1, "--shuffle_buffer", 100,
+             *["--num_negatives", 2] * ("cross" in name), *["--streaming"] * (way == "streaming")]  # fmt: skip
+    launch(ROOT / f"{name}.py", *flags, "--output_dir", tmp_path / "whole")
+    shutil.copy(file, tmp_path / "kept")
+    process, log = (
+        Forked(ROOT / f"{name}.py", [*flags, "--output_dir", tmp_path / "out"]),
+        tmp_path / "out/metrics.jsonl",
+    )
+    while not log.exists() or not log.stat().st_size or metrics(tmp_path / "out")[-1]["step"] < 5:
+        assert process.poll() is None, process.read("stderr")[-2000:]
+        time.sleep(0.01)
+    os.truncate(file, 20_000)
+    assert process.wait() == 1
+    last = process.read("stderr").strip().splitlines()[-1]
+    assert last.startswith(f"error: {file}") and "replace the file" in last
+    shutil.copy2(tmp_path / "kept", file)
+    launch(ROOT / f"{name}.py", *flags, "--output_dir", tmp_path / "out", "--resume")
+    weights = [tmp_path / folder / "model/model.safetensors" for folder in ("whole", "out")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    say(f"source cut while `{name}.py` reads it, {way}", 1, "one line; restored and resumed to the bit")
+
+
+def test_bits_of_an_embedding_cache(evaluate, beir, tmp_path, say, capsys):
+    """Any file, any place: the same measures, what was damaged encoded again, or one line that names the folder."""
+    whole = evaluate("--beir", beir, output="whole")
+    shutil.copytree(tmp_path / "cache", tmp_path / "kept")
+    files = sorted(path.relative_to(tmp_path / "kept") for path in (tmp_path / "kept").rglob("*") if path.is_file())
+    dice, times, again, refused = random.Random(0), CHAOS * 3 or 12, 0, 0
+    for number in range(times):
+        shutil.rmtree(tmp_path / "cache")
+        shutil.copytree(tmp_path / "kept", tmp_path / "cache")
+        for file in dice.sample(files, dice.choice([1, 1, 3])):
+            path = tmp_path / "cache" / file
+            data = bytearray(path.read_bytes())
+            for _ in range(dice.choice([1, 8])):
+                data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+            path.write_bytes(data)
+        try:
+            seen = evaluate("--beir", beir, output=f"out{number}")
+            assert seen["metrics"] == whole["metrics"]
+            again += seen["texts"]["encoded"] > 0
+            assert (
+                not seen["texts"]["encoded"]
+                or seen["texts"]["damaged_blocks"]
+                or any("cache.db" in str(f) for f in files)
+            )
+        except eval_incremental.BadInput as error:
+            assert str(tmp_path / "cache") in str(error) and "\n" not in str(error)
+            refused += 1
+    happened = f"the same measures, texts encoded again {again} times; {refused} times one line that names the cache"
+    say("bits flipped in files of an embedding cache", times, happened)
+
+
+@pytest.mark.skipif(not CHAOS, reason="takes minutes; make chaos runs it")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_ten_thousand_steps(rows, bert, tmp_path, say, name):
+    """Memory, files and threads are flat after warm-up, checkpoints pruned, logs bounded."""
+    pairs = [{"a": row["docstring"][:40], "b": row["code"][:40]} for row in rows]
+    pq.write_table(pa.Table.from_pylist(pairs), tmp_path / "rows.parquet")
+    flags = ["--model_name_or_path", bert, "--train_data", tmp_path / "rows.parquet", "--data_cache", tmp_path,
+             "--max_steps", 10_000, "--save_every", 500, "--keep_checkpoints", 3, "--eval_rows", 8,
+             "--eval_every", 500, "--batch_size", 4, "--max_length", 16, "--log_every", 10, "--output_dir",
+             tmp_path / "out", *["--num_negatives", 1] * ("cross" in name)]  # fmt: skip
+    process, log, seen = Forked(ROOT / f"{name}.py", flags), tmp_path / "out/metrics.jsonl", []
+    watched = psutil.Process(process.processes[0].pid)
+    while process.poll() is None:
+        step = metrics(tmp_path / "out")[-1]["step"] if log.exists() and log.stat().st_size else 0
+        if 1000 <= step < 9900:  # drawing the plot at the end imports a library
+            seen.append([watched.memory_info().rss / 1e6, watched.num_fds(), watched.num_threads()])
+        time.sleep(0.5)
+    assert process.wait() == 0, process.read("stderr")[-2000:]
+    first, last = ([sorted(column)[len(part) // 2] for column in zip(*part)] for part in (seen[:20], seen[-20:]))
+    assert last[0] - first[0] < 20 and last[1:] == first[1:], (first, last)
+    names = sorted(path.name for path in (tmp_path / "out/checkpoints").iterdir())
+    assert names == ["step_00009000", "step_00009500", "step_00010000"]
+    assert len(metrics(tmp_path / "out")) == 1001 and len(process.read("stderr")) < 100_000
+    happened = (
+        f"{first[0]:.0f} and {last[0]:.0f} MB, {last[1]} files and {last[2]} threads at both ends; 3 checkpoints"
+    )
+    say(f"10,000 steps of `{name}.py`", 1, happened)
+
+
+def test_read_only_output(runs, tmp_path, say):
+    """A folder that cannot be written to is said before anything trains."""
+    flags, _ = runs["train_bi_encoder"]
+    done = launch(ROOT / "train_bi_encoder.py", *flags, "--output_dir", "/proc/nothing", check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("error: --output_dir /proc/nothing"), last
+    say("a folder that cannot be written to", 1, "one line, before anything trains")

@@ -1,0 +1,144 @@
+"""What is read is data: nothing in a cache, a checkpoint, a corpus or a model folder runs, and nothing is fetched."""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, launch, write_jsonl
+
+TRAINERS = ["train_bi_encoder", "train_cross_encoder"]
+SCRIPTS = [*TRAINERS, "eval_incremental"]
+
+
+class Mark:
+    """Unpickled, it leaves a file behind."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def flags_of(script, model, data, folder):
+    """Flags of a short run of any of the scripts, all of its files in `folder`."""
+    common = ["--data_cache", folder / "cache", "--output_dir", folder / "out", "--model_name_or_path", model]
+    if script == "eval_incremental":
+        return [*common, "--pairs", data, "--columns", "a", "b", "--cache_dir", folder / "vectors"]
+    return [*common, "--train_data", data, "--columns", "a", "b", "--max_steps", 4, "--save_every", 2,
+            "--batch_size", 4, "--eval_rows", 4, *["--num_negatives", 1] * ("cross" in script)]  # fmt: skip
+
+
+@pytest.fixture
+def data(tmp_path):
+    write_jsonl(tmp_path / "rows.jsonl", [{"a": f"question {n}", "b": f"answer of {n}"} for n in range(40)])
+    return tmp_path / "rows.jsonl"
+
+
+def test_the_mark_would_be_left(tmp_path):
+    pickle.loads(pickle.dumps(Mark(tmp_path / "mark")))
+    assert (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_pickles_in_the_model_folder(tmp_path, bert, data, say, script):
+    """Weights as a pickle only are refused; beside safetensors they are left alone."""
+    planted = pickle.dumps(Mark(tmp_path / "mark"))
+    names = ("pytorch_model.bin", "optimizer.pt", "training_args.bin", "rng_state.pth", "tokenizer.pkl", "model.pt")
+    model = tmp_path / "model"
+    shutil.copytree(bert, model)
+    for name in names:
+        (model / name).write_bytes(planted)
+        (model / "1_Pooling" / name).write_bytes(planted)
+    launch(ROOT / f"{script}.py", *flags_of(script, model, data, tmp_path))
+    (model / "model.safetensors").unlink()
+    done = launch(ROOT / f"{script}.py", *flags_of(script, model, data, tmp_path / "again"), check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and last.startswith(f"error: --model_name_or_path {model}: "), last
+    assert not (tmp_path / "mark").exists()
+    say(f"pickles planted in a model folder, `{script}.py`", 2 * len(names), "none was loaded")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_code_in_the_model_folder(tmp_path, bert, data, say, script):
+    """trust_remote_code is off: classes of the folder are not imported, whichever file asks for them."""
+    code = f"from pathlib import Path\nPath({str(tmp_path / 'mark')!r}).touch()\nclass Evil: pass\n"
+    for number, file in enumerate(("modules.json", "config.json", "tokenizer_config.json")):
+        model = tmp_path / f"model{number}"
+        shutil.copytree(bert, model)
+        (model / "evil.py").write_text(code)
+        about = json.loads((model / file).read_text())
+        if file == "modules.json":
+            about[0]["type"] = "evil.Evil"
+        else:
+            kinds = ("AutoConfig", "AutoModel", "AutoModelForSequenceClassification")
+            about["auto_map"] = dict.fromkeys(kinds, "evil.Evil")
+            if file == "tokenizer_config.json":
+                about["auto_map"] = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+        (model / file).write_text(json.dumps(about))
+        flags = flags_of(script, model, data, tmp_path / str(number))
+        done = launch(ROOT / f"{script}.py", *flags, check=False, cwd=tmp_path)
+        assert "Traceback" not in done.stderr
+        assert not (tmp_path / "mark").exists(), file
+    say(f"code named by a model folder, `{script}.py`", 3, "none was run")
+
+
+@pytest.mark.parametrize("script", TRAINERS)
+def test_pickles_in_a_checkpoint_and_in_the_data_cache(tmp_path, bert, data, say, script):
+    """In place of its files, checksums included, and beside them."""
+    flags = flags_of(script, bert, data, tmp_path)
+    launch(ROOT / f"{script}.py", *flags)
+    planted = pickle.dumps(Mark(tmp_path / "mark"))
+    newest = tmp_path / "out/checkpoints/step_00000004"
+    for file in ("model.safetensors", "optimizer.safetensors", "state.json"):
+        kept = (newest / file).read_bytes()
+        (newest / file).write_bytes(planted)
+        sums = [f"{hashlib.sha256(f.read_bytes()).hexdigest()}  {f.name}\n" for f in sorted(newest.glob("*.*"))]
+        (newest / "SHA256SUMS").write_text("".join(sums))
+        launch(ROOT / f"{script}.py", *flags, "--resume", check=False)
+        (newest / file).write_bytes(kept)
+    for name in ("optimizer.pt", "scheduler.pt", "random_states_0.pkl", "pytorch_model.bin"):
+        (newest / name).write_bytes(planted)
+    for copy in (tmp_path / "cache").glob("*.arrow"):
+        copy.write_bytes(planted)
+    done = launch(ROOT / f"{script}.py", *flags, "--resume", check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert not (tmp_path / "mark").exists()
+    say(f"pickles planted in checkpoints and data cache, `{script}.py`", 8, "none was loaded")
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow", ".jsonl", ".csv", ".txt", ".jsonl.gz"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_pickle_as_a_corpus(tmp_path, bert, say, script, suffix):
+    file = tmp_path / f"rows{suffix}"
+    file.write_bytes(pickle.dumps(Mark(tmp_path / "mark")))
+    done = launch(ROOT / f"{script}.py", *flags_of(script, bert, file, tmp_path), check=False)
+    assert done.returncode == 1 and done.stderr.strip().splitlines()[-1].startswith("error: "), done.stderr[-1000:]
+    assert not (tmp_path / "mark").exists()
+    say(f"a pickle as a corpus, `{script}.py`, {suffix}", 1, "refused in one line")
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root for a network namespace")
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_without_a_network(tmp_path, bert, data, say, script):
+    """In a namespace that has none, with nothing set that would keep libraries offline, and no time lost in trying."""
+    flags = list(map(str, flags_of(script, bert, data, tmp_path)))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    watch = ["strace", "-f", "-qq", "-e", "trace=connect", "-o", str(tmp_path / "calls")] * bool(
+        shutil.which("strace")
+    )
+    command = ["unshare", "--net", *watch, sys.executable, str(ROOT / f"{script}.py"), *flags]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    if "unshare failed" in done.stderr:
+        pytest.skip("this machine does not let a test make a network namespace")
+    assert done.returncode == 0, done.stderr[-2000:]
+    calls = (tmp_path / "calls").read_text() if watch else ""
+    assert "AF_INET" not in calls, calls
+    how = "no connection was tried" if watch else "it ran"
+    say(f"no network, `{script}.py`", 1, how)
