@@ -3,7 +3,9 @@
     python benchmarks/scaling.py MODEL_FOLDER SOURCE [--columns docstring code] [--steps 5] [--rounds 3]
 
 The trainers do the same batches on both sides (rates over all steps but the first, losses beside them), the evaluator
-encodes the same texts. Ratios are within a round, medians over the rounds. Writes scaling.json.
+encodes the same texts. The last row is what the machine has to give: bare forward and backward passes of the model, in
+one process, and in two that know nothing of one another. Ratios are within a round, medians over the rounds. Writes
+scaling.json.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -42,16 +45,42 @@ def encode(flags, processes, folder):
     return seen["per_second"]["encoded"], seen["metrics"]["nDCG@10"]["mean"]
 
 
+def bare_loop(folder):
+    """In a process of its own: print the texts a second of 15 s of bare passes over 2,048 tokens."""
+    import torch
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(folder, device="cpu").float().train()
+    done, started = -1, 0.0
+    while done < 0 or time.perf_counter() - started < 15:
+        ids = torch.randint(1000, 20_000, (12, 170))
+        model({"input_ids": ids, "attention_mask": torch.ones_like(ids)})["sentence_embedding"].sum().backward()
+        done += 1
+        started = started if done else time.perf_counter()  # the first pass has warmed up
+    print(12 * done / (time.perf_counter() - started))
+
+
+def bare(model, processes):
+    """(texts a second, 0) of so many processes at once that share nothing."""
+    command = [sys.executable, __file__, model, "", "--bare"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) for _ in range(processes)]
+    return sum(float(process.communicate()[0]) for process in both), 0.0
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("source")
     parser.add_argument("--columns", nargs="+", default=["docstring", "code"])
-    parser.add_argument("--texts", type=int, default=300, help="pairs that the evaluator encodes")
+    parser.add_argument("--texts", type=int, default=1000, help="pairs that the evaluator encodes")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", default="scaling.json")
+    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.bare:
+        return bare_loop(args.model)
 
     import pyarrow.parquet as pq
 
@@ -68,6 +97,7 @@ def main():
             "train_bi_encoder.py, 64 pairs": lambda n, out: train("train_bi_encoder.py", bi, n, out),
             "train_cross_encoder.py, 24 x 2 pairs": lambda n, out: train("train_cross_encoder.py", cross, n, out),
             f"eval_incremental.py, {args.texts} pairs": lambda n, out: encode(texts, n, out),
+            "bare passes, nothing shared": lambda n, out: bare(args.model, n),
         }
         runs = {name: [] for name in sides}
         for turn in range(args.rounds):
