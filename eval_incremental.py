@@ -1336,12 +1336,14 @@ class TopK:
         self.scores = torch.full((len(queries), k), -torch.inf, device=queries.device)  # (Q, K), falling
         self.rows = torch.full((len(queries), k), -1, device=queries.device)  # (Q, K) int64, -1: none yet
 
+        # The last columns of a product are summed in another order, and equal documents would score unequally there.
+        padded = F.pad(documents, (0, 0, 0, -len(documents) % 64))
     def add(self, documents, first):
         """Score (n, D) documents, rows `first` and on; they come after all that were added before."""
         tile = max(1, MAX_SCORES // len(documents))
         for begin in range(0, len(self.queries), tile):
             best, rows = self.scores[begin : begin + tile], self.rows[begin : begin + tile]  # (q, K)
-            scores = self.queries[begin : begin + tile] @ documents.T  # (q, n)
+            scores = (self.queries[begin : begin + tile] @ padded.T)[:, : len(documents)]  # (q, n)
             # Few documents get past a query's K-th best; only they are sorted. An equal score comes too late.
             passed = scores > best[:, -1:]
             k = best.shape[1]

@@ -152,6 +152,15 @@ def test_top_k_equals_a_full_sort_and_ties_keep_the_corpus_order():
     assert torch.equal(two[0].rows, full)
 
 
+def test_equal_vectors_score_equally_wherever_they_stand():
+    """Unequal in the last digit is how BLAS leaves the last columns of a product."""
+    generator = torch.Generator().manual_seed(0)
+    for size in range(1, 70):
+        top = script.TopK(torch.randn(3, 384, generator=generator), size)
+        top.add(torch.randn(1, 384, generator=generator).repeat(size, 1), 0)
+        assert (top.rows == torch.arange(size)).all() and (top.scores == top.scores[:, :1]).all(), size
+
+
 def test_bootstrap_interval_and_randomization_test():
     values = np.random.default_rng(0).random(200)
     low, high = script.interval(values)
