@@ -17,7 +17,7 @@ test: .venv/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-# What tests/chaos does a little of in `make test`, at length; prints the table of docs/reliability.md.
+# What tests/chaos does a little of in `make test`, at length; prints a table of it.
 chaos: .venv/installed-dev
 	CHAOS=52 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests/chaos
 

@@ -405,13 +405,13 @@ def read_batches(file, wanted=(), label=None, start=0, ids=False):
                 wanted = select_columns(table.schema.names, wanted, file)
                 large = table if is_stream else map(table.get_batch, range(table.num_record_batches))
                 batches = (b.slice(i, READ_ROWS).select(wanted) for b in large for i in range(0, len(b), READ_ROWS))
-                batches = (b.validate(full=True) or b for b in batches)  # damaged offsets would point anywhere
             else:
                 # pyarrow decompresses: it notices a truncated file, where Python's zstandard just ends
                 stream = pa.input_stream(raw, compression=compression)
                 lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
                 batches = text_batches(file, kind, lines, wanted, label, ids)
             for batch in batches:
+                batch.validate(full=True)  # damaged offsets would point anywhere
                 if row + len(batch) > start:
                     skip = max(start - row, 0)
                     cells = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
@@ -498,8 +498,6 @@ def read_rows(path, offset, schema, first, count):
         batch.validate(full=True)  # damaged offsets would point anywhere
         return batch
     except (OSError, EOFError, pa.ArrowException) as error:
-        if "UTF8" in str(error):  # of the source itself: said where its rows are made
-            return batch
         reason = str(error).partition("\n")[0]
         raise BadInput(f"{path}: damaged at byte {offset} ({reason}); replace the file, or remove a copy") from None
 
@@ -1336,10 +1334,10 @@ class TopK:
         self.scores = torch.full((len(queries), k), -torch.inf, device=queries.device)  # (Q, K), falling
         self.rows = torch.full((len(queries), k), -1, device=queries.device)  # (Q, K) int64, -1: none yet
 
-        # The last columns of a product are summed in another order, and equal documents would score unequally there.
-        padded = F.pad(documents, (0, 0, 0, -len(documents) % 64))
     def add(self, documents, first):
         """Score (n, D) documents, rows `first` and on; they come after all that were added before."""
+        # The last columns of a product are summed in another order, and equal documents would score unequally there.
+        padded = F.pad(documents, (0, 0, 0, -len(documents) % 64))
         tile = max(1, MAX_SCORES // len(documents))
         for begin in range(0, len(self.queries), tile):
             best, rows = self.scores[begin : begin + tile], self.rows[begin : begin + tile]  # (q, K)

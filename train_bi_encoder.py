@@ -391,13 +391,13 @@ def read_batches(file, wanted=(), label=None, start=0, ids=False):
                 wanted = select_columns(table.schema.names, wanted, file)
                 large = table if is_stream else map(table.get_batch, range(table.num_record_batches))
                 batches = (b.slice(i, READ_ROWS).select(wanted) for b in large for i in range(0, len(b), READ_ROWS))
-                batches = (b.validate(full=True) or b for b in batches)  # damaged offsets would point anywhere
             else:
                 # pyarrow decompresses: it notices a truncated file, where Python's zstandard just ends
                 stream = pa.input_stream(raw, compression=compression)
                 lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
                 batches = text_batches(file, kind, lines, wanted, label, ids)
             for batch in batches:
+                batch.validate(full=True)  # damaged offsets would point anywhere
                 if row + len(batch) > start:
                     skip = max(start - row, 0)
                     cells = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
@@ -411,10 +411,7 @@ def read_batches(file, wanted=(), label=None, start=0, ids=False):
 # same in train_cross_encoder.py
 def rows_of(batch, file, number, args):
     """Yield (texts, label, file, row number) for the rows of a RecordBatch that starts at row `number` of `file`."""
-    try:
-        cells = {name: batch.column(name).to_pylist() for name in wanted_columns(args)}
-    except UnicodeError as error:
-        raise BadInput(f"{file}, after row {number}: not UTF-8 ({error}); convert the file") from None
+    cells = {name: batch.column(name).to_pylist() for name in wanted_columns(args)}
     labels = cells[args.label_column] if args.label_column else [None] * len(batch)
     for offset, (*texts, label) in enumerate(zip(*(cells[name] for name in args.columns), labels)):
         yield texts, label, file, number + offset
@@ -524,8 +521,6 @@ def read_rows(path, offset, schema, first, count):
         batch.validate(full=True)  # damaged offsets would point anywhere
         return batch
     except (OSError, EOFError, pa.ArrowException) as error:
-        if "UTF8" in str(error):  # of the source itself: said where its rows are made
-            return batch
         reason = str(error).partition("\n")[0]
         raise BadInput(f"{path}: damaged at byte {offset} ({reason}); replace the file, or remove a copy") from None
 

@@ -134,7 +134,7 @@ class Args:
     )
     gradient_accumulation_steps: int = flag(1, "batches a step, each with drawn negatives of its own")
     grad_cache: bool = flag(
-        False, "one more forward pass, to hold the activations of one micro-batch only; bce, mse: they do"
+        False, "one more forward pass, to hold the activations of one micro-batch only (bce, mse: without it)"
     )
     loss: Literal["bce", "mse", "softmax", "ranknet", "lambda", "margin_mse", "kl"] | None = flag(
         None, "default: bce for a label a row, else softmax over the documents of a query"
@@ -396,13 +396,13 @@ def read_batches(file, wanted=(), label=None, start=0, ids=False):
                 wanted = select_columns(table.schema.names, wanted, file)
                 large = table if is_stream else map(table.get_batch, range(table.num_record_batches))
                 batches = (b.slice(i, READ_ROWS).select(wanted) for b in large for i in range(0, len(b), READ_ROWS))
-                batches = (b.validate(full=True) or b for b in batches)  # damaged offsets would point anywhere
             else:
                 # pyarrow decompresses: it notices a truncated file, where Python's zstandard just ends
                 stream = pa.input_stream(raw, compression=compression)
                 lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
                 batches = text_batches(file, kind, lines, wanted, label, ids)
             for batch in batches:
+                batch.validate(full=True)  # damaged offsets would point anywhere
                 if row + len(batch) > start:
                     skip = max(start - row, 0)
                     cells = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
@@ -416,10 +416,7 @@ def read_batches(file, wanted=(), label=None, start=0, ids=False):
 # same in train_bi_encoder.py
 def rows_of(batch, file, number, args):
     """Yield (texts, label, file, row number) for the rows of a RecordBatch that starts at row `number` of `file`."""
-    try:
-        cells = {name: batch.column(name).to_pylist() for name in wanted_columns(args)}
-    except UnicodeError as error:
-        raise BadInput(f"{file}, after row {number}: not UTF-8 ({error}); convert the file") from None
+    cells = {name: batch.column(name).to_pylist() for name in wanted_columns(args)}
     labels = cells[args.label_column] if args.label_column else [None] * len(batch)
     for offset, (*texts, label) in enumerate(zip(*(cells[name] for name in args.columns), labels)):
         yield texts, label, file, number + offset
@@ -583,8 +580,6 @@ def read_rows(path, offset, schema, first, count):
         batch.validate(full=True)  # damaged offsets would point anywhere
         return batch
     except (OSError, EOFError, pa.ArrowException) as error:
-        if "UTF8" in str(error):  # of the source itself: said where its rows are made
-            return batch
         reason = str(error).partition("\n")[0]
         raise BadInput(f"{path}: damaged at byte {offset} ({reason}); replace the file, or remove a copy") from None
 
@@ -1242,7 +1237,7 @@ def default_loss(args):
     return "softmax" if isinstance(label, list) or str(label).startswith("[") else "bce"
 
 
-MEANS_OVER_PAIRS = ("bce", "mse")
+MEANS_OVER_PAIRS = ("bce", "mse")  # which look at no groups
 
 
 def make_pair_loss(args):
@@ -1608,8 +1603,8 @@ def backward_pairs(model, batch, loss_fn, seed, sync, args, accelerator):
         for number, (_, cut) in enumerate(share.micro_batches):
             pairs = mine[cut]
             logits = score_part(number).view(-1)  # (n,)
-            labels, groups = batch.labels[pairs].to(logits.device), batch.groups[pairs].to(logits.device)
-            part = loss_fn(logits, labels, groups) * len(cut) / len(batch.labels) if cut else logits.sum()
+            labels = batch.labels[pairs].to(logits.device)
+            part = loss_fn(logits, labels, None) * len(cut) / len(batch.labels) if cut else logits.sum()
             accelerator.backward(part * accelerator.num_processes)  # DDP averages over the processes
             total += part.detach()
         return accelerator.reduce(total).item()

@@ -81,9 +81,8 @@ def train_peer(args, folder):
 
 
 def checkpoints(folder):
-    """Folders of the checkpoints of either side, the newest last, those being written among them."""
-    found = [*folder.glob("run/checkpoints/*"), *folder.glob("run/checkpoints/.*"), *folder.glob("run/checkpoint-*")]
-    return sorted(found, key=lambda path: path.stat().st_mtime)
+    """Folders of the checkpoints of either side, those being written among them."""
+    return {*folder.glob("run/checkpoints/*"), *folder.glob("run/checkpoints/.*"), *folder.glob("run/checkpoint-*")}
 
 
 def run(args, side, folder, kills, dice):
@@ -93,7 +92,7 @@ def run(args, side, folder, kills, dice):
     while True:
         log = folder / "rows"
         before = log.stat().st_size if log.exists() else 0
-        known = set(checkpoints(folder))
+        known = checkpoints(folder)
         command = [sys.executable, __file__, "--side", side, "--model", args.model, "--source", args.source, "--rows",
                    args.rows, "--folder", folder]  # fmt: skip
         started, first = time.perf_counter(), None
@@ -104,7 +103,7 @@ def run(args, side, folder, kills, dice):
             size = log.stat().st_size if log.exists() else 0
             if first is None and size > before:
                 first = time.perf_counter() - started
-            at_checkpoint = done % 2 and size > before and set(checkpoints(folder)) - known
+            at_checkpoint = done % 2 and size > before and checkpoints(folder) - known
             if done < kills and (at_checkpoint or (not done % 2 and size > steps)):
                 process.send_signal(signal.SIGKILL)
                 break
@@ -118,7 +117,7 @@ def run(args, side, folder, kills, dice):
         else:
             failed += 1
             print(f"{side}: {(folder / 'log').read_text().strip().splitlines()[-1][:200]}", file=sys.stderr)
-            shutil.rmtree(checkpoints(folder)[-1])
+            shutil.rmtree(max(checkpoints(folder), key=lambda path: path.stat().st_mtime))
 
 
 def outcome(folder):

@@ -17,7 +17,7 @@ CHAOS = int(os.environ.get("CHAOS", 0))  # kills of each script in tests/chaos, 
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The table of docs/reliability.md: what was done to the scripts, how often, and what happened."""
+    """The table of `make chaos`: what was done to the scripts, how often, and what happened."""
     seen = [row for report in terminalreporter.stats.get("passed", []) for row in report.user_properties]
     if CHAOS and seen:
         terminalreporter.write_line("\n| what was done | times | what happened |\n|---|---|---|")

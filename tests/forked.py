@@ -4,6 +4,7 @@ The server is multiprocessing's; it is started before the first of them and ends
 from its first line to its last, its signals, files, sockets and exit status are those of any other.
 """
 
+import functools
 import multiprocessing
 import os
 import runpy
@@ -20,33 +21,41 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def run(script, flags, environment, cwd, output):
-    """In the forked process: what `python script flags` does, its output going to two files."""
+    """In the forked process: what `python script flags` does, its output going to two files of the folder `output`."""
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
     for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        os.dup2(os.open(f"{output}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     sys.argv[:] = [script, *flags]
     sys.path[0] = os.path.dirname(script)
     runpy.run_path(script, run_name="__main__")
 
 
-class Forked:
-    """A script on so many processes of one thread each, that find one another as those of torchrun do."""
+@functools.cache
+def start_server():
+    """Once, with the scripts on its path only: what runs in an empty folder must not find them there."""
+    os.environ["PYTHONPATH"] = str(ROOT)
+    CONTEXT.set_forkserver_preload(["train_bi_encoder", "train_cross_encoder", "eval_incremental"])
+    forkserver.ensure_running()
+    del os.environ["PYTHONPATH"]
 
-    def __init__(self, script, flags, processes=1, cwd=ROOT):
+
+class Forked:
+    """A script on so many processes of one thread each, that find one another as those of torchrun do.
+
+    One that has not ended after `timeout` seconds is killed, and is a TimeoutError for whoever waits or polls.
+    """
+
+    def __init__(self, script, flags, processes=1, cwd=ROOT, timeout=240):
         environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-        if not forkserver._forkserver._forkserver_pid:
-            os.environ["PYTHONPATH"] = str(ROOT)  # for the server only, and what it imports once for all
-            CONTEXT.set_forkserver_preload(["train_bi_encoder", "train_cross_encoder", "eval_incremental"])
-            forkserver.ensure_running()
-            del os.environ["PYTHONPATH"]
+        start_server()
         if processes > 1:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
             environment |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-        self.output = tempfile.mkdtemp() + "/"
+        self.output, self.deadline = tempfile.mkdtemp(), time.monotonic() + timeout
         self.processes = []
         for rank in range(processes):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
@@ -60,17 +69,16 @@ class Forked:
         if failed:
             self.send(signal.SIGKILL)
         elif any(process.exitcode is None for process in self.processes):
+            if time.monotonic() > self.deadline:
+                self.send(signal.SIGKILL)
+                raise TimeoutError(f"no end in time; {self.read('stderr')[-4000:]}")
             return None
         for process in self.processes:
             process.join()
         return failed[0] if failed else 0
 
-    def wait(self, timeout=240):
-        deadline = time.monotonic() + timeout
+    def wait(self):
         while (status := self.poll()) is None:
-            if time.monotonic() > deadline:
-                self.send(signal.SIGKILL)
-                raise TimeoutError(f"no end after {timeout} s; {self.read('stderr')[-4000:]}")
             time.sleep(0.01)
         return status
 
@@ -82,4 +90,4 @@ class Forked:
 
     def read(self, name):
         """What they have written to "stdout" or "stderr"."""
-        return Path(f"{self.output}.{name}").read_text()
+        return Path(f"{self.output}/{name}").read_text()

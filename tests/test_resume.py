@@ -23,7 +23,7 @@ def signal_when(process, output_dir, steps, number):
             process.send(number)
             break
         time.sleep(0.01)
-    return process.wait(60)
+    return process.wait()
 
 
 def trace(output_dir):

@@ -153,7 +153,7 @@ def test_ten_thousand_steps(rows, bert, tmp_path, say, name):
              "--max_steps", 10_000, "--save_every", 500, "--keep_checkpoints", 3, "--eval_rows", 8,
              "--eval_every", 500, "--batch_size", 4, "--max_length", 16, "--log_every", 10, "--output_dir",
              tmp_path / "out", *["--num_negatives", 1] * ("cross" in name)]  # fmt: skip
-    process, log, seen = Forked(ROOT / f"{name}.py", flags), tmp_path / "out/metrics.jsonl", []
+    process, log, seen = Forked(ROOT / f"{name}.py", flags, timeout=1500), tmp_path / "out/metrics.jsonl", []
     watched = psutil.Process(process.processes[0].pid)
     while process.poll() is None:
         step = metrics(tmp_path / "out")[-1]["step"] if log.exists() and log.stat().st_size else 0

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, launch, write_jsonl
+from safetensors.torch import load_file
 
 TRAINERS = ["train_bi_encoder", "train_cross_encoder"]
 SCRIPTS = [*TRAINERS, "eval_incremental"]
@@ -57,10 +59,13 @@ def test_pickles_in_the_model_folder(tmp_path, bert, data, say, script):
         (model / name).write_bytes(planted)
         (model / "1_Pooling" / name).write_bytes(planted)
     launch(ROOT / f"{script}.py", *flags_of(script, model, data, tmp_path))
+    weights = load_file(model / "model.safetensors")
     (model / "model.safetensors").unlink()
-    done = launch(ROOT / f"{script}.py", *flags_of(script, model, data, tmp_path / "again"), check=False)
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 1 and last.startswith(f"error: --model_name_or_path {model}: "), last
+    for number in range(2):  # the planted one, and one that would load
+        done = launch(ROOT / f"{script}.py", *flags_of(script, model, data, tmp_path / str(number)), check=False)
+        last = done.stderr.strip().splitlines()[-1]
+        assert done.returncode == 1 and last.startswith(f"error: --model_name_or_path {model}: "), last
+        torch.save(weights, model / "pytorch_model.bin")
     assert not (tmp_path / "mark").exists()
     say(f"pickles planted in a model folder, `{script}.py`", 2 * len(names), "none was loaded")
 
