@@ -174,7 +174,7 @@ def parse_args(argv):
             given = yaml.safe_load(Path(argv[0]).read_text())
             if unknown := set(given) - set(Args.__dataclass_fields__):
                 parser.error(f"{argv[0]}: no such flag: {', '.join(map(str, unknown))}")
-        except (OSError, yaml.YAMLError, TypeError, UnicodeError) as error:
+        except (OSError, yaml.YAMLError, TypeError, UnicodeError, RecursionError) as error:
             parser.error(f"{argv[0]}: not a file of flags ({' '.join(str(error).split())})")
         argv = flags_of(given) + argv[1:]
     args, strange = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
@@ -259,6 +259,7 @@ SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json":
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # of JSON Lines, CSV, TSV and text
 READ_ROWS = 1000  # rows of a record batch, the unit of reading: some 100 kB to 1 MB of text
 
+MOST_TEXT = 2**30  # characters, or bytes, of so many rows: more is damage, or a small file made to fill the memory
 
 # same in train_bi_encoder.py, train_cross_encoder.py
 def file_kind(file):
@@ -332,10 +333,20 @@ def text_batches(file, kind, lines, wanted, label, ids):
     A column of lists of strings is one where the first READ_ROWS records have a list. A whole number is no text,
     unless the columns hold `ids`.
     """
-    records = enumerate(lines, start=1)
+    held = 0  # characters read since the last batch
+
+    def bounded():
+        nonlocal held
+        while line := lines.readline(MOST_TEXT):
+            held += len(line)
+            if held >= MOST_TEXT:
+                raise BadInput(f"{file}: more than {MOST_TEXT:,} characters in {READ_ROWS:,} rows; break its lines")
+            yield line
+
+    records = enumerate(bounded(), start=1)
     if kind == "csv":
-        csv.field_size_limit(2**31 - 1)
-        table = csv.DictReader(lines, delimiter="\t" if ".tsv" in file.lower() else ",", strict=True)
+        csv.field_size_limit(MOST_TEXT)
+        table = csv.DictReader(bounded(), delimiter="\t" if ".tsv" in file.lower() else ",", strict=True)
         records = ((table.line_num, record) for record in table)
     elif kind == "text":
         records = ((number, {"text": line.rstrip("\r\n")}) for number, line in records)
@@ -350,7 +361,7 @@ def text_batches(file, kind, lines, wanted, label, ids):
             # a cell that is missing, or does not fit, is null, and hence a bad row
             cells = [[c if fits(c := row.get(f.name), f.type) else None for row in rows] for f in schema]
             yield pa.record_batch([pa.array(column, f.type) for column, f in zip(cells, schema)], schema)
-            rows = []
+            rows, held = [], 0
         if record is None:
             return
         if kind == "json":
@@ -358,7 +369,7 @@ def text_batches(file, kind, lines, wanted, label, ids):
                 continue
             try:
                 record = json.loads(record)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise BadInput(f"{file}, line {number}: not JSON ({error}); mend or remove the line") from None
             if not isinstance(record, dict):
                 raise BadInput(f"{file}, line {number}: not a JSON object; one row a line is expected")
@@ -376,6 +387,18 @@ def text_batches(file, kind, lines, wanted, label, ids):
 
 
 # same in train_bi_encoder.py, train_cross_encoder.py
+# same in train_bi_encoder.py, train_cross_encoder.py
+def decoded(column, file, row):
+    """A column without the dictionary in which it may hold each text once, however often it stands there."""
+    if not pa.types.is_dictionary(column.type):
+        return column
+    if not pa.types.is_primitive(column.type.value_type):
+        size = pc.sum(pc.binary_length(column.dictionary).take(column.indices)).as_py() or 0
+        if size >= MOST_TEXT:
+            raise BadInput(f"{file}: the {len(column):,} rows from {row} on hold {size:,} bytes of text; split them")
+    return column.dictionary_decode()
+
+
 def read_batches(file, wanted=(), label=None, start=0, ids=False):
     """Yield (number of the first row, RecordBatch of at most READ_ROWS rows) of one file, from row `start` on.
 
@@ -387,9 +410,11 @@ def read_batches(file, wanted=(), label=None, start=0, ids=False):
     try:
         with fsspec.open(file, "rb") as raw:
             if kind == "parquet":
-                table = pq.ParquetFile(raw, buffer_size=2**20)
+                table = pq.ParquetFile(raw)
                 wanted = select_columns(table.schema_arrow.names, wanted, file)
                 ends = np.cumsum([0] + [table.metadata.row_group(g).num_rows for g in range(table.num_row_groups)])
+                texts = [n for n in wanted if table.schema_arrow.field(n).type in (pa.string(), pa.large_string())]
+                table = pq.ParquetFile(raw, metadata=table.metadata, buffer_size=2**20, read_dictionary=texts)
                 group = int(np.searchsorted(ends, start, side="right")) - 1  # earlier row groups are not even read
                 row = int(ends[group])
                 # one row group at a time: a reader of many opens them all, and its memory grows with their number
@@ -414,7 +439,7 @@ def read_batches(file, wanted=(), label=None, start=0, ids=False):
                 batch.validate(full=True)  # damaged offsets would point anywhere
                 if row + len(batch) > start:
                     skip = max(start - row, 0)
-                    cells = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
+                    cells = [decoded(column, file, row) for column in batch.columns]
                     yield row + skip, pa.record_batch(cells, batch.schema.names).slice(skip)
                 row += len(batch)
     except (OSError, EOFError, pa.ArrowException, UnicodeError, csv.Error) as error:
