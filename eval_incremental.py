@@ -387,7 +387,6 @@ def text_batches(file, kind, lines, wanted, label, ids):
 
 
 # same in train_bi_encoder.py, train_cross_encoder.py
-# same in train_bi_encoder.py, train_cross_encoder.py
 def decoded(column, file, row):
     """A column without the dictionary in which it may hold each text once, however often it stands there."""
     if not pa.types.is_dictionary(column.type):
@@ -400,6 +399,7 @@ def decoded(column, file, row):
 
 
 def read_batches(file, wanted=(), label=None, start=0, ids=False):
+# same in train_bi_encoder.py, train_cross_encoder.py
     """Yield (number of the first row, RecordBatch of at most READ_ROWS rows) of one file, from row `start` on.
 
     Memory is bounded by a record batch (Parquet: a row group) whatever the file's size. BadInput names the file, and
@@ -981,13 +981,20 @@ def manage_cache(args):
 # ---------------------------------------------------------------------------------------------------- the model
 
 
-WEIGHTS = {"use_safetensors": True}  # other weights are pickles
+# same in train_bi_encoder.py, train_cross_encoder.py
+def safetensors_only(path):
+    """Options that let transformers read no pickle; ValueError where weights lie outside of the model's folder."""
+    for index in Path(path).rglob("*.index.json"):
+        for name in json.loads(index.read_text())["weight_map"].values():
+            if name != os.path.basename(name):
+                raise ValueError(f"{index} names a file of another folder, {name}")
+    return {"use_safetensors": True}
 
 
 def load_model(path, args):
     """(SentenceTransformer on the CPU, dimensions to search with, prompt of queries, prompt of documents)."""
     try:
-        model = SentenceTransformer(path, device="cpu", model_kwargs=WEIGHTS)
+        model = SentenceTransformer(path, device="cpu", model_kwargs=safetensors_only(path))
     except Exception as error:  # whatever a damaged file makes the libraries raise
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise BadInput(f"--model_name_or_path {path}: {reason}; check the path, or restore the folder") from None
@@ -1016,7 +1023,7 @@ def load_reranker(path, args):
     """The CrossEncoder of a Hub id or folder, on the CPU."""
     try:
         heads = str(AutoConfig.from_pretrained(path).architectures)
-        model = CrossEncoder(path, device="cpu", model_kwargs=WEIGHTS)
+        model = CrossEncoder(path, device="cpu", model_kwargs=safetensors_only(path))
     except Exception as error:  # whatever a damaged file makes the libraries raise
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise BadInput(f"--cross_encoder {path}: {reason}; check the path, or restore the folder") from None

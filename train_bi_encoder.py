@@ -1077,6 +1077,16 @@ def add_lora(model, args, task=None):
     model[0].model = get_peft_model(model[0].model, config)
 
 
+# same in train_cross_encoder.py, eval_incremental.py
+def safetensors_only(path):
+    """Options that let transformers read no pickle; ValueError where weights lie outside of the model's folder."""
+    for index in Path(path).rglob("*.index.json"):
+        for name in json.loads(index.read_text())["weight_map"].values():
+            if name != os.path.basename(name):
+                raise ValueError(f"{index} names a file of another folder, {name}")
+    return {"use_safetensors": True}
+
+
 def load_model_from(args, texts, fresh, accelerator):
     """The SentenceTransformer to train: from a Hub id or folder, or a static embedding model made for the `texts`."""
     path = args.model_name_or_path
@@ -1087,7 +1097,7 @@ def load_model_from(args, texts, fresh, accelerator):
             save_atomically(path, lambda part: model.save_pretrained(str(part), create_model_card=False))
         accelerator.wait_for_everyone()
     try:
-        options = {"use_safetensors": True}  # other weights are pickles
+        options = safetensors_only(path)
         if args.attn_implementation:
             options["attn_implementation"] = args.attn_implementation
         model = SentenceTransformer(path, device="cpu", model_kwargs=options)

@@ -1133,6 +1133,16 @@ def add_lora(model, args, task=None):
     model[0].model = get_peft_model(model[0].model, config)
 
 
+# same in train_bi_encoder.py, eval_incremental.py
+def safetensors_only(path):
+    """Options that let transformers read no pickle; ValueError where weights lie outside of the model's folder."""
+    for index in Path(path).rglob("*.index.json"):
+        for name in json.loads(index.read_text())["weight_map"].values():
+            if name != os.path.basename(name):
+                raise ValueError(f"{index} names a file of another folder, {name}")
+    return {"use_safetensors": True}
+
+
 def load_cross_encoder(args, texts, fresh, accelerator):
     """The CrossEncoder to train: from a Hub id or folder, or a small BERT made for the `texts`."""
     path = args.model_name_or_path
@@ -1146,7 +1156,7 @@ def load_cross_encoder(args, texts, fresh, accelerator):
         config = AutoConfig.from_pretrained(path)
         if "Classification" in str(config.architectures) and config.num_labels != 1:
             raise ValueError(f"gives {config.num_labels} labels a pair; one that gives a single score is wanted")
-        options = {"use_safetensors": True}  # other weights are pickles
+        options = safetensors_only(path)
         if args.attn_implementation:
             options["attn_implementation"] = args.attn_implementation
         model = CrossEncoder(path, device="cpu", num_labels=1, model_kwargs=options)

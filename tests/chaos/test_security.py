@@ -94,6 +94,28 @@ def test_code_in_the_model_folder(tmp_path, bert, data, say, script):
     say(f"code named by a model folder, `{script}.py`", 3, "none was run")
 
 
+PATHS = [(script, file) for script in SCRIPTS for file in ("modules.json", "model.safetensors.index.json")]
+PATHS.remove(("train_cross_encoder", "modules.json"))  # which it does not read of another kind of model
+
+
+@pytest.mark.parametrize("script, file", PATHS)
+def test_paths_that_lead_out_of_the_model_folder(tmp_path, bert, data, say, script, file):
+    model = tmp_path / "model"
+    shutil.copytree(bert, model)
+    if file == "modules.json":
+        shutil.move(model / "1_Pooling", tmp_path)
+        about = json.loads((model / file).read_text())
+        about[1]["path"] = "../1_Pooling"
+    else:
+        shutil.move(model / "model.safetensors", tmp_path)
+        about = {"weight_map": dict.fromkeys(load_file(tmp_path / "model.safetensors"), "../model.safetensors")}
+    (model / file).write_text(json.dumps(about))
+    done = launch(ROOT / f"{script}.py", *flags_of(script, model, data, tmp_path), check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and last.startswith(f"error: --model_name_or_path {model}: "), last
+    say(f"a path in {file} that leads out of the model's folder, `{script}.py`", 1, "refused in one line")
+
+
 @pytest.mark.parametrize("script", TRAINERS)
 def test_pickles_in_a_checkpoint_and_in_the_data_cache(tmp_path, bert, data, say, script):
     """In place of its files, checksums included, and beside them."""
