@@ -1797,7 +1797,8 @@ def main(args):
         )
     rows = row_batches(sources, weights, args, position, check)
     batches = prefetch(make_batches(rows, bare, budget, args, accelerator))
-    bar = tqdm(total=steps, initial=step, disable=not is_main, unit="step")
+    is_terminal = sys.stderr.isatty()  # a log file gets a line of the bar each ten seconds
+    bar = tqdm(total=steps, initial=step, disable=not is_main, unit="step", mininterval=0.1 if is_terminal else 10)
     seconds, waited, rows_done, tokens, padded = 0.0, 0.0, 0, 0, 0
     stopping = False
     model.train()
@@ -1839,7 +1840,8 @@ def main(args):
                       "data_wait_fraction": waited / seconds}  # fmt: skip
             bar.set_postfix_str(
                 f"loss {record['loss']:.4f}, {record['rows_per_second']:,.0f} rows/s, "
-                f"{record['tokens_per_second']:,.0f} tokens/s, padding {record['padding_fraction']:.1%}"
+                f"{record['tokens_per_second']:,.0f} tokens/s, padding {record['padding_fraction']:.1%}",
+                refresh=is_terminal,
             )
             window, seconds, waited, rows_done, tokens, padded = [], 0.0, 0.0, 0, 0, 0
         if held and (step % eval_every == 0 or step == steps):

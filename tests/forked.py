@@ -65,17 +65,17 @@ class Forked:
 
     def poll(self):
         """None while they run, then the exit status; where one has failed the others are killed."""
-        failed = [process.exitcode for process in self.processes if process.exitcode]
-        if failed:
+        statuses = [process.exitcode for process in self.processes]
+        if any(statuses):
             self.send(signal.SIGKILL)
-        elif any(process.exitcode is None for process in self.processes):
+        elif None in statuses:
             if time.monotonic() > self.deadline:
                 self.send(signal.SIGKILL)
                 raise TimeoutError(f"no end in time; {self.read('stderr')[-4000:]}")
             return None
         for process in self.processes:
             process.join()
-        return failed[0] if failed else 0
+        return next(filter(None, statuses), 0)
 
     def wait(self):
         while (status := self.poll()) is None:
