@@ -127,6 +127,7 @@ class Args:
     cache_size_limit: float = flag(0, "GB of a model's cache at most; the oldest vectors go first (0: no limit)")
     cache_info: bool = flag(False, "list what --cache_dir holds for each model, and end")
     cache_clear: str | None = flag(None, "remove what --cache_dir holds for this model (name or fingerprint), and end")
+    cache_rebuild: str | None = flag(None, "index this model's vectors anew where cache.db is damaged, and end")
     max_length: int | None = flag(None, "tokens that a text, or a pair, is cut to; default: the model's own")
     prompts: list[str] = flag([], "prefix of queries, then of documents; default: the model's own")
     truncate_dim: int | None = flag(None, "search with the first so many dimensions, for Matryoshka models")
@@ -211,7 +212,7 @@ def parse_args(argv):
     elif not args.corpus and not args.pairs:
         # an evaluation is of the held-out functions; a search is more fun over all of them
         args.pairs = [f"{DEMO}/heldout/*.parquet"] + [f"{DEMO}/train/*.parquet"] * unjudged
-        if not Path(DEMO).is_dir() and not (args.cache_info or args.cache_clear):
+        if not Path(DEMO).is_dir() and not (args.cache_info or args.cache_clear or args.cache_rebuild):
             parser.error(f"no --beir, --corpus or --pairs, and no demo corpus in {DEMO}: make it with: "
                          "python prepare_corpus.py")  # fmt: skip
     if args.columns and len(args.columns) != 2:
@@ -258,8 +259,8 @@ SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json":
             ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # of JSON Lines, CSV, TSV and text
 READ_ROWS = 1000  # rows of a record batch, the unit of reading: some 100 kB to 1 MB of text
-
 MOST_TEXT = 2**30  # characters, or bytes, of so many rows: more is damage, or a small file made to fill the memory
+
 
 # same in train_bi_encoder.py, train_cross_encoder.py
 def file_kind(file):
@@ -398,8 +399,8 @@ def decoded(column, file, row):
     return column.dictionary_decode()
 
 
-def read_batches(file, wanted=(), label=None, start=0, ids=False):
 # same in train_bi_encoder.py, train_cross_encoder.py
+def read_batches(file, wanted=(), label=None, start=0, ids=False):
     """Yield (number of the first row, RecordBatch of at most READ_ROWS rows) of one file, from row `start` on.
 
     Memory is bounded by a record batch (Parquet: a row group) whatever the file's size. BadInput names the file, and
@@ -412,9 +413,9 @@ def read_batches(file, wanted=(), label=None, start=0, ids=False):
             if kind == "parquet":
                 table = pq.ParquetFile(raw)
                 wanted = select_columns(table.schema_arrow.names, wanted, file)
-                ends = np.cumsum([0] + [table.metadata.row_group(g).num_rows for g in range(table.num_row_groups)])
                 texts = [n for n in wanted if table.schema_arrow.field(n).type in (pa.string(), pa.large_string())]
                 table = pq.ParquetFile(raw, metadata=table.metadata, buffer_size=2**20, read_dictionary=texts)
+                ends = np.cumsum([0] + [table.metadata.row_group(g).num_rows for g in range(table.num_row_groups)])
                 group = int(np.searchsorted(ends, start, side="right")) - 1  # earlier row groups are not even read
                 row = int(ends[group])
                 # one row group at a time: a reader of many opens them all, and its memory grows with their number
@@ -820,11 +821,14 @@ class EmbeddingCache:
             note = self.folder / "model.json"
             if next(self.folder.iterdir(), None) and not note.exists():
                 raise BadInput(f"{folder}: not an embedding cache; name another --cache_dir")
-            if not note.exists():
+            known = None
+            with suppress(FileNotFoundError, ValueError, TypeError):  # damaged, it is written again
+                known = dict(json.loads(note.read_text()), model=name)
+            if known is None:
                 part = self.folder.with_suffix(f".{os.getpid()}.part")
                 part.write_text(json.dumps(about))
                 os.replace(part, note)
-            if {**json.loads(note.read_text()), "model": name} != about:
+            elif known != about:
                 raise BadInput(f"{folder}: a cache of another shape; remove it with --cache_clear {self.folder.name}")
             self.cache = diskcache.Cache(
                 str(self.folder),
@@ -844,7 +848,7 @@ class EmbeddingCache:
                 raise
             raise BadInput(
                 f"--cache_dir {self.folder}: {error or type(error).__name__}; what was stored is kept; make room or "
-                f"allow writing, name another folder, or remove a damaged one (--cache_clear {self.folder.name})"
+                f"allow writing, name another folder, or mend a damaged one (--cache_rebuild {self.folder.name})"
             ) from None
 
     def pack(self, vectors):
@@ -872,16 +876,21 @@ class EmbeddingCache:
             return None
         return entry[:16], int.from_bytes(entry[16:20], "little"), int.from_bytes(entry[20:], "little")
 
+    def unwrap(self, file):
+        """((n, 2) hashes, (n, bytes) rows) of a block, given its file or path, or None where it is damaged."""
+        value = np.fromfile(file, np.uint8)
+        n = len(value) // self.width
+        if len(value) % self.width != 8 or xxhash.xxh3_64_digest(value[:-8]) != value[-8:].tobytes():
+            return None
+        return value[: 16 * n].view(np.uint64).reshape(n, 2), value[16 * n : -8].reshape(n, -1)
+
     def _block(self, block):
-        """((n, 2) hashes, (n, bytes) rows) of a block, or None where it is gone or damaged."""
+        """The same of a block that was stored, or None where it is gone or damaged."""
         if self.last[0] != block:
             content, file = None, self.cache.get(b"block" + block, read=True)
             if isinstance(file, io.BufferedReader):
                 with file:
-                    value = np.fromfile(file, np.uint8)
-                n = len(value) // self.width
-                if len(value) % self.width == 8 and xxhash.xxh3_64_digest(value[:-8]) == value[-8:].tobytes():
-                    content = value[: 16 * n].view(np.uint64).reshape(n, 2), value[16 * n : -8].reshape(n, -1)
+                    content = self.unwrap(file)
             if file is not None and content is None:
                 self.damaged += 1
                 tqdm.write(f"{self.folder}: a damaged block; what it held is computed again", file=sys.stderr)
@@ -953,6 +962,7 @@ def cached_models(cache_dir):
         sizes = {path: path.stat().st_size for path in note.parent.rglob("*") if path.is_file()}
         try:
             about = json.loads(note.read_text())
+            about = {name: about[name] for name in ("model", "dtype", "dimensions", "row_bytes")}
             held = sum(size // about["row_bytes"] for path, size in sizes.items() if path.suffix == ".val")
         except (ValueError, OSError, TypeError, KeyError):
             about, held = {"model": "(damaged)", "dtype": "?", "dimensions": 0}, 0
@@ -960,17 +970,37 @@ def cached_models(cache_dir):
     return found
 
 
+def rebuild_cache(folder, about):
+    """Store a cache's blocks again in a new index, by the hashes that each holds; returns the vectors kept."""
+    if not about["dimensions"]:
+        raise BadInput(f"{folder}/model.json: damaged; evaluating with the model writes it again")
+    blocks, kept = list(folder.rglob("*.val")), 0
+    for path in folder.glob("cache.db*"):
+        path.unlink()
+    cache = EmbeddingCache(folder, about["model"], about["dimensions"], about["dtype"], 0)
+    for path in tqdm(blocks, "rebuilding", unit=" blocks", delay=2):
+        if content := cache.unwrap(path):
+            cache.store(*content)
+            kept += len(content[0])
+        path.unlink()  # not before its vectors are stored: this may be killed, and done again
+    cache.cache.close()
+    return kept
+
+
 def manage_cache(args):
-    """--cache_info and --cache_clear."""
+    """--cache_info, --cache_clear and --cache_rebuild."""
     models = cached_models(args.cache_dir)
-    if args.cache_clear:
-        name = args.cache_clear
+    if name := args.cache_clear or args.cache_rebuild:
         chosen = [m for m in models if name == m[1]["model"] or (len(name) > 5 and m[0].name.startswith(name))]
         if not chosen:
-            raise BadInput(f"--cache_clear {name}: {args.cache_dir} holds no such model; --cache_info lists them")
+            raise BadInput(f"--cache_dir {args.cache_dir}: holds no model {name}; --cache_info lists them")
         for folder, about, texts, size in chosen:
-            shutil.rmtree(folder)
-            print(f"removed {texts:,} vectors, {size / 1e6:,.1f} MB, of {about['model']} ({folder.name[:12]})")
+            what = f"{texts:,} vectors, {size / 1e6:,.1f} MB, of {about['model']} ({folder.name[:12]})"
+            if args.cache_clear:
+                shutil.rmtree(folder)
+                print(f"removed {what}")
+            else:
+                print(f"kept {rebuild_cache(folder, about):,} of {what}")
         return
     print(f"{'fingerprint':13} {'dtype':8} {'dims':>5} {'vectors':>12} {'MB':>10}  model ({args.cache_dir})")
     for folder, about, texts, size in models:
@@ -2068,7 +2098,7 @@ def print_hits(run, collection):
 
 
 def main(args):
-    if args.cache_info or args.cache_clear:
+    if args.cache_info or args.cache_clear or args.cache_rebuild:
         return manage_cache(args)
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),  # else several processes on CPUs would not find one another

@@ -406,7 +406,7 @@ def test_ids_that_do_not_fit(evaluate, beir, tmp_path, capsys):
         (["--beir", "{beir}", "--model_name_or_path", "/nowhere"], "--model_name_or_path /nowhere: "),
         (["--beir", "{beir}", "--cache_dir", "{file}"], "--cache_dir {file}"),
         (["--beir", "{beir}", "--output_dir", "{file}/x"], "--output_dir {file}/x: "),
-        (["--cache_clear", "nobody"], "--cache_clear nobody: "),
+        (["--cache_clear", "nobody"], "holds no model nobody; --cache_info lists them"),
     ],
 )
 def test_one_clear_line(evaluate, beir, bert, tmp_path, flags, said):
@@ -559,7 +559,7 @@ def test_foreign_or_broken_folder(evaluate, beir, tmp_path):
     assert not list(folder.glob("cache.db-*"))  # the evaluator has closed it
     whole = database.read_bytes()
     database.write_bytes(b"not a database" * 1000)
-    with pytest.raises(script.BadInput, match=f"--cache_dir {folder}: .*remove a damaged one"):
+    with pytest.raises(script.BadInput, match=f"--cache_dir {folder}: .*mend a damaged one"):
         evaluate("--beir", beir)
     database.unlink()  # this process may have the broken one open yet
     for rest in folder.glob("cache.db-*"):
@@ -636,6 +636,38 @@ def test_full_or_read_only_disk(evaluate, beir, tmp_path, bert, how):
         subprocess.run(["umount", "-l", disk], check=True)
 
 
+@pytest.mark.parametrize("how", ["cut", "flipped", "removed"])
+def test_a_damaged_index_is_made_again(evaluate, beir, tmp_path, capsys, how):
+    """One line says how; then every vector is there again, but those of a block that is damaged too."""
+    whole = evaluate("--beir", beir)
+    (folder,) = (tmp_path / "cache").iterdir()
+    index, about = folder / "cache.db", (folder / "model.json").read_text()
+    if how == "cut":
+        os.truncate(index, index.stat().st_size // 2)
+    elif how == "flipped":
+        index.write_bytes(b"x" * 4096 + index.read_bytes()[4096:])
+    else:
+        index.unlink()
+    (folder / "model.json").write_text(about[:-3])
+    if how != "removed":  # which is an empty index
+        with pytest.raises(script.BadInput, match=f"--cache_rebuild {folder.name}"):
+            evaluate("--beir", beir)
+    else:
+        evaluate("--beir", beir)
+    assert (folder / "model.json").read_text() == about
+    capsys.readouterr()
+    evaluate("--cache_rebuild", folder.name)
+    assert "kept 353 of 353 vectors" in capsys.readouterr().out or how == "removed"
+    again = evaluate("--beir", beir)
+    assert again["texts"]["encoded"] == 0 and again["metrics"] == whole["metrics"]
+    index.write_bytes(b"")
+    block = max(folder.rglob("*.val"), key=lambda path: path.stat().st_size)
+    block.write_bytes(block.read_bytes()[:-1])
+    evaluate("--cache_rebuild", folder.name)
+    again = evaluate("--beir", beir)
+    assert 0 < again["texts"]["encoded"] < 353 and again["metrics"] == whole["metrics"]
+
+
 def test_copied_alone_and_help(tmp_path, beir, bert):
     shutil.copy(SCRIPT, tmp_path)
     flags = [
@@ -655,7 +687,7 @@ def test_copied_alone_and_help(tmp_path, beir, bert):
     shown = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True).stdout
     design = """
         model_name_or_path beir corpus queries qrels pairs columns streaming cache_dir output_dir metrics top_k query
-        prompts truncate_dim max_length bm25 cache_info cache_clear cache_size_limit
+        prompts truncate_dim max_length bm25 cache_info cache_clear cache_rebuild cache_size_limit
     """
     for flag in design.split():
         assert f"--{flag}" in shown, flag
