@@ -1376,6 +1376,16 @@ def moments_of(optimizer):
 
 
 # same in train_cross_encoder.py
+def prune_checkpoints(newest, keep):
+    """Remove all checkpoints but `keep`, the last of them `newest`, and what killed runs left half written."""
+    steps = sorted(newest.parent.glob("step_*"))
+    kept = steps[: steps.index(newest) + 1][-keep:]  # what is newer is damaged: a resume passed it over
+    for path in [*steps, *newest.parent.glob(".step_*")]:
+        if path not in kept:
+            shutil.rmtree(path)
+
+
+# same in train_cross_encoder.py
 def save_checkpoint(folder, model, moments, state, keep):
     """Write `folder` (weights, moments, state as JSON, checksums), then remove all but the newest `keep`."""
 
@@ -1387,11 +1397,7 @@ def save_checkpoint(folder, model, moments, state, keep):
         (part / "SHA256SUMS").write_text("".join(sums))
 
     save_atomically(folder, write)
-    steps = sorted(folder.parent.glob("step_*"))
-    whole = steps[: steps.index(folder) + 1]  # what is newer is damaged: a resume passed it over
-    for path in steps:
-        if path not in whole[-keep:]:
-            shutil.rmtree(path)
+    prune_checkpoints(folder, keep)
 
 
 # same in train_cross_encoder.py
@@ -1860,6 +1866,7 @@ def main(args):
     if stopping and step < steps:
         accelerator.print(f"stopped after step {step:,} of {steps:,}; the same command with --resume goes on")
     elif is_main:
+        prune_checkpoints(output / f"checkpoints/step_{step:08}", args.keep_checkpoints)  # a kill may have left more
         scores = next((line for line in reversed(metrics) if set(line) & set(MEASURES)), {})
         card = model_card(args, steps, {name: scores[name] for name in MEASURES if name in scores}, data)
 

@@ -598,6 +598,15 @@ def test_resumed_past_a_damaged_checkpoint_it_reaches_the_same_weights(finished)
     assert script.newest_checkpoint("out/checkpoints")[1]["step"] == 4
 
 
+def test_what_a_killed_run_left_is_removed(finished):
+    """Killed between its last checkpoint and the removal of the oldest, or while it wrote one."""
+    before = sorted(Path("out/checkpoints").iterdir())
+    for name in ("step_00000001", ".step_00000003.part"):
+        shutil.copytree(before[-1], Path("out/checkpoints") / name)
+    train(*finished, "--resume")
+    assert sorted(Path("out/checkpoints").iterdir()) == before and len(before) == 2
+
+
 def test_only_damaged_checkpoints_lose_nothing(finished, refusal):
     """With nothing whole to go on from, --resume must not begin again over what may yet be mended."""
     for path in Path("out/checkpoints").iterdir():

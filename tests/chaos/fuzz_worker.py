@@ -109,7 +109,7 @@ def pairs_by_another_reader(kind, data):
     else:
         try:
             table = (pa.ipc.open_file if data[:6] == b"ARROW1" else pa.ipc.open_stream)(data)
-        except pa.ArrowInvalid:
+        except (pa.ArrowInvalid, OSError):
             table = pa.ipc.open_stream(data[8:])  # the footer is damaged, and not needed to find every row
         records = table.read_all().to_pylist()
     return [(record["a"], record["b"]) for record in records]
