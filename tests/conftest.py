@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,10 @@ def pytest_terminal_summary(terminalreporter):
     seen = [row for report in terminalreporter.stats.get("passed", []) for row in report.user_properties]
     if CHAOS and seen:
         terminalreporter.write_line("\n| what was done | times | what happened |\n|---|---|---|")
-        for what, (times, happened) in sorted(seen):
+        counts = Counter()
+        for what, (times, happened) in seen:
+            counts[what, happened] += times
+        for (what, happened), times in sorted(counts.items()):
             terminalreporter.write_line(f"| {what} | {times:,} | {happened} |")
 
 

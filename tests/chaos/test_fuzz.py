@@ -58,4 +58,4 @@ def test_claims(tmp_path, say, bert, what, way):
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, preexec_fn=limit)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and last.startswith(f"error: {tmp_path / name}"), last
-    say(f"{what} in a file of {len(data):,} bytes that would fill the memory, {way}", 1, "refused in one line")
+    say(f"{what} of 10 GB, or without end, in a file of {len(data):,} bytes", 1, "refused in one line")
