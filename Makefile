@@ -19,7 +19,9 @@ test: .venv/installed-dev
 
 # What tests/chaos does a little of in `make test`, at length; prints a table of it.
 chaos: .venv/installed-dev
-	CHAOS=52 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests/chaos
+	CHAOS=52 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests/chaos \
+		tests/test_bad_input.py::test_full_disk_during_a_checkpoint tests/test_eval_incremental.py::test_no_pickle_is_loaded \
+		tests/test_eval_incremental.py::test_full_or_read_only_disk tests/test_export_vectors.py::test_full_or_read_only_disk
 
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv

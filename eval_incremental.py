@@ -803,6 +803,11 @@ class BytesDisk(diskcache.Disk):
             super().remove(file_path)
 
 
+def row_bytes(dimensions, dtype):
+    """Bytes on disk of a text's hash and vector; an int8 vector has a float32 scale."""
+    return 16 + (dimensions + 4 if dtype == "int8" else dimensions * np.dtype(dtype).itemsize)
+
+
 class EmbeddingCache:
     """Vectors on disk by the hash of their text, for one model.
 
@@ -813,7 +818,7 @@ class EmbeddingCache:
 
     def __init__(self, folder, name, dimensions, dtype, limit):
         self.folder, self.dimensions, self.dtype, self.damaged, self.full = Path(folder), dimensions, dtype, 0, False
-        self.width = 16 + (dimensions + 4 if dtype == "int8" else dimensions * np.dtype(dtype).itemsize)
+        self.width = row_bytes(dimensions, dtype)
         self.last = (None, None)  # the block read last: (id, (hashes, rows))
         about = {"evenstep_cache": 1, "model": name, "dtype": dtype, "dimensions": dimensions, "row_bytes": self.width}
         with self._errors():
@@ -822,14 +827,12 @@ class EmbeddingCache:
             if next(self.folder.iterdir(), None) and not note.exists():
                 raise BadInput(f"{folder}: not an embedding cache; name another --cache_dir")
             known = None
-            with suppress(FileNotFoundError, ValueError, TypeError):  # damaged, it is written again
+            with suppress(FileNotFoundError, ValueError, TypeError):
                 known = dict(json.loads(note.read_text()), model=name)
-            if known is None:
+            if known != about:  # new, or damaged: what may lie here is known from the fingerprint, the folder's name
                 part = self.folder.with_suffix(f".{os.getpid()}.part")
                 part.write_text(json.dumps(about))
                 os.replace(part, note)
-            elif known != about:
-                raise BadInput(f"{folder}: a cache of another shape; remove it with --cache_clear {self.folder.name}")
             self.cache = diskcache.Cache(
                 str(self.folder),
                 disk=BytesDisk,
@@ -962,7 +965,8 @@ def cached_models(cache_dir):
         sizes = {path: path.stat().st_size for path in note.parent.rglob("*") if path.is_file()}
         try:
             about = json.loads(note.read_text())
-            about = {name: about[name] for name in ("model", "dtype", "dimensions", "row_bytes")}
+            if "model" not in about or about["row_bytes"] != row_bytes(about["dimensions"], about["dtype"]):
+                raise ValueError("damaged")
             held = sum(size // about["row_bytes"] for path, size in sizes.items() if path.suffix == ".val")
         except (ValueError, OSError, TypeError, KeyError):
             about, held = {"model": "(damaged)", "dtype": "?", "dimensions": 0}, 0
@@ -1234,10 +1238,11 @@ class Embedder:
     def __init__(self, model, cache, budget, accelerator, seconds):
         self.model, self.cache, self.budget, self.accelerator = model, cache, budget, accelerator
         self.seconds, self.counts, self.bar = seconds, Counter(total=0, encoded=0), tqdm(disable=True)
+        self.longest = 6 * (model.max_seq_length or math.inf)  # characters, of which few texts need more to be cut
 
     def size(self, text):
         """About how long a text is, before it is tokenized."""
-        return len(text)
+        return min(len(text), self.longest)
 
     def micro_batches(self, texts):
         return make_micro_batches(texts, self.model, self.budget, self.accelerator.device)
@@ -1364,7 +1369,7 @@ class PairScorer(Embedder):
     unit, stage, done = "pairs", "score", "scored"
 
     def size(self, pair):
-        return len(pair["query"]) + len(pair["document"])
+        return min(len(pair["query"]) + len(pair["document"]), self.longest)
 
     def micro_batches(self, pairs):
         pairs = [(pair["query"], pair["document"]) for pair in pairs]

@@ -125,7 +125,7 @@ def checkpoints():
     return sorted(os.listdir("out/checkpoints"))
 
 
-def test_full_disk_during_a_checkpoint(flags, tmp_path):
+def test_full_disk_during_a_checkpoint(flags, tmp_path, say):
     """A tmpfs with room for one checkpoint and half of the next."""
     jsonl("x.jsonl")
     train(*flags, "--train_data", "x.jsonl", "--max_steps", 2)
@@ -145,6 +145,7 @@ def test_full_disk_during_a_checkpoint(flags, tmp_path):
         subprocess.run(["mount", "-o", "remount,size=100m", "out"], check=True)
         train(*flags, "--train_data", "x.jsonl", "--resume")
         assert checkpoints() == ["step_00000002", "step_00000004"]
+        say("a disk too full for the next checkpoint", 1, "one line; with room, resumed from the one before")
     finally:
         subprocess.run(["umount", "out"], check=True)
 

@@ -571,7 +571,7 @@ def test_foreign_or_broken_folder(evaluate, beir, tmp_path):
         evaluate("--beir", beir)
 
 
-def test_no_pickle_is_loaded(evaluate, beir, tmp_path):
+def test_no_pickle_is_loaded(evaluate, beir, tmp_path, say):
     """Every value and key of the cache is replaced by a pickle that would leave a mark."""
     import pickle
     import sqlite3
@@ -593,6 +593,7 @@ def test_no_pickle_is_loaded(evaluate, beir, tmp_path):
     assert not (tmp_path / "mark").exists()
     pickle.loads(pickle.dumps(Mark()))
     assert (tmp_path / "mark").exists()  # the mark would have been left
+    say("pickles, and paths that lead out of it, in every value of an embedding cache", 2, "one line, none was loaded")
 
 
 def test_cache_info_clear_and_limit(evaluate, beir, tmp_path, capsys, bert):
@@ -610,16 +611,22 @@ def test_cache_info_clear_and_limit(evaluate, beir, tmp_path, capsys, bert):
     assert again["metrics"] == limited["metrics"] and again["texts"]["encoded"] > 0
     assert "--cache_size_limit is reached" in capsys.readouterr().err
     (folder,) = (tmp_path / "cache").iterdir()
-    (folder / "model.json").write_text("[]")
-    with pytest.raises(script.BadInput, match=f"--cache_clear {folder.name}"):
-        evaluate("--beir", beir)
+    about = (folder / "model.json").read_text()
+    for damaged in ("[]", about.replace("32", "33", 1), about.replace("dimensions", "dimension")):
+        (folder / "model.json").write_text(damaged)
+        evaluate("--cache_info")
+        assert "(damaged)" in capsys.readouterr().out
+        with pytest.raises(script.BadInput, match="model.json: damaged"):
+            evaluate("--cache_rebuild", folder.name)
+        assert evaluate("--beir", beir)["metrics"] == limited["metrics"]
+        assert (folder / "model.json").read_text() == about
     evaluate("--cache_clear", folder.name)
     assert not folder.exists()
 
 
 @pytest.mark.skipif(shutil.which("mount") is None or os.geteuid() != 0, reason="needs root to mount a small disk")
 @pytest.mark.parametrize("how", ["full", "read-only"])
-def test_full_or_read_only_disk(evaluate, beir, tmp_path, bert, how):
+def test_full_or_read_only_disk(evaluate, beir, tmp_path, bert, say, how):
     disk = tmp_path / "cache"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "none", disk], capture_output=True).returncode:
@@ -632,6 +639,7 @@ def test_full_or_read_only_disk(evaluate, beir, tmp_path, bert, how):
         if how == "full":  # what was stored serves the next run, with room
             subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
             assert 0 < evaluate("--beir", beir, "--cache_dtype", "float32")["texts"]["encoded"] < 353
+        say("a full or read-only disk under the embedding cache", 1, "one line; what was stored serves the next run")
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
 

@@ -301,7 +301,7 @@ def test_a_file_is_no_folder(evaluate, beir, tmp_path):
 
 @pytest.mark.skipif(shutil.which("mount") is None or os.geteuid() != 0, reason="needs root to mount a small disk")
 @pytest.mark.parametrize("how", ["full", "read-only"])
-def test_full_or_read_only_disk(evaluate, beir, tmp_path, how):
+def test_full_or_read_only_disk(evaluate, beir, tmp_path, say, how):
     disk = tmp_path / "vectors"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=30k", "none", disk], capture_output=True).returncode:
@@ -319,5 +319,6 @@ def test_full_or_read_only_disk(evaluate, beir, tmp_path, how):
             evaluate(*flags)
             assert there and {path: path.stat().st_mtime_ns for path in there} == there
             assert len(pq.read_table(disk)) == 293
+        say("a full or read-only disk under an export", 1, "one line; with room, it goes on behind the whole shards")
     finally:
         subprocess.run(["umount", "-l", disk], check=True)

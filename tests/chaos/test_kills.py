@@ -128,7 +128,7 @@ def test_one_of_two_dies(settings, tmp_path, say, name, rank):
         process.wait()
     launch(script, *flags, "--output_dir", output, "--resume", processes=2)
     assert left(output) == left(tmp_path / "whole")
-    happened = f"the other ended with one line within {max(seconds):.0f} s; resumed bit-identically"
+    happened = f"the other ended with one line within {max(seconds):.1f} s; resumed bit-identically"
     say(f"SIGKILL of process {rank} of two of `{name}.py`, {way}", len(seconds), happened)
 
 
@@ -217,5 +217,5 @@ def test_one_of_two_evaluators_dies(tmp_path, say, beir, bert):
         process.wait()
         launch(EVALUATOR, *evaluator_flags(beir, bert, folder), processes=2)
         assert results(folder / "out") == results(tmp_path / "whole/out")
-    happened = f"the other ended with one line within {max(seconds):.0f} s; the same measures after"
+    happened = f"the other ended with one line within {max(seconds):.1f} s; the same measures after"
     say("SIGKILL of one of two processes of `eval_incremental.py`", len(seconds), happened)
