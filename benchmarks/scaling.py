@@ -1,4 +1,4 @@
-"""What a second process brings: each script on one process of one thread, and on two of one thread each, in turns.
+"""What a second core brings: each script on one process of one thread on one core, and on two on two cores, in turns.
 
     python benchmarks/scaling.py MODEL_FOLDER SOURCE [--columns docstring code] [--steps 5] [--rounds 3]
 
@@ -9,6 +9,7 @@ scaling.json.
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -21,13 +22,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
+def cores(count):
+    """What keeps a command, its threads for reading and tokenizing included, on the first `count` cores."""
+    return functools.partial(os.sched_setaffinity, 0, sorted(os.sched_getaffinity(0))[:count])
+
+
 def launch(script, flags, processes):
-    """Run a script on so many processes of one thread each."""
+    """Run a script on so many processes of one thread each, on as many cores."""
     config = ROOT / "accelerate_configs" / ("cpu.yaml" if processes == 1 else "multi_cpu.yaml")
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", 0,
                "--config_file", config, "--num_processes", processes, ROOT / script, *flags]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(list(map(str, command)), check=True, env=environment, stdout=subprocess.DEVNULL)
+    command = list(map(str, command))
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, preexec_fn=cores(processes))
 
 
 def train(script, flags, processes, folder):
@@ -64,7 +71,8 @@ def bare(model, processes):
     """(texts a second, 0) of so many processes at once that share nothing."""
     command = [sys.executable, __file__, model, "", "--bare"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) for _ in range(processes)]
+    pinned = {"env": environment, "preexec_fn": cores(processes)}
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, **pinned) for _ in range(processes)]
     return sum(float(process.communicate()[0]) for process in both), 0.0
 
 
