@@ -1455,12 +1455,10 @@ def moments_of(optimizer):
 
 # same in train_bi_encoder.py
 def prune_checkpoints(newest, keep):
-    """Remove all checkpoints but `keep`, the last of them `newest`, and what killed runs left half written."""
-    steps = sorted(newest.parent.glob("step_*"))
-    kept = steps[: steps.index(newest) + 1][-keep:]  # what is newer is damaged: a resume passed it over
-    for path in [*steps, *newest.parent.glob(".step_*")]:
-        if path not in kept:
-            shutil.rmtree(path)
+    """Remove the checkpoints up to `newest` but the last `keep`, and what killed runs left half written."""
+    steps = [path for path in sorted(newest.parent.glob("step_*")) if path <= newest]
+    for path in [*steps[:-keep], *newest.parent.glob(".step_*")]:
+        shutil.rmtree(path)
 
 
 # same in train_bi_encoder.py
@@ -1501,6 +1499,9 @@ def newest_checkpoint(folder):
 def load_moments(path, optimizer):
     """Put a checkpoint's AdamW moments in place."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for path in folder.parent.glob("step_*"):
+        if path > folder:  # damaged: a resume passed it over
+            shutil.rmtree(path)
     moments = {}
     for name, tensor in load_file(str(path / "optimizer.safetensors")).items():
         number, key = name.split(".")
@@ -1891,7 +1892,7 @@ def main(args):
         )
     rows = row_batches(sources, weights, args, position, check)
     batches = prefetch(make_pair_batches(rows, bare, budget, args, accelerator))
-    is_terminal = sys.stderr.isatty()  # a log file gets a line of the bar each ten seconds
+    is_terminal = sys.stderr.isatty()  # in a log file the bar is drawn each ten seconds
     bar = tqdm(total=steps, initial=step, disable=not is_main, unit="step", mininterval=0.1 if is_terminal else 10)
     seconds, waited, rows_done, tokens, padded = 0.0, 0.0, 0, 0, 0
     stopping = False
@@ -1954,7 +1955,6 @@ def main(args):
     if stopping and step < steps:
         accelerator.print(f"stopped after step {step:,} of {steps:,}; the same command with --resume goes on")
     elif is_main:
-        prune_checkpoints(output / f"checkpoints/step_{step:08}", args.keep_checkpoints)  # a kill may have left more
         scores = next((line for line in reversed(metrics) if set(line) & set(MEASURES)), {})
         card = cross_encoder_card(args, steps, {name: scores[name] for name in MEASURES if name in scores}, data)
 
@@ -1991,3 +1991,4 @@ if __name__ == "__main__":
         traceback.clear_frames(error.__traceback__)
         reason = str(error).partition("\n")[0]
         sys.exit(f"error: another process of this run is gone ({reason}); start the same command again, with --resume")
+        prune_checkpoints(output / f"checkpoints/step_{step:08}", args.keep_checkpoints)  # a kill may have left more

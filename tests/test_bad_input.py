@@ -606,6 +606,9 @@ def test_what_a_killed_run_left_is_removed(finished):
         shutil.copytree(before[-1], Path("out/checkpoints") / name)
     train(*finished, "--resume")
     assert sorted(Path("out/checkpoints").iterdir()) == before and len(before) == 2
+    (before[-1] / "state.json").rename("state.json")  # damaged, and no step is trained: it may yet be mended
+    train(*finished, "--resume", "--max_steps", 2)
+    assert sorted(Path("out/checkpoints").iterdir()) == before
 
 
 def test_only_damaged_checkpoints_lose_nothing(finished, refusal):
