@@ -127,7 +127,7 @@ class Args:
     cache_size_limit: float = flag(0, "GB of a model's cache at most; the oldest vectors go first (0: no limit)")
     cache_info: bool = flag(False, "list what --cache_dir holds for each model, and end")
     cache_clear: str | None = flag(None, "remove what --cache_dir holds for this model (name or fingerprint), and end")
-    cache_rebuild: str | None = flag(None, "index this model's vectors anew where cache.db is damaged, and end")
+    cache_rebuild: str | None = flag(None, "index a model's vectors anew where cache.db is damaged, alone, and end")
     max_length: int | None = flag(None, "tokens that a text, or a pair, is cut to; default: the model's own")
     prompts: list[str] = flag([], "prefix of queries, then of documents; default: the model's own")
     truncate_dim: int | None = flag(None, "search with the first so many dimensions, for Matryoshka models")
@@ -186,6 +186,8 @@ def parse_args(argv):
             parser.error(f"--{name} {getattr(args, name)}: must be above 0")
     if not 0 <= args.cache_size_limit < math.inf:
         parser.error(f"--cache_size_limit {args.cache_size_limit}: must be 0 or more")
+    if args.cache_clear and args.cache_rebuild:
+        parser.error("--cache_clear, --cache_rebuild: name one of them")
     unjudged = bool(args.query) or args.export_vectors is not None  # wants the corpus only
     for name in args.metrics:
         try:
@@ -259,7 +261,9 @@ SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json":
             ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # of JSON Lines, CSV, TSV and text
 READ_ROWS = 1000  # rows of a record batch, the unit of reading: some 100 kB to 1 MB of text
-MOST_TEXT = 2**30  # characters, or bytes, of so many rows: more is damage, or a small file made to fill the memory
+MOST_LINE = 2**26  # characters of a line; more is damage, or a small file made to fill the memory
+MOST_TEXT = 2**30  # bytes of text in READ_ROWS rows; the same
+TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 
 
 # same in train_bi_encoder.py, train_cross_encoder.py
@@ -334,26 +338,23 @@ def text_batches(file, kind, lines, wanted, label, ids):
     A column of lists of strings is one where the first READ_ROWS records have a list. A whole number is no text,
     unless the columns hold `ids`.
     """
-    held = 0  # characters read since the last batch
 
     def bounded():
-        nonlocal held
-        while line := lines.readline(MOST_TEXT):
-            held += len(line)
-            if held >= MOST_TEXT:
-                raise BadInput(f"{file}: more than {MOST_TEXT:,} characters in {READ_ROWS:,} rows; break its lines")
+        while line := lines.readline(MOST_LINE):
+            if len(line) == MOST_LINE:
+                raise BadInput(f"{file}: a line of more than {MOST_LINE:,} characters; split its text")
             yield line
 
-    records = enumerate(bounded(), start=1)
+    records = ((number, line, len(line)) for number, line in enumerate(bounded(), start=1))
     if kind == "csv":
-        csv.field_size_limit(MOST_TEXT)
+        csv.field_size_limit(MOST_LINE)
         table = csv.DictReader(bounded(), delimiter="\t" if ".tsv" in file.lower() else ",", strict=True)
-        records = ((table.line_num, record) for record in table)
+        records = ((table.line_num, record, sum(map(len, filter(None, record.values())))) for record in table)
     elif kind == "text":
-        records = ((number, {"text": line.rstrip("\r\n")}) for number, line in records)
-    schema, rows = None, []
-    for number, record in chain(records, [(None, None)]):
-        if rows and (record is None or len(rows) == READ_ROWS):
+        records = ((number, {"text": line.rstrip("\r\n")}, size) for number, line, size in records)
+    schema, rows, held = None, [], 0  # held: characters of the rows
+    for number, record, size in chain(records, [(None, None, 0)]):
+        if rows and (record is None or len(rows) == READ_ROWS or held > MOST_LINE):
             if not schema:
                 there = dict.fromkeys(chain.from_iterable(rows)) if wanted else rows[0]  # JSON may leave a null out
                 kinds = {name: pa.string() for name in select_columns(there, wanted, file)}
@@ -365,6 +366,7 @@ def text_batches(file, kind, lines, wanted, label, ids):
             rows, held = [], 0
         if record is None:
             return
+        held += size
         if kind == "json":
             if not record.strip():
                 continue
@@ -388,14 +390,36 @@ def text_batches(file, kind, lines, wanted, label, ids):
 
 
 # same in train_bi_encoder.py, train_cross_encoder.py
-def decoded(column, file, row):
+def rows_at_once(raw, metadata, group, wanted):
+    """Rows of a Parquet row group to read at a time: READ_ROWS, or fewer where a dictionary repeats long texts."""
+    chunks = [metadata.row_group(group).column(number) for number in range(metadata.num_columns)]
+    large = [chunk.path_in_schema for chunk in chunks if chunk.total_uncompressed_size * READ_ROWS > MOST_TEXT]
+    schema, longest = metadata.schema.to_arrow_schema(), 1
+    texts = [n for n, type in zip(schema.names, schema.types) if n in wanted and n in large and type in TEXTS]
+    file = pq.ParquetFile(raw, metadata=metadata, buffer_size=2**20, read_dictionary=texts)
+    for batch in islice(file.iter_batches(1, [group], texts, use_threads=False), 1 if texts else 0):
+        for column in batch.columns:
+            if pa.types.is_dictionary(column.type):
+                longest = max(longest, pc.max(pc.binary_length(column.dictionary)).as_py() or 0)
+    return max(1, min(READ_ROWS, MOST_TEXT // 4 // longest))
+
+
+# same in train_bi_encoder.py, train_cross_encoder.py
+def validated(batch):
+    """A RecordBatch after a look at its offsets, indices and UTF-8: damaged ones would point anywhere."""
+    batch.validate(full=True)
+    return batch
+
+
+# same in train_bi_encoder.py, train_cross_encoder.py
+def decoded(column, file):
     """A column without the dictionary in which it may hold each text once, however often it stands there."""
     if not pa.types.is_dictionary(column.type):
         return column
-    if not pa.types.is_primitive(column.type.value_type):
+    if column.type.value_type in TEXTS:
         size = pc.sum(pc.binary_length(column.dictionary).take(column.indices)).as_py() or 0
-        if size >= MOST_TEXT:
-            raise BadInput(f"{file}: the {len(column):,} rows from {row} on hold {size:,} bytes of text; split them")
+        if size > MOST_TEXT:
+            raise BadInput(f"{file}: {len(column):,} of its rows hold {size:,} bytes of text; split their texts")
     return column.dictionary_decode()
 
 
@@ -411,38 +435,44 @@ def read_batches(file, wanted=(), label=None, start=0, ids=False):
     try:
         with fsspec.open(file, "rb") as raw:
             if kind == "parquet":
-                table = pq.ParquetFile(raw)
+                table = pq.ParquetFile(raw, buffer_size=2**20)
                 wanted = select_columns(table.schema_arrow.names, wanted, file)
-                texts = [n for n in wanted if table.schema_arrow.field(n).type in (pa.string(), pa.large_string())]
-                table = pq.ParquetFile(raw, metadata=table.metadata, buffer_size=2**20, read_dictionary=texts)
                 ends = np.cumsum([0] + [table.metadata.row_group(g).num_rows for g in range(table.num_row_groups)])
                 group = int(np.searchsorted(ends, start, side="right")) - 1  # earlier row groups are not even read
                 row = int(ends[group])
                 # one row group at a time: a reader of many opens them all, and its memory grows with their number
                 readers = (
-                    table.iter_batches(READ_ROWS, [g], wanted, use_threads=False)
+                    table.iter_batches(rows_at_once(raw, table.metadata, g, wanted), [g], wanted, use_threads=False)
                     for g in range(group, table.num_row_groups)
                 )
-                batches = chain.from_iterable(readers)
+                batches = map(validated, chain.from_iterable(readers))
             elif kind == "arrow":
                 is_stream = raw.read(6) != b"ARROW1"  # the format that `datasets` writes; else Arrow's file format
                 raw.seek(0)
                 table = pa.ipc.open_stream(raw) if is_stream else pa.ipc.open_file(raw)
                 wanted = select_columns(table.schema.names, wanted, file)
                 large = table if is_stream else map(table.get_batch, range(table.num_record_batches))
-                batches = (b.slice(i, READ_ROWS).select(wanted) for b in large for i in range(0, len(b), READ_ROWS))
+                large = (validated(batch.select(wanted)) for batch in large)
+                batches = (batch.slice(i, READ_ROWS) for batch in large for i in range(0, len(batch), READ_ROWS))
             else:
                 # pyarrow decompresses: it notices a truncated file, where Python's zstandard just ends
                 stream = pa.input_stream(raw, compression=compression)
                 lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
                 batches = text_batches(file, kind, lines, wanted, label, ids)
+            first, held = row, 0  # bytes of the rows since `first`, some READ_ROWS
             for batch in batches:
-                batch.validate(full=True)  # damaged offsets would point anywhere
+                batch = pa.record_batch([decoded(column, file) for column in batch.columns], batch.schema.names)
+                held += batch.nbytes
+                if held > MOST_TEXT:
+                    raise BadInput(
+                        f"{file}: rows {first} to {row + len(batch)} hold {held:,} bytes; split their texts"
+                    )
                 if row + len(batch) > start:
                     skip = max(start - row, 0)
-                    cells = [decoded(column, file, row) for column in batch.columns]
-                    yield row + skip, pa.record_batch(cells, batch.schema.names).slice(skip)
+                    yield row + skip, batch.slice(skip)
                 row += len(batch)
+                if row - first >= READ_ROWS:
+                    first, held = row, 0
     except (OSError, EOFError, pa.ArrowException, UnicodeError, csv.Error) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise BadInput(f"{file}: cannot be read after row {row} ({reason}); replace the file") from None
@@ -520,9 +550,7 @@ def read_rows(path, offset, schema, first, count):
     try:
         with pa.OSFile(path) as source:
             source.seek(offset)
-            batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), schema).slice(first, count)
-        batch.validate(full=True)  # damaged offsets would point anywhere
-        return batch
+            return validated(pa.ipc.read_record_batch(pa.ipc.read_message(source), schema).slice(first, count))
     except (OSError, EOFError, pa.ArrowException) as error:
         reason = str(error).partition("\n")[0]
         raise BadInput(f"{path}: damaged at byte {offset} ({reason}); replace the file, or remove a copy") from None
@@ -816,7 +844,7 @@ class EmbeddingCache:
     are found by the ends of a run and read a block at a time; the hashes in the block prove each one of them.
     """
 
-    def __init__(self, folder, name, dimensions, dtype, limit):
+    def __init__(self, folder, name, dimensions, dtype, limit, rebuilding=False):
         self.folder, self.dimensions, self.dtype, self.damaged, self.full = Path(folder), dimensions, dtype, 0, False
         self.width = row_bytes(dimensions, dtype)
         self.last = (None, None)  # the block read last: (id, (hashes, rows))
@@ -824,10 +852,12 @@ class EmbeddingCache:
         with self._errors():
             self.folder.mkdir(parents=True, exist_ok=True)
             note = self.folder / "model.json"
-            if next(self.folder.iterdir(), None) and not note.exists():
+            if next(self.folder.iterdir(), None) and not note.exists() and not (self.folder / "cache.db").exists():
                 raise BadInput(f"{folder}: not an embedding cache; name another --cache_dir")
+            if (self.folder / "rebuilding").exists() and not rebuilding:
+                raise BadInput(f"{folder}: its rebuilding was stopped; go on: --cache_rebuild {self.folder.name}")
             known = None
-            with suppress(FileNotFoundError, ValueError, TypeError):
+            with suppress(FileNotFoundError, ValueError, TypeError, RecursionError):
                 known = dict(json.loads(note.read_text()), model=name)
             if known != about:  # new, or damaged: what may lie here is known from the fingerprint, the folder's name
                 part = self.folder.with_suffix(f".{os.getpid()}.part")
@@ -883,12 +913,12 @@ class EmbeddingCache:
         """((n, 2) hashes, (n, bytes) rows) of a block, given its file or path, or None where it is damaged."""
         value = np.fromfile(file, np.uint8)
         n = len(value) // self.width
-        if len(value) % self.width != 8 or xxhash.xxh3_64_digest(value[:-8]) != value[-8:].tobytes():
+        if not n or len(value) % self.width != 8 or xxhash.xxh3_64_digest(value[:-8]) != value[-8:].tobytes():
             return None
         return value[: 16 * n].view(np.uint64).reshape(n, 2), value[16 * n : -8].reshape(n, -1)
 
     def _block(self, block):
-        """The same of a block that was stored, or None where it is gone or damaged."""
+        """((n, 2) hashes, (n, bytes) rows) of the block with this id, or None where it is gone or damaged."""
         if self.last[0] != block:
             content, file = None, self.cache.get(b"block" + block, read=True)
             if isinstance(file, io.BufferedReader):
@@ -965,29 +995,44 @@ def cached_models(cache_dir):
         sizes = {path: path.stat().st_size for path in note.parent.rglob("*") if path.is_file()}
         try:
             about = json.loads(note.read_text())
-            if "model" not in about or about["row_bytes"] != row_bytes(about["dimensions"], about["dtype"]):
+            sound = about["row_bytes"] == row_bytes(about["dimensions"], about["dtype"]) and about["dimensions"] > 0
+            if not sound or "model" not in about:
                 raise ValueError("damaged")
             held = sum(size // about["row_bytes"] for path, size in sizes.items() if path.suffix == ".val")
-        except (ValueError, OSError, TypeError, KeyError):
+        except (ValueError, OSError, TypeError, KeyError, RecursionError):
             about, held = {"model": "(damaged)", "dtype": "?", "dimensions": 0}, 0
         found.append((note.parent, about, held, sum(sizes.values())))
     return found
 
 
 def rebuild_cache(folder, about):
-    """Store a cache's blocks again in a new index, by the hashes that each holds; returns the vectors kept."""
+    """Store a cache's blocks again in a new index, by the hashes that each holds; returns the vectors kept.
+
+    A block goes when its vectors lie in another one. What is damaged stays where it is, and is said.
+    """
     if not about["dimensions"]:
         raise BadInput(f"{folder}/model.json: damaged; evaluating with the model writes it again")
-    blocks, kept = list(folder.rglob("*.val")), 0
+    blocks = [path for path in folder.rglob("*.val") if BytesDisk.NAME.fullmatch(str(path.relative_to(folder)))]
+    blocks.sort(key=lambda path: path.stat().st_mtime)  # --cache_size_limit lets the oldest go first
+    (folder / "rebuilding").touch()  # until it is done, also by another call
     for path in folder.glob("cache.db*"):
         path.unlink()
-    cache = EmbeddingCache(folder, about["model"], about["dimensions"], about["dtype"], 0)
+    cache = EmbeddingCache(folder, about["model"], about["dimensions"], about["dtype"], 0, rebuilding=True)
+    kept = damaged = 0
     for path in tqdm(blocks, "rebuilding", unit=" blocks", delay=2):
-        if content := cache.unwrap(path):
+        try:
+            content = cache.unwrap(path)
+        except OSError:  # a bad sector
+            content = None
+        if content:
             cache.store(*content)
             kept += len(content[0])
-        path.unlink()  # not before its vectors are stored: this may be killed, and done again
+            path.unlink()
+        damaged += not content
     cache.cache.close()
+    (folder / "rebuilding").unlink()
+    if damaged:
+        print(f"{folder}: {damaged:,} damaged files of vectors are left there", file=sys.stderr)
     return kept
 
 
@@ -1000,11 +1045,14 @@ def manage_cache(args):
             raise BadInput(f"--cache_dir {args.cache_dir}: holds no model {name}; --cache_info lists them")
         for folder, about, texts, size in chosen:
             what = f"{texts:,} vectors, {size / 1e6:,.1f} MB, of {about['model']} ({folder.name[:12]})"
-            if args.cache_clear:
-                shutil.rmtree(folder)
-                print(f"removed {what}")
-            else:
-                print(f"kept {rebuild_cache(folder, about):,} of {what}")
+            try:
+                if args.cache_clear:
+                    shutil.rmtree(folder)
+                    print(f"removed {what}")
+                else:
+                    print(f"kept {rebuild_cache(folder, about):,} of {what}")
+            except OSError as error:
+                raise BadInput(f"{folder}: {error}; mend that, and call it again") from None
         return
     print(f"{'fingerprint':13} {'dtype':8} {'dims':>5} {'vectors':>12} {'MB':>10}  model ({args.cache_dir})")
     for folder, about, texts, size in models:
@@ -1016,19 +1064,19 @@ def manage_cache(args):
 
 
 # same in train_bi_encoder.py, train_cross_encoder.py
-def safetensors_only(path):
+def weight_options(path):
     """Options that let transformers read no pickle; ValueError where weights lie outside of the model's folder."""
-    for index in Path(path).rglob("*.index.json"):
+    for index in Path(path).rglob("*.safetensors.index.json"):
         for name in json.loads(index.read_text())["weight_map"].values():
-            if name != os.path.basename(name):
-                raise ValueError(f"{index} names a file of another folder, {name}")
+            if os.path.isabs(name) or os.path.normpath(name).startswith(".."):
+                raise ValueError(f"{index} names a file outside of the folder, {name}")
     return {"use_safetensors": True}
 
 
 def load_model(path, args):
     """(SentenceTransformer on the CPU, dimensions to search with, prompt of queries, prompt of documents)."""
     try:
-        model = SentenceTransformer(path, device="cpu", model_kwargs=safetensors_only(path))
+        model = SentenceTransformer(path, device="cpu", model_kwargs=weight_options(path))
     except Exception as error:  # whatever a damaged file makes the libraries raise
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise BadInput(f"--model_name_or_path {path}: {reason}; check the path, or restore the folder") from None
@@ -1057,7 +1105,7 @@ def load_reranker(path, args):
     """The CrossEncoder of a Hub id or folder, on the CPU."""
     try:
         heads = str(AutoConfig.from_pretrained(path).architectures)
-        model = CrossEncoder(path, device="cpu", model_kwargs=safetensors_only(path))
+        model = CrossEncoder(path, device="cpu", model_kwargs=weight_options(path))
     except Exception as error:  # whatever a damaged file makes the libraries raise
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise BadInput(f"--cross_encoder {path}: {reason}; check the path, or restore the folder") from None
@@ -2104,7 +2152,7 @@ def print_hits(run, collection):
 
 def main(args):
     if args.cache_info or args.cache_clear or args.cache_rebuild:
-        return manage_cache(args)
+        return manage_cache(args) if int(os.environ.get("RANK", 0)) == 0 else None  # of accelerate launch
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),  # else several processes on CPUs would not find one another
         # An Arrow copy of a large corpus, or the report, may keep the others waiting for long.

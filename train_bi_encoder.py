@@ -232,7 +232,9 @@ SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json":
             ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # of JSON Lines, CSV, TSV and text
 READ_ROWS = 1000  # rows of a record batch, the unit of reading: some 100 kB to 1 MB of text
-MOST_TEXT = 2**30  # characters, or bytes, of so many rows: more is damage, or a small file made to fill the memory
+MOST_LINE = 2**26  # characters of a line; more is damage, or a small file made to fill the memory
+MOST_TEXT = 2**30  # bytes of text in READ_ROWS rows; the same
+TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 BLOCK = 100  # neighbouring rows of a mapped table that are read together; the shuffle window mixes many blocks
 
 
@@ -320,26 +322,23 @@ def text_batches(file, kind, lines, wanted, label, ids):
     A column of lists of strings is one where the first READ_ROWS records have a list. A whole number is no text,
     unless the columns hold `ids`.
     """
-    held = 0  # characters read since the last batch
 
     def bounded():
-        nonlocal held
-        while line := lines.readline(MOST_TEXT):
-            held += len(line)
-            if held >= MOST_TEXT:
-                raise BadInput(f"{file}: more than {MOST_TEXT:,} characters in {READ_ROWS:,} rows; break its lines")
+        while line := lines.readline(MOST_LINE):
+            if len(line) == MOST_LINE:
+                raise BadInput(f"{file}: a line of more than {MOST_LINE:,} characters; split its text")
             yield line
 
-    records = enumerate(bounded(), start=1)
+    records = ((number, line, len(line)) for number, line in enumerate(bounded(), start=1))
     if kind == "csv":
-        csv.field_size_limit(MOST_TEXT)
+        csv.field_size_limit(MOST_LINE)
         table = csv.DictReader(bounded(), delimiter="\t" if ".tsv" in file.lower() else ",", strict=True)
-        records = ((table.line_num, record) for record in table)
+        records = ((table.line_num, record, sum(map(len, filter(None, record.values())))) for record in table)
     elif kind == "text":
-        records = ((number, {"text": line.rstrip("\r\n")}) for number, line in records)
-    schema, rows = None, []
-    for number, record in chain(records, [(None, None)]):
-        if rows and (record is None or len(rows) == READ_ROWS):
+        records = ((number, {"text": line.rstrip("\r\n")}, size) for number, line, size in records)
+    schema, rows, held = None, [], 0  # held: characters of the rows
+    for number, record, size in chain(records, [(None, None, 0)]):
+        if rows and (record is None or len(rows) == READ_ROWS or held > MOST_LINE):
             if not schema:
                 there = dict.fromkeys(chain.from_iterable(rows)) if wanted else rows[0]  # JSON may leave a null out
                 kinds = {name: pa.string() for name in select_columns(there, wanted, file)}
@@ -351,6 +350,7 @@ def text_batches(file, kind, lines, wanted, label, ids):
             rows, held = [], 0
         if record is None:
             return
+        held += size
         if kind == "json":
             if not record.strip():
                 continue
@@ -374,14 +374,36 @@ def text_batches(file, kind, lines, wanted, label, ids):
 
 
 # same in train_cross_encoder.py, eval_incremental.py
-def decoded(column, file, row):
+def rows_at_once(raw, metadata, group, wanted):
+    """Rows of a Parquet row group to read at a time: READ_ROWS, or fewer where a dictionary repeats long texts."""
+    chunks = [metadata.row_group(group).column(number) for number in range(metadata.num_columns)]
+    large = [chunk.path_in_schema for chunk in chunks if chunk.total_uncompressed_size * READ_ROWS > MOST_TEXT]
+    schema, longest = metadata.schema.to_arrow_schema(), 1
+    texts = [n for n, type in zip(schema.names, schema.types) if n in wanted and n in large and type in TEXTS]
+    file = pq.ParquetFile(raw, metadata=metadata, buffer_size=2**20, read_dictionary=texts)
+    for batch in islice(file.iter_batches(1, [group], texts, use_threads=False), 1 if texts else 0):
+        for column in batch.columns:
+            if pa.types.is_dictionary(column.type):
+                longest = max(longest, pc.max(pc.binary_length(column.dictionary)).as_py() or 0)
+    return max(1, min(READ_ROWS, MOST_TEXT // 4 // longest))
+
+
+# same in train_cross_encoder.py, eval_incremental.py
+def validated(batch):
+    """A RecordBatch after a look at its offsets, indices and UTF-8: damaged ones would point anywhere."""
+    batch.validate(full=True)
+    return batch
+
+
+# same in train_cross_encoder.py, eval_incremental.py
+def decoded(column, file):
     """A column without the dictionary in which it may hold each text once, however often it stands there."""
     if not pa.types.is_dictionary(column.type):
         return column
-    if not pa.types.is_primitive(column.type.value_type):
+    if column.type.value_type in TEXTS:
         size = pc.sum(pc.binary_length(column.dictionary).take(column.indices)).as_py() or 0
-        if size >= MOST_TEXT:
-            raise BadInput(f"{file}: the {len(column):,} rows from {row} on hold {size:,} bytes of text; split them")
+        if size > MOST_TEXT:
+            raise BadInput(f"{file}: {len(column):,} of its rows hold {size:,} bytes of text; split their texts")
     return column.dictionary_decode()
 
 
@@ -397,38 +419,44 @@ def read_batches(file, wanted=(), label=None, start=0, ids=False):
     try:
         with fsspec.open(file, "rb") as raw:
             if kind == "parquet":
-                table = pq.ParquetFile(raw)
+                table = pq.ParquetFile(raw, buffer_size=2**20)
                 wanted = select_columns(table.schema_arrow.names, wanted, file)
-                texts = [n for n in wanted if table.schema_arrow.field(n).type in (pa.string(), pa.large_string())]
-                table = pq.ParquetFile(raw, metadata=table.metadata, buffer_size=2**20, read_dictionary=texts)
                 ends = np.cumsum([0] + [table.metadata.row_group(g).num_rows for g in range(table.num_row_groups)])
                 group = int(np.searchsorted(ends, start, side="right")) - 1  # earlier row groups are not even read
                 row = int(ends[group])
                 # one row group at a time: a reader of many opens them all, and its memory grows with their number
                 readers = (
-                    table.iter_batches(READ_ROWS, [g], wanted, use_threads=False)
+                    table.iter_batches(rows_at_once(raw, table.metadata, g, wanted), [g], wanted, use_threads=False)
                     for g in range(group, table.num_row_groups)
                 )
-                batches = chain.from_iterable(readers)
+                batches = map(validated, chain.from_iterable(readers))
             elif kind == "arrow":
                 is_stream = raw.read(6) != b"ARROW1"  # the format that `datasets` writes; else Arrow's file format
                 raw.seek(0)
                 table = pa.ipc.open_stream(raw) if is_stream else pa.ipc.open_file(raw)
                 wanted = select_columns(table.schema.names, wanted, file)
                 large = table if is_stream else map(table.get_batch, range(table.num_record_batches))
-                batches = (b.slice(i, READ_ROWS).select(wanted) for b in large for i in range(0, len(b), READ_ROWS))
+                large = (validated(batch.select(wanted)) for batch in large)
+                batches = (batch.slice(i, READ_ROWS) for batch in large for i in range(0, len(batch), READ_ROWS))
             else:
                 # pyarrow decompresses: it notices a truncated file, where Python's zstandard just ends
                 stream = pa.input_stream(raw, compression=compression)
                 lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
                 batches = text_batches(file, kind, lines, wanted, label, ids)
+            first, held = row, 0  # bytes of the rows since `first`, some READ_ROWS
             for batch in batches:
-                batch.validate(full=True)  # damaged offsets would point anywhere
+                batch = pa.record_batch([decoded(column, file) for column in batch.columns], batch.schema.names)
+                held += batch.nbytes
+                if held > MOST_TEXT:
+                    raise BadInput(
+                        f"{file}: rows {first} to {row + len(batch)} hold {held:,} bytes; split their texts"
+                    )
                 if row + len(batch) > start:
                     skip = max(start - row, 0)
-                    cells = [decoded(column, file, row) for column in batch.columns]
-                    yield row + skip, pa.record_batch(cells, batch.schema.names).slice(skip)
+                    yield row + skip, batch.slice(skip)
                 row += len(batch)
+                if row - first >= READ_ROWS:
+                    first, held = row, 0
     except (OSError, EOFError, pa.ArrowException, UnicodeError, csv.Error) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise BadInput(f"{file}: cannot be read after row {row} ({reason}); replace the file") from None
@@ -543,9 +571,7 @@ def read_rows(path, offset, schema, first, count):
     try:
         with pa.OSFile(path) as source:
             source.seek(offset)
-            batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), schema).slice(first, count)
-        batch.validate(full=True)  # damaged offsets would point anywhere
-        return batch
+            return validated(pa.ipc.read_record_batch(pa.ipc.read_message(source), schema).slice(first, count))
     except (OSError, EOFError, pa.ArrowException) as error:
         reason = str(error).partition("\n")[0]
         raise BadInput(f"{path}: damaged at byte {offset} ({reason}); replace the file, or remove a copy") from None
@@ -1078,12 +1104,12 @@ def add_lora(model, args, task=None):
 
 
 # same in train_cross_encoder.py, eval_incremental.py
-def safetensors_only(path):
+def weight_options(path):
     """Options that let transformers read no pickle; ValueError where weights lie outside of the model's folder."""
-    for index in Path(path).rglob("*.index.json"):
+    for index in Path(path).rglob("*.safetensors.index.json"):
         for name in json.loads(index.read_text())["weight_map"].values():
-            if name != os.path.basename(name):
-                raise ValueError(f"{index} names a file of another folder, {name}")
+            if os.path.isabs(name) or os.path.normpath(name).startswith(".."):
+                raise ValueError(f"{index} names a file outside of the folder, {name}")
     return {"use_safetensors": True}
 
 
@@ -1097,7 +1123,7 @@ def load_model_from(args, texts, fresh, accelerator):
             save_atomically(path, lambda part: model.save_pretrained(str(part), create_model_card=False))
         accelerator.wait_for_everyone()
     try:
-        options = safetensors_only(path)
+        options = weight_options(path)
         if args.attn_implementation:
             options["attn_implementation"] = args.attn_implementation
         model = SentenceTransformer(path, device="cpu", model_kwargs=options)
@@ -1385,7 +1411,7 @@ def prune_checkpoints(newest, keep):
 
 # same in train_cross_encoder.py
 def save_checkpoint(folder, model, moments, state, keep):
-    """Write `folder` (weights, moments, state as JSON, checksums), then remove all but the newest `keep`."""
+    """Write `folder` (weights, moments, state as JSON, checksums), then remove all others but the newest `keep`."""
 
     def write(part):
         save_model(model, str(part / "model.safetensors"))
@@ -1395,6 +1421,9 @@ def save_checkpoint(folder, model, moments, state, keep):
         (part / "SHA256SUMS").write_text("".join(sums))
 
     save_atomically(folder, write)
+    for path in folder.parent.glob("step_*"):
+        if path > folder:  # damaged: a resume passed it over
+            shutil.rmtree(path)
     prune_checkpoints(folder, keep)
 
 
@@ -1421,9 +1450,6 @@ def newest_checkpoint(folder):
 def load_moments(path, optimizer):
     """Put a checkpoint's AdamW moments in place."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for path in folder.parent.glob("step_*"):
-        if path > folder:  # damaged: a resume passed it over
-            shutil.rmtree(path)
     moments = {}
     for name, tensor in load_file(str(path / "optimizer.safetensors")).items():
         number, key = name.split(".")
@@ -1878,6 +1904,7 @@ def main(args):
             (part / "README.md").write_text(card)
 
         save_atomically(output / "model", write)
+        prune_checkpoints(output / f"checkpoints/step_{step:08}", args.keep_checkpoints)  # a kill may have left more
         draw(metrics, output / "training.png")
         skipped = position["skipped"] + held_skipped
         print(f"{skipped:,} bad rows skipped; " * (skipped > 0) + f"the model is in {output / 'model'}")
@@ -1903,4 +1930,3 @@ if __name__ == "__main__":
         traceback.clear_frames(error.__traceback__)
         reason = str(error).partition("\n")[0]
         sys.exit(f"error: another process of this run is gone ({reason}); start the same command again, with --resume")
-        prune_checkpoints(output / f"checkpoints/step_{step:08}", args.keep_checkpoints)  # a kill may have left more

@@ -567,6 +567,7 @@ def test_foreign_or_broken_folder(evaluate, beir, tmp_path):
     database.write_bytes(whole)
     assert evaluate("--beir", beir)["metrics"] == first["metrics"]
     (folder / "model.json").unlink()
+    database.unlink()
     with pytest.raises(script.BadInput, match="not an embedding cache"):
         evaluate("--beir", beir)
 
@@ -669,11 +670,19 @@ def test_a_damaged_index_is_made_again(evaluate, beir, tmp_path, capsys, how):
     again = evaluate("--beir", beir)
     assert again["texts"]["encoded"] == 0 and again["metrics"] == whole["metrics"]
     index.write_bytes(b"")
+    (folder / "rebuilding").touch()  # and killed
+    with pytest.raises(script.BadInput, match=f"--cache_rebuild {folder.name}"):
+        evaluate("--beir", beir)
     block = max(folder.rglob("*.val"), key=lambda path: path.stat().st_size)
-    block.write_bytes(block.read_bytes()[:-1])
+    block.write_bytes(damaged := block.read_bytes()[:-1])
+    (folder / "other.val").write_bytes(b"")
     evaluate("--cache_rebuild", folder.name)
+    assert block.read_bytes() == damaged and (folder / "other.val").exists()  # nothing is removed but what was stored
+    assert "1 damaged files of vectors are left there" in capsys.readouterr().err
     again = evaluate("--beir", beir)
     assert 0 < again["texts"]["encoded"] < 353 and again["metrics"] == whole["metrics"]
+    (folder / "model.json").unlink()
+    assert evaluate("--beir", beir)["texts"]["encoded"] == 0
 
 
 def test_copied_alone_and_help(tmp_path, beir, bert):
