@@ -463,7 +463,7 @@ def read_batches(file, wanted=(), label=None, start=0, ids=False):
             for batch in batches:
                 batch = pa.record_batch([decoded(column, file) for column in batch.columns], batch.schema.names)
                 held += batch.nbytes
-                if held > MOST_TEXT:
+                if held > MOST_TEXT and row > first:  # one batch is what the file holds, columns nobody wants among it
                     raise BadInput(
                         f"{file}: rows {first} to {row + len(batch)} hold {held:,} bytes; split their texts"
                     )

@@ -452,7 +452,7 @@ def read_batches(file, wanted=(), label=None, start=0, ids=False):
             for batch in batches:
                 batch = pa.record_batch([decoded(column, file) for column in batch.columns], batch.schema.names)
                 held += batch.nbytes
-                if held > MOST_TEXT:
+                if held > MOST_TEXT and row > first:  # one batch is what the file holds, columns nobody wants among it
                     raise BadInput(
                         f"{file}: rows {first} to {row + len(batch)} hold {held:,} bytes; split their texts"
                     )
@@ -491,8 +491,8 @@ def checked(row, args):
             value = [float(v) for v in value] if isinstance(value, list) else float(value)
             problem = None if np.isfinite(value).all() else f"the label {label!r} is not finite"
             label = value
-        except (ValueError, TypeError, OverflowError):
-            problem = f"the label {label!r} is not a number"
+        except (ValueError, TypeError, OverflowError, RecursionError):
+            problem = f"the label {str(label)[:40]!r} is not a number"
     if problem and args.on_bad_row == "error":
         raise BadInput(f"{file}, row {number}: {problem}; mend the row or pass --on_bad_row skip")
     return None if problem else (texts, label, file, number)

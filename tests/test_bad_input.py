@@ -599,6 +599,21 @@ def test_resumed_past_a_damaged_checkpoint_it_reaches_the_same_weights(finished)
     assert script.newest_checkpoint("out/checkpoints")[1]["step"] == 4
 
 
+def test_columns_nobody_wants_may_be_large(tmp_path, monkeypatch):
+    """As images are: the limit is of texts that are kept, not of what one look at the columns costs."""
+    monkeypatch.setattr(script, "MOST_TEXT", 2**15)
+    rows = [{"a": "x", "b": "y", "image": {"bytes": os.urandom(1000)}} for _ in range(100)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+    assert next(script.read_batches(str(tmp_path / "x.parquet")))[1].schema.names == ["a", "b", "image"]
+    assert sum(len(batch) for _, batch in script.read_batches(str(tmp_path / "x.parquet"), ["a", "b"])) == 100
+
+
+def test_a_label_of_brackets_without_end():
+    args = script.parse_args(["--train_data", "x", "--columns", "a", "b", "--label_column", "label"])
+    with pytest.raises(script.BadInput, match=r"^f, row 7: the label '\[{40}' is not a number; [^\n]{,80}$"):
+        script.checked((["x", "y"], "[" * 100_000, "f", 7), args)
+
+
 def test_what_a_killed_run_left_is_removed(finished):
     """Killed between its last checkpoint and the removal of the oldest, or while it wrote one."""
     before = sorted(Path("out/checkpoints").iterdir())

@@ -112,7 +112,7 @@ def test_a_file_that_is_cut_while_it_is_read(rows, bert, tmp_path, say, name, wa
     say(f"source cut while `{name}.py` reads it, {way}", 1, "one line; restored and resumed to the bit")
 
 
-def test_bits_of_an_embedding_cache(evaluate, beir, tmp_path, say, capsys):
+def test_bits_of_an_embedding_cache(evaluate, beir, tmp_path, say):
     """Any file, any place: the same measures, what was damaged encoded again, a damaged index made again."""
     whole = evaluate("--beir", beir, output="whole")
     shutil.copytree(tmp_path / "cache", tmp_path / "kept")
