@@ -9,10 +9,10 @@ A row is an anchor, its positive, and as many hard negatives as there are furthe
 
     {"question": "read a gzip file", "code": "def read(path): ...", "wrong": "def write(path): ..."}
 
-The batch is the rows of one optimizer step over all processes, and it alone determines the gradient. Its texts are
-distributed over the processes, cut into micro-batches of at most --micro_batch_tokens, encoded longest first and
-gathered; the loss is that of the whole batch. The number of processes, --micro_batch_tokens and --grad_cache change
-time and memory, not the gradient (without dropout: its random masks depend on how texts are grouped).
+The batch, over all processes, alone determines the gradient. Its texts are dealt to the processes, cut into
+micro-batches of at most --micro_batch_tokens, encoded longest first and gathered; the loss is that of the whole batch.
+Processes, --micro_batch_tokens and --grad_cache change time and memory, not the gradient (without dropout: its random
+masks depend on how texts are grouped).
 
 Output: model/ (loads in sentence-transformers), checkpoints/, metrics.jsonl, args.yaml and training.png.
 Left out on purpose: uploads to the Hub, asymmetric models (Router), images, DeepSpeed, models from scratch.
@@ -29,12 +29,10 @@ import signal
 import sys
 import time
 import traceback
-from argparse import HelpFormatter
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -50,8 +48,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 import yaml
-from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import DistributedType
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import DistributedType, gather_object
 from filelock import FileLock
 from matplotlib.figure import Figure
 from safetensors.torch import load_file, save_file
@@ -67,9 +65,7 @@ from tqdm.auto import tqdm
 
 # Shapes: B rows of a batch, C text columns, D embedding dimensions, N = C * B texts of a batch, column after column.
 
-# ---------------------------------------- errors and flags (same in train_cross_encoder.py)
-
-DEMO = "data/python_code"  # where prepare_corpus.py writes the demo corpus and its untrained models
+# ---- errors and options (same in train_cross_encoder.py)
 
 
 class UserError(ValueError):
@@ -88,57 +84,19 @@ def user_errors(name):
         reason = "contains no row" if isinstance(cause, StopIteration) else str(cause).strip() or repr(cause)
         reason = reason.splitlines()[0][:500]
         if "cast" in reason.lower():  # `datasets` takes the type of a column from its first rows
-            reason += "; rows of irregular types can be rewritten by prepare_corpus.py"
+            reason += "; prepare_corpus.py can rewrite rows of irregular types"
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
 
 
 def flag(default, help):
-    """Return a dataclass field: the default of a command-line option and the line that --help prints."""
-    if isinstance(default, list):
-        return field(
-            default_factory=default.copy, metadata={"help": help + f" (default: {' '.join(default)})" * bool(default)}
-        )
-    return field(default=default, metadata={"help": help + f" (default: {default})" * bool(default)})
+    """Return the dataclass field of a command-line option."""
+    kind = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return field(**kind, metadata={"help": help})
 
 
-def parse_flags(argv):
-    """Return (parser, Args) from flags, or from a YAML or JSON file and flags that override it; check the values."""
-    about = __doc__.splitlines()[0]
-    parser = transformers.HfArgumentParser(Args, description=about, formatter_class=HelpFormatter, allow_abbrev=False)
-    for action in parser._actions:  # --help prints each flag once, without its alias with dashes
-        action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
-    flags = Counter(word.partition("=")[0] for word in argv if word.startswith("--"))
-    if repeated := [name for name, times in flags.items() if times > 1]:
-        parser.error(f"{' '.join(repeated)}: given twice; list all values after one flag")
-    if argv and argv[0].endswith((".yaml", ".yml", ".json")):
-        words = []
-        with user_errors(f"{argv[0]}: not a file of flags"):
-            for name, value in dict(yaml.safe_load(Path(argv[0]).read_text())).items():
-                items = [json.dumps(value) if isinstance(value, dict) else value]
-                words += [] if value in (None, []) else [f"--{name}", *(value if isinstance(value, list) else items)]
-        argv = [*map(str, words), *argv[1:]]
-    (args,) = parser.parse_args_into_dataclasses(argv)
-    with user_errors("--loss_kwargs: not a JSON object"):
-        args.loss_kwargs = dict(json.loads(args.loss_kwargs))
-    for name, value in asdict(args).items():
-        low = -1 if name == "num_negatives" else 1e-12 if name in ABOVE_ZERO.split() else 0
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, int | float) and not low <= number < math.inf:
-                parser.error(f"--{name} {number}: must be {'above 0' if low else '0 or more'}, and finite")
-    if not args.train_data:
-        args.train_data = [f"{DEMO}/train/{name}-*.parquet" for name in ("stdlib", "packages")]
-        args.eval_data = args.eval_data or [f"{DEMO}/heldout/*.parquet"]
-        if not Path(DEMO).is_dir():
-            parser.error(f"--train_data: not given, and no demo corpus in {DEMO}: run python prepare_corpus.py")
-    if len(args.mixing_weights) not in (0, len(args.train_data)):
-        parser.error(f"--mixing_weights: {len(args.train_data)} sources require as many numbers")
-    if args.streaming and not (args.max_steps or args.rows_per_epoch):
-        parser.error("--streaming requires --max_steps or --rows_per_epoch: the length of a stream is unknown")
-    return parser, args
+# ---- options
 
-
-# ---------------------------------------- options
-
+DEMO = "data/python_code"  # where prepare_corpus.py writes the demo corpus and its untrained models
 TEACHER_LOSSES = ("margin_mse", "kl")
 ABOVE_ZERO = """batch_size micro_batch_tokens gradient_accumulation_steps length_window max_length save_total_limit
 logging_steps num_train_epochs learning_rate mixing_weights matryoshka_dims"""
@@ -147,43 +105,37 @@ logging_steps num_train_epochs learning_rate mixing_weights matryoshka_dims"""
 @dataclass
 class Args:
     # data
-    train_data: list[str] = flag([], f"paths, globs, folders, URLs, Hub ids, ID:config:split; default: {DEMO}")
-    eval_data: list[str] = flag([], "sources of the held-out rows; default: the first rows of --train_data")
-    eval_rows: int | None = flag(None, "rows held out to evaluate on; default: 1,000, and at most a tenth")
+    train_data: list[str] = flag([], "paths, globs, folders, URLs, Hub ids, ID:config:split; none: the demo corpus")
+    eval_data: list[str] = flag([], "sources of held-out rows; none: the first rows of --train_data")
+    eval_rows: int | None = flag(None, "rows held out to evaluate on; None: 1,000, and at most a tenth")
     streaming: bool = flag(False, "read the sources front to back instead of at random from a memory-mapped table")
-    columns: list[str] = flag([], "text columns: anchor, positive, negatives...; default: all but the label")
+    columns: list[str] = flag([], "text columns: anchor, positive, negatives...; none: all but the label")
     num_negatives: int = flag(-1, "negative columns to use; -1: all")
     corpus: list[str] = flag([], "sources of the documents by id; the columns then hold ids, not texts")
     queries: list[str] = flag([], "sources of the queries by id, for the first column")
     corpus_columns: list[str] = flag(["_id", "title", "text"], "id column of --corpus, then text columns, joined")
     query_columns: list[str] = flag(["_id", "text"], "id column of --queries, then text columns, joined")
     label_column: str | None = flag(None, "column with a score or a list of scores, for losses that need one")
-    mixing_weights: list[float] = flag([], "share of each source; default: its rows (streams: equal shares)")
+    mixing_weights: list[float] = flag([], "share of each source; none: its rows (streams: equal shares)")
     mix_by: Literal["row", "batch"] = flag("row", "mix sources within a batch, or take each batch from one source")
-    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = flag(
-        "all_exhausted", "end an epoch with the first, or the last, of the mixed sources"
-    )
-    shuffle_buffer: int = flag(
-        10_000, "rows of a window, which is shuffled as a whole; 0: keep the order of the files"
-    )
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = flag("all_exhausted", "end of a mixed epoch")
+    shuffle_buffer: int = flag(10_000, "rows of a window, shuffled as a whole; 0: keep the order of the files")
     length_window: int = flag(1, "batches sorted by text length before they are cut; 1: batches stay random")
     on_bad_row: Literal["error", "skip"] = flag("error", "stop at an empty text or a bad label, or skip and count it")
     # model
     model_name_or_path: str = flag(f"{DEMO}/bi_encoder", "Hub id or folder")
-    max_length: int | None = flag(None, "tokens a text is truncated to; default: the model's own")
+    max_length: int | None = flag(None, "tokens a text is truncated to; None: the model's own")
     pooling: Literal["mean", "cls", "max", "lasttoken"] | None = flag(None, "replace the model's pooling")
-    dropout: float | None = flag(None, "dropout probability of the transformer; default: the model's own")
+    dropout: float | None = flag(None, "dropout probability of the transformer; None: the model's own")
     lora_rank: int = flag(0, "train LoRA adapters of this rank instead of the layers themselves; 0: train all")
-    attn_implementation: str | None = flag(None, "of transformers: sdpa, flash_attention_2, ...; default: its own")
+    attn_implementation: str | None = flag(None, "of transformers: sdpa, flash_attention_2, ...; None: its own")
     prompts: list[str] = flag([], "prefix of each column in turn; the last one serves the remaining columns")
     # step
     batch_size: int = flag(64, "rows of a batch, over all processes")
-    micro_batch_tokens: int | None = flag(None, "tokens of a forward pass; default: 2,048 on a CPU, else 16,384")
+    micro_batch_tokens: int | None = flag(None, "tokens of a forward pass; None: 2,048 on a CPU, else 16,384")
     gradient_accumulation_steps: int = flag(1, "batches an optimizer step, each with its own in-batch negatives")
     grad_cache: bool = flag(False, "run each forward pass twice, to hold the activations of one micro-batch only")
-    loss: str = flag(
-        "infonce", "infonce; margin_mse or kl, to a teacher's scores; or a class of sentence-transformers"
-    )
+    loss: str = flag("infonce", "infonce; margin_mse or kl, to teacher scores; or a class of sentence-transformers")
     loss_kwargs: str = flag("{}", 'JSON of its arguments; margin_mse, kl: {"infonce": 1} adds infonce at that weight')
     matryoshka_dims: list[int] = flag([], "sum the loss over the first so many dimensions of each embedding")
     # schedule
@@ -208,14 +160,41 @@ class Args:
 
 
 def parse_args(argv):
-    """Return Args; exit with a message on a usage error."""
-    parser, args = parse_flags(argv)
+    """Return Args from flags, or from a YAML or JSON file and flags that override it; exit on a wrong value."""
+    parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], allow_abbrev=False)
+    flags = Counter(word.partition("=")[0] for word in argv if word.startswith("--"))
+    if repeated := [name for name, times in flags.items() if times > 1]:
+        parser.error(f"{' '.join(repeated)}: given twice; list all values after one flag")
+    if argv and argv[0].endswith((".yaml", ".yml", ".json")):
+        words = []
+        with user_errors(f"{argv[0]}: not a file of flags"):
+            for name, value in dict(yaml.safe_load(Path(argv[0]).read_text())).items():
+                values = value if isinstance(value, list) else [json.dumps(value) if name == "loss_kwargs" else value]
+                words += [f"--{name}", *map(str, values)] if values not in ([], [None]) else []
+        argv = words + argv[1:]
+    (args,) = parser.parse_args_into_dataclasses(argv)
+    with user_errors("--loss_kwargs: not a JSON object"):
+        args.loss_kwargs = dict(json.loads(args.loss_kwargs))
+    for name, value in asdict(args).items():
+        low = -1 if name == "num_negatives" else 1e-12 if name in ABOVE_ZERO.split() else 0
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int | float) and not low <= number < math.inf:
+                parser.error(f"--{name} {number}: must be finite, and at least {low}")
+    if not args.train_data:
+        args.train_data = [f"{DEMO}/train/stdlib-*.parquet", f"{DEMO}/train/packages-*.parquet"]
+        args.eval_data = args.eval_data or [f"{DEMO}/heldout/*.parquet"]
+        if not Path(DEMO).is_dir():
+            parser.error(f"--train_data: not given, and no demo corpus in {DEMO}: run python prepare_corpus.py")
+    if len(args.mixing_weights) not in (0, len(args.train_data)):
+        parser.error(f"--mixing_weights: {len(args.train_data)} sources require as many numbers")
+    if args.streaming and not (args.max_steps or args.rows_per_epoch):
+        parser.error("--streaming requires --max_steps or --rows_per_epoch: the length of a stream is unknown")
     if args.loss in TEACHER_LOSSES and not args.label_column:
         parser.error(f"--loss {args.loss} requires teacher scores: set --label_column")
     return args
 
 
-# ---------------------------------------- data (same in train_cross_encoder.py)
+# ---- data (same in train_cross_encoder.py)
 
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".ndjson": "json",
            ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
@@ -223,14 +202,13 @@ BLOCK = 100  # neighbouring rows of a mapped table that are read together; a shu
 
 
 def file_suffix(file):
-    """Return the key of FORMATS that a file name ends in, below .gz or .zst; "" if there is none."""
-    stem, suffix = os.path.splitext(file.lower())
-    suffix = os.path.splitext(stem)[1] if suffix in (".gz", ".zst") else suffix
-    return suffix if suffix in FORMATS else ""
+    """Return the key of FORMATS that a file name ends in, before .gz or .zst; None if there is none."""
+    suffix = Path(file.lower().removesuffix(".gz").removesuffix(".zst")).suffix
+    return suffix if suffix in FORMATS else None
 
 
 def list_files(source):
-    """Return the files of a source (path, glob, folder, URL, Hub id, ID:config:split), as `datasets` resolves them."""
+    """Return the files of a path, glob, folder, URL, Hub id or ID:config:split, as `datasets` resolves them."""
     path, config, split = os.path.expanduser(source), None, "train"
     if os.path.exists(os.path.join(path, "state.json")):  # of Dataset.save_to_disk
         return sorted(map(str, Path(path).glob("*.arrow")))
@@ -243,54 +221,49 @@ def list_files(source):
     if split not in files:
         raise UserError(f"{source}: no split {split!r}; the splits are: {', '.join(files)}")
     if not file_suffix(files[split][0]):
-        raise UserError(f"{files[split][0]}: unknown suffix; supported: {' '.join(FORMATS)}, also with .gz or .zst")
+        raise UserError(f"{files[split][0]}: not one of {' '.join(FORMATS)}, with or without .gz or .zst")
     return list(files[split])
 
 
-def open_files(files, columns=None, streaming=True):
-    """Return a Dataset or IterableDataset of `columns` (None: all) that hands out pyarrow Tables."""
+def open_files(files, streaming=True):
+    """Return a Dataset or IterableDataset that hands out pyarrow Tables."""
     suffix = file_suffix(files[0])
     kind, options = FORMATS[suffix], {"split": "train"} | ({"sep": "\t"} if suffix == ".tsv" else {})
+    if kind == "arrow" and not streaming:
+        with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped where it is, everything else a copy
+            parts = [datasets.Dataset.from_file(file) for file in files]
+            return datasets.concatenate_datasets(parts).with_format("arrow")
     if kind in ("json", "csv"):  # a column of nulls at first would be typed null, and its first text fail
         first = datasets.load_dataset(kind, data_files=files[:1], streaming=True, **options).with_format("arrow")
         schema = next(first.iter(1)).schema
         if pa.null() in schema.types:
-            types = [pa.string() if pa.types.is_null(kind) else kind for kind in schema.types]
-            options["features"] = datasets.Features.from_arrow_schema(pa.schema(zip(schema.names, types)))
-    opened = None
-    if kind == "arrow" and not streaming:
-        with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped where it is, everything else a copy
-            opened = datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in files])
-    if opened is None:
-        if not streaming:  # the record batches of a mapped table are kept in a list: make them few
-            options["writer_batch_size"] = 20_000
-        opened = datasets.load_dataset(kind, data_files=files, streaming=streaming, **options)
-    return (opened.select_columns(columns) if columns else opened).with_format("arrow")
+            fields = [field.with_type(pa.string()) if pa.types.is_null(field.type) else field for field in schema]
+            options["features"] = datasets.Features.from_arrow_schema(pa.schema(fields))
+    if not streaming:  # the record batches of a mapped table are kept in a list: make them few
+        options["writer_batch_size"] = 20_000
+    return datasets.load_dataset(kind, data_files=files, streaming=streaming, **options).with_format("arrow")
 
 
 class Source:
-    """The rows of one source in the order of training: windows of rows, each shuffled whole, epoch after epoch.
-
-    The order is a pure function of (files, seed, number of the source). `state` (JSON) is the position after the last
-    row taken. `clean` turns a Table as read into (Table of the valid rows, number of the others)."""
+    """The rows of a source, epoch after epoch, in windows that are shuffled whole: a pure function of files, seed and
+    number. `state` (JSON) is the position after the last row taken. clean(table, source) is that of open_data."""
 
     def __init__(self, name, number, clean, args):
         self.name, self.number, self.args, self.clean = name, number, args, partial(clean, source=name)
-        self.columns = list(dict.fromkeys(args.columns + [args.label_column] * bool(args.label_column)))
-        self.window, self.held_out = args.shuffle_buffer or 1000, 0
-        self.files = list_files(name)
+        self.columns = list(dict.fromkeys(filter(None, [*args.columns, args.label_column])))
+        self.window, self.held_out, self.files = args.shuffle_buffer or 1000, 0, list_files(name)
         self.seek(None)
 
     def seek(self, state):
         """Continue after `state`, or from the beginning if it is None."""
         self.state = dict(state or {"epoch": 0, "window": 0, "used": 0, "skipped": 0, "stream": None})
-        self.table, self.windows = None, self.read_windows()
+        self.table, self.windows = [], self.read_windows()
 
     def take(self, count):
         """Return a Table of the next `count` valid rows."""
         parts = []
         while count:
-            if self.table is None or self.state["used"] >= len(self.table):
+            if self.state["used"] >= len(self.table):
                 with user_errors(self.name):
                     self.table = next(self.windows)
             parts.append(self.table.slice(self.state["used"], count))
@@ -299,7 +272,7 @@ class Source:
         return pa.concat_tables(parts)
 
     def read_windows(self):
-        """Yield the windows of all epochs, from that of `state` on, and keep `state` in step."""
+        """Yield the windows of all epochs, from that of `state` on, which is kept in step."""
         while True:
             found = self.state["window"] or self.state["used"]
             for table, stream in self.read_epoch():
@@ -325,19 +298,19 @@ class MappedSource(Source):
 
     def __init__(self, name, number, clean, args):
         super().__init__(name, number, clean, args)
-        self.dataset = open_files(self.files, self.columns, streaming=False)
+        self.dataset = open_files(self.files, streaming=False).select_columns(self.columns)
 
     def __len__(self):
         return len(self.dataset) - self.held_out
 
     def hold_out(self, count):
-        """Return the first `count` rows, cleaned, which are then not trained on."""
+        """Return clean() of the first `count` rows, which are then not trained on."""
         self.held_out = min(count, len(self.dataset))
         return self.clean(self.dataset[: self.held_out])
 
     def read_epoch(self):
         block = min(BLOCK, self.window)
-        blocks, count = np.arange(-(-len(self) // block)), self.window // block
+        blocks, count = np.arange(math.ceil(len(self) / block)), self.window // block
         if self.args.shuffle_buffer:
             self.random().shuffle(blocks[: len(self) // block])  # a short last block stays the last
         for first in range(self.state["window"] * count, len(blocks), count):
@@ -346,20 +319,23 @@ class MappedSource(Source):
 
 
 class StreamSource(Source):
-    """Files read front to back, in a new order each epoch. `datasets` resumes a stream exactly if it does not shuffle:
-    the state is that of the stream before the window, and a resume reads the window again."""
+    """Files read front to back, in a new order each epoch. The state is that of the stream before the window, which a
+    resume reads again: `datasets` resumes a stream exactly if it does not shuffle."""
 
     pinned = 0  # files with held-out rows; they stay the first, where skip() skips these rows
 
     def __len__(self):
         return 1  # unknown; streams are mixed in equal shares unless weights are given
 
+    def open(self, files):
+        return open_files(files).select_columns(self.columns)
+
     def hold_out(self, count):
-        """Return the first `count` rows, cleaned, which are then not trained on."""
+        """Return clean() of the first `count` rows, which are then not trained on."""
         table = []
         while len(table) < count and self.pinned < len(self.files):
             self.pinned += 1
-            table = pa.concat_tables(open_files(self.files[: self.pinned], self.columns).take(count).iter(count))
+            table = pa.concat_tables(self.open(self.files[: self.pinned]).take(count).iter(count))
         self.held_out = len(table)
         return self.clean(table.combine_chunks())
 
@@ -367,7 +343,7 @@ class StreamSource(Source):
         files = self.files[self.pinned :]
         if self.args.shuffle_buffer:
             files = [files[i] for i in self.random().permutation(len(files))]
-        stream = open_files(self.files[: self.pinned] + files, self.columns).skip(self.held_out)
+        stream = self.open(self.files[: self.pinned] + files).skip(self.held_out)
         if self.state["stream"]:
             stream.load_state_dict(self.state["stream"])
         before = self.state["stream"] or stream.state_dict()  # which knows of a loaded state from the first row on
@@ -388,49 +364,37 @@ def as_texts(column, name, lookup=None):
 
 
 def as_labels(column):
-    """Return an array of float64, or of lists of float64, and (n,) bool, whether a label is null or not finite.
-
-    A text is parsed as JSON (as in CSV).
-    """
+    """Return (array of float64 or of lists of them, whether each is null or not finite). Texts are parsed as JSON."""
 
     def parse(text):
         with suppress(ValueError, TypeError):
             return np.asarray(json.loads(text), float).tolist()
 
-    if (
-        isinstance(column.type, pa.JsonType)
-        or pa.types.is_string(column.type)
-        or pa.types.is_large_string(column.type)
-    ):
+    if isinstance(column.type, pa.JsonType) or column.type in (pa.string(), pa.large_string()):
         column = pa.chunked_array([[parse(text) for text in column.to_pylist()]])
-    nested = pa.types.is_nested(column.type)
-    labels = column.cast(pa.list_(pa.float64()) if nested else pa.float64()).combine_chunks()
-    finite = pc.is_finite(pc.list_flatten(labels) if nested else labels)
-    bad = ~pc.fill_null(finite, False).to_numpy(zero_copy_only=False)
-    return labels, np.bincount(
-        pc.list_parent_indices(labels).to_numpy()[bad], minlength=len(labels)
-    ) > 0 if nested else bad
+    if not pa.types.is_nested(column.type):
+        labels = column.cast(pa.float64()).combine_chunks()
+        return labels, pc.invert(pc.is_finite(labels))
+    labels = column.cast(pa.list_(pa.float64())).combine_chunks()
+    bad = pc.fill_null(pc.invert(pc.is_finite(pc.list_flatten(labels))), True)
+    return labels, pc.is_in(pa.array(np.arange(len(labels))), pc.list_parent_indices(labels).filter(bad))
 
 
 def drop_bad_rows(table, problems, source, args):
     """Return (Table of the rows without a problem, number of the others); UserError for one unless they are skipped.
     problems: {description: (n,) bool}; null is a problem, too."""
-    problems = {text: pc.fill_null(pa.array(where), True).to_numpy(False) for text, where in problems.items()}
-    bad = np.logical_or.reduce(list(problems.values()))
+    where = np.stack([pc.fill_null(rows, True).to_numpy(False) for rows in problems.values()])  # (problems, n)
+    bad = where.any(0)
     if args.on_bad_row == "error" and bad.any():
-        row = int(np.argmax(bad))
-        text = next(text for text, where in problems.items() if where[row])
-        values = str(table.slice(row, 1).to_pylist()[0])[:200]
-        raise UserError(f"{source}: {text} in the row {values}; fix the row, or pass --on_bad_row skip")
+        row = int(bad.argmax())
+        problem, values = list(problems)[where[:, row].argmax()], str(table.slice(row, 1).to_pylist()[0])[:200]
+        raise UserError(f"{source}: {problem} in the row {values}; fix the row, or pass --on_bad_row skip")
     return table.filter(pa.array(~bad)) if bad.any() else table, int(bad.sum())
 
 
 def draw_sources(drawn, weights, count):
-    """Return a list of the sources of the next `count` rows, and count them in `drawn`: the quota method (Balinski and
-    Young 1975), by which each has its share to within a row at every moment, and the counts are the only state."""
-    if len(weights) == 1:
-        drawn[0] += count
-        return [0] * count
+    """Return the sources of the next `count` rows, and count them in `drawn`, by the quota method (Balinski and Young
+    1975): each has its share to within a row at every moment, and the counts are the only state."""
     choices, total, rows = [], sum(weights), sum(drawn)
     for row in range(rows + 1, rows + count + 1):
         below = [source for source, weight in enumerate(weights) if drawn[source] < weight * row / total]
@@ -441,9 +405,7 @@ def draw_sources(drawn, weights, count):
 
 def row_batches(sources, weights, args, state=None):
     """Yield (Table of the rows of a batch, state after it) for ever: a pure function of sources, seed and batch size.
-
-    The state (JSON) travels with its batch, so that prefetched rows are neither lost nor repeated. `cut` counts the
-    batches of a length window already used."""
+    The state (JSON) travels with its batch: prefetching loses no row. `cut`: batches used of a length window."""
     state = state or {"drawn": [0] * len(sources), "sources": [None] * len(sources), "cut": 0}
     for source, saved in zip(sources, state["sources"]):
         source.seek(saved)
@@ -460,53 +422,50 @@ def row_batches(sources, weights, args, state=None):
             table = table.take(np.argsort(table["length"], kind="stable"))
             np.random.default_rng([args.seed, *state["drawn"]]).shuffle(order)
         after = {"drawn": drawn, "sources": [dict(source.state) for source in sources], "cut": 0}
-        for used in range(state["cut"], args.length_window):
-            last = used + 1 == args.length_window
-            rows = table.slice(order[used] * args.batch_size, args.batch_size)
-            yield rows, after if last else {**state, "cut": used + 1}
+        for cut in range(state["cut"] + 1, args.length_window + 1):
+            rows = table.slice(order[cut - 1] * args.batch_size, args.batch_size)
+            yield rows, {**state, "cut": cut} if cut < args.length_window else after
         state = after
 
 
 class TextLookup:
-    """Texts by id from a memory-mapped table. Its index, (64-bit hash of the id, row) sorted by hash, is a file made
-    once and mapped by every process: 16 bytes a text on disk, none in memory."""
+    """Texts by id from a memory-mapped table. Its index (sorted 64-bit hashes of the ids, and the row of each) is a
+    mapped file, too, made once: 16 bytes a text on disk, none in memory."""
 
     def __init__(self, sources, columns):
-        self.name, files = sources[0], [file for source in sources for file in list_files(source)]
-        self.columns, self.dataset = columns, open_files(files, columns, streaming=False)
-        self.fingerprint = data_fingerprint(files)
-        path = Path(datasets.config.HF_DATASETS_CACHE) / f"evenstep-{self.fingerprint}-{self.columns[0]}.npy"
+        files = [file for source in sources for file in list_files(source)]
+        self.name, self.fingerprint = sources[0], data_fingerprint(files)
+        self.id_column, *self.text_columns = columns
+        self.dataset = open_files(files, streaming=False).select_columns(columns)
+        path = Path(datasets.config.HF_DATASETS_CACHE) / f"evenstep-{self.fingerprint}-{self.id_column}.npy"
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock"):  # one process builds the index, the others wait
             if not path.exists():
-                with open(path.with_suffix(".part"), "wb") as file:
-                    np.save(file, self.build_index())
-                os.replace(file.name, path)
-        self.index = np.load(path, mmap_mode="r")  # (2, rows) uint64
+                np.save(path.with_suffix(".part.npy"), self.build_index())
+                path.with_suffix(".part.npy").rename(path)
+        self.index = np.load(path, mmap_mode="r")
 
     def build_index(self):
-        bar = tqdm(self.dataset.iter(100_000), f"indexing {self.name}", -(-len(self.dataset) // 100_000), delay=2)
-        hashes = np.concatenate([self.hash_ids(table[self.columns[0]]) for table in bar])
+        """Return (2, rows) uint64: sorted hashes, and the row of each."""
+        hashes = np.concatenate([self.hash_ids(table[self.id_column]) for table in self.dataset.iter(100_000)])
         order = np.argsort(hashes, kind="stable").astype(np.uint64)
         hashes = hashes[order]
         for first in np.flatnonzero(hashes[1:] == hashes[:-1]):
-            pair = self.dataset[order[first : first + 2].tolist()][self.columns[0]].to_pylist()
+            pair = self.dataset[order[first : first + 2].tolist()][self.id_column].to_pylist()
             raise UserError(f"ids {pair} are the same, or have the same 64-bit hash: change one")
         return np.stack([hashes, order])
 
     def texts(self, ids):
         """Return the texts of a column of ids, large_string; null for an unknown id."""
-        hashes = self.hash_ids(ids)
-        places = np.minimum(np.searchsorted(self.index[0], hashes), len(self.dataset) - 1)
+        places = np.searchsorted(self.index[0], self.hash_ids(ids)).clip(max=len(self.dataset) - 1)
         table = self.dataset[self.index[1, places].tolist()]
-        columns = [pc.fill_null(as_texts(table[name], name), "") for name in self.columns[1:]]
+        columns = [pc.fill_null(as_texts(table[name], name), "") for name in self.text_columns]
         texts = pc.utf8_trim_whitespace(pc.binary_join_element_wise(*columns, pa.scalar(" ", pa.large_string())))
-        same = pc.equal(table[self.columns[0]].cast(pa.large_string()), ids.cast(pa.large_string()))
+        same = pc.equal(table[self.id_column].cast(pa.large_string()), ids.cast(pa.large_string()))
         return pc.if_else(same, texts, None)
 
     @staticmethod
     def hash_ids(ids):
-        """Return (n,) uint64 of a column of texts or whole numbers."""
         return pd.util.hash_array(ids.cast(pa.string()).to_numpy(), categorize=False)
 
 
@@ -535,55 +494,54 @@ class Data:
 
 def open_data(args, clean):
     """Return the Data of the flags; set args.columns and args.eval_rows where they are not given. clean(table, source,
-    lookups, args) is that of Source; lookups are two, of queries and documents, each a TextLookup or None."""
+    lookups, args) returns (Table of the valid rows, number of the others); lookups: TextLookups of queries and of
+    documents, or None."""
     if not args.columns:
         with user_errors(f"--train_data {args.train_data[0]}"):
-            names = next(open_files(list_files(args.train_data[0])[:1]).iter(1)).schema.names
-        args.columns = [name for name in names if name != args.label_column]
-    args.columns = args.columns[: 2 + args.num_negatives if args.num_negatives >= 0 else None]
+            first = next(open_files(list_files(args.train_data[0])[:1]).iter(1))
+        args.columns = [name for name in first.column_names if name != args.label_column]
+    if args.num_negatives >= 0:
+        args.columns = args.columns[: 2 + args.num_negatives]
     if len(args.columns) < 2:
         raise UserError(f"--columns: two or more are required, found {args.columns}; SimCSE repeats one")
-    lookups, opened, kind = [], [], StreamSource if args.streaming else MappedSource
+    lookups, sources, eval_sources = [], [], []
     for tables, columns in ((args.queries, args.query_columns), (args.corpus, args.corpus_columns)):
         with user_errors(" ".join(tables)):
             lookups.append(TextLookup(tables, columns) if tables else None)
-    clean = partial(clean, lookups=lookups, args=args)
-    for name, given in (("train_data", args.train_data), ("eval_data", args.eval_data)):
-        opened.append([])
-        for number, source in enumerate(given):
-            with user_errors(f"--{name} {source}"):
-                opened[-1].append(kind(source, number, clean, args))
-    sources, held_out_of = opened[0], opened[1] or opened[0]
+    clean, kind = partial(clean, lookups=lookups, args=args), StreamSource if args.streaming else MappedSource
+    for opened, use, names in ((sources, "train", args.train_data), (eval_sources, "eval", args.eval_data)):
+        for number, name in enumerate(names):
+            with user_errors(f"--{use}_data {name}"):
+                opened.append(kind(name, number, clean, args))
     description = [[source.name, len(source), data_fingerprint(source.files)] for source in sources]
     description += [[lookup.name, len(lookup.dataset), lookup.fingerprint] for lookup in lookups if lookup]
     if args.eval_rows is None:
         bounded = not args.streaming and not args.eval_data
         args.eval_rows = min(EVAL_ROWS, sum(map(len, sources)) // 10) if bounded else EVAL_ROWS
-    tables, skipped, drawn = [], 0, [0] * len(held_out_of)
-    draw_sources(drawn, (not args.eval_data and args.mixing_weights) or list(map(len, held_out_of)), args.eval_rows)
-    for source, count in zip(held_out_of, drawn):
-        if count:
-            with user_errors(source.name):
-                table, bad = source.hold_out(count)
-            tables, skipped = [*tables, table], skipped + bad
-    eval_rows = pa.concat_tables(tables).combine_chunks() if tables else None
+    weights = args.mixing_weights or list(map(len, sources))
+    held_out, drawn = [], [0] * len(eval_sources or sources)
+    draw_sources(drawn, list(map(len, eval_sources)) or weights, args.eval_rows)
+    for source, count in zip(eval_sources or sources, drawn):
+        with user_errors(source.name):
+            held_out += [source.hold_out(count)] if count else []
     for source in sources:
         if not len(source):
             raise UserError(f"{source.name}: no row is left to train on beside --eval_rows {args.eval_rows}")
+    eval_rows = pa.concat_tables(table for table, _ in held_out).combine_chunks() if held_out else None
     weights = args.mixing_weights or list(map(len, sources))
     ends = [len(source) * sum(weights) / weight for source, weight in zip(sources, weights)]  # rows that exhaust each
     epoch_rows = args.rows_per_epoch or (min if args.stopping_strategy == "first_exhausted" else max)(ends)
-    return Data(sources, weights, epoch_rows, eval_rows, skipped, description)
+    return Data(sources, weights, epoch_rows, eval_rows, sum(bad for _, bad in held_out), description)
 
 
-# ---------------------------------------- micro-batches (same in train_cross_encoder.py)
+# ---- micro-batches (same in train_cross_encoder.py)
 
 
 def cut_micro_batches(lengths, max_tokens):
     """Return index lists, longest text first, each of at most `max_tokens` with padding; a longer text stands alone.
 
-    Of all such cuts of the sorted texts that with the fewest padded tokens, where a forward pass is taken to cost 32
-    tokens of its own at 2,048 max_tokens (on CPUs 12 to 35 were measured) and 1,024 at 16,384 (launched to a GPU)."""
+    Of all such cuts that with the fewest padded tokens, where a forward pass counts as 32 tokens at 2,048 max_tokens
+    (12 to 35 measured on CPUs), and as 1,024 at 16,384 (GPUs)."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     sizes = np.array([max(lengths[i], 1) for i in order])
     cost_of_a_pass = 32 * (max_tokens / 2048) ** (5 / 3)
@@ -603,7 +561,7 @@ def cut_micro_batches(lengths, max_tokens):
 
 @dataclass
 class LocalBatch:
-    """What one process encodes of N texts (or pairs), and where those of all processes are once gathered."""
+    """What one process encodes of N texts or pairs, and where those of all processes are once gathered."""
 
     local_indices: torch.Tensor  # (n,) indices of this process' texts
     max_local_size: int  # texts of the largest part; the others are padded to it to be gathered
@@ -614,10 +572,8 @@ class LocalBatch:
 
 
 def make_local_batch(lengths, make_micro_batches, accelerator):
-    """Return this process' LocalBatch of N texts of so many characters, (N,), the same on every process.
-
-    They are dealt longest first in snake order (0 1 1 0 0 1 ...): even in count and in length. make_micro_batches(
-    indices) returns (micro-batches, tokens, tokens with padding) of the texts at `indices`."""
+    """Return this process' LocalBatch of N texts of `lengths` (N,), dealt longest first in snake order
+    (0 1 1 0 0 1 ...): even in count and in length. make_micro_batches(indices) is that function for some texts."""
     processes, order = accelerator.num_processes, np.argsort(-lengths, kind="stable")
     turn, owner = np.divmod(np.arange(len(order)), processes)
     owner = np.where(turn % 2 == 0, owner, processes - 1 - owner)
@@ -628,10 +584,10 @@ def make_local_batch(lengths, make_micro_batches, accelerator):
 
 
 def pad_micro_batches(encodings, model, max_tokens, device):
-    """Return (micro-batches, tokens, tokens with padding) of tokenized texts or pairs; a micro-batch is (features:
-    {name: (n, width)}, indices in `encodings`)."""
-    tokenizer, flat = model.tokenizer, {}
-    lengths = np.fromiter((len(encoding) for encoding in encodings), np.int64, len(encodings))
+    """Return (micro-batches, tokens, tokens with padding) of tokenized texts or pairs; a micro-batch is (features,
+    indices in `encodings`)."""
+    tokenizer, flat, micro_batches = model.tokenizer, {}, []
+    lengths = np.array([len(encoding) for encoding in encodings], np.int64)
     starts, widths, total = torch.from_numpy(np.cumsum(lengths) - lengths), lengths, int(lengths.sum())
     if device.type != "cpu":  # fast kernels require multiples of 8
         widths = np.maximum(lengths, np.minimum(-(-lengths // 8) * 8, model.max_seq_length))
@@ -639,7 +595,6 @@ def pad_micro_batches(encodings, model, max_tokens, device):
     for name in fills.keys() & set(tokenizer.model_input_names):  # (total,), text after text
         tokens = chain.from_iterable(getattr(encoding, fills[name][0]) for encoding in encodings)
         flat[name] = torch.from_numpy(np.fromiter(tokens, np.int64, total))
-    micro_batches, padded = [], 0
     for cut in cut_micro_batches(widths.tolist(), max_tokens):
         columns = torch.arange(int(widths[cut[0]]))
         mask = columns < torch.from_numpy(lengths[cut])[:, None]  # (n, width)
@@ -649,8 +604,7 @@ def pad_micro_batches(encodings, model, max_tokens, device):
         if device.type == "cuda":
             features = {name: tensor.pin_memory() for name, tensor in features.items()}
         micro_batches.append((features, cut))
-        padded += mask.numel()
-    return micro_batches, total, padded
+    return micro_batches, total, sum(features["attention_mask"].numel() for features, _ in micro_batches)
 
 
 def prefetch(iterator, depth=2):
@@ -665,9 +619,9 @@ def prefetch(iterator, depth=2):
 def equalize_micro_batches(local, accelerator):
     """Repeat the last micro-batch under FSDP, whose forwards are collective, until all ranks run equally many."""
     if accelerator.distributed_type == DistributedType.FSDP:
-        counts = accelerator.gather(torch.tensor([len(local.micro_batches)], device=accelerator.device))
+        count = max(gather_object([len(local.micro_batches)]))
         features, _ = local.micro_batches[-1]  # the shortest texts; the output is discarded
-        local.micro_batches += [(features, [])] * (int(counts.max()) - len(local.micro_batches))
+        local.micro_batches += [(features, [])] * (count - len(local.micro_batches))
 
 
 def gather_outputs(parts, local, accelerator):
@@ -678,7 +632,7 @@ def gather_outputs(parts, local, accelerator):
     return accelerator.gather(padded)[local.gather_index.to(padded.device)]
 
 
-# ---------------------------------------- model (same in train_cross_encoder.py)
+# ---- model (same in train_cross_encoder.py)
 
 
 def set_dropout(model, probability):
@@ -704,34 +658,33 @@ def add_lora(model, rank, checkpoint, task=None):
 
 def freeze_unused(model, output):
     """Freeze the parameters on which an `output` of the model does not depend, such as BERT's pooler under mean
-    pooling; return how many. DDP would wait for their gradients, and silently reduce no others."""
+    pooling. DDP would wait for their gradients, and silently reduce no others."""
     output.sum().backward()
-    unused = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.grad is None]
-    for parameter in unused:
-        parameter.requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.grad is not None)
     model.zero_grad()
-    return len(unused)
 
 
-# ---------------------------------------- from rows to batches
+# ---- from rows to batches
 
 
 def clean_pairs(table, source, lookups, args):
     """Return (Table of the valid rows, number of the others) of a Table as read from `source`. Its columns: "0", "1",
     ...: texts of --columns, large_string; "length": characters; "label": float64, or lists of it."""
-    columns, problems = {}, {}
+    columns, problems, label = {}, {}, args.label_column
     for i, name in enumerate(args.columns):
-        texts = columns[str(i)] = as_texts(table[name], name, lookups[min(i, 1)])
-        what = f"no text has the id in {name!r}" if lookups[min(i, 1)] else f"{name!r} has no text"
-        problems[what] = pc.or_(pc.equal(pc.binary_length(texts), 0), pc.utf8_is_space(texts))
+        lookup = lookups[min(i, 1)]
+        columns[str(i)] = texts = as_texts(table[name], name, lookup)
+        problem = f"no text has the id in {name!r}" if lookup else f"{name!r} has no text"
+        problems[problem] = pc.or_(pc.equal(pc.binary_length(texts), 0), pc.utf8_is_space(texts))
     columns["length"] = sum(pc.fill_null(pc.utf8_length(texts), 0).to_numpy() for texts in columns.values())
-    if args.label_column:
-        labels, problems[f"{args.label_column!r} has no finite number"] = as_labels(table[args.label_column])
+    if label:
+        labels, problems[f"{label!r} has no finite number"] = as_labels(table[label])
         columns["label"] = labels
         if args.loss in TEACHER_LOSSES or pa.types.is_list(labels.type):
             counts = pc.list_value_length(labels)
             scores = len(args.columns) - 1 if args.loss in TEACHER_LOSSES else pc.max(counts).as_py()
-            problems[f"{args.label_column!r} has not {scores} scores"] = pc.not_equal(counts, scores)
+            problems[f"{label!r} has not {scores} scores"] = pc.not_equal(counts, scores)
     return drop_bad_rows(pa.table(columns), problems, source, args)
 
 
@@ -750,13 +703,14 @@ def make_micro_batches(texts, model, max_tokens, device):
         encodings = model.tokenizer.backend_tokenizer.encode_batch_fast(texts)
         return pad_micro_batches(encodings, model, max_tokens, device)
     # A static embedding model: texts are concatenated, without padding.
-    ids = [np.array(e.ids, np.int64) for e in model.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-    lengths, micro_batches = np.array([len(text) for text in ids]), []
-    for cut in cut_micro_batches([math.ceil(lengths.mean())] * len(ids), max_tokens):
-        offsets = np.cumsum(lengths[cut]) - lengths[cut]
-        features = {"input_ids": np.concatenate([ids[i] for i in cut]), "offsets": offsets}
-        micro_batches.append(({name: torch.from_numpy(array) for name, array in features.items()}, cut))
-    return micro_batches, int(lengths.sum()), int(lengths.sum())
+    encodings = model.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    ids = [torch.tensor(encoding.ids, dtype=torch.long) for encoding in encodings]
+    lengths, micro_batches = torch.tensor([len(text) for text in ids]), []
+    total = int(lengths.sum())
+    for cut in cut_micro_batches([math.ceil(total / len(ids))] * len(ids), max_tokens):
+        offsets = lengths[cut].cumsum(0) - lengths[cut]
+        micro_batches.append(({"input_ids": torch.cat([ids[i] for i in cut]), "offsets": offsets}, cut))
+    return micro_batches, total, total
 
 
 def encode_locally(texts, model, max_tokens, accelerator):
@@ -790,15 +744,13 @@ def make_batches(rows_and_states, model, max_tokens, args, accelerator):
         yield Batch(rows, state, ids, labels, encode_locally(texts, model, max_tokens, accelerator))
 
 
-# ---------------------------------------- model and loss
+# ---- model and loss
 
 
 def load_model(args, checkpoint=None):
-    """Return the SentenceTransformer of the flags, with the weights of a checkpoint; the same on every process."""
+    """Return the SentenceTransformer of the flags, with the weights of a checkpoint."""
     path = str(checkpoint) if checkpoint and not args.lora_rank else args.model_name_or_path
-    options = {"use_safetensors": True}  # never a pickle
-    if args.attn_implementation:
-        options["attn_implementation"] = args.attn_implementation
+    options = {"use_safetensors": True, "attn_implementation": args.attn_implementation}  # never a pickle
     torch.manual_seed(args.seed)  # of weights that the folder lacks, and of adapters
     with user_errors(f"--model_name_or_path {path}"):
         model = SentenceTransformer(path, device="cpu", model_kwargs=options)
@@ -827,15 +779,14 @@ def load_model(args, checkpoint=None):
     return model
 
 
-# A chunk of scores at most: 2**26 floats are 256 MB. Larger score matrices are computed by chunks, twice.
-MAX_SCORES = 2**26
+MAX_SCORES = 2**26  # of a score matrix held at once (256 MB); larger ones are computed by chunks, twice
 
 
 def softmax_loss(queries, documents, query_keys, document_keys, scale, rows):
     """Return the sum over `rows` of -log softmax of a row's own document (the i-th for query i) among its candidates.
 
-    queries (B, D), documents (M, D) with M >= B; keys are (anchor ids, text ids), int64 of the same lengths, -1 for a
-    document without an anchor. A document with the anchor or the text of another row is no negative for that row."""
+    queries (B, D), documents (M, D); keys are (anchor ids, text ids), int64, -1 for a document without an anchor. A
+    document with the anchor or the text of another row is no negative for that row."""
 
     def chunk(targets, queries, documents):
         scores = queries[targets] @ documents.T * scale  # (targets, M)
@@ -850,14 +801,14 @@ def softmax_loss(queries, documents, query_keys, document_keys, scale, rows):
     return sum(checkpoint(chunk, part, queries, documents, use_reentrant=False) for part in chunks)
 
 
-# Every loss returns the part of some `rows`, (n,) indices, in the mean over the batch, so that processes can share the
-# rows. It takes columns: C of (B, D), anchors, positives, negatives..., normalized if the model compares by cosine;
-# ids: (C, B) int64, equal where texts are equal; labels: (B,), (B, C - 1) or None. It is chosen by --loss.
+# A loss returns the part of some `rows`, (n,) indices, in the mean over the batch: processes share the rows. columns:
+# C of (B, D), anchors, positives, negatives..., normalized if the model compares by cosine; ids: (C, B) int64, equal
+# where texts are equal; labels: (B,), (B, C - 1) or None.
 
 
 def infonce(columns, ids, labels, rows, temperature=0.05, symmetric=False):
-    """InfoNCE (van den Oord et al. 2018, equation 4) with in-batch and hard negatives. `symmetric` averages in the loss
-    of finding the anchor of each positive (Radford et al. 2021, figure 3)."""
+    """InfoNCE (van den Oord et al. 2018, equation 4) with in-batch and hard negatives.
+    `symmetric`: mean with the loss of finding each positive's anchor (Radford et al. 2021, figure 3)."""
     anchors, documents = columns[0], torch.cat(columns[1:])  # (B, D), (M, D)
     anchor_ids = torch.cat([ids[0], ids.new_full((ids[2:].numel(),), -1)])
     keys = (ids[0], ids[1])
@@ -921,7 +872,7 @@ def make_loss(args, model):
     return matryoshka if args.matryoshka_dims else base
 
 
-# ---------------------------------------- step
+# ---- step
 
 
 def encode(model, features, accelerator):
@@ -931,14 +882,14 @@ def encode(model, features, accelerator):
 
 
 def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator):
-    """Add the gradient of the batch's loss to the model's; return the loss, a scalar equal on every process. `seed`:
-    integers, of each batch others. `sync`: reduce the gradients over the processes in the last backward pass."""
+    """Add the gradient of the batch's loss to the model's; return the loss, equal on every process. `seed`: integers
+    of this batch. `sync`: reduce the gradients over the processes in the last backward pass."""
     local, device, processes = batch.local, accelerator.device, accelerator.num_processes
     equalize_micro_batches(local, accelerator)
     last = len(local.micro_batches) - 1
 
     def embed(number):  # (n, D)
-        # Dropout is a function of these seeds, hence the same in a second forward pass and after a resume.
+        # The same dropout in a second forward pass, and after a resume.
         torch.manual_seed(int(np.random.SeedSequence([*seed, accelerator.process_index, number]).generate_state(1)[0]))
         with nullcontext() if sync and number == last else accelerator.no_sync(model):
             features, cut = local.micro_batches[number]
@@ -946,10 +897,10 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator):
 
     with torch.set_grad_enabled(not args.grad_cache):
         parts = [embed(number) for number in range(last + 1)]
-    # Gathered, they are a leaf: the loss of the whole batch needs no graph through collectives or other processes.
+    # Gathered, they are a leaf: the loss of the whole batch needs no graph through collectives.
     embeddings = gather_outputs(parts, local, accelerator).requires_grad_()  # (N, D)
     columns = list(embeddings.view(*batch.ids.shape, -1))  # C of (B, D)
-    labels = None if batch.labels is None else batch.labels.to(device)
+    labels = batch.labels if batch.labels is None else batch.labels.to(device)
     rows = torch.arange(accelerator.process_index, batch.ids.shape[1], processes, device=device)
     with user_errors(f"--loss {args.loss}"):  # which may not take these columns, labels or --loss_kwargs
         loss = loss_fn(columns, batch.ids.to(device), labels, rows)  # the part of these rows
@@ -965,7 +916,7 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator):
     return accelerator.reduce(loss.detach())
 
 
-# ---------------------------------------- evaluation
+# ---- evaluation
 
 EVAL_ROWS = 1000  # held out by default
 MEASURES = ("MRR@10", "nDCG@10", "accuracy@1", "Spearman", "Pearson")
@@ -979,8 +930,7 @@ def evaluate(model, rows, max_tokens, args, accelerator):
     model.eval()
     local = encode_locally(column_texts(rows, 2, args), model, max_tokens, accelerator)
     equalize_micro_batches(local, accelerator)
-    bar = tqdm(local.micro_batches, "evaluating", leave=False, delay=2, disable=not accelerator.is_main_process)
-    parts = [encode(model, features, accelerator)[: len(cut)] for features, cut in bar]
+    parts = [encode(model, features, accelerator)[: len(cut)] for features, cut in local.micro_batches]
     model.train()
     queries, documents = gather_outputs(parts, local, accelerator).view(2, len(rows), -1)  # (rows, D) each
     if model.similarity_fn_name != "dot":
@@ -989,12 +939,10 @@ def evaluate(model, rows, max_tokens, args, accelerator):
         scores, labels = (queries * documents).sum(-1).tolist(), rows["label"].to_pylist()
         return {"Spearman": float(spearmanr(scores, labels)[0]), "Pearson": float(pearsonr(scores, labels)[0])}
     ranks, numbers = [], torch.arange(len(rows), device=queries.device)
-    for targets in numbers.split(max(1, MAX_SCORES // len(rows))):
-        scores = queries[targets] @ documents.T  # (targets, rows)
-        own = scores.gather(1, targets[:, None])
-        behind = (scores < own) | (
-            (scores == own) & (numbers >= targets[:, None])
-        )  # of a tie the earlier row is first
+    for targets in numbers[:, None].split(max(1, MAX_SCORES // len(rows))):
+        scores = queries[targets[:, 0]] @ documents.T  # (targets, rows)
+        own = scores.gather(1, targets)
+        behind = (scores < own) | ((scores == own) & (numbers >= targets))  # of a tie the earlier row is first
         ranks.append(1 + (~behind).sum(1))  # a NaN is before all
     ranks = torch.cat(ranks).double()
     gains = {"MRR@10": 1 / ranks, "nDCG@10": 1 / torch.log2(1 + ranks)}
@@ -1002,25 +950,22 @@ def evaluate(model, rows, max_tokens, args, accelerator):
     return measures | {"accuracy@1": (ranks == 1).double().mean().item()}
 
 
-# ---------------------------------------- checkpoints and outputs (same in train_cross_encoder.py)
+# ---- checkpoints and outputs (same in train_cross_encoder.py)
 
 
 def save_atomically(folder, write):
-    """Fill `folder` by write(part), synced to disk before it is renamed; an older one is removed last."""
-    part, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
+    """Fill `folder` by write(part), synced to disk before it is renamed."""
+    part = folder.with_name(f".{folder.name}.part")
     with user_errors(f"{folder}: not written, earlier checkpoints are intact"):
-        for stale in (part, old):
-            shutil.rmtree(stale, ignore_errors=True)
+        shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         write(part)
         for path in [*part.rglob("*"), part]:
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
-        if folder.exists():
-            folder.rename(old)
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged checkpoint, or the model of a run that is repeated
         part.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def full_tensor(tensor):
@@ -1055,7 +1000,7 @@ def checksums(folder):
     """Return {relative path: SHA-256} of the files in a folder, but SHA256SUMS."""
     found = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "SHA256SUMS"):
-        with open(path, "rb") as file:  # read piece by piece
+        with open(path, "rb") as file:
             found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
 
@@ -1091,16 +1036,14 @@ def newest_checkpoint(folder):
 
 
 def check_resume(saved, args, data):
-    """Raise UserError if a flag of RESUME_ARGS or a source has changed since the checkpoint; return other changes."""
-    then, now = saved["args"], asdict(args)
-    changed = {name: f"--{name} {now[name]} (was {then.get(name)})" for name in now if now[name] != then.get(name)}
-    refused = [changed.pop(name) for name in RESUME_ARGS.split() if name in changed]
+    """Raise UserError if a flag of RESUME_ARGS or a source has changed since the checkpoint."""
+    flags = [(name, saved["args"].get(name), getattr(args, name)) for name in RESUME_ARGS.split()]
+    changed = [f"--{name} {new} (was {old})" for name, old, new in flags if old != new]
     if not args.accept_changed_data:
         pairs = zip(saved["data"], data.description)
-        refused += [f"{new[0]} has changed (or pass --accept_changed_data)" for old, new in pairs if old != new]
-    if refused:
-        raise UserError(f"--resume: {'; '.join(refused)}; restore it, or start a new --output_dir")
-    return [text for name, text in changed.items() if name not in ("resume", "accept_changed_data")]
+        changed += [f"{new[0]} has changed (or pass --accept_changed_data)" for old, new in pairs if old != new]
+    if changed:
+        raise UserError(f"--resume: {'; '.join(changed)}; restore it, or start a new --output_dir")
 
 
 def plot_metrics(metrics, path):
@@ -1111,19 +1054,6 @@ def plot_metrics(metrics, path):
         for name in frame.columns.intersection(names, sort=False):
             frame[name].dropna().plot(ax=axis, marker=".", grid=True, legend=True)
     figure.savefig(path, dpi=110)
-
-
-def model_card(args, steps, metrics, data):
-    """Return the README.md of the saved model: what it is, how it was trained, what was measured."""
-    measured = next((line for line in reversed(metrics) if set(line) & set(MEASURES)), {})
-    return CARD.format(
-        args=args,
-        steps=f"{steps:,} steps of {args.batch_size * args.gradient_accumulation_steps:,} rows",
-        sources=", ".join(name + f" ({rows:,} rows)" * (not args.streaming) for name, rows, _ in data.description),
-        held_out=f"{len(data.eval_rows or []):,} held-out rows of {', '.join(args.eval_data or args.train_data)}",
-        measures=", ".join(f"{name} {measured[name]:.4f}" for name in MEASURES if name in measured) or "nothing",
-        command=shlex.join(word for word in sys.argv if word not in ("--resume", "--accept_changed_data")),
-    )
 
 
 def check_launch(accelerator):
@@ -1137,71 +1067,73 @@ def check_launch(accelerator):
         raise UserError(f"{kind.value} as configured: launch with accelerate_configs/fsdp2.yaml (no offload, no fp16)")
 
 
-# ---------------------------------------- training
+# ---- training
 
-# A resumed run that changed one of these would be another experiment under the same name.
+# A run that is resumed with another value of one of these would be another experiment.
 RESUME_ARGS = """train_data eval_data eval_rows streaming columns num_negatives label_column mixing_weights mix_by
 corpus queries query_columns corpus_columns shuffle_buffer length_window model_name_or_path lora_rank max_length
 pooling dropout prompts batch_size gradient_accumulation_steps loss loss_kwargs matryoshka_dims seed"""
 
-CARD = """---
+
+def model_card(args, steps, metrics, data):
+    """Return the README.md of the saved model: what it is, how it was trained, what was measured."""
+    measured = next((record for record in reversed(metrics) if set(record) & set(MEASURES)), {})
+    return f"""---
 {{library_name: sentence-transformers, pipeline_tag: sentence-similarity, base_model: {args.model_name_or_path}}}
 ---
-A bi-encoder from {args.model_name_or_path}, trained for {steps} of {sources}.
+A bi-encoder from {args.model_name_or_path}, trained for {steps:,} steps of
+{args.batch_size * args.gradient_accumulation_steps:,} rows of {", ".join(args.train_data)}.
 
     model = sentence_transformers.SentenceTransformer("path/of/this/folder")
     scores = model.similarity(model.encode_query(["a query"]), model.encode_document(["a document"]))
 
-Measured on {held_out}: {measures}.
+On {len(data.eval_rows or [])} held-out rows: { {name: measured[name] for name in MEASURES if name in measured} }
 
-    {command}
+    {shlex.join(word for word in sys.argv if word not in ("--resume", "--accept_changed_data"))}
 """
 
 
 def main(args):
-    # Set up
-    # Processes run different numbers of forward passes; DDP's broadcast of buffers in each would never match up.
-    handlers = [
-        DistributedDataParallelKwargs(broadcast_buffers=False),
-        InitProcessGroupKwargs(timeout=timedelta(0, 1800)),
-    ]
+    # ---- set up
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),  # else several processes on CPUs would not find one another
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         log_with=args.report_to or None,
         project_dir=args.output_dir,
-        kwargs_handlers=handlers,
+        # Processes run different numbers of forward passes: DDP's broadcast of buffers in each would not match up.
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
     check_launch(accelerator)
     transformers.utils.logging.disable_progress_bar()  # of each small file that is loaded or saved
     accumulation = args.gradient_accumulation_steps = accelerator.gradient_accumulation_steps  # a launch may set it
-    output, is_main, processes = Path(args.output_dir), accelerator.is_main_process, accelerator.num_processes
+    device, is_main, processes = accelerator.device, accelerator.is_main_process, accelerator.num_processes
+    output = Path(args.output_dir)
     with user_errors(f"--output_dir {output}"):
         output.mkdir(parents=True, exist_ok=True)
     if (output / "args.yaml").exists() and not args.resume:
         raise UserError(f"--output_dir {output} contains a run: --resume it, or choose another folder")
     checkpoint, saved = newest_checkpoint(output / "checkpoints") if args.resume else (None, None)
-    found = torch.tensor([saved["step"] if saved else -1], device=accelerator.device)
-    if len(accelerator.gather(found).unique()) > 1:
+    if len(set(gather_object([str(checkpoint)]))) > 1:
         raise UserError(f"--resume: processes find different checkpoints in {output}: it must be on a shared disk")
 
-    # Data
+    # ---- data
     data = open_data(args, clean_pairs)
     held_out = len(data.eval_rows) if data.eval_rows else 0
     if args.batch_size < processes or 0 < held_out < processes:
         raise UserError(f"--batch_size {args.batch_size}, --eval_rows {held_out}: fewer than {processes} processes")
-    if saved and (changes := check_resume(saved, args, data)):
-        accelerator.print(f"resuming with {', '.join(changes)}")
+    if saved:
+        check_resume(saved, args, data)
     steps = args.max_steps or math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
+    eval_steps = args.eval_steps or max(1, steps // 10)
 
-    # Model, loss and optimizer
-    model = load_model(args, checkpoint).to(accelerator.device)
-    on_cpu, static = accelerator.device.type == "cpu", isinstance(model.tokenizer, Tokenizer)
-    max_tokens = args.micro_batch_tokens or (2**20 if static else 2048 if on_cpu else 16_384)
+    # ---- model, loss and optimizer
+    model = load_model(args, checkpoint).to(device)
+    default = 2**20 if isinstance(model.tokenizer, Tokenizer) else 2048 if device.type == "cpu" else 16_384
+    max_tokens = args.micro_batch_tokens or default
     loss_fn = make_loss(args, model)
     model.train()
-    features, _ = make_micro_batches(["a text"], model, max_tokens, accelerator.device)[0][0]
-    frozen = freeze_unused(model, encode(model, features, accelerator))
+    features, _ = make_micro_batches(["a text"], model, max_tokens, device)[0][0]
+    freeze_unused(model, encode(model, features, accelerator))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [{"params": [p for p in trained if (p.ndim > 1) == decay], "weight_decay": decay * args.weight_decay}
               for decay in (True, False)]  # fmt: skip
@@ -1209,14 +1141,14 @@ def main(args):
     warmup = math.ceil(args.warmup_ratio * steps)
     with user_errors(f"--lr_scheduler_type {args.lr_scheduler_type}"):  # lr_lambdas: functions of the step
         schedule = transformers.get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps).lr_lambdas[0]
-    count = sum(parameter.numel() for parameter in trained)
+    parameters = sum(parameter.numel() for parameter in trained)
     del trained, groups  # whole parameters, of which FSDP keeps parts
     sharded = accelerator.distributed_type == DistributedType.FSDP
     model_to_save = copy.deepcopy(model).cpu() if sharded and is_main else model
     model, optimizer = accelerator.prepare(model, optimizer)
-    unwrapped_model = accelerator.unwrap_model(model)
+    unwrapped = accelerator.unwrap_model(model)
 
-    # Resume
+    # ---- resume
     progress, metrics = Progress(), []
     if saved:
         load_optimizer_tensors(checkpoint, optimizer.optimizer)
@@ -1227,14 +1159,12 @@ def main(args):
         metrics = [record for record in map(json.loads, lines) if record["step"] <= progress.step]
     if is_main:
         (output / "args.yaml").write_text(yaml.safe_dump(asdict(args), sort_keys=False))
-        (output / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+        (output / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in metrics))
     if args.report_to:
         accelerator.init_trackers("evenstep", {name: str(value) for name, value in asdict(args).items()})
     signal.signal(signal.SIGTERM, lambda *_: accelerator.set_trigger())
-    rows = "a stream" if args.streaming else f"{sum(map(len, data.sources)):,} rows"
-    accelerator.print(f"training {count:,} parameters ({frozen} tensors frozen) on {rows}; {held_out:,} held out\n"
-                      f"step {progress.step:,} of {steps:,}: {accumulation} x {args.batch_size:,} rows on {processes} x "
-                      f"{accelerator.device.type}, micro-batches of {max_tokens:,} tokens")  # fmt: skip
+    accelerator.print(f"{parameters:,} parameters, {steps:,} steps of {accumulation} x {args.batch_size:,} rows of "
+                      f"{data.description}, {held_out:,} held out, on {processes} x {device.type}")  # fmt: skip
 
     def log(record):
         """Append the record of a step to metrics.jsonl and the trackers."""
@@ -1243,37 +1173,33 @@ def main(args):
         if is_main:
             with open(output / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(metrics[-1]) + "\n")
-            if measures := "  ".join(f"{name} {record[name]:.4f}" for name in MEASURES if name in record):
+            if measures := {name: round(value, 4) for name, value in record.items() if name in MEASURES}:
                 tqdm.write(f"step {progress.step:,}: {measures}")
 
     def save():
         """Write a checkpoint; under FSDP every process must call it."""
-        for parameter, shard in zip(model_to_save.parameters(), unwrapped_model.parameters()) if sharded else ():
+        for parameter, shard in zip(model_to_save.parameters(), unwrapped.parameters()) if sharded else ():
             whole = full_tensor(shard)
             if is_main:
                 parameter.data.copy_(whole)
         states = optimizer.optimizer.state_dict()["state"].items()
         moments = {f"{number}.{key}": full_tensor(value) for number, state in states for key, value in state.items()}
         if is_main:
-            if not all(parameter.isfinite().all() for parameter in model_to_save.parameters()):
-                raise UserError(f"step {progress.step}: a weight is not finite: lower --learning_rate, and --resume")
             progress.scaler = accelerator.scaler and accelerator.scaler.state_dict()
-            state = {**asdict(progress), "args": asdict(args), "data": data.description}
+            state = asdict(progress) | {"args": asdict(args), "data": data.description}
             folder = output / f"checkpoints/step_{progress.step:08}"
             save_checkpoint(folder, model_to_save, moments, state, args.save_total_limit)
 
-    # Train
-    eval_steps = args.eval_steps or max(1, steps // 10)
+    # ---- train
     if held_out and progress.step == 0:
         log(evaluate(model, data.eval_rows, max_tokens, args, accelerator))
     rows = row_batches(data.sources, data.weights, args, progress.data_state)
-    batches = prefetch(make_batches(rows, unwrapped_model, max_tokens, args, accelerator))
-    interval = 0.1 if sys.stderr.isatty() else 10  # seconds; a log file gets a line each
-    bar = tqdm(total=steps, initial=progress.step, disable=not is_main, unit="step", mininterval=interval)
+    batches = prefetch(make_batches(rows, unwrapped, max_tokens, args, accelerator))
+    bar = tqdm(total=steps, initial=progress.step, disable=not is_main, unit="step", mininterval=1)
     meter, stopping = Counter(), False  # sums since the last line of metrics.jsonl
     model.train()
     while progress.step < steps and not stopping:
-        # ---------------------------------------- one optimizer step
+        # one optimizer step
         started, loss = time.perf_counter(), 0.0
         for group in optimizer.param_groups:  # warmup starts above 0
             group["lr"] = args.learning_rate * schedule(progress.step + (progress.step < warmup))
@@ -1297,21 +1223,21 @@ def main(args):
         optimizer.step()
         optimizer.zero_grad()
         meter["seconds"] += time.perf_counter() - started
-        # ----------------------------------------
         progress.step, progress.data_state = progress.step + 1, batch.state
         progress.losses.append(loss)
         bar.update()
+
+        # metrics, evaluation, checkpoint
         record, last = {}, progress.step == steps
         if progress.step % args.logging_steps == 0 or last:
-            sums = torch.tensor([meter["tokens"], meter["padded"]], device=accelerator.device)
+            sums = torch.tensor([meter["tokens"], meter["padded"]], device=device)
             tokens, padded = accelerator.reduce(sums).tolist()
+            seconds = meter["seconds"]
             record = {"loss": sum(progress.losses) / len(progress.losses), "grad_norm": norm,
-                      "learning_rate": optimizer.param_groups[0]["lr"],
-                      "rows_per_second": meter["rows"] / meter["seconds"],
-                      "tokens_per_second": tokens / meter["seconds"], "padding_fraction": 1 - tokens / padded,
-                      "data_wait_fraction": meter["waited"] / meter["seconds"]}  # fmt: skip
-            shown = "loss {loss:.4f}, {rows_per_second:,.0f} rows/s, padding {padding_fraction:.1%}"
-            bar.set_postfix_str(shown.format(**record), refresh=interval < 1)
+                      "learning_rate": optimizer.param_groups[0]["lr"], "rows_per_second": meter["rows"] / seconds,
+                      "tokens_per_second": tokens / seconds, "padding_fraction": 1 - tokens / padded,
+                      "data_wait_fraction": meter["waited"] / seconds}  # fmt: skip
+            bar.set_postfix_str("loss {loss:.4f}, {rows_per_second:,.0f} rows/s".format(**record), refresh=False)
             meter, progress.losses = Counter(), []
         if held_out and (progress.step % eval_steps == 0 or last):
             record |= evaluate(model, data.eval_rows, max_tokens, args, accelerator)
@@ -1322,13 +1248,11 @@ def main(args):
             save()
             accelerator.wait_for_everyone()
 
-    # Save
+    # ---- save
     bar.close()
     batches.close()
     if progress.step < steps:
-        accelerator.print(
-            f"stopped after step {progress.step:,} of {steps:,}: resume by the same command and --resume"
-        )
+        accelerator.print(f"stopped after step {progress.step:,} of {steps:,}: resume by this command and --resume")
     elif is_main:
         if args.lora_rank:
             model_to_save[0].model = model_to_save[0].model.merge_and_unload()  # loads without peft
@@ -1340,10 +1264,8 @@ def main(args):
         save_atomically(output / "model", write)
         plot_metrics(metrics, output / "training.png")
         skipped = data.skipped + sum(source["skipped"] for source in progress.data_state["sources"])
-        print(f"{skipped:,} bad rows skipped; " * (skipped > 0) + f"the model is in {output / 'model'}")
-    # DDP would drop the last reference to the process group while holding the GIL, which the group's own thread may
-    # wait for: a deadlock at the very end (torch 2.13, one run in fifty). So DDP goes before the group does.
-    del model
+        print(f"{skipped:,} bad rows skipped; the model is in {output / 'model'}")
+    del model  # DDP must go before its process group does: together they deadlock in one run of fifty (torch 2.13)
     accelerator.free_memory()
     accelerator.end_training()
 
@@ -1360,5 +1282,4 @@ if __name__ == "__main__":
         if "gloo" not in str(error) and not isinstance(error, torch.distributed.DistError):
             raise
         traceback.clear_frames(error.__traceback__)
-        reason = str(error).partition("\n")[0]
-        sys.exit(f"error: another process of this run is gone ({reason}): start the same command again with --resume")
+        sys.exit("error: another process of this run is gone; start the same command again with --resume")
