@@ -172,7 +172,8 @@ def parse_args(argv):
                 values = value if isinstance(value, list) else [json.dumps(value) if name == "loss_kwargs" else value]
                 words += [f"--{name}", *map(str, values)] if values not in ([], [None]) else []
         argv = words + argv[1:]
-    (args,) = parser.parse_args_into_dataclasses(argv)
+    with user_errors("flags"):
+        (args,) = parser.parse_args_into_dataclasses(argv)
     with user_errors("--loss_kwargs: not a JSON object"):
         args.loss_kwargs = dict(json.loads(args.loss_kwargs))
     for name, value in asdict(args).items():
@@ -337,7 +338,7 @@ class StreamSource(Source):
             self.pinned += 1
             table = pa.concat_tables(self.open(self.files[: self.pinned]).take(count).iter(count))
         self.held_out = len(table)
-        return self.clean(table.combine_chunks())
+        return self.clean(table.combine_chunks()) if count else (None, 0)
 
     def read_epoch(self):
         files = self.files[self.pinned :]
@@ -352,15 +353,14 @@ class StreamSource(Source):
             before = stream.state_dict()
 
 
-def as_texts(column, name, lookup=None):
-    """Return a column of texts as large_string, of its ids if there is a `lookup`; null where there is none."""
+def as_texts(column, name, ids=False):
+    """Return a column of texts, or of `ids`, as large_string; null where there is none."""
     if isinstance(column.type, pa.JsonType):  # what `datasets` makes of a column of several types
-        values = [None if text is None else json.loads(text) for text in column.to_pylist()]
-        kinds = (str, int) if lookup else str
+        values, kinds = [json.loads(text or "null") for text in column.to_pylist()], (str, int) if ids else str
         column = pa.chunked_array([pa.array([str(v) if isinstance(v, kinds) else None for v in values], pa.string())])
-    elif pa.types.is_nested(column.type) or (pa.types.is_primitive(column.type) and not lookup):
+    elif pa.types.is_nested(column.type) or (pa.types.is_primitive(column.type) and not ids):
         raise UserError(f"column {name!r} holds {column.type}, not texts: set --label_column {name}, or --columns")
-    return lookup.texts(column) if lookup else column.cast(pa.large_string())
+    return column.cast(pa.large_string())
 
 
 def as_labels(column):
@@ -380,14 +380,14 @@ def as_labels(column):
     return labels, pc.is_in(pa.array(np.arange(len(labels))), pc.list_parent_indices(labels).filter(bad))
 
 
-def drop_bad_rows(table, problems, source, args):
+def drop_bad_rows(table, problems, original, source, args):
     """Return (Table of the rows without a problem, number of the others); UserError for one unless they are skipped.
-    problems: {description: (n,) bool}; null is a problem, too."""
+    problems: {description: (n,) bool}; null is a problem, too. `original`: the rows as read, for the message."""
     where = np.stack([pc.fill_null(rows, True).to_numpy(False) for rows in problems.values()])  # (problems, n)
     bad = where.any(0)
     if args.on_bad_row == "error" and bad.any():
         row = int(bad.argmax())
-        problem, values = list(problems)[where[:, row].argmax()], str(table.slice(row, 1).to_pylist()[0])[:200]
+        problem, values = list(problems)[where[:, row].argmax()], str(original.slice(row, 1).to_pylist()[0])[:200]
         raise UserError(f"{source}: {problem} in the row {values}; fix the row, or pass --on_bad_row skip")
     return table.filter(pa.array(~bad)) if bad.any() else table, int(bad.sum())
 
@@ -409,6 +409,7 @@ def row_batches(sources, weights, args, state=None):
     state = state or {"drawn": [0] * len(sources), "sources": [None] * len(sources), "cut": 0}
     for source, saved in zip(sources, state["sources"]):
         source.seek(saved)
+    state = {**state, "sources": [dict(source.state) for source in sources]}
     count = args.batch_size * args.length_window
     while True:
         drawn, order = list(state["drawn"]), np.arange(args.length_window)
@@ -426,6 +427,9 @@ def row_batches(sources, weights, args, state=None):
             rows = table.slice(order[cut - 1] * args.batch_size, args.batch_size)
             yield rows, {**state, "cut": cut} if cut < args.length_window else after
         state = after
+
+
+hash_ids = partial(pd.util.hash_array, categorize=False)  # array of str -> uint64, the same in every process
 
 
 class TextLookup:
@@ -447,26 +451,24 @@ class TextLookup:
 
     def build_index(self):
         """Return (2, rows) uint64: sorted hashes, and the row of each."""
-        hashes = np.concatenate([self.hash_ids(table[self.id_column]) for table in self.dataset.iter(100_000)])
+        hashes = np.concatenate([hash_ids(self.ids(table).to_numpy()) for table in self.dataset.iter(100_000)])
         order = np.argsort(hashes, kind="stable").astype(np.uint64)
         hashes = hashes[order]
         for first in np.flatnonzero(hashes[1:] == hashes[:-1]):
-            pair = self.dataset[order[first : first + 2].tolist()][self.id_column].to_pylist()
+            pair = self.ids(self.dataset[order[first : first + 2].tolist()]).to_pylist()
             raise UserError(f"ids {pair} are the same, or have the same 64-bit hash: change one")
         return np.stack([hashes, order])
 
     def texts(self, ids):
         """Return the texts of a column of ids, large_string; null for an unknown id."""
-        places = np.searchsorted(self.index[0], self.hash_ids(ids)).clip(max=len(self.dataset) - 1)
+        places = np.searchsorted(self.index[0], hash_ids(ids.to_numpy())).clip(max=len(self.dataset) - 1)
         table = self.dataset[self.index[1, places].tolist()]
         columns = [pc.fill_null(as_texts(table[name], name), "") for name in self.text_columns]
         texts = pc.utf8_trim_whitespace(pc.binary_join_element_wise(*columns, pa.scalar(" ", pa.large_string())))
-        same = pc.equal(table[self.id_column].cast(pa.large_string()), ids.cast(pa.large_string()))
-        return pc.if_else(same, texts, None)
+        return pc.if_else(pc.equal(self.ids(table), ids), texts, None)
 
-    @staticmethod
-    def hash_ids(ids):
-        return pd.util.hash_array(ids.cast(pa.string()).to_numpy(), categorize=False)
+    def ids(self, table):
+        return as_texts(table[self.id_column], self.id_column, ids=True)
 
 
 def data_fingerprint(files):
@@ -674,18 +676,21 @@ def clean_pairs(table, source, lookups, args):
     columns, problems, label = {}, {}, args.label_column
     for i, name in enumerate(args.columns):
         lookup = lookups[min(i, 1)]
-        columns[str(i)] = texts = as_texts(table[name], name, lookup)
+        texts = as_texts(table[name], name, ids=bool(lookup))
+        columns[str(i)] = texts = lookup.texts(texts) if lookup else texts
         problem = f"no text has the id in {name!r}" if lookup else f"{name!r} has no text"
         problems[problem] = pc.or_(pc.equal(pc.binary_length(texts), 0), pc.utf8_is_space(texts))
     columns["length"] = sum(pc.fill_null(pc.utf8_length(texts), 0).to_numpy() for texts in columns.values())
     if label:
         labels, problems[f"{label!r} has no finite number"] = as_labels(table[label])
         columns["label"] = labels
-        if args.loss in TEACHER_LOSSES or pa.types.is_list(labels.type):
+        if args.loss in TEACHER_LOSSES and not pa.types.is_list(labels.type):
+            raise UserError(f"--loss {args.loss}: --label_column {label} must hold lists of scores, not numbers")
+        if pa.types.is_list(labels.type):
             counts = pc.list_value_length(labels)
             scores = len(args.columns) - 1 if args.loss in TEACHER_LOSSES else pc.max(counts).as_py()
             problems[f"{label!r} has not {scores} scores"] = pc.not_equal(counts, scores)
-    return drop_bad_rows(pa.table(columns), problems, source, args)
+    return drop_bad_rows(pa.table(columns), problems, table, source, args)
 
 
 def column_texts(rows, count, args):
@@ -936,6 +941,8 @@ def evaluate(model, rows, max_tokens, args, accelerator):
     if model.similarity_fn_name != "dot":
         queries, documents = F.normalize(queries, dim=-1), F.normalize(documents, dim=-1)
     if args.label_column and not pa.types.is_list(rows["label"].type):
+        if len(rows) == 1:  # which correlates with nothing
+            return {}
         scores, labels = (queries * documents).sum(-1).tolist(), rows["label"].to_pylist()
         return {"Spearman": float(spearmanr(scores, labels)[0]), "Pearson": float(pearsonr(scores, labels)[0])}
     ranks, numbers = [], torch.arange(len(rows), device=queries.device)
@@ -959,13 +966,16 @@ def save_atomically(folder, write):
     with user_errors(f"{folder}: not written, earlier checkpoints are intact"):
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        write(part)
-        for path in [*part.rglob("*"), part]:
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
-        shutil.rmtree(folder, ignore_errors=True)  # a damaged checkpoint, or the model of a run that is repeated
-        part.rename(folder)
+        try:
+            write(part)
+            for path in [*part.rglob("*"), part]:
+                descriptor = os.open(path, os.O_RDONLY)
+                os.fsync(descriptor)
+                os.close(descriptor)
+            shutil.rmtree(folder, ignore_errors=True)  # a damaged checkpoint, or the model of a run that is repeated
+            part.rename(folder)
+        finally:  # a full disk does not stay full
+            shutil.rmtree(part, ignore_errors=True)
 
 
 def full_tensor(tensor):
@@ -1095,14 +1105,15 @@ On {len(data.eval_rows or [])} held-out rows: { {name: measured[name] for name i
 
 def main(args):
     # ---- set up
-    accelerator = Accelerator(
-        cpu=not torch.accelerator.is_available(),  # else several processes on CPUs would not find one another
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        log_with=args.report_to or None,
-        project_dir=args.output_dir,
-        # Processes run different numbers of forward passes: DDP's broadcast of buffers in each would not match up.
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
-    )
+    with user_errors("accelerate"):
+        accelerator = Accelerator(
+            cpu=not torch.accelerator.is_available(),  # else several processes on CPUs would not find one another
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
+            log_with=args.report_to or None,
+            project_dir=args.output_dir,
+            # Processes run different numbers of forward passes, which DDP's broadcast of buffers would not match.
+            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+        )
     check_launch(accelerator)
     transformers.utils.logging.disable_progress_bar()  # of each small file that is loaded or saved
     accumulation = args.gradient_accumulation_steps = accelerator.gradient_accumulation_steps  # a launch may set it
