@@ -162,6 +162,8 @@ class Args:
 def parse_args(argv):
     """Return Args from flags, or from a YAML or JSON file and flags that override it; exit on a wrong value."""
     parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], allow_abbrev=False)
+    for action in parser._actions:  # --help prints each flag once, without its alias with dashes
+        action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
     flags = Counter(word.partition("=")[0] for word in argv if word.startswith("--"))
     if repeated := [name for name, times in flags.items() if times > 1]:
         parser.error(f"{' '.join(repeated)}: given twice; list all values after one flag")
@@ -180,7 +182,9 @@ def parse_args(argv):
         low = -1 if name == "num_negatives" else 1e-12 if name in ABOVE_ZERO.split() else 0
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int | float) and not low <= number < math.inf:
-                parser.error(f"--{name} {number}: must be finite, and at least {low}")
+                parser.error(
+                    f"--{name} {number}: must be finite, and {'above 0' if 0 < low < 1 else f'{low} or more'}"
+                )
     if not args.train_data:
         args.train_data = [f"{DEMO}/train/stdlib-*.parquet", f"{DEMO}/train/packages-*.parquet"]
         args.eval_data = args.eval_data or [f"{DEMO}/heldout/*.parquet"]
@@ -395,11 +399,14 @@ def drop_bad_rows(table, problems, original, source, args):
 def draw_sources(drawn, weights, count):
     """Return the sources of the next `count` rows, and count them in `drawn`, by the quota method (Balinski and Young
     1975): each has its share to within a row at every moment, and the counts are the only state."""
-    choices, total, rows = [], sum(weights), sum(drawn)
+    choices, total, rows = [0] * count, sum(weights), sum(drawn)
+    if len(weights) == 1:
+        drawn[0] += count
+        return choices
     for row in range(rows + 1, rows + count + 1):
         below = [source for source, weight in enumerate(weights) if drawn[source] < weight * row / total]
-        choices.append(min(below, key=lambda source: (drawn[source] + 1) / weights[source]))
-        drawn[choices[-1]] += 1
+        choices[row - rows - 1] = source = min(below, key=lambda source: (drawn[source] + 1) / weights[source])
+        drawn[source] += 1
     return choices
 
 
@@ -1046,14 +1053,16 @@ def newest_checkpoint(folder):
 
 
 def check_resume(saved, args, data):
-    """Raise UserError if a flag of RESUME_ARGS or a source has changed since the checkpoint."""
-    flags = [(name, saved["args"].get(name), getattr(args, name)) for name in RESUME_ARGS.split()]
-    changed = [f"--{name} {new} (was {old})" for name, old, new in flags if old != new]
+    """Raise UserError if a flag of RESUME_ARGS or a source has changed since the checkpoint; return other changes."""
+    then, now = saved["args"], asdict(args)
+    changed = {name: f"--{name} {now[name]} (was {then.get(name)})" for name in now if now[name] != then.get(name)}
+    refused = [changed.pop(name) for name in RESUME_ARGS.split() if name in changed]
     if not args.accept_changed_data:
         pairs = zip(saved["data"], data.description)
-        changed += [f"{new[0]} has changed (or pass --accept_changed_data)" for old, new in pairs if old != new]
-    if changed:
-        raise UserError(f"--resume: {'; '.join(changed)}; restore it, or start a new --output_dir")
+        refused += [f"{new[0]} has changed (or pass --accept_changed_data)" for old, new in pairs if old != new]
+    if refused:
+        raise UserError(f"--resume: {'; '.join(refused)}; restore it, or start a new --output_dir")
+    return ", ".join(changed[name] for name in changed if name not in ("resume", "accept_changed_data"))
 
 
 def plot_metrics(metrics, path):
@@ -1087,7 +1096,8 @@ pooling dropout prompts batch_size gradient_accumulation_steps loss loss_kwargs 
 
 def model_card(args, steps, metrics, data):
     """Return the README.md of the saved model: what it is, how it was trained, what was measured."""
-    measured = next((record for record in reversed(metrics) if set(record) & set(MEASURES)), {})
+    record = next((record for record in reversed(metrics) if set(record) & set(MEASURES)), {})
+    measured = ", ".join(f"{name} {record[name]:.4f}" for name in MEASURES if name in record)
     return f"""---
 {{library_name: sentence-transformers, pipeline_tag: sentence-similarity, base_model: {args.model_name_or_path}}}
 ---
@@ -1097,7 +1107,7 @@ A bi-encoder from {args.model_name_or_path}, trained for {steps:,} steps of
     model = sentence_transformers.SentenceTransformer("path/of/this/folder")
     scores = model.similarity(model.encode_query(["a query"]), model.encode_document(["a document"]))
 
-On {len(data.eval_rows or [])} held-out rows: { {name: measured[name] for name in MEASURES if name in measured} }
+On {len(data.eval_rows or [])} held-out rows: {measured or "not evaluated"}
 
     {shlex.join(word for word in sys.argv if word not in ("--resume", "--accept_changed_data"))}
 """
@@ -1132,8 +1142,8 @@ def main(args):
     held_out = len(data.eval_rows) if data.eval_rows else 0
     if args.batch_size < processes or 0 < held_out < processes:
         raise UserError(f"--batch_size {args.batch_size}, --eval_rows {held_out}: fewer than {processes} processes")
-    if saved:
-        check_resume(saved, args, data)
+    if saved and (changes := check_resume(saved, args, data)):
+        accelerator.print(f"resuming with {changes}")
     steps = args.max_steps or math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
     eval_steps = args.eval_steps or max(1, steps // 10)
 
@@ -1174,8 +1184,9 @@ def main(args):
     if args.report_to:
         accelerator.init_trackers("evenstep", {name: str(value) for name, value in asdict(args).items()})
     signal.signal(signal.SIGTERM, lambda *_: accelerator.set_trigger())
-    accelerator.print(f"{parameters:,} parameters, {steps:,} steps of {accumulation} x {args.batch_size:,} rows of "
-                      f"{data.description}, {held_out:,} held out, on {processes} x {device.type}")  # fmt: skip
+    rows = "a stream" if args.streaming else f"{sum(map(len, data.sources)):,} rows"
+    start = f"step {progress.step:,} of {steps:,}, {accumulation} x {args.batch_size:,} rows on {processes} x {device}"
+    accelerator.print(f"training {parameters:,} parameters on {rows}, {held_out:,} held out: {start}")
 
     def log(record):
         """Append the record of a step to metrics.jsonl and the trackers."""
@@ -1275,7 +1286,7 @@ def main(args):
         save_atomically(output / "model", write)
         plot_metrics(metrics, output / "training.png")
         skipped = data.skipped + sum(source["skipped"] for source in progress.data_state["sources"])
-        print(f"{skipped:,} bad rows skipped; the model is in {output / 'model'}")
+        print(f"{skipped:,} bad rows skipped; " * (skipped > 0) + f"the model is in {output / 'model'}")
     del model  # DDP must go before its process group does: together they deadlock in one run of fifty (torch 2.13)
     accelerator.free_memory()
     accelerator.end_training()
