@@ -1164,7 +1164,7 @@ def softmax_loss(queries, documents, query_keys, document_keys, scale):
     def chunk(rows, queries, documents):
         scores = queries[rows] @ documents.T * scale  # (rows, M)
         same = (query_keys[0][rows, None] == document_keys[0]) | (query_keys[1][rows, None] == document_keys[1])
-        same[torch.arange(len(scores)), targets[rows]] = False
+        same[torch.arange(len(scores), device=scores.device), targets[rows]] = False
         return F.cross_entropy(scores.masked_fill(same, -torch.inf), targets[rows], reduction="sum")
 
     rows = max(1, MAX_SCORES // len(documents))
@@ -1565,7 +1565,8 @@ def freeze_unused(model, accelerator):
     DDP would wait for their gradients for ever, and reduce none of the others, without a word.
     """
     features = make_share(["a text"] * accelerator.num_processes, model, 1, accelerator).micro_batches[0][0]
-    model(features)["sentence_embedding"].sum().backward()
+    with accelerator.autocast():
+        encode(model, features, accelerator).sum().backward()
     unused = [(name, parameter) for name, parameter in model.named_parameters() if parameter.grad is None]
     for _, parameter in unused:
         parameter.requires_grad_(False)

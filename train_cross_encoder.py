@@ -1644,7 +1644,8 @@ def freeze_unscored(model, accelerator):
     """
     pairs = [("a query", "a document")] * accelerator.num_processes
     features = make_pair_share(pairs, model, 1, accelerator).micro_batches[0][0]
-    model(features)["scores"].sum().backward()
+    with accelerator.autocast():
+        score(model, features, accelerator).sum().backward()
     unused = [(name, parameter) for name, parameter in model.named_parameters() if parameter.grad is None]
     for _, parameter in unused:
         parameter.requires_grad_(False)
