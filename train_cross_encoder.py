@@ -1873,6 +1873,8 @@ def main(args):
     if saved:
         load_moments(checkpoint_path, optimizer.optimizer)
         step, position, window = saved["step"], saved["position"], saved["losses"]
+        if accelerator.scaler and saved.get("scaler"):
+            accelerator.scaler.load_state_dict(saved["scaler"])
         metrics = read_metrics(output / "metrics.jsonl", step)
         accelerator.print(f"resuming from {checkpoint_path}: step {step:,} of {steps:,}")
     elif args.resume:
@@ -1907,6 +1909,8 @@ def main(args):
                 f"step {step}: a weight is not finite; lower --learning_rate; the checkpoints before are whole"
             )
         state = {"step": step, "position": position, "losses": window, "args": asdict(args), "data": data}
+        if accelerator.scaler:  # of fp16
+            state["scaler"] = accelerator.scaler.state_dict()
         if is_main:
             save_checkpoint(output / f"checkpoints/step_{step:08}", plain, moments, state, args.keep_checkpoints)
         accelerator.wait_for_everyone()

@@ -85,7 +85,7 @@ def run(scripts, folder, monkeypatch):
     """run(script, flags, on_device) -> (gradients of the steps, PretendedDevice or None): a whole main()."""
     monkeypatch.chdir(folder)
 
-    def whole_run(name, flags, on_device, saves=True):
+    def whole_run(name, flags, on_device, saves=True, scaler=None):
         script, gradients = scripts[name], []
         device = PretendedDevice() if on_device else None
 
@@ -95,6 +95,10 @@ def run(scripts, folder, monkeypatch):
             @property
             def device(self):
                 return DEVICE if on_device else super().device
+
+            def __init__(self, **options):
+                super().__init__(**options)
+                self.scaler = scaler
 
             def clip_grad_norm_(self, parameters, *args):
                 parameters = list(parameters)
@@ -172,6 +176,19 @@ def test_evaluates_saves_and_resumes(run, tmp_path, script):
     flags = training(script, loss, tmp_path / "device", "--save_every", "2", "--resume", steps=4, eval_rows=12)
     run(script, flags, True)
     assert losses(tmp_path / "device") == trained
+
+
+@pytest.mark.parametrize("script", LOSSES)
+def test_the_scale_of_fp16_is_resumed(run, tmp_path, script):
+    """A scaler that began again at its first scale would skip steps, or lose small gradients, after each resume."""
+    flags = training(script, next(iter(LOSSES[script])), tmp_path, "--save_every", "1", steps=4)
+    states = []
+    for resumed in ([], ["--resume"]):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+        run(script, [*flags, *resumed], False, scaler=scaler)
+        states.append(json.loads((tmp_path / "checkpoints/step_00000004/state.json").read_text())["scaler"])
+        shutil.rmtree(tmp_path / "checkpoints/step_00000004")
+    assert states[0] == states[1] == {**states[0], "scale": 2.0**10, "_growth_tracker": 0}
 
 
 @pytest.mark.parametrize("script", LOSSES)
