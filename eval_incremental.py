@@ -48,6 +48,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
@@ -1487,14 +1488,26 @@ class TopK:
 
 
 # same in train_bi_encoder.py, train_cross_encoder.py
+@cache
+def day_long_group():
+    """Return a gloo group of all processes, with a timeout of a day, for work that one process does for the others.
+
+    Such as the Arrow copy of a large corpus. The collectives of a step keep the 30 minutes of the default group.
+    """
+    return torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
+
+
+# same in train_bi_encoder.py, train_cross_encoder.py
 def main_first(accelerator, work):
     """The result of work(), done by each machine's main process before the others; its BadInput reaches them all."""
-    with accelerator.local_main_process_first():
-        try:
-            return work()
-        except BadInput as error:  # leaving here would leave the others waiting
-            failure = error
-    raise failure
+    group = day_long_group() if accelerator.num_processes > 1 else None  # by all processes, before any of them waits
+    if group and not accelerator.is_local_main_process:
+        torch.distributed.barrier(group)
+    try:
+        return work()
+    finally:  # after an error too: else the others would wait
+        if group and accelerator.is_local_main_process:
+            torch.distributed.barrier(group)
 
 
 def load_embedder(path, args, accelerator):
@@ -2155,8 +2168,7 @@ def main(args):
         return manage_cache(args) if int(os.environ.get("RANK", 0)) == 0 else None  # of accelerate launch
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),  # else several processes on CPUs would not find one another
-        # An Arrow copy of a large corpus, or the report, may keep the others waiting for long.
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))],
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=30))],
     )
     datasets.disable_progress_bars()
     collection = main_first(accelerator, lambda: open_collection(args))  # it makes the Arrow copies
@@ -2180,7 +2192,8 @@ def main(args):
             runs += [bm25_run(collection, args)] if args.bm25 else []
             values = [measure(run, collection, args) for run in runs]
             write_results(runs, short_names([run.name for run in runs]), values, collection, args)
-    accelerator.wait_for_everyone()
+    if accelerator.num_processes > 1:
+        torch.distributed.barrier(day_long_group())  # BM25 and the report may take the main process long
     accelerator.end_training()
 
 

@@ -42,6 +42,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
@@ -1636,14 +1637,26 @@ def broken_step(step, loss, norm, batch, output):
 
 
 # same in train_cross_encoder.py, eval_incremental.py
+@cache
+def day_long_group():
+    """Return a gloo group of all processes, with a timeout of a day, for work that one process does for the others.
+
+    Such as the Arrow copy of a large corpus. The collectives of a step keep the 30 minutes of the default group.
+    """
+    return torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
+
+
+# same in train_cross_encoder.py, eval_incremental.py
 def main_first(accelerator, work):
     """The result of work(), done by each machine's main process before the others; its BadInput reaches them all."""
-    with accelerator.local_main_process_first():
-        try:
-            return work()
-        except BadInput as error:  # leaving here would leave the others waiting
-            failure = error
-    raise failure
+    group = day_long_group() if accelerator.num_processes > 1 else None  # by all processes, before any of them waits
+    if group and not accelerator.is_local_main_process:
+        torch.distributed.barrier(group)
+    try:
+        return work()
+    finally:  # after an error too: else the others would wait
+        if group and accelerator.is_local_main_process:
+            torch.distributed.barrier(group)
 
 
 # same in train_cross_encoder.py
@@ -1723,8 +1736,7 @@ def main(args):
         kwargs_handlers=[
             # Processes run different numbers of forward passes; a broadcast of buffers in each would never match up.
             DistributedDataParallelKwargs(broadcast_buffers=False),
-            # An Arrow copy of a large corpus, or an evaluation, may keep the others waiting for long.
-            InitProcessGroupKwargs(timeout=timedelta(days=1)),
+            InitProcessGroupKwargs(timeout=timedelta(minutes=30)),
         ],
     )
     check_launch(accelerator)
