@@ -1260,14 +1260,19 @@ def make_loss(args, model):
     return matryoshka if args.matryoshka_dims else base
 
 
+TRIED_ROWS = 64  # enough to see that a loss takes such rows; the scores of a whole batch may be gigabytes
+
+
 def try_loss(loss_fn, batch, model, args):
     """BadInput when the loss does not take such a batch; found out before the first step."""
     dimensions = model.get_embedding_dimension()
     if max(args.matryoshka_dims, default=0) > dimensions:
         raise BadInput(f"--matryoshka_dims {max(args.matryoshka_dims)}: the embeddings have {dimensions} dimensions")
-    columns = torch.randn(*batch.ids.shape, dimensions).unbind()
+    ids = batch.ids[:, :TRIED_ROWS]
+    columns = torch.randn(*ids.shape, dimensions).unbind()
+    labels = None if batch.labels is None else batch.labels[:TRIED_ROWS]
     try:
-        loss_fn(list(columns), batch.ids, batch.labels)
+        loss_fn(list(columns), ids, labels)
     except Exception as error:  # whatever a loss of the library raises
         raise BadInput(f"--loss {args.loss} does not take these columns, labels or --loss_args: {error}") from None
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -612,6 +613,15 @@ def test_a_label_of_brackets_without_end():
     args = script.parse_args(["--train_data", "x", "--columns", "a", "b", "--label_column", "label"])
     with pytest.raises(script.BadInput, match=r"^f, row 7: the label '\[{40}' is not a number; [^\n]{,80}$"):
         script.checked((["x", "y"], "[" * 100_000, "f", 7), args)
+
+
+def test_a_loss_is_tried_on_few_rows():
+    """On a whole batch, a loss that compares all rows would take gigabytes before the first step."""
+    seen = []
+    model, args = SimpleNamespace(get_embedding_dimension=lambda: 8), SimpleNamespace(matryoshka_dims=[], loss="x")
+    batch = script.Batch([], {}, torch.zeros(2, 3000, dtype=torch.long), torch.zeros(3000), None)
+    script.try_loss(lambda columns, ids, labels: seen.extend([*columns, *ids, labels]), batch, model, args)
+    assert [len(tensor) for tensor in seen] == [64] * 5
 
 
 def test_what_a_killed_run_left_is_removed(finished):
