@@ -37,7 +37,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
@@ -172,9 +172,17 @@ def flags_of(given):
     return words
 
 
+# same in train_cross_encoder.py, eval_incremental.py, prepare_corpus.py
+def flags_given_twice(words):
+    """Return the flags that stand more than once among the words of a command line: argparse keeps the last."""
+    names = [word.partition("=")[0].replace("-", "_").strip("_") for word in words if word.startswith("--")]
+    return [f"--{name}" for name, count in Counter(names).items() if count > 1]
+
+
 def parse_args(argv):
     """Args from flags, or from a YAML or JSON file and flags that override it; ends the program on a usage error."""
     parser = HfArgumentParser(Args, description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    words = argv
     if argv and argv[0].endswith((".yaml", ".yml", ".json")):
         try:
             given = yaml.safe_load(Path(argv[0]).read_text())
@@ -182,7 +190,9 @@ def parse_args(argv):
                 parser.error(f"{argv[0]}: no such flag: {', '.join(map(str, unknown))}")
         except (OSError, yaml.YAMLError, TypeError, UnicodeError, RecursionError) as error:
             parser.error(f"{argv[0]}: not a file of flags ({' '.join(str(error).split())})")
-        argv = flags_of(given) + argv[1:]
+        argv, words = flags_of(given) + argv[1:], argv[1:]
+    if twice := flags_given_twice(words):
+        parser.error(f"{', '.join(twice)}: given twice; give all its values to one")
     args, strange = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if strange:
         parser.error(f"no such flag: {' '.join(strange)}; --help lists them")

@@ -17,7 +17,8 @@ import pytest
 import torch
 import yaml
 import zstandard
-from conftest import ROOT, launch
+from conftest import ROOT, launch, metrics
+from forked import last_of
 from safetensors.torch import load_file, save_file
 
 import train_bi_encoder as script
@@ -55,7 +56,7 @@ def jsonl(name, rows=ROWS):
 
 
 def train(*flags):
-    script.main(script.parse_args([str(flag) for flag in flags]))
+    script.main(script.parse_args(last_of(flags)))
 
 
 @pytest.fixture
@@ -490,6 +491,29 @@ def test_settings_file(flags, refusal, text):
 
 def test_no_demo_corpus(refusal):
     assert "python prepare_corpus.py" in refusal()
+
+
+def test_a_flag_given_twice(bert, capsys):
+    """Refused in one line by every script, whichever way it is spelled; a file of flags may be overridden."""
+    import eval_incremental
+    import prepare_corpus
+    import train_cross_encoder
+
+    Path("flags.yaml").write_text(f"model_name_or_path: {bert}\ntrain_data: [x.jsonl]\nseed: 1\n")
+    cases = {
+        script.parse_args: "--train_data x.jsonl --seed 1 --train-data=y.jsonl",
+        train_cross_encoder.parse_args: "flags.yaml --train_data x.jsonl --train_data y.jsonl",
+        eval_incremental.parse_args: "--beir a --split test --beir b",
+        prepare_corpus.main: "x.jsonl --output_dir a --columns b --output_dir c",
+    }
+    for parse, words in cases.items():
+        with pytest.raises(SystemExit, match="2"):
+            parse(words.split())
+        line = capsys.readouterr().err.splitlines()[-1]
+        name = "--output_dir" if parse is prepare_corpus.main else "--beir" if "beir" in words else "--train_data"
+        assert f"error: {name}: given twice" in line
+    for trainer in (script, train_cross_encoder):
+        assert trainer.parse_args(["flags.yaml", "--seed", "2"]).seed == 2
 
 
 # ------------------------------------------------------------------------------------------------ runs already there

@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import ROOT, launch, metrics
-from forked import Forked
+from forked import Forked, last_of
 from sentence_transformers import CrossEncoder
 from sentence_transformers.cross_encoder import losses
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -37,7 +37,7 @@ def in_an_empty_folder(monkeypatch, tmp_path):
 
 
 def parse(*flags):
-    return script.parse_args([str(flag) for flag in ["--train_data", "x.jsonl", "--data_cache", "cache", *flags]])
+    return script.parse_args(last_of(["--train_data", "x.jsonl", "--data_cache", "cache", *flags]))
 
 
 def jsonl(name, rows):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from conftest import ROOT, metrics, write_jsonl
+from forked import last_of
 from pretend_device import DEVICE, OnDevice, PretendedDevice, on_cpu
 from sentence_transformers import CrossEncoder
 
@@ -120,7 +121,7 @@ def run(scripts, folder, monkeypatch):
             patch.setattr(script, "draw", lambda *_: None, raising=False)
             if not saves:
                 patch.setattr(script, "save_atomically", lambda *_: None)
-            script.main(script.parse_args([*flags, "--data_cache", str(folder / "data")]))
+            script.main(script.parse_args(last_of([*flags, "--data_cache", folder / "data"])))
         return gradients, device
 
     yield whole_run
