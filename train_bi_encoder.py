@@ -12,7 +12,9 @@ A row is an anchor, its positive, and as many hard negatives as there are furthe
 The batch is the rows of one optimizer step over all processes, and it alone decides the gradient. Its texts are dealt
 to the processes, cut into micro-batches of at most --micro_batch_tokens, encoded longest first and gathered, and the
 loss of the whole batch is computed on every process. So the number of processes, the micro-batches and --grad_cache
-change time and memory, never the mathematics.
+change time and memory, not the gradient: without dropout (a static model, or --dropout 0) it is the same to 1e-5 for
+any of them. Dropout masks depend on how texts are grouped, so with dropout only the batches are the same, and a run
+resumes to the bit on the layout that it had.
 
 --output_dir receives model/ (loads in sentence-transformers), checkpoints/, metrics.jsonl, args.yaml and training.png.
 
@@ -124,6 +126,7 @@ class Args:
     pooling: Literal["mean", "cls", "max", "lasttoken"] | None = flag(None, "replace the model's pooling")
     lora_rank: int = flag(0, "train adapters of this rank beside the frozen layers, by peft (0: train all)")
     attn_implementation: str | None = flag(None, "of transformers: sdpa, flash_attention_2, ...; default: its own")
+    dropout: float | None = flag(None, "dropout probability everywhere in the model; default: the model's own")
     prompts: list[str] = flag([], "prefix of each column in turn; the last one serves the rest")
     # step
     batch_size: int | None = flag(None, "rows an optimizer step, over all processes; default: 64; from scratch 2048")
@@ -232,6 +235,8 @@ def parse_args(argv):
                 continue
             if not 0 <= number < math.inf or (number == 0 and name in above_zero):
                 parser.error(f"--{name} {number}: must be {'above 0' if name in above_zero else '0 or more'}")
+    if (args.dropout or 0) >= 1:
+        parser.error(f"--dropout {args.dropout}: must be below 1")
     if args.warmup_ratio > 1:
         parser.error(f"--warmup_ratio {args.warmup_ratio}: a share of the steps is at most 1")
     return args
@@ -1124,6 +1129,28 @@ def weight_options(path):
     return {"use_safetensors": True}
 
 
+# same in train_cross_encoder.py
+def set_dropout(model, probability):
+    """Set the dropout probability of a model: of its Dropout modules, and where modules and configs keep a number.
+
+    BERT's attention reads it from a Dropout module, ModernBERT's and Qwen's from a number of their own. BadInput where
+    the model has no dropout and one above 0 is asked for.
+    """
+    found = 0
+    for module in model.modules():
+        holders = [module, *[value for name, value in vars(module).items() if name == "config" and value]]
+        for holder in holders:
+            for name, value in vars(holder).items():
+                if "dropout" in name and isinstance(value, int | float):
+                    setattr(holder, name, probability)
+                    found += 1
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = probability
+            found += 1
+    if probability and not found:
+        raise BadInput(f"--dropout {probability}: the model has no dropout to set; leave it out")
+
+
 def load_model_from(args, texts, fresh, accelerator):
     """The SentenceTransformer to train: from a Hub id or folder, or a static embedding model made for the `texts`."""
     path = args.model_name_or_path
@@ -1153,6 +1180,8 @@ def load_model_from(args, texts, fresh, accelerator):
         model[places[0]] = Pooling(model[places[0]].embedding_dimension, pooling_mode=args.pooling)
     if args.prompts:
         model.prompts = {"query": args.prompts[0], "document": args.prompts[-1]}
+    if args.dropout is not None:
+        set_dropout(model, args.dropout)
     if args.lora_rank:
         add_lora(model, args)
     else:
@@ -1479,7 +1508,7 @@ def load_moments(path, optimizer):
 # What a resumed run may not change: it would be another experiment under the same name.
 FIXED = """train_data eval_data eval_rows streaming columns num_negatives label_column mixing_weights mix_by
 corpus_table queries_table corpus_columns query_columns
-shuffle_buffer length_window on_bad_row model_name_or_path lora_rank max_length pooling prompts batch_size
+shuffle_buffer length_window on_bad_row model_name_or_path dropout lora_rank max_length pooling prompts batch_size
 gradient_accumulation_steps loss loss_args matryoshka_dims seed"""
 
 

@@ -17,7 +17,9 @@ Without labels the first document is the positive and the others are negatives; 
 The batch is the rows of one optimizer step over all processes, and it alone decides the gradient. Its pairs are dealt
 to the processes, cut into micro-batches of at most --micro_batch_tokens, scored longest first and gathered, and the
 loss of the whole batch is computed on every process. So the number of processes, the micro-batches and --grad_cache
-change time and memory, never the mathematics.
+change time and memory, not the gradient: without dropout (--dropout 0) it is the same to 1e-5 for
+any of them. Dropout masks depend on how pairs are grouped, so with dropout only the batches are the same, and a run
+resumes to the bit on the layout that it had.
 
 --output_dir receives model/ (loads in sentence-transformers), checkpoints/, metrics.jsonl, args.yaml and training.png.
 
@@ -128,6 +130,7 @@ class Args:
     max_length: int | None = flag(None, "tokens a pair is cut to; default: the model's own; from scratch 256")
     lora_rank: int = flag(0, "train adapters of this rank beside the frozen layers, by peft (0: train all)")
     attn_implementation: str | None = flag(None, "of transformers: sdpa, flash_attention_2, ...; default: its own")
+    dropout: float | None = flag(None, "dropout probability everywhere in the model; default: the model's own")
     # step
     batch_size: int = flag(64, "rows an optimizer step, over all processes")
     micro_batch_tokens: int | None = flag(
@@ -236,6 +239,8 @@ def parse_args(argv):
                 continue
             if not 0 <= number < math.inf or (number == 0 and name in above_zero):
                 parser.error(f"--{name} {number}: must be {'above 0' if name in above_zero else '0 or more'}")
+    if (args.dropout or 0) >= 1:
+        parser.error(f"--dropout {args.dropout}: must be below 1")
     if args.warmup_ratio > 1:
         parser.error(f"--warmup_ratio {args.warmup_ratio}: a share of the steps is at most 1")
     return args
@@ -1179,6 +1184,28 @@ def weight_options(path):
     return {"use_safetensors": True}
 
 
+# same in train_bi_encoder.py
+def set_dropout(model, probability):
+    """Set the dropout probability of a model: of its Dropout modules, and where modules and configs keep a number.
+
+    BERT's attention reads it from a Dropout module, ModernBERT's and Qwen's from a number of their own. BadInput where
+    the model has no dropout and one above 0 is asked for.
+    """
+    found = 0
+    for module in model.modules():
+        holders = [module, *[value for name, value in vars(module).items() if name == "config" and value]]
+        for holder in holders:
+            for name, value in vars(holder).items():
+                if "dropout" in name and isinstance(value, int | float):
+                    setattr(holder, name, probability)
+                    found += 1
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = probability
+            found += 1
+    if probability and not found:
+        raise BadInput(f"--dropout {probability}: the model has no dropout to set; leave it out")
+
+
 def load_cross_encoder(args, texts, fresh, accelerator):
     """The CrossEncoder to train: from a Hub id or folder, or a small BERT made for the `texts`."""
     path = args.model_name_or_path
@@ -1212,6 +1239,8 @@ def load_cross_encoder(args, texts, fresh, accelerator):
         model.max_seq_length = args.max_length
     # What predict() applies: bce trains a probability, every other loss the logit itself.
     model.activation_fn = torch.nn.Sigmoid() if args.loss == "bce" else torch.nn.Identity()
+    if args.dropout is not None:
+        set_dropout(model, args.dropout)
     if args.lora_rank:
         add_lora(model, args, "SEQ_CLS")  # the head is trained whole
     else:
@@ -1551,8 +1580,8 @@ def load_moments(path, optimizer):
 # What a resumed run may not change: it would be another experiment under the same name.
 FIXED = """train_data eval_data eval_rows streaming columns num_negatives label_column mixing_weights mix_by
 corpus_table queries_table corpus_columns query_columns
-shuffle_buffer length_window on_bad_row model_name_or_path lora_rank max_length batch_size gradient_accumulation_steps
-loss loss_args seed"""
+shuffle_buffer length_window on_bad_row model_name_or_path dropout lora_rank max_length batch_size
+gradient_accumulation_steps loss loss_args seed"""
 
 
 # same in train_bi_encoder.py

@@ -555,7 +555,7 @@ def test_output_dir_that_is_a_file(flags, refusal):
 
 CHANGED = ["--seed 1", "--batch_size 9", "--columns b a", "--max_length 64", "--eval_rows 7", "--shuffle_buffer 5",
      "--loss_args {\"symmetric\":true}", "--pooling cls", "--length_window 2", "--streaming", "--prompts query:",
-     "--gradient_accumulation_steps 2", "--matryoshka_dims 8", "--train_data y.jsonl"]  # fmt: skip
+     "--gradient_accumulation_steps 2", "--matryoshka_dims 8", "--dropout 0.2", "--train_data y.jsonl"]  # fmt: skip
 
 
 @pytest.mark.parametrize("changed", CHANGED)
