@@ -89,6 +89,11 @@ class BadInput(ValueError):
     """Something the user can mend; shown as one line, without a traceback."""
 
 
+# same in train_bi_encoder.py
+class BadRow(BadInput):
+    """A row whose content is bad: every process reads it, and raises this at the same step."""
+
+
 # ------------------------------------------------------------------------------------------------------ options
 
 
@@ -159,6 +164,7 @@ class Args:
     # run
     output_dir: str = flag("runs/cross_encoder", "folder for everything the run writes")
     resume: bool = flag(False, "go on from the newest whole checkpoint in --output_dir")
+    accept_changed_data: bool = flag(False, "resume although a source has changed: rows may repeat or be missing")
     eval_every: int = flag(0, "steps between evaluations (0: a tenth of the run)")
     save_every: int = flag(500, "steps between checkpoints (0: only at the end)")
     keep_checkpoints: int = flag(2, "checkpoints kept")
@@ -509,7 +515,7 @@ def checked(row, args):
         except (ValueError, TypeError, OverflowError, RecursionError):
             problem = f"the label {str(label)[:40]!r} is not a number"
     if problem and args.on_bad_row == "error":
-        raise BadInput(f"{file}, row {number}: {problem}; mend the row or pass --on_bad_row skip")
+        raise BadRow(f"{file}, row {number}: {problem}; mend the row or pass --on_bad_row skip")
     return None if problem else (texts, label, file, number)
 
 
@@ -554,7 +560,7 @@ def checked_group(row, args):
     elif labels is not None:
         problem = label_problem(labels, len(documents), args.loss)
     if problem and args.on_bad_row == "error":
-        raise BadInput(f"{file}, row {number}: {problem}; mend the row or pass --on_bad_row skip")
+        raise BadRow(f"{file}, row {number}: {problem}; mend the row or pass --on_bad_row skip")
     return None if problem else (texts, labels, file, number)
 
 
@@ -993,7 +999,7 @@ def with_texts(tables, check):
                         if args.on_bad_row == "skip":
                             return None
                         problem = f"id {name!r} is not in {table.flag}" if name is not None else "an id is missing"
-                        raise BadInput(f"{file}, row {number}: {problem}; mend the row or pass --on_bad_row skip")
+                        raise BadRow(f"{file}, row {number}: {problem}; mend the row or pass --on_bad_row skip")
                 texts[side] = [
                     [found[str(name)] for name in cell] if isinstance(cell, list) else found[str(cell)]
                     for cell in texts[side]
@@ -1589,10 +1595,15 @@ def check_resumed(saved, args, data):
     """BadInput that lists every flag, and every source, that is not as it was when the checkpoint was written."""
     then, now = saved["args"], asdict(args)
     then = asdict(Args()) | then  # an older checkpoint lacks the newer flags
-    changed = [f"--{name} was {then[name]}, is {now[name]}" for name in FIXED.split() if then[name] != now[name]]
-    changed += [f"the data of {now[0]} is not what it was" for then, now in zip(saved["data"], data) if then != now]
+    fixed = [name for name in FIXED.split() if (name, now[name]) != ("on_bad_row", "skip")]  # skip may follow error
+    changed = [f"--{name} was {then[name]}, is {now[name]}" for name in fixed if then[name] != now[name]]
+    advice = "restore it, or start a new --output_dir"
+    if not args.accept_changed_data:
+        files = [now[0] for then, now in zip(saved["data"], data) if then != now]
+        changed += [f"the data of {name} is not what it was" for name in files]
+        advice += "; --accept_changed_data resumes on changed data" * bool(files)
     if changed:
-        raise BadInput(f"--resume: {'; '.join(changed)}; restore it, or start a new --output_dir")
+        raise BadInput(f"--resume: {'; '.join(changed)}; {advice}")
 
 
 # same in train_bi_encoder.py
@@ -1965,6 +1976,14 @@ def main(args):
             save_checkpoint(output / f"checkpoints/step_{step:08}", plain, moments, state, args.keep_checkpoints)
         accelerator.wait_for_everyone()
 
+    def next_batch():
+        try:
+            return next(batches)
+        except BadRow:  # the steps before it are kept, for a resume
+            if step:
+                save()
+            raise
+
     eval_every = args.eval_every or max(1, steps // 10)
     if held and step == 0:
         log(evaluate_pairs(model, held, budget, args, accelerator))
@@ -1986,9 +2005,8 @@ def main(args):
         losses_of_step = []
         for number in range(accumulation):
             asked = time.perf_counter()
-            batch = next(batches)
+            batch = next_batch()
             waited += time.perf_counter() - asked
-            position = batch.position
             sync = number == accumulation - 1
             seed = [args.seed, step, number]
             losses_of_step.append(backward_pairs(model, batch, loss_fn, seed, sync, args, accelerator))
@@ -2003,7 +2021,7 @@ def main(args):
         optimizer.zero_grad()
         seconds += time.perf_counter() - started
         # -----------------------------------------------------------------------------------
-        step += 1
+        step, position = step + 1, batch.position
         window.append(loss)
         bar.update()
         record = {}

@@ -575,6 +575,22 @@ def test_resume_with_a_changed_model(finished, refusal):
 
 
 @both_ways
+def test_resume_on_mended_data(flags, refusal, tmp_path, way):
+    """Refused, naming the flag that accepts it; accepted, it trains what a run on the mended data trains."""
+    flags = [*flags, "--shuffle_buffer", 0, *streamed(way)]
+    bad, mended = replaced(ROWS, 50, b=""), replaced(ROWS, 50, b="a mended text")
+    train(*flags, "--train_data", jsonl("x.jsonl", mended), "--output_dir", "whole")
+    with pytest.raises(script.BadInput, match="row 50: .* mend the row"):
+        train(*flags, "--train_data", jsonl("x.jsonl", bad))
+    assert checkpoints() == ["step_00000001"]
+    jsonl("x.jsonl", mended)
+    message = refusal(*flags, "--train_data", "x.jsonl", "--resume")
+    assert "the data of x.jsonl is not what it was" in message and "--accept_changed_data" in message
+    train(*flags, "--train_data", "x.jsonl", "--resume", "--accept_changed_data")
+    assert [line.get("loss") for line in metrics("out")] == [line.get("loss") for line in metrics("whole")]
+
+
+@both_ways
 @pytest.mark.parametrize("change", ["rows added", "rows removed", "rows replaced"])
 def test_resume_with_changed_data(flags, refusal, tmp_path, change, way):
     flags = [*flags, "--train_data", jsonl("x.jsonl"), *streamed(way)]
