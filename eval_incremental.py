@@ -48,6 +48,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
@@ -117,6 +118,9 @@ class Args:
     query_columns: list[str] = flag([], "the same of the queries; default: _id text")
     pairs: list[str] = flag([], f"sources of (query, document) rows instead; default: {DEMO}/heldout")
     columns: list[str] = flag([], "the query and the document column of --pairs; default: the first two")
+    keep_same_id: bool = flag(
+        False, "rank a document for the query of the same id too; default: leave it out, as BEIR does (not in --pairs)"
+    )
     streaming: bool = flag(False, "read the corpus as it stands instead of from an on-disk table made once")
     data_cache: str = flag("~/.cache/evenstep", "folder for the Arrow copies of mapped Parquet, JSON, CSV and text")
     # embeddings
@@ -167,9 +171,17 @@ def flags_of(given):
     return words
 
 
+# same in train_bi_encoder.py, train_cross_encoder.py, prepare_corpus.py
+def flags_given_twice(words):
+    """Return the flags that stand more than once among the words of a command line: argparse keeps the last."""
+    names = [word.partition("=")[0].replace("-", "_").strip("_") for word in words if word.startswith("--")]
+    return [f"--{name}" for name, count in Counter(names).items() if count > 1]
+
+
 def parse_args(argv):
     """Args from flags, or from a YAML or JSON file and flags that override it; ends the program on a usage error."""
     parser = HfArgumentParser(Args, description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    words = argv
     if argv and argv[0].endswith((".yaml", ".yml", ".json")):
         try:
             given = yaml.safe_load(Path(argv[0]).read_text())
@@ -177,7 +189,9 @@ def parse_args(argv):
                 parser.error(f"{argv[0]}: no such flag: {', '.join(map(str, unknown))}")
         except (OSError, yaml.YAMLError, TypeError, UnicodeError, RecursionError) as error:
             parser.error(f"{argv[0]}: not a file of flags ({' '.join(str(error).split())})")
-        argv = flags_of(given) + argv[1:]
+        argv, words = flags_of(given) + argv[1:], argv[1:]
+    if twice := flags_given_twice(words):
+        parser.error(f"{', '.join(twice)}: given twice; give all its values to one")
     args, strange = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if strange:
         parser.error(f"no such flag: {' '.join(strange)}; --help lists them")
@@ -673,6 +687,7 @@ class Collection:
     query_texts: list
     qrels: dict  # {query id: {document id: relevance}}; empty in a search or an export
     notes: list  # lines to say about the data
+    omit_same_id: bool = False  # whether a document is left out for the query of the same id
 
 
 def open_collection(args):
@@ -730,7 +745,23 @@ def open_collection(args):
         notes += [f"{count:,} {what}"] * (count > 0)
     if not texts:
         raise BadInput(f"{args.qrels}: judges none of the queries in {', '.join(args.queries)}; check the ids")
-    return Collection(corpus, list(texts), list(texts.values()), {name: qrels[name] for name in texts}, notes)
+    # row numbers identify nothing beyond their own table: the row of a query may well be that of its answer
+    omit_same_id = not args.keep_same_id and "#" not in (corpus.id, table.id)
+    qrels = {name: qrels[name] for name in texts}
+    return Collection(corpus, list(texts), list(texts.values()), qrels, notes, omit_same_id)
+
+
+def report_same_id(about, names, collection):
+    """Add to `about` how many queries have their own document left out, and the notes; names: ids of these queries."""
+    about["same_id_left_out"] = len(names)
+    relevant = sum(collection.qrels[name].get(name, 0) > 0 for name in names)
+    for count, what in (
+        (len(names), "queries share their id with a document, which is left out of their results; --keep_same_id "
+                     "keeps it"),
+        (relevant, "of these documents are judged relevant to the query of the same id; if ids coincide by chance, "
+                   "set --keep_same_id"),
+    ):  # fmt: skip
+        about["notes"] += [f"{count:,} {what}"] * (count > 0)
 
 
 @dataclass
@@ -744,11 +775,13 @@ class Run:
     about: dict  # what metrics.json says of it
     positives: list = field(default_factory=list)  # Q dicts {document id: score}, to mine negatives
     places: dict = field(default_factory=dict)  # {document id: (row, hash)} of all these documents, to mine negatives
+    same_id: dict = field(default_factory=dict)  # {query number: hash of its own, omitted document}, to mine negatives
 
 
 def read_run(args, collection):
     """The Run of --run, in the order of its scores (equal ones by document id, last first, as in trec_eval)."""
     path, found, others, lines_of = args.run, {name: {} for name in collection.query_ids}, set(), {}
+    same = set()  # queries whose own document is left out
     try:
         with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as lines:
             for number, line in enumerate(lines, start=1):
@@ -765,6 +798,8 @@ def read_run(args, collection):
                     ) from None
                 if query not in found:
                     others.add(query)
+                elif collection.omit_same_id and document == query:
+                    same.add(query)
                 elif document in found[query]:
                     raise BadInput(f"{path}, line {number}: document {document!r} stands twice for query {query!r}; "
                                    "remove a line")  # fmt: skip
@@ -775,7 +810,7 @@ def read_run(args, collection):
         raise
     except (OSError, EOFError, zlib.error, ValueError, ImportError) as error:
         raise BadInput(f"{path}: cannot be read ({error}); check --run") from None
-    if not lines_of:
+    if not lines_of and not same:
         some = f", such as {min(others)!r}" if others else ""
         raise BadInput(f"{path}: ranks documents for none of the judged queries{some}; check the ids")
     wanted = pa.array(lines_of, pa.string())
@@ -785,7 +820,7 @@ def read_run(args, collection):
     notes = []
     for count, what in (
         (len(others), f"queries of {path} are not judged, or unknown; left out"),
-        (sum(not documents for documents in found.values()), f"judged queries are not in {path}; they count as 0"),
+        (sum(not found[name] for name in found.keys() - same), f"judged queries are not in {path}; they count as 0"),
         (len(lines_of), f"documents of {path} are not in the corpus"),
     ):
         notes += [f"{count:,} {what}"] * (count > 0)
@@ -795,7 +830,9 @@ def read_run(args, collection):
                        f"{len(lines_of) - 1:,} others; without their texts they cannot be reranked")  # fmt: skip
     ranked = [sorted(documents.items(), key=lambda item: item[::-1], reverse=True) for documents in found.values()]
     names, scores = ([[item[part] for item in documents] for documents in ranked] for part in (0, 1))
-    return Run(path, names, scores, {}, {"seconds": {}, "notes": notes})
+    about = {"seconds": {}, "notes": notes}
+    report_same_id(about, same, collection)
+    return Run(path, names, scores, {}, about)
 
 
 # same in train_bi_encoder.py, train_cross_encoder.py
@@ -1449,14 +1486,21 @@ class TopK:
         self.scores = torch.full((len(queries), k), -torch.inf, device=queries.device)  # (Q, K), falling
         self.rows = torch.full((len(queries), k), -1, device=queries.device)  # (Q, K) int64, -1: none yet
 
-    def add(self, documents, first):
-        """Score (n, D) documents, rows `first` and on; they come after all that were added before."""
+    def add(self, documents, first, omitted=()):
+        """Score (n, D) documents, rows `first` and on; they come after all that were added before.
+
+        omitted: (query number, row) pairs of these documents that are not to be ranked
+        """
+        omit_queries, omit_rows = torch.tensor(list(omitted), device=documents.device).view(-1, 2).long().T
         # The last columns of a product are summed in another order, and equal documents would score unequally there.
         padded = F.pad(documents, (0, 0, 0, -len(documents) % 64))
         tile = max(1, MAX_SCORES // len(documents))
         for begin in range(0, len(self.queries), tile):
             best, rows = self.scores[begin : begin + tile], self.rows[begin : begin + tile]  # (q, K)
             scores = (self.queries[begin : begin + tile] @ padded.T)[:, : len(documents)]  # (q, n)
+            if omitted:
+                inside = (omit_queries >= begin) & (omit_queries < begin + tile)
+                scores[omit_queries[inside] - begin, omit_rows[inside] - first] = -torch.inf
             # Few documents get past a query's K-th best; only they are sorted. An equal score comes too late.
             passed = scores > best[:, -1:]
             k = best.shape[1]
@@ -1487,14 +1531,26 @@ class TopK:
 
 
 # same in train_bi_encoder.py, train_cross_encoder.py
+@cache
+def day_long_group():
+    """Return a gloo group of all processes, with a timeout of a day, for work that one process does for the others.
+
+    Such as the Arrow copy of a large corpus. The collectives of a step keep the 30 minutes of the default group.
+    """
+    return torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
+
+
+# same in train_bi_encoder.py, train_cross_encoder.py
 def main_first(accelerator, work):
     """The result of work(), done by each machine's main process before the others; its BadInput reaches them all."""
-    with accelerator.local_main_process_first():
-        try:
-            return work()
-        except BadInput as error:  # leaving here would leave the others waiting
-            failure = error
-    raise failure
+    group = day_long_group() if accelerator.num_processes > 1 else None  # by all processes, before any of them waits
+    if group and not accelerator.is_local_main_process:
+        torch.distributed.barrier(group)
+    try:
+        return work()
+    finally:  # after an error too: else the others would wait
+        if group and accelerator.is_local_main_process:
+            torch.distributed.barrier(group)
 
 
 def load_embedder(path, args, accelerator):
@@ -1544,6 +1600,8 @@ def retrieve(path, collection, args, accelerator):
                 relevant[name].append(query)
         depth = args.negative_ranks[1] + max(map(len, wanted))
     positive_ids = pa.array(relevant, pa.string())
+    numbers = {name: query for query, name in enumerate(collection.query_ids) if collection.omit_same_id}
+    query_ids, same_id = pa.array(numbers, pa.string()), {}  # {query number: hash of its own document}
     top = TopK(queries, min(depth, collection.corpus.rows or depth))
 
     # Documents, a chunk for each process at a time
@@ -1561,10 +1619,15 @@ def retrieve(path, collection, args, accelerator):
         own = accelerator.process_index if accelerator.process_index < len(chunks) else None
         vectors = embed(chunks, own)
         with clock(seconds, "search"):
+            omitted = []  # of each chunk, the (query number, row) pairs of equal ids
+            for chunk in chunks:
+                same = places_in(chunk.ids, query_ids) if numbers else ()
+                omitted.append([(numbers[chunk.ids[row].as_py()], row + chunk.first) for row in same])
+                same_id |= {query: chunk.hashes[row - chunk.first].tobytes() for query, row in omitted[-1]}
             if own is not None:
                 chunk = chunks[own]
                 vectors = for_search(vectors)
-                top.add(vectors, chunk.first)
+                top.add(vectors, chunk.first, omitted[own])
                 rows = torch.unique(top.rows[top.rows >= chunk.first]) - chunk.first
                 picked = pa.array(rows.cpu().numpy())
                 ids = chunk.ids.take(picked).to_pylist()
@@ -1613,14 +1676,16 @@ def retrieve(path, collection, args, accelerator):
         (collection.corpus.empty, "documents are empty; encoded as the empty string"),
     ):  # fmt: skip
         about["notes"] += [f"{count:,} {what}"] * (count > 0)
+    report_same_id(about, [collection.query_ids[query] for query in same_id], collection)
     texts = {name: text for name, text, _ in kept.values()} if args.query else {}
     run = Run(path, names, scores, texts, about)
     if args.negatives_out:
         if not positives:
+            hint = ", or set --keep_same_id: documents with the id of their query are left out" if same_id else ""
             raise BadInput(
-                f"{args.qrels or args.pairs[0]}: no query has a relevant document in the corpus; check the ids"
+                f"{args.qrels or args.pairs[0]}: no query has a relevant document in the corpus; check the ids{hint}"
             )
-        run.positives = [{} for _ in names]
+        run.positives, run.same_id = [{} for _ in names], same_id
         for (query, row), (name, digest, value) in sorted(positives.items()):
             kept[row] = (name, "", digest)
             run.positives[query][name] = value
@@ -1703,6 +1768,7 @@ def rerank(run, collection, args, accelerator):
         documents.append(order + behind)
         values = [known[document] for document in order]
         scores.append(values + [values[-1] - place for place in range(1, len(behind) + 1)])
+    about["same_id_left_out"] = run.about["same_id_left_out"]
     return Run(name, documents, scores, run.texts, about)
 
 
@@ -1710,11 +1776,17 @@ def rerank(run, collection, args, accelerator):
 
 
 def positives_of(collection):
-    """Q lists of the ids of the documents that are relevant to a query, or to another of the same text."""
+    """Q lists of the ids of the documents that are relevant to a query, or to another of the same text.
+
+    Without the query's own document, unless --keep_same_id.
+    """
     found = defaultdict(dict)
     for name, text in zip(collection.query_ids, collection.query_texts):
         found[text].update((document, 1) for document, grade in collection.qrels[name].items() if grade > 0)
-    return [list(found[text]) for text in collection.query_texts]
+    return [
+        [document for document in found[text] if not (collection.omit_same_id and document == name)]
+        for name, text in zip(collection.query_ids, collection.query_texts)
+    ]
 
 
 def rescore(run, collection, args, accelerator):
@@ -1747,7 +1819,9 @@ def pick_negatives(run, collection, args):
         seen = {run.places[name][1] for name in positives}
         left, lowest = [], min(positives.values())
         for name, value in zip(documents, scores):
-            if name in known[query] or run.places[name][1] in seen:
+            if run.places[name][1] == run.same_id.get(query):
+                removed["texts equal to the query's own document"] += 1
+            elif name in known[query] or run.places[name][1] in seen:
                 removed["positives, and texts equal to one or to a better candidate"] += 1
             elif args.negative_margin is not None and value + args.negative_margin > lowest:
                 removed[f"within {args.negative_margin} of the lowest positive"] += 1
@@ -1831,12 +1905,17 @@ def bm25_run(collection, args):
         index.index(words, show_progress=False)
     hits = [{} for _ in queries]
     with clock(seconds, "search"):
-        rows, scores = index.retrieve(queries, k=min(args.top_k, len(ids)), show_progress=False)
-        for hit, *found in zip(hits, rows.tolist(), scores.tolist()):
-            for row, score in zip(*found):
+        names = set(collection.query_ids) if collection.omit_same_id else ()
+        same = Counter(name for name in ids if name in names)
+        depth = min(args.top_k + max(same.values(), default=0), len(ids))  # room for a query's own documents
+        rows, scores = index.retrieve(queries, k=depth, show_progress=False)
+        for query, hit, *found in zip(collection.query_ids, hits, rows.tolist(), scores.tolist()):
+            others = (pair for pair in zip(*found) if not (query in same and ids[pair[0]] == query))
+            for row, score in islice(others, args.top_k):
                 if score > 0:
                     hit.setdefault(ids[row], score)  # an id that stands twice keeps its best score
     about = {"seconds": {stage: round(value, 4) for stage, value in seconds.items()}, "notes": []}
+    report_same_id(about, same, collection)
     return Run("BM25", [list(hit) for hit in hits], [list(hit.values()) for hit in hits], {}, about)
 
 
@@ -2155,8 +2234,7 @@ def main(args):
         return manage_cache(args) if int(os.environ.get("RANK", 0)) == 0 else None  # of accelerate launch
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),  # else several processes on CPUs would not find one another
-        # An Arrow copy of a large corpus, or the report, may keep the others waiting for long.
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))],
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=30))],
     )
     datasets.disable_progress_bars()
     collection = main_first(accelerator, lambda: open_collection(args))  # it makes the Arrow copies
@@ -2180,7 +2258,8 @@ def main(args):
             runs += [bm25_run(collection, args)] if args.bm25 else []
             values = [measure(run, collection, args) for run in runs]
             write_results(runs, short_names([run.name for run in runs]), values, collection, args)
-    accelerator.wait_for_everyone()
+    if accelerator.num_processes > 1:
+        torch.distributed.barrier(day_long_group())  # BM25 and the report may take the main process long
     accelerator.end_training()
 
 

@@ -1,0 +1,208 @@
+"""A document with the id of the query is left out, as in BEIR: in search, BM25, run files, reranking and mining."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, launch, write_jsonl
+
+import eval_incremental as script
+
+SCRIPT = ROOT / "eval_incremental.py"
+LEFT_OUT = "queries share their id with a document, which is left out of their results"
+
+
+def read_run(path):
+    """{query: {document: score}} of a run file, in its order."""
+    found = {}
+    for line in path.read_text().splitlines():
+        query, _, document, _, score, _ = line.split()
+        found.setdefault(query, {})[document] = float(score)
+    return found
+
+
+def write_collection(folder, texts, judgments):
+    """BEIR folder in which every document is a query too."""
+    records = [{"_id": name, "text": text} for name, text in texts.items()]
+    write_jsonl(folder / "corpus.jsonl", records)
+    write_jsonl(folder / "queries.jsonl", records)
+    (folder / "qrels").mkdir()
+    lines = [f"{query}\t{document}\t{grade}\n" for query, document, grade in judgments]
+    (folder / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines))
+    return folder
+
+
+@pytest.fixture
+def four(tmp_path, rows):
+    """Four documents, each the answer to its near duplicate."""
+    texts = {}
+    for name, row in (("a", 3), ("b", 40)):
+        code = rows[row]["code"][:200]
+        texts |= {f"{name}0": code, f"{name}1": f"def {code}"}
+    return write_collection(tmp_path / "four", texts, [(n, n[0] + str(1 - int(n[1])), 1) for n in texts])
+
+
+@pytest.fixture(scope="session")
+def sixty(tmp_path_factory, rows):
+    """60 functions; four relevant documents of each, and for every tenth itself."""
+    kept = list({row["code"]: row for row in rows}.values())[:60]
+    dice = np.random.default_rng(0)
+    judged = [(f"d{i}", f"d{i}", 1) for i in range(0, 60, 10)]
+    for i in range(60):
+        others = dice.choice(60, 4, replace=False).tolist()
+        judged += [(f"d{i}", f"d{j}", int(dice.integers(1, 3))) for j in others if i != j]
+    return write_collection(
+        tmp_path_factory.mktemp("sixty"), {f"d{i}": row["code"] for i, row in enumerate(kept)}, judged
+    )
+
+
+@pytest.mark.parametrize("extra", [(), ("--streaming",), ("--top_k", 10, "--chunk_rows", 1)])
+def test_four_documents_that_are_the_queries(evaluate, four, tmp_path, capsys, extra):
+    metrics = "--metrics", "nDCG@10", "RR@10"
+    got = evaluate("--beir", four, *metrics, *extra)
+    assert got["metrics"]["nDCG@10"]["mean"] == got["metrics"]["RR@10"]["mean"] == 1.0
+    assert got["same_id_left_out"] == 4 and f"note: 4 {LEFT_OUT}; --keep_same_id keeps it" in capsys.readouterr().err
+    for query, found in read_run(tmp_path / "out/run.trec").items():
+        assert query not in found and len(found) == 3 and np.isfinite(list(found.values())).all()
+    got = evaluate("--beir", four, *metrics, *extra, "--keep_same_id")
+    assert got["metrics"]["nDCG@10"]["mean"] == pytest.approx(1 / np.log2(3))
+    assert got["same_id_left_out"] == 0 and LEFT_OUT not in capsys.readouterr().err
+    assert all(list(found)[0] == query for query, found in read_run(tmp_path / "out/run.trec").items())
+
+
+def test_pytrec_eval_without_identical_ids_agrees(evaluate, sixty, tmp_path, capsys):
+    """As beir.retrieval.evaluation with ignore_identical_ids: the id leaves the ranking, the judgments stay."""
+    import pytrec_eval
+
+    names = {"nDCG@10": "ndcg_cut_10", "RR": "recip_rank", "R@20": "recall_20", "AP": "map"}
+    flags = "--beir", sixty, "--metrics", *names
+    evaluate(*flags, "--keep_same_id", "--top_k", 41, output="all")
+    run = read_run(tmp_path / "all/run.trec")
+    assert all(found.pop(query) > 0.999 for query, found in run.items())
+    qrels = script.read_qrels(str(sixty / "qrels/test.tsv"))
+    each = pytrec_eval.RelevanceEvaluator(qrels, set(names.values())).evaluate(run)
+    got = evaluate(*flags, "--top_k", 40)
+    for name, theirs in names.items():
+        assert got["metrics"][name]["mean"] == pytest.approx(np.mean([v[theirs] for v in each.values()]), abs=1e-6)
+    assert read_run(tmp_path / "out/run.trec") == run  # 40 documents of each query, none lost with its own
+    assert "6 of these documents are judged relevant to the query of the same id" in capsys.readouterr().err
+
+
+def test_omitted_pairs_of_top_k_against_a_loop(monkeypatch):
+    monkeypatch.setattr(script, "MAX_SCORES", 300)  # three queries at a time
+    generator = torch.Generator().manual_seed(0)
+    documents, queries = (torch.randint(-2, 3, (n, 6), generator=generator).float() for n in (300, 17))
+    omitted = [(q, row) for q in range(17) for row in (q * 3, 299 - q) if q != 5]
+    scores = queries @ documents.T
+    for query, row in omitted:
+        scores[query, row] = -torch.inf
+    for size in (100, 50):
+        top = script.TopK(queries, 20)
+        for first in range(0, 300, size):
+            inside = [(q, row) for q, row in omitted if first <= row < first + size]
+            top.add(documents[first : first + size], first, inside)
+        assert torch.equal(top.rows, scores.argsort(dim=1, descending=True, stable=True)[:, :20])
+
+
+def test_two_processes_give_the_bytes_of_one(tmp_path, sixty, bert):
+    common = ["--model_name_or_path", bert, "--beir", sixty, "--data_cache", tmp_path / "data", "--chunk_rows", 7,
+              "--top_k", 20, "--metrics", "nDCG@10", "--micro_batch_tokens", 256]  # fmt: skip
+    seen = []
+    for processes, cache in ((1, "a"), (2, "b"), (2, "a")):
+        output = tmp_path / f"{processes}{cache}"
+        launch(SCRIPT, *common, "--cache_dir", tmp_path / cache, "--output_dir", output, processes=processes)
+        about = json.loads((output / "metrics.json").read_text())
+        seen.append(((output / "run.trec").read_bytes(), about["metrics"], about["same_id_left_out"]))
+    assert about["texts"]["encoded"] == 0 and seen[0] == seen[1] == seen[2] and seen[0][2] == 60
+    assert all(len(found) == 20 and query not in found for query, found in read_run(output / "run.trec").items())
+
+
+def test_run_files_and_reranking(evaluate, four, reranker, tmp_path, capsys):
+    """Two of the queries have lines of their own id; one of them has no other."""
+    lines = ["a0 Q0 a0 1 9 x", "a0 Q0 b0 2 8 x", "a0 Q0 a1 3 7 x", "a1 Q0 a1 1 5 x", "b0 Q0 b1 1 5 x"]
+    (tmp_path / "x.run").write_text("\n".join(lines) + "\n")
+    flags = "--beir", four, "--run", tmp_path / "x.run", "--metrics", "RR@10"
+    got = evaluate(*flags)
+    assert got["metrics"]["RR@10"]["mean"] == (1 / 2 + 0 + 1 + 0) / 4 and got["same_id_left_out"] == 2
+    assert read_run(tmp_path / "out/run.trec") == {"a0": {"b0": 8, "a1": 7}, "b0": {"b1": 5}}
+    said = capsys.readouterr().err
+    assert f"2 {LEFT_OUT}" in said and "1 judged queries are not in" in said  # b1
+    before, after = evaluate(*flags, "--cross_encoder", reranker)["models"]
+    assert after["pairs"]["total"] == 3 and before["same_id_left_out"] == after["same_id_left_out"] == 2
+    found = read_run(tmp_path / "out" / after["name"] / "run.trec")
+    assert {query: set(documents) for query, documents in found.items()} == {"a0": {"b0", "a1"}, "b0": {"b1"}}
+    kept = evaluate(*flags, "--cross_encoder", reranker, "--keep_same_id")["models"]
+    assert kept[0]["metrics"]["RR@10"]["mean"] == (1 / 3 + 0 + 1 + 0) / 4
+    assert kept[1]["pairs"] == {"total": 5, "scored": 2, "cached": 3, "damaged_blocks": 0}
+    (tmp_path / "x.run").write_text(lines[0] + "\n")  # nothing else: no error about ids that do not fit
+    assert evaluate(*flags)["metrics"]["RR@10"]["mean"] == 0
+
+
+def test_search_is_reranked_without_it(evaluate, four, reranker, tmp_path):
+    for result in evaluate("--beir", four, "--cross_encoder", reranker, "--bm25")["models"]:
+        run = read_run(tmp_path / "out" / result["name"] / "run.trec")
+        assert result["same_id_left_out"] == 4 and not any(query in found for query, found in run.items())
+
+
+def test_bm25_still_ranks_top_k(evaluate, tmp_path):
+    texts = {f"d{i}": f"shared words {'more ' * i}" for i in range(6)}
+    folder = write_collection(tmp_path / "six", texts, [(f"d{i}", f"d{5 - i}", 1) for i in range(6)])
+    evaluate("--beir", folder, "--bm25", "--top_k", 3, "--metrics", "R@3")
+    for query, found in read_run(tmp_path / "out/BM25/run.trec").items():
+        assert len(found) == 3 and query not in found
+
+
+def test_mined_rows_never_contain_the_query(evaluate, sixty, tmp_path, capsys):
+    """Not as a negative, nor as a positive that it is judged to be, nor as a copy of it under another id."""
+    folder, rows = tmp_path / "copied", {}
+    records = [json.loads(line) for line in (sixty / "corpus.jsonl").read_text().splitlines()]
+    copies = [{"_id": f"copy{i}", "text": record["text"]} for i, record in enumerate(records[:5])]
+    write_jsonl(folder / "corpus.jsonl", records + copies)
+    flags = ["--corpus", folder / "corpus.jsonl", "--queries", sixty / "queries.jsonl",
+             "--qrels", sixty / "qrels/test.tsv", "--num_negatives", 3]  # fmt: skip
+    for name, extra in (("left_out", []), ("kept", ["--keep_same_id"])):
+        about = evaluate(*flags, "--negatives_out", tmp_path / f"{name}.jsonl", *extra)
+        rows[name] = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        assert about["same_id_left_out"] == (60 if name == "left_out" else 0)
+    for row in rows["left_out"]:
+        assert row["query"] not in [value for column, value in row.items() if column != "query"]
+    assert len(rows["left_out"]) > 200
+    assert sum(row["query"] == row["negative_1"] for row in rows["kept"]) > 100
+    assert sum(row["query"] == row["positive"] for row in rows["kept"]) == 6
+    assert "texts equal to the query's own document" in capsys.readouterr().out
+
+
+def test_mining_with_a_cross_encoder(evaluate, four, reranker, tmp_path):
+    flags = "--beir", four, "--negatives_out", tmp_path / "n.jsonl", "--num_negatives", 2, "--negative_ranks", 0, 2
+    about = evaluate(*flags, "--cross_encoder", reranker)
+    assert about["rescored"]["pairs"]["total"] == 12 and about["negatives"]["rows"] == 4
+    for line in (tmp_path / "n.jsonl").read_text().splitlines():
+        assert len({json.loads(line)[n] for n in ("query", "positive", "negative_1", "negative_2")}) == 4
+
+
+def test_every_positive_left_out_names_the_flag(evaluate, tmp_path, rows):
+    folder = write_collection(tmp_path / "own", {f"d{i}": rows[i]["code"] for i in range(5)}, [("d1", "d1", 1)])
+    with pytest.raises(script.BadInput, match="no query has a relevant document .* set --keep_same_id"):
+        evaluate("--beir", folder, "--negatives_out", tmp_path / "n.jsonl")
+
+
+def test_numbers_of_rows_are_no_ids(evaluate, tmp_path, rows):
+    """Query i is answered by document i of --pairs, and of a table read by row numbers."""
+    write_jsonl(tmp_path / "p.jsonl", [{"q": row["docstring"], "d": row["docstring"] + " x"} for row in rows[:20]])
+    (tmp_path / "qrels.tsv").write_text("".join(f"{i}\t{i}\t1\n" for i in range(20)))
+    table = ["--corpus", tmp_path / "p.jsonl", "--queries", tmp_path / "p.jsonl", "--corpus_columns", "#", "d",
+             "--query_columns", "#", "q", "--qrels", tmp_path / "qrels.tsv"]  # fmt: skip
+    for flags in (["--pairs", tmp_path / "p.jsonl"], table):
+        got = evaluate(*flags, "--bm25")
+        for result in got["models"]:
+            assert result["same_id_left_out"] == 0 and result["metrics"]["R@100"]["mean"] > 0.9
+        again = evaluate(*flags, "--bm25", "--keep_same_id", output="again")
+        assert [result["metrics"] for result in again["models"]] == [result["metrics"] for result in got["models"]]
+
+
+def test_ids_do_not_matter_to_an_ad_hoc_search(evaluate, tmp_path, capsys):
+    write_jsonl(tmp_path / "c.jsonl", [{"_id": f"query{i}", "text": f"text {i}"} for i in range(3)]
+                + [{"_id": "query 1", "text": "open a file"}])  # fmt: skip
+    evaluate("--corpus", tmp_path / "c.jsonl", "--query", "open a file")
+    assert "1.000   query 1  open a file" in capsys.readouterr().out
