@@ -48,6 +48,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
@@ -170,9 +171,17 @@ def flags_of(given):
     return words
 
 
+# same in train_bi_encoder.py, train_cross_encoder.py, prepare_corpus.py
+def flags_given_twice(words):
+    """Return the flags that stand more than once among the words of a command line: argparse keeps the last."""
+    names = [word.partition("=")[0].replace("-", "_").strip("_") for word in words if word.startswith("--")]
+    return [f"--{name}" for name, count in Counter(names).items() if count > 1]
+
+
 def parse_args(argv):
     """Args from flags, or from a YAML or JSON file and flags that override it; ends the program on a usage error."""
     parser = HfArgumentParser(Args, description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    words = argv
     if argv and argv[0].endswith((".yaml", ".yml", ".json")):
         try:
             given = yaml.safe_load(Path(argv[0]).read_text())
@@ -180,7 +189,9 @@ def parse_args(argv):
                 parser.error(f"{argv[0]}: no such flag: {', '.join(map(str, unknown))}")
         except (OSError, yaml.YAMLError, TypeError, UnicodeError, RecursionError) as error:
             parser.error(f"{argv[0]}: not a file of flags ({' '.join(str(error).split())})")
-        argv = flags_of(given) + argv[1:]
+        argv, words = flags_of(given) + argv[1:], argv[1:]
+    if twice := flags_given_twice(words):
+        parser.error(f"{', '.join(twice)}: given twice; give all its values to one")
     args, strange = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if strange:
         parser.error(f"no such flag: {' '.join(strange)}; --help lists them")
@@ -1520,14 +1531,26 @@ class TopK:
 
 
 # same in train_bi_encoder.py, train_cross_encoder.py
+@cache
+def day_long_group():
+    """Return a gloo group of all processes, with a timeout of a day, for work that one process does for the others.
+
+    Such as the Arrow copy of a large corpus. The collectives of a step keep the 30 minutes of the default group.
+    """
+    return torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
+
+
+# same in train_bi_encoder.py, train_cross_encoder.py
 def main_first(accelerator, work):
     """The result of work(), done by each machine's main process before the others; its BadInput reaches them all."""
-    with accelerator.local_main_process_first():
-        try:
-            return work()
-        except BadInput as error:  # leaving here would leave the others waiting
-            failure = error
-    raise failure
+    group = day_long_group() if accelerator.num_processes > 1 else None  # by all processes, before any of them waits
+    if group and not accelerator.is_local_main_process:
+        torch.distributed.barrier(group)
+    try:
+        return work()
+    finally:  # after an error too: else the others would wait
+        if group and accelerator.is_local_main_process:
+            torch.distributed.barrier(group)
 
 
 def load_embedder(path, args, accelerator):
@@ -2211,8 +2234,7 @@ def main(args):
         return manage_cache(args) if int(os.environ.get("RANK", 0)) == 0 else None  # of accelerate launch
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),  # else several processes on CPUs would not find one another
-        # An Arrow copy of a large corpus, or the report, may keep the others waiting for long.
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))],
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=30))],
     )
     datasets.disable_progress_bars()
     collection = main_first(accelerator, lambda: open_collection(args))  # it makes the Arrow copies
@@ -2236,7 +2258,8 @@ def main(args):
             runs += [bm25_run(collection, args)] if args.bm25 else []
             values = [measure(run, collection, args) for run in runs]
             write_results(runs, short_names([run.name for run in runs]), values, collection, args)
-    accelerator.wait_for_everyone()
+    if accelerator.num_processes > 1:
+        torch.distributed.barrier(day_long_group())  # BM25 and the report may take the main process long
     accelerator.end_training()
 
 

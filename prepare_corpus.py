@@ -39,6 +39,7 @@ import shutil
 import sys
 import sysconfig
 import warnings
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -652,9 +653,18 @@ def draw_lengths(by_column, ways, budgets, advice, path):
     pyplot.close(figure)
 
 
+# same in train_bi_encoder.py, train_cross_encoder.py, eval_incremental.py
+def flags_given_twice(words):
+    """Return the flags that stand more than once among the words of a command line: argparse keeps the last."""
+    names = [word.partition("=")[0].replace("-", "_").strip("_") for word in words if word.startswith("--")]
+    return [f"--{name}" for name, count in Counter(names).items() if count > 1]
+
+
 def main(argv=None):
     """Runs the command line; returns the exit code: 0, or 2 after one line on stderr."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     option = parser.add_argument
     option("sources", nargs="*", metavar="SOURCE", help="path, glob, folder or fsspec URL; none: the demo corpus")
     option("--output_dir", type=Path, help="new folder for the shards (demo: data/python_code)")
@@ -670,6 +680,8 @@ def main(argv=None):
     option("--model_name_or_path", metavar="M", help="Hub id or folder whose tokenizer --length_report uses")
     option("--max_length", type=int, metavar="N", help="tokens a text is cut to (default: the tokenizer's own)")
     option("--sample", type=int, default=100_000, metavar="N", help="rows that --length_report counts, at random")
+    if twice := flags_given_twice(sys.argv[1:] if argv is None else argv):
+        parser.error(f"{', '.join(twice)}: given twice; give all its values to one")
     args = parser.parse_args(argv)
     output_dir = (args.output_dir or Path("data/python_code")).resolve()
     partial, old = (output_dir.with_name(f".{output_dir.name}.{state}") for state in ("partial", "old"))

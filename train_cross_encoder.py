@@ -17,7 +17,9 @@ Without labels the first document is the positive and the others are negatives; 
 The batch is the rows of one optimizer step over all processes, and it alone decides the gradient. Its pairs are dealt
 to the processes, cut into micro-batches of at most --micro_batch_tokens, scored longest first and gathered, and the
 loss of the whole batch is computed on every process. So the number of processes, the micro-batches and --grad_cache
-change time and memory, never the mathematics.
+change time and memory, not the gradient: without dropout (--dropout 0) it is the same to 1e-5 for
+any of them. Dropout masks depend on how pairs are grouped, so with dropout only the batches are the same, and a run
+resumes to the bit on the layout that it had.
 
 --output_dir receives model/ (loads in sentence-transformers), checkpoints/, metrics.jsonl, args.yaml and training.png.
 
@@ -43,12 +45,12 @@ import threading
 import time
 import traceback
 import warnings
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
@@ -85,6 +87,11 @@ DEMO = "data/python_code"
 # same in train_bi_encoder.py, eval_incremental.py
 class BadInput(ValueError):
     """Something the user can mend; shown as one line, without a traceback."""
+
+
+# same in train_bi_encoder.py
+class BadRow(BadInput):
+    """A row whose content is bad: every process reads it, and raises this at the same step."""
 
 
 # ------------------------------------------------------------------------------------------------------ options
@@ -128,6 +135,7 @@ class Args:
     max_length: int | None = flag(None, "tokens a pair is cut to; default: the model's own; from scratch 256")
     lora_rank: int = flag(0, "train adapters of this rank beside the frozen layers, by peft (0: train all)")
     attn_implementation: str | None = flag(None, "of transformers: sdpa, flash_attention_2, ...; default: its own")
+    dropout: float | None = flag(None, "dropout probability everywhere in the model; default: the model's own")
     # step
     batch_size: int = flag(64, "rows an optimizer step, over all processes")
     micro_batch_tokens: int | None = flag(
@@ -156,6 +164,7 @@ class Args:
     # run
     output_dir: str = flag("runs/cross_encoder", "folder for everything the run writes")
     resume: bool = flag(False, "go on from the newest whole checkpoint in --output_dir")
+    accept_changed_data: bool = flag(False, "resume although a source has changed: rows may repeat or be missing")
     eval_every: int = flag(0, "steps between evaluations (0: a tenth of the run)")
     save_every: int = flag(500, "steps between checkpoints (0: only at the end)")
     keep_checkpoints: int = flag(2, "checkpoints kept")
@@ -174,9 +183,17 @@ def flags_of(given):
     return words
 
 
+# same in train_bi_encoder.py, eval_incremental.py, prepare_corpus.py
+def flags_given_twice(words):
+    """Return the flags that stand more than once among the words of a command line: argparse keeps the last."""
+    names = [word.partition("=")[0].replace("-", "_").strip("_") for word in words if word.startswith("--")]
+    return [f"--{name}" for name, count in Counter(names).items() if count > 1]
+
+
 def parse_args(argv):
     """Args from flags, or from a YAML or JSON file and flags that override it; ends the program on a usage error."""
     parser = HfArgumentParser(Args, description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    words = argv
     if argv and argv[0].endswith((".yaml", ".yml", ".json")):
         try:
             given = yaml.safe_load(Path(argv[0]).read_text())
@@ -184,7 +201,9 @@ def parse_args(argv):
                 parser.error(f"{argv[0]}: no such flag: {', '.join(map(str, unknown))}")
         except (OSError, yaml.YAMLError, TypeError, UnicodeError, RecursionError) as error:
             parser.error(f"{argv[0]}: not a file of flags ({' '.join(str(error).split())})")
-        argv = flags_of(given) + argv[1:]
+        argv, words = flags_of(given) + argv[1:], argv[1:]
+    if twice := flags_given_twice(words):
+        parser.error(f"{', '.join(twice)}: given twice; give all its values to one")
     args, strange = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if strange:
         parser.error(f"no such flag: {' '.join(strange)}; --help lists them")
@@ -226,6 +245,8 @@ def parse_args(argv):
                 continue
             if not 0 <= number < math.inf or (number == 0 and name in above_zero):
                 parser.error(f"--{name} {number}: must be {'above 0' if name in above_zero else '0 or more'}")
+    if (args.dropout or 0) >= 1:
+        parser.error(f"--dropout {args.dropout}: must be below 1")
     if args.warmup_ratio > 1:
         parser.error(f"--warmup_ratio {args.warmup_ratio}: a share of the steps is at most 1")
     return args
@@ -494,7 +515,7 @@ def checked(row, args):
         except (ValueError, TypeError, OverflowError, RecursionError):
             problem = f"the label {str(label)[:40]!r} is not a number"
     if problem and args.on_bad_row == "error":
-        raise BadInput(f"{file}, row {number}: {problem}; mend the row or pass --on_bad_row skip")
+        raise BadRow(f"{file}, row {number}: {problem}; mend the row or pass --on_bad_row skip")
     return None if problem else (texts, label, file, number)
 
 
@@ -539,7 +560,7 @@ def checked_group(row, args):
     elif labels is not None:
         problem = label_problem(labels, len(documents), args.loss)
     if problem and args.on_bad_row == "error":
-        raise BadInput(f"{file}, row {number}: {problem}; mend the row or pass --on_bad_row skip")
+        raise BadRow(f"{file}, row {number}: {problem}; mend the row or pass --on_bad_row skip")
     return None if problem else (texts, labels, file, number)
 
 
@@ -978,7 +999,7 @@ def with_texts(tables, check):
                         if args.on_bad_row == "skip":
                             return None
                         problem = f"id {name!r} is not in {table.flag}" if name is not None else "an id is missing"
-                        raise BadInput(f"{file}, row {number}: {problem}; mend the row or pass --on_bad_row skip")
+                        raise BadRow(f"{file}, row {number}: {problem}; mend the row or pass --on_bad_row skip")
                 texts[side] = [
                     [found[str(name)] for name in cell] if isinstance(cell, list) else found[str(cell)]
                     for cell in texts[side]
@@ -1169,6 +1190,28 @@ def weight_options(path):
     return {"use_safetensors": True}
 
 
+# same in train_bi_encoder.py
+def set_dropout(model, probability):
+    """Set the dropout probability of a model: of its Dropout modules, and where modules and configs keep a number.
+
+    BERT's attention reads it from a Dropout module, ModernBERT's and Qwen's from a number of their own. BadInput where
+    the model has no dropout and one above 0 is asked for.
+    """
+    found = 0
+    for module in model.modules():
+        holders = [module, *[value for name, value in vars(module).items() if name == "config" and value]]
+        for holder in holders:
+            for name, value in vars(holder).items():
+                if "dropout" in name and isinstance(value, int | float):
+                    setattr(holder, name, probability)
+                    found += 1
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = probability
+            found += 1
+    if probability and not found:
+        raise BadInput(f"--dropout {probability}: the model has no dropout to set; leave it out")
+
+
 def load_cross_encoder(args, texts, fresh, accelerator):
     """The CrossEncoder to train: from a Hub id or folder, or a small BERT made for the `texts`."""
     path = args.model_name_or_path
@@ -1202,6 +1245,8 @@ def load_cross_encoder(args, texts, fresh, accelerator):
         model.max_seq_length = args.max_length
     # What predict() applies: bce trains a probability, every other loss the logit itself.
     model.activation_fn = torch.nn.Sigmoid() if args.loss == "bce" else torch.nn.Identity()
+    if args.dropout is not None:
+        set_dropout(model, args.dropout)
     if args.lora_rank:
         add_lora(model, args, "SEQ_CLS")  # the head is trained whole
     else:
@@ -1541,8 +1586,8 @@ def load_moments(path, optimizer):
 # What a resumed run may not change: it would be another experiment under the same name.
 FIXED = """train_data eval_data eval_rows streaming columns num_negatives label_column mixing_weights mix_by
 corpus_table queries_table corpus_columns query_columns
-shuffle_buffer length_window on_bad_row model_name_or_path lora_rank max_length batch_size gradient_accumulation_steps
-loss loss_args seed"""
+shuffle_buffer length_window on_bad_row model_name_or_path dropout lora_rank max_length batch_size
+gradient_accumulation_steps loss loss_args seed"""
 
 
 # same in train_bi_encoder.py
@@ -1550,10 +1595,15 @@ def check_resumed(saved, args, data):
     """BadInput that lists every flag, and every source, that is not as it was when the checkpoint was written."""
     then, now = saved["args"], asdict(args)
     then = asdict(Args()) | then  # an older checkpoint lacks the newer flags
-    changed = [f"--{name} was {then[name]}, is {now[name]}" for name in FIXED.split() if then[name] != now[name]]
-    changed += [f"the data of {now[0]} is not what it was" for then, now in zip(saved["data"], data) if then != now]
+    fixed = [name for name in FIXED.split() if (name, now[name]) != ("on_bad_row", "skip")]  # skip may follow error
+    changed = [f"--{name} was {then[name]}, is {now[name]}" for name in fixed if then[name] != now[name]]
+    advice = "restore it, or start a new --output_dir"
+    if not args.accept_changed_data:
+        files = [now[0] for then, now in zip(saved["data"], data) if then != now]
+        changed += [f"the data of {name} is not what it was" for name in files]
+        advice += "; --accept_changed_data resumes on changed data" * bool(files)
     if changed:
-        raise BadInput(f"--resume: {'; '.join(changed)}; restore it, or start a new --output_dir")
+        raise BadInput(f"--resume: {'; '.join(changed)}; {advice}")
 
 
 # same in train_bi_encoder.py
@@ -1644,7 +1694,8 @@ def freeze_unscored(model, accelerator):
     """
     pairs = [("a query", "a document")] * accelerator.num_processes
     features = make_pair_share(pairs, model, 1, accelerator).micro_batches[0][0]
-    model(features)["scores"].sum().backward()
+    with accelerator.autocast():
+        score(model, features, accelerator).sum().backward()
     unused = [(name, parameter) for name, parameter in model.named_parameters() if parameter.grad is None]
     for _, parameter in unused:
         parameter.requires_grad_(False)
@@ -1723,14 +1774,26 @@ def broken_step(step, loss, norm, batch, output):
 
 
 # same in train_bi_encoder.py, eval_incremental.py
+@cache
+def day_long_group():
+    """Return a gloo group of all processes, with a timeout of a day, for work that one process does for the others.
+
+    Such as the Arrow copy of a large corpus. The collectives of a step keep the 30 minutes of the default group.
+    """
+    return torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
+
+
+# same in train_bi_encoder.py, eval_incremental.py
 def main_first(accelerator, work):
     """The result of work(), done by each machine's main process before the others; its BadInput reaches them all."""
-    with accelerator.local_main_process_first():
-        try:
-            return work()
-        except BadInput as error:  # leaving here would leave the others waiting
-            failure = error
-    raise failure
+    group = day_long_group() if accelerator.num_processes > 1 else None  # by all processes, before any of them waits
+    if group and not accelerator.is_local_main_process:
+        torch.distributed.barrier(group)
+    try:
+        return work()
+    finally:  # after an error too: else the others would wait
+        if group and accelerator.is_local_main_process:
+            torch.distributed.barrier(group)
 
 
 # same in train_bi_encoder.py
@@ -1810,8 +1873,7 @@ def main(args):
         kwargs_handlers=[
             # Processes run different numbers of forward passes; a broadcast of buffers in each would never match up.
             DistributedDataParallelKwargs(broadcast_buffers=False),
-            # An Arrow copy of a large corpus, or an evaluation, may keep the others waiting for long.
-            InitProcessGroupKwargs(timeout=timedelta(days=1)),
+            InitProcessGroupKwargs(timeout=timedelta(minutes=30)),
         ],
     )
     check_launch(accelerator)
@@ -1872,6 +1934,8 @@ def main(args):
     if saved:
         load_moments(checkpoint_path, optimizer.optimizer)
         step, position, window = saved["step"], saved["position"], saved["losses"]
+        if accelerator.scaler and saved.get("scaler"):
+            accelerator.scaler.load_state_dict(saved["scaler"])
         metrics = read_metrics(output / "metrics.jsonl", step)
         accelerator.print(f"resuming from {checkpoint_path}: step {step:,} of {steps:,}")
     elif args.resume:
@@ -1906,9 +1970,19 @@ def main(args):
                 f"step {step}: a weight is not finite; lower --learning_rate; the checkpoints before are whole"
             )
         state = {"step": step, "position": position, "losses": window, "args": asdict(args), "data": data}
+        if accelerator.scaler:  # of fp16
+            state["scaler"] = accelerator.scaler.state_dict()
         if is_main:
             save_checkpoint(output / f"checkpoints/step_{step:08}", plain, moments, state, args.keep_checkpoints)
         accelerator.wait_for_everyone()
+
+    def next_batch():
+        try:
+            return next(batches)
+        except BadRow:  # the steps before it are kept, for a resume
+            if step:
+                save()
+            raise
 
     eval_every = args.eval_every or max(1, steps // 10)
     if held and step == 0:
@@ -1931,9 +2005,8 @@ def main(args):
         losses_of_step = []
         for number in range(accumulation):
             asked = time.perf_counter()
-            batch = next(batches)
+            batch = next_batch()
             waited += time.perf_counter() - asked
-            position = batch.position
             sync = number == accumulation - 1
             seed = [args.seed, step, number]
             losses_of_step.append(backward_pairs(model, batch, loss_fn, seed, sync, args, accelerator))
@@ -1948,7 +2021,7 @@ def main(args):
         optimizer.zero_grad()
         seconds += time.perf_counter() - started
         # -----------------------------------------------------------------------------------
-        step += 1
+        step, position = step + 1, batch.position
         window.append(loss)
         bar.update()
         record = {}

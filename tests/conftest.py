@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from forked import ROOT, Forked
+from forked import ROOT, Forked, last_of
 
 # Nothing is looked up on a hub, progress bars are not drawn, and every process computes with one thread.
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_MININTERVAL": "60"}
@@ -40,7 +40,7 @@ def launch(script, *flags, processes=1, cwd=ROOT, check=True, really=False):
     if really:
         config = ROOT / "accelerate_configs" / ("multi_cpu.yaml" if processes > 1 else "cpu.yaml")
         start = ["accelerate.commands.accelerate_cli", "launch", "--config_file", config, "--main_process_port=0"]
-        command = [sys.executable, "-m", *start, f"--num_processes={processes}", script, *flags]
+        command = [sys.executable, "-m", *start, f"--num_processes={processes}", script, *last_of(flags)]
         result = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=240)
     else:
         process = Forked(script, flags, processes, cwd)
@@ -147,7 +147,7 @@ def evaluate(tmp_path, bert, capsys):
         common = [] if {"--model_name_or_path", "--run"} & set(flags) else ["--model_name_or_path", bert]
         common += ["--cache_dir", tmp_path / "cache", "--data_cache", tmp_path / "data"]
         common += ["--output_dir", tmp_path / output, "--chunk_rows", 64]
-        script.main(script.parse_args([str(flag) for flag in [*common, *flags]]))
+        script.main(script.parse_args(last_of([*common, *flags])))
         path = tmp_path / output / "metrics.json"
         return json.loads(path.read_text()) if path.exists() else None
 

@@ -20,6 +20,17 @@ ROOT = Path(__file__).parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
+def last_of(flags):
+    """The words of a command line with each flag once, as given last: a test changes flags of a fixture's."""
+    parts = []  # a flag and its values each
+    for word in map(str, flags):
+        if word.startswith("--") or not parts:
+            parts.append([])
+        parts[-1].append(word)
+    kept = {part[0]: part for part in parts}
+    return [word for part in kept.values() for word in part]
+
+
 def run(script, flags, environment, cwd, output):
     """In the forked process: what `python script flags` does, its output going to two files of the folder `output`."""
     os.chdir(cwd)
@@ -59,7 +70,7 @@ class Forked:
         self.processes = []
         for rank in range(processes):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
-            words = [str(script), [str(flag) for flag in flags], environment | own, str(cwd), self.output]
+            words = [str(script), last_of(flags), environment | own, str(cwd), self.output]
             self.processes.append(CONTEXT.Process(target=run, args=words))
             self.processes[-1].start()
 

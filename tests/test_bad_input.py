@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +17,8 @@ import pytest
 import torch
 import yaml
 import zstandard
-from conftest import ROOT, launch
+from conftest import ROOT, launch, metrics
+from forked import last_of
 from safetensors.torch import load_file, save_file
 
 import train_bi_encoder as script
@@ -54,7 +56,7 @@ def jsonl(name, rows=ROWS):
 
 
 def train(*flags):
-    script.main(script.parse_args([str(flag) for flag in flags]))
+    script.main(script.parse_args(last_of(flags)))
 
 
 @pytest.fixture
@@ -491,6 +493,29 @@ def test_no_demo_corpus(refusal):
     assert "python prepare_corpus.py" in refusal()
 
 
+def test_a_flag_given_twice(bert, capsys):
+    """Refused in one line by every script, whichever way it is spelled; a file of flags may be overridden."""
+    import eval_incremental
+    import prepare_corpus
+    import train_cross_encoder
+
+    Path("flags.yaml").write_text(f"model_name_or_path: {bert}\ntrain_data: [x.jsonl]\nseed: 1\n")
+    cases = {
+        script.parse_args: "--train_data x.jsonl --seed 1 --train-data=y.jsonl",
+        train_cross_encoder.parse_args: "flags.yaml --train_data x.jsonl --train_data y.jsonl",
+        eval_incremental.parse_args: "--beir a --split test --beir b",
+        prepare_corpus.main: "x.jsonl --output_dir a --columns b --output_dir c",
+    }
+    for parse, words in cases.items():
+        with pytest.raises(SystemExit, match="2"):
+            parse(words.split())
+        line = capsys.readouterr().err.splitlines()[-1]
+        name = "--output_dir" if parse is prepare_corpus.main else "--beir" if "beir" in words else "--train_data"
+        assert f"error: {name}: given twice" in line
+    for trainer in (script, train_cross_encoder):
+        assert trainer.parse_args(["flags.yaml", "--seed", "2"]).seed == 2
+
+
 # ------------------------------------------------------------------------------------------------ runs already there
 
 
@@ -530,7 +555,7 @@ def test_output_dir_that_is_a_file(flags, refusal):
 
 CHANGED = ["--seed 1", "--batch_size 9", "--columns b a", "--max_length 64", "--eval_rows 7", "--shuffle_buffer 5",
      "--loss_args {\"symmetric\":true}", "--pooling cls", "--length_window 2", "--streaming", "--prompts query:",
-     "--gradient_accumulation_steps 2", "--matryoshka_dims 8", "--train_data y.jsonl"]  # fmt: skip
+     "--gradient_accumulation_steps 2", "--matryoshka_dims 8", "--dropout 0.2", "--train_data y.jsonl"]  # fmt: skip
 
 
 @pytest.mark.parametrize("changed", CHANGED)
@@ -547,6 +572,22 @@ def test_resume_with_a_changed_model(finished, refusal):
     before = snapshot("out")
     assert "--model_name_or_path was" in refusal(*finished, "--resume", "--model_name_or_path", "other")
     assert snapshot("out") == before
+
+
+@both_ways
+def test_resume_on_mended_data(flags, refusal, tmp_path, way):
+    """Refused, naming the flag that accepts it; accepted, it trains what a run on the mended data trains."""
+    flags = [*flags, "--shuffle_buffer", 0, *streamed(way)]
+    bad, mended = replaced(ROWS, 50, b=""), replaced(ROWS, 50, b="a mended text")
+    train(*flags, "--train_data", jsonl("x.jsonl", mended), "--output_dir", "whole")
+    with pytest.raises(script.BadInput, match="row 50: .* mend the row"):
+        train(*flags, "--train_data", jsonl("x.jsonl", bad))
+    assert checkpoints() == ["step_00000001"]
+    jsonl("x.jsonl", mended)
+    message = refusal(*flags, "--train_data", "x.jsonl", "--resume")
+    assert "the data of x.jsonl is not what it was" in message and "--accept_changed_data" in message
+    train(*flags, "--train_data", "x.jsonl", "--resume", "--accept_changed_data")
+    assert [line.get("loss") for line in metrics("out")] == [line.get("loss") for line in metrics("whole")]
 
 
 @both_ways
@@ -612,6 +653,15 @@ def test_a_label_of_brackets_without_end():
     args = script.parse_args(["--train_data", "x", "--columns", "a", "b", "--label_column", "label"])
     with pytest.raises(script.BadInput, match=r"^f, row 7: the label '\[{40}' is not a number; [^\n]{,80}$"):
         script.checked((["x", "y"], "[" * 100_000, "f", 7), args)
+
+
+def test_a_loss_is_tried_on_few_rows():
+    """On a whole batch, a loss that compares all rows would take gigabytes before the first step."""
+    seen = []
+    model, args = SimpleNamespace(get_embedding_dimension=lambda: 8), SimpleNamespace(matryoshka_dims=[], loss="x")
+    batch = script.Batch([], {}, torch.zeros(2, 3000, dtype=torch.long), torch.zeros(3000), None)
+    script.try_loss(lambda columns, ids, labels: seen.extend([*columns, *ids, labels]), batch, model, args)
+    assert [len(tensor) for tensor in seen] == [64] * 5
 
 
 def test_what_a_killed_run_left_is_removed(finished):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import ROOT, launch, metrics
-from forked import Forked
+from forked import Forked, last_of
 from sentence_transformers import CrossEncoder
 from sentence_transformers.cross_encoder import losses
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -37,7 +37,7 @@ def in_an_empty_folder(monkeypatch, tmp_path):
 
 
 def parse(*flags):
-    return script.parse_args([str(flag) for flag in ["--train_data", "x.jsonl", "--data_cache", "cache", *flags]])
+    return script.parse_args(last_of(["--train_data", "x.jsonl", "--data_cache", "cache", *flags]))
 
 
 def jsonl(name, rows):
@@ -414,10 +414,10 @@ def test_help_names_every_flag(capsys):
     shown = capsys.readouterr().out
     design = """
         train_data streaming columns label_column mixing_weights mix_by stopping_strategy eval_rows
-        shuffle_buffer length_window on_bad_row model_name_or_path max_length batch_size
+        shuffle_buffer length_window on_bad_row model_name_or_path max_length dropout batch_size
         micro_batch_tokens gradient_accumulation_steps grad_cache loss loss_args num_negatives
         learning_rate weight_decay warmup_ratio max_grad_norm num_epochs rows_per_epoch max_steps seed
-        output_dir resume eval_every save_every keep_checkpoints log_every report_to
+        output_dir resume accept_changed_data eval_every save_every keep_checkpoints log_every report_to
     """
     for flag in design.split():
         assert re.search(rf"--{flag}\b", shown), flag

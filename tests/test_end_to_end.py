@@ -103,10 +103,10 @@ def test_help_names_every_flag():
     done = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True)
     design = """
         train_data streaming columns label_column mixing_weights mix_by stopping_strategy eval_rows
-        shuffle_buffer length_window on_bad_row model_name_or_path max_length pooling prompts batch_size
+        shuffle_buffer length_window on_bad_row model_name_or_path max_length pooling dropout prompts batch_size
         micro_batch_tokens gradient_accumulation_steps grad_cache loss loss_args matryoshka_dims num_negatives
         learning_rate weight_decay warmup_ratio max_grad_norm num_epochs rows_per_epoch max_steps seed
-        output_dir resume eval_every save_every keep_checkpoints log_every report_to
+        output_dir resume accept_changed_data eval_every save_every keep_checkpoints log_every report_to
     """
     for flag in design.split():
         assert re.search(rf"--{flag}\b", done.stdout), flag

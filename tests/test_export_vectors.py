@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, launch, write_jsonl
-from forked import Forked
+from forked import Forked, last_of
 from test_eval_incremental import COUNTED, SCRIPT, read_run
 
 import eval_incremental as script
@@ -41,7 +41,7 @@ def static(tmp_path_factory, rows):
 def flags_for(place, model, *corpus):
     places = ["--cache_dir", place / "cache", "--data_cache", place / "data", "--export_vectors", place / "vectors"]
     flags = ["--model_name_or_path", model, *places, "--chunk_rows", CHUNK, "--micro_batch_tokens", 256, *corpus]
-    return list(map(str, flags))
+    return last_of(flags)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, launch, metrics, write_jsonl
-from forked import Forked
+from forked import Forked, last_of
 
 import train_bi_encoder
 import train_cross_encoder
@@ -83,7 +83,7 @@ def test_ids_train_as_their_texts_do(short, bert, tmp_path, script, suffix):
     ]
     for kind, rows, more in (("texts", texts, []), ("ids", ids, tables)):
         run = flags(bert, *more, "--train_data", write(f"{kind}.jsonl", rows), "--output_dir", tmp_path / kind)
-        script.main(script.parse_args(list(map(str, run))))
+        script.main(script.parse_args(last_of(run)))
     assert [line.get("loss") for line in metrics("ids")] == [line.get("loss") for line in metrics("texts")]
     weights = [Path(f"{kind}/model/model.safetensors").read_bytes() for kind in ("ids", "texts")]
     assert weights[0] == weights[1]
@@ -243,8 +243,8 @@ def test_unknown_id(short, bert, tmp_path, capsys, script):
     data = write("rows.jsonl", [{"q": row["docstring"], "d": str(i)} for i, row in enumerate(short)])
     run = [*flags(bert, "--corpus_table", corpus, "--train_data", data, "--num_epochs", 1), "--max_steps", 0]
     with pytest.raises(script.BadInput) as error:
-        script.main(script.parse_args([*map(str, run), "--output_dir", "a"]))
+        script.main(script.parse_args(last_of([*run, "--output_dir", "a"])))
     assert "rows.jsonl, row 9" in str(error.value) and "' is not in --corpus_table; mend the row" in str(error.value)
-    script.main(script.parse_args([*map(str, run), "--output_dir", "b", "--on_bad_row", "skip"]))
+    script.main(script.parse_args(last_of([*run, "--output_dir", "b", "--on_bad_row", "skip"])))
     assert "bad rows skipped" in capsys.readouterr().out
     assert json.loads(Path("b/checkpoints/step_00000005/state.json").read_text())["position"]["skipped"] >= 2

@@ -70,6 +70,39 @@ def test_lora(name, corpus, steady, tmp_path):
     assert whole[0] == whole[1]
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_without_dropout_the_layout_changes_nothing(name, corpus, bert, tmp_path):
+    """Losses of three layouts of the same batches agree with --dropout 0, and do not with the model's own 0.1."""
+    found = {}
+    for dropout in ([], ["--dropout", 0]):
+        for tokens, processes in ((200, 1), (5000, 1), (200, 2)):
+            output = tmp_path / f"{len(dropout)} {tokens} {processes}"
+            flags = flags_for(name, corpus, bert, output, "--micro_batch_tokens", tokens, "--max_steps", 3, *dropout)
+            launch(ROOT / f"{name}.py", *flags, processes=processes)
+            found[bool(dropout), tokens, processes] = losses(output)
+    wanted = found[True, 200, 1]
+    assert found[True, 5000, 1] == pytest.approx(wanted, rel=1e-4) == found[True, 200, 2]
+    assert found[False, 200, 1] != pytest.approx(found[False, 5000, 1], rel=1e-3)
+
+
+def test_dropout_is_set_wherever_a_model_keeps_it(bert):
+    from sentence_transformers import SentenceTransformer
+    from transformers import ModernBertConfig, ModernBertModel
+
+    model = SentenceTransformer(str(bert), device="cpu")
+    train_bi_encoder.set_dropout(model, 0.25)
+    assert {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)} == {0.25}
+    assert model[0].model.config.hidden_dropout_prob == 0.25
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = ModernBertModel(ModernBertConfig(vocab_size=60000, attention_dropout=0.1, mlp_dropout=0.1, **shape))
+    train_bi_encoder.set_dropout(model, 0.25)
+    assert model.layers[0].attn.attention_dropout == model.config.attention_dropout == 0.25
+    assert model.layers[0].mlp.drop.p == 0.25
+    train_bi_encoder.set_dropout(torch.nn.Linear(2, 2), 0.0)
+    with pytest.raises(train_bi_encoder.BadInput, match="--dropout 0.1: the model has no dropout"):
+        train_bi_encoder.set_dropout(torch.nn.Linear(2, 2), 0.1)
+
+
 def test_lora_of_a_model_without_layers(corpus, tmp_path):
     flags = ["--train_data", corpus, "--max_steps", 1, "--eval_rows", 0, "--output_dir", tmp_path / "run"]
     done = launch(ROOT / "train_bi_encoder.py", *flags, "--lora_rank", 3, check=False)

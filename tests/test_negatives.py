@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, launch, write_jsonl
+from forked import last_of
 
 import eval_incremental as script
 
@@ -164,7 +165,7 @@ def test_bad_input(evaluate, beir, tmp_path, capsys):
         ),
     ):
         with pytest.raises(SystemExit):
-            script.parse_args(["--beir", "b", "--negatives_out", "n.jsonl", *flags])
+            script.parse_args(last_of(["--beir", "b", "--negatives_out", "n.jsonl", *flags]))
         assert said in capsys.readouterr().err
 
 

@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from conftest import ROOT, launch, metrics
+from conftest import ROOT, launch, metrics, write_jsonl
 from forked import Forked
 
 SCRIPT = ROOT / "train_bi_encoder.py"
@@ -67,6 +67,30 @@ def test_resumed_on_another_process_count(settings, tmp_path):
         assert [step for step, *_ in before] == [step for step, *_ in after]
         for (_, loss, _), (_, again, _) in zip(before, after):
             assert loss is None or again == pytest.approx(loss, rel=0.05)
+
+
+@pytest.mark.parametrize("name, processes", [("train_bi_encoder", 2), ("train_cross_encoder", 1)])
+def test_resumed_past_a_bad_row_by_skipping_it(rows, bert, tmp_path, name, processes):
+    """The steps before the bad row are kept; those after it are an uninterrupted run's that skips, to the bit."""
+    rows = [{**row, "code": ""} if i == 333 else row for i, row in enumerate(rows)]
+    write_jsonl(tmp_path / "x.jsonl", rows)
+    flags = ["--model_name_or_path", bert, "--train_data", tmp_path / "x.jsonl", "--eval_rows", 0, "--batch_size", 16,
+             "--max_steps", len(rows) // 32, "--shuffle_buffer", 100, "--log_every", 1, "--save_every", 0,
+             "--max_length", 32, "--gradient_accumulation_steps", 2, "--data_cache", tmp_path / "cache"]  # fmt: skip
+    script, out, whole = ROOT / f"{name}.py", tmp_path / "out", tmp_path / "whole"
+    launch(script, *flags, "--output_dir", whole, "--on_bad_row", "skip", processes=processes)
+    done = launch(script, *flags, "--output_dir", out, processes=processes, check=False)
+    assert done.returncode and "row 333:" in done.stderr and "--on_bad_row skip" in done.stderr
+    (kept,) = (out / "checkpoints").iterdir()
+    assert 2 <= int(kept.name.removeprefix("step_")) == metrics(out)[-1]["step"] < len(rows) // 32 - 1
+    launch(script, *flags, "--output_dir", out, "--on_bad_row", "skip", "--resume", processes=processes)
+    assert trace(out) == trace(whole)
+    last = f"checkpoints/step_{len(rows) // 32:08}"
+    states = [json.loads((folder / last / "state.json").read_text()) for folder in (out, whole)]
+    assert states[0]["position"] == states[1]["position"] and states[0]["position"]["skipped"] > 0
+    assert (out / last / "model.safetensors").read_bytes() == (whole / last / "model.safetensors").read_bytes()
+    again = launch(script, *flags, "--output_dir", out, "--resume", check=False)
+    assert "--on_bad_row was skip, is error" in again.stderr
 
 
 def test_sigterm_finishes_the_step_and_exits_cleanly(settings, tmp_path):

@@ -1,0 +1,237 @@
+"""The scripts on a pretended accelerator: they run, mix no devices, and train what they train on the CPU."""
+
+import contextlib
+import functools
+import gc
+import importlib.util
+import json
+import shutil
+from unittest.mock import ANY
+
+import accelerate
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from conftest import ROOT, metrics, write_jsonl
+from forked import last_of
+from pretend_device import DEVICE, OnDevice, PretendedDevice, on_cpu
+from sentence_transformers import CrossEncoder
+
+PAIRS = "--train_data rows.jsonl --columns docstring code"
+TEACHER = "--train_data rows.jsonl --columns docstring code wrong --label_column scores"
+LISTS = "--train_data rows.jsonl --columns docstring code wrong --label_column"
+LOSSES = {
+    "train_bi_encoder": {
+        "infonce": PAIRS,
+        "symmetric": f'{PAIRS} --loss_args {{"symmetric":true}}',
+        "negatives": "--train_data rows.jsonl --columns docstring code wrong",
+        "matryoshka": f"{PAIRS} --matryoshka_dims 32 8",
+        "margin_mse": f"{TEACHER} --loss margin_mse",
+        "kl": f'{TEACHER} --loss kl --loss_args {{"infonce":1}}',
+        "CoSENTLoss": f"{PAIRS} --label_column label --loss CoSENTLoss",
+    },
+    "train_cross_encoder": {
+        "bce": f"{PAIRS} --label_column label --loss bce",
+        "mse": f"{PAIRS} --label_column label --loss mse",
+        "softmax": f"{PAIRS} --num_negatives 5",
+        "ranknet": f"{LISTS} classes --loss ranknet",
+        "lambda": f"{LISTS} classes --loss lambda",
+        "margin_mse": f"{LISTS} scores --loss margin_mse",
+        "kl": f"{LISTS} scores --loss kl",
+    },
+}
+CASES = [(script, loss) for script, losses in LOSSES.items() for loss in losses]
+LOADERS = ("load_model_from", "load_cross_encoder", "load_model", "load_reranker")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, rows, bert):
+    """A folder with rows.jsonl of labels and scores, and two models without dropout: bert/ and reranker/."""
+    folder = tmp_path_factory.mktemp("device")
+    rows = [{name: text[:100] for name, text in row.items()} for row in rows[:40]]
+    write_jsonl(folder / "rows.jsonl", [
+        {**row, "wrong": rows[i - 1]["code"], "label": i % 3 / 2, "scores": [i % 5 / 5, -i % 7 / 7], "classes": [1, 0]}
+        for i, row in enumerate(rows)
+    ])  # fmt: skip
+    shutil.copytree(bert, folder / "bert")
+    config = json.loads((bert / "config.json").read_text())
+    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (folder / "bert/config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    model = CrossEncoder(str(folder / "bert"), device="cpu", num_labels=1)
+    with torch.no_grad():  # freshly initialised, documents hardly differ, and the gradient of a group cancels
+        for parameter in model.parameters():
+            parameter.mul_(5 if parameter.ndim > 1 else 1)
+    model.save_pretrained(str(folder / "reranker"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    """{name: module} of the scripts, without inference mode, which tensors that pretend do not know."""
+    modules = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "inference_mode", torch.no_grad)
+        for name in ("train_bi_encoder", "train_cross_encoder", "eval_incremental"):
+            spec = importlib.util.spec_from_file_location(f"{name}_on_a_device", ROOT / f"{name}.py")
+            with pytest.MonkeyPatch.context() as inner:
+                modules[name] = importlib.util.module_from_spec(spec)
+                inner.setitem(__import__("sys").modules, spec.name, modules[name])  # for dataclasses
+                spec.loader.exec_module(modules[name])
+    return modules
+
+
+@pytest.fixture
+def run(scripts, folder, monkeypatch):
+    """run(script, flags, on_device) -> (gradients of the steps, PretendedDevice or None): a whole main()."""
+    monkeypatch.chdir(folder)
+
+    def whole_run(name, flags, on_device, saves=True, scaler=None):
+        script, gradients = scripts[name], []
+        device = PretendedDevice() if on_device else None
+
+        class Accelerator(accelerate.Accelerator):
+            """Accelerate's, on the pretended device, that also notes the gradient of each step."""
+
+            @property
+            def device(self):
+                return DEVICE if on_device else super().device
+
+            def __init__(self, **options):
+                super().__init__(**options)
+                self.scaler = scaler
+
+            def clip_grad_norm_(self, parameters, *args):
+                parameters = list(parameters)
+                found = [on_cpu(p.grad).flatten() for p in parameters if p.grad is not None]
+                with device.paused() if device else contextlib.nullcontext():
+                    gradients.append(torch.cat(found).clone())
+                return super().clip_grad_norm_(parameters, *args)
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        with pytest.MonkeyPatch.context() as patch, device or contextlib.nullcontext():
+            patch.setattr(script, "Accelerator", Accelerator)
+            adamw = torch.optim.AdamW
+            patch.setattr(torch.optim, "AdamW", lambda *args, **options: adamw(*args, **options | {"fused": False}))
+            for loader in filter(functools.partial(hasattr, script), LOADERS):
+                patch.setattr(script, loader, outside(device, getattr(script, loader)))
+            padded = script.padded_length  # on the CPU too to multiples of 8, which change the last bits of a sum
+            patch.setattr(script, "padded_length", lambda length, model, _: padded(length, model, DEVICE))
+            patch.setattr(gc, "collect", lambda *_: 0)  # 0.3 s at the end of each run
+            patch.setattr(script, "draw", lambda *_: None, raising=False)
+            if not saves:
+                patch.setattr(script, "save_atomically", lambda *_: None)
+            script.main(script.parse_args(last_of([*flags, "--data_cache", folder / "data"])))
+        return gradients, device
+
+    yield whole_run
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def outside(device, function):
+    """The function, called while the device is paused."""
+
+    @functools.wraps(function)
+    def called(*args):
+        with device.paused() if device else contextlib.nullcontext():
+            return function(*args)
+
+    return called
+
+
+def training(script, loss, output, *flags, steps=1, eval_rows=0):
+    """Flags of a short run of several micro-batches a step."""
+    model = "bert" if script == "train_bi_encoder" else "reranker"
+    common = f"--batch_size 6 --max_length 64 --micro_batch_tokens 400 --log_every 1 --max_steps {steps}"
+    common += f" --eval_rows {eval_rows} --learning_rate 1e-4 --output_dir {output} --model_name_or_path {model}"
+    return [*LOSSES[script][loss].split(), *common.split(), *flags]
+
+
+def losses(output):
+    return [line["loss"] for line in metrics(output) if "loss" in line]
+
+
+@pytest.mark.parametrize("script, loss", CASES)
+def test_training_is_that_on_the_cpu(run, folder, tmp_path, script, loss):
+    eager = ["--attn_implementation", "eager"]  # sdpa has another kernel for each device, and other last bits
+    wanted, _ = run(script, training(script, loss, tmp_path / "cpu", *eager), False, saves=False)
+    for flags in ([], ["--grad_cache"]):
+        output = tmp_path / f"device{len(flags)}"
+        found, device = run(script, training(script, loss, output, *eager, *flags), True, saves=False)
+        assert device.operations > 500 and len(found) == len(wanted) == 1 and wanted[0].norm() > 1e-4
+        assert ((found[0] - wanted[0]).norm() / wanted[0].norm()).item() < 1e-5
+        assert losses(output) == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5)
+
+
+@pytest.mark.parametrize("script", LOSSES)
+def test_evaluates_saves_and_resumes(run, tmp_path, script):
+    """Evaluation gives the CPU's measures; a resumed run, the losses of one that was not stopped."""
+    loss = next(iter(LOSSES[script]))
+    for name, on_device in (("cpu", False), ("device", True)):
+        run(script, training(script, loss, tmp_path / name, "--save_every", "2", steps=4, eval_rows=12), on_device)
+    assert losses(tmp_path / "device") == pytest.approx(losses(tmp_path / "cpu"), rel=1e-4)
+    for found, wanted in zip(metrics(tmp_path / "device"), metrics(tmp_path / "cpu")):
+        names = set(wanted) - {"rows_per_second", "tokens_per_second", "padding_fraction", "data_wait_fraction"}
+        assert {name: found[name] for name in names} == pytest.approx({n: wanted[n] for n in names}, rel=1e-3)
+    trained = losses(tmp_path / "device")
+    shutil.rmtree(tmp_path / "device/checkpoints/step_00000004")
+    flags = training(script, loss, tmp_path / "device", "--save_every", "2", "--resume", steps=4, eval_rows=12)
+    run(script, flags, True)
+    assert losses(tmp_path / "device") == trained
+
+
+@pytest.mark.parametrize("script", LOSSES)
+def test_the_scale_of_fp16_is_resumed(run, tmp_path, script):
+    """A scaler that began again at its first scale would skip steps, or lose small gradients, after each resume."""
+    flags = training(script, next(iter(LOSSES[script])), tmp_path, "--save_every", "1", steps=4)
+    states = []
+    for resumed in ([], ["--resume"]):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+        run(script, [*flags, *resumed], False, scaler=scaler)
+        states.append(json.loads((tmp_path / "checkpoints/step_00000004/state.json").read_text())["scaler"])
+        shutil.rmtree(tmp_path / "checkpoints/step_00000004")
+    assert states[0] == states[1] == {**states[0], "scale": 2.0**10, "_growth_tracker": 0}
+
+
+@pytest.mark.parametrize("script", LOSSES)
+def test_a_step_waits_for_the_device_a_few_times(run, tmp_path, script):
+    """A wait is a gap between kernels: the number of those in our lines must not grow unseen."""
+    loss = {"train_bi_encoder": "infonce", "train_cross_encoder": "softmax"}[script]
+    few = ("--micro_batch_tokens", "100000", "--log_every", "100", "--save_every", "0")
+    waits = []
+    for steps in (1, 5):
+        _, device = run(script, training(script, loss, tmp_path / str(steps), *few, steps=steps), True, saves=False)
+        waits.append(sum(device.syncs.values()))
+    assert (waits[1] - waits[0]) / 4 <= {"train_bi_encoder": 9, "train_cross_encoder": 20}[script]
+
+
+def test_evaluator_ranks_as_on_the_cpu(run, beir, tmp_path):
+    """Encoded, searched and reranked: the same scores; without the cache, and then from it."""
+    found = {}
+    for name, on_device in (("cpu", False), ("device", True), ("cached", True)):
+        flags = f"--model_name_or_path bert --cross_encoder reranker --rerank_k 5 --beir {beir} --chunk_rows 128 "
+        flags += f"--max_length 32 --top_k 10 --metrics nDCG@10 --cache_dtype float32 --output_dir {tmp_path / name} "
+        flags += f"--cache_dir {tmp_path / ('cpu' if name == 'cpu' else 'device')}_cache"
+        _, device = run("eval_incremental", flags.split(), on_device)
+        lines = [path.read_text().splitlines() for path in sorted((tmp_path / name).rglob("run.trec"))]
+        found[name] = [[float(line.split()[4]) for line in run] for run in lines]
+        assert len(found[name]) == 2 and len(found[name][0]) == 600
+    assert device.operations > 20
+    for name in ("device", "cached"):
+        for scores, wanted in zip(found[name], found["cpu"]):
+            assert scores == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+
+
+def test_the_pretended_device_refuses_what_cuda_refuses():
+    with PretendedDevice() as device:
+        on, off = torch.tensor([1.0, 2.0], device=DEVICE), torch.tensor([3.0, 4.0])
+        assert isinstance(on, OnDevice) and on.device.type == "meta"
+        for mixed in (lambda: on + off, lambda: torch.cat([on, off]), lambda: off[on.long()], lambda: on @ off):
+            with pytest.raises(RuntimeError, match="mixed devices"):
+                mixed()
+        assert list(map(str.split, device.syncs)) == [[ANY, "blocking", "copy", "to", "the", "device"]]
+        device.syncs.clear()
+        assert (on * 2 + 1).tolist() == [3.0, 5.0] and on[[1]].sum().item() == 2.0
+        assert on.to("cpu").add(off).tolist() == [4.0, 6.0]
+    kinds = [where.split()[1] for where in device.syncs]
+    assert sorted(kinds) == ["_local_scalar_dense.default", "_to_copy.default", "index", "tolist"]
