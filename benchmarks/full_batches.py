@@ -26,7 +26,8 @@ def ours(args, folder):
     command = [sys.executable, ROOT / "train_bi_encoder.py", "--model_name_or_path", args.model, "--train_data",
                args.source, "--columns", *args.columns, "--batch_size", args.batch_size, "--max_length",
                args.max_length, "--micro_batch_tokens", args.micro_batch_tokens, "--eval_rows", 0,
-               "--logging_steps", 1, "--max_steps", args.steps + 1, "--save_steps", 0, "--output_dir", folder]  # fmt: skip
+               "--logging_steps", 1, "--max_steps", args.steps + 1, "--save_steps", 0,
+               "--output_dir", folder]  # fmt: skip
     subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()][1:]
     seconds = [args.batch_size / line["rows_per_second"] for line in lines]
