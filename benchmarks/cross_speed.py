@@ -25,8 +25,8 @@ def ours(model, rows, args, folder):
     """(pairs a second, mean loss, padding) of train_cross_encoder.py."""
     command = [sys.executable, ROOT / "train_cross_encoder.py", "--model_name_or_path", model, "--train_data", rows,
                "--label_column", "label", "--batch_size", args.batch_size, "--max_length", args.max_length,
-               "--eval_rows", 0, "--log_every", 1, "--output_dir", folder, "--save_every", 0,
-               "--data_cache", folder]  # fmt: skip
+               "--eval_rows", 0, "--logging_steps", 1, "--output_dir", folder, "--save_steps", 0,
+               ]  # fmt: skip
     subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr)
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     seconds = sum(args.batch_size / line["rows_per_second"] for line in lines[1:])

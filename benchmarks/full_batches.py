@@ -25,9 +25,9 @@ def ours(args, folder):
     """(tokens a second, padding, share of the time spent waiting for data) of train_bi_encoder.py."""
     command = [sys.executable, ROOT / "train_bi_encoder.py", "--model_name_or_path", args.model, "--train_data",
                args.source, "--columns", *args.columns, "--batch_size", args.batch_size, "--max_length",
-               args.max_length, "--micro_batch_tokens", args.micro_batch_tokens, "--eval_rows", 0, "--log_every", 1,
-               "--max_steps", args.steps + 1, "--save_every", 0, "--output_dir", folder,
-               "--data_cache", args.data_cache]  # fmt: skip
+               args.max_length, "--micro_batch_tokens", args.micro_batch_tokens, "--eval_rows", 0,
+               "--logging_steps", 1, "--max_steps", args.steps + 1, "--save_steps", 0,
+               "--output_dir", folder]  # fmt: skip
     subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()][1:]
     seconds = [args.batch_size / line["rows_per_second"] for line in lines]
@@ -93,7 +93,6 @@ def main():
     args.length = args.length or mean_length(args)
     runs = []
     with tempfile.TemporaryDirectory() as folder:
-        args.data_cache = f"{folder}/cache"
         for turn in range(args.rounds):
             rate, padding, waited, tokens = ours(args, f"{folder}/{turn}")
             command = [sys.executable, __file__, args.model, args.source, "--ceiling", tokens, "--steps", args.steps,

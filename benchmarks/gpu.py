@@ -53,8 +53,8 @@ def run_ours(args):
 
     flags = ["--model_name_or_path", args.model, "--train_data", args.source, "--columns", *args.columns,
              "--batch_size", args.batch_size, "--max_length", args.max_length, "--max_steps", args.steps,
-             "--eval_rows", 0, "--log_every", 1, "--save_every", 0, "--output_dir", args.folder,
-             "--data_cache", f"{args.folder}/cache", *args.flags]  # fmt: skip
+             "--eval_rows", 0, "--logging_steps", 1, "--save_steps", 0, "--output_dir", args.folder,
+             *args.flags]  # fmt: skip
     script.main(script.parse_args(list(map(str, flags))))
     lines = [json.loads(line) for line in Path(f"{args.folder}/metrics.jsonl").read_text().splitlines()][3:]
     seconds = [args.batch_size / line["rows_per_second"] for line in lines]

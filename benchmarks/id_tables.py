@@ -2,10 +2,10 @@
 
     python benchmarks/id_tables.py [--rows 5000000] [--lookups 200000] [--processes 2]
 
-Makes a JSON Lines table of so many passages. Then two processes at once each open it and look up random ids, five at a
-time, as a row of a query, a positive and negatives would: first ours, then `sentence_transformers.util.resolve_ids`
-over a memory-mapped `datasets.Dataset`. Private memory is USS, what the process alone holds, after minus before.
-Writes id_tables.json.
+Makes a JSON Lines table of so many passages. Then two processes at once each open it and look up random ids: first
+ours, those of a window of rows at once, then `sentence_transformers.util.resolve_ids` over a memory-mapped
+`datasets.Dataset`, five at a time, as a row of a query, a positive and negatives would. Private memory is USS, what
+the process alone holds, after minus before. Writes id_tables.json.
 """
 
 import argparse
@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 def measure(side, table, args):
     """In a process of its own: open, look up, print [seconds to open, lookups a second, private MB added]."""
     import psutil
+    import pyarrow as pa
 
     process = psutil.Process()
     dice = random.Random(args.seed)
@@ -34,9 +35,8 @@ def measure(side, table, args):
         import train_bi_encoder as script
 
         before, started = process.memory_full_info().uss, time.perf_counter()
-        cache = str(Path(table).parent / "evenstep")
-        found = script.IdTable("--corpus_table", [table], [], ["_id", "text"], cache)
-        look_up = found.texts
+        look_up = script.TextLookup([table], ["_id", "text"]).texts
+        fives = [pa.chunked_array([ids[i : i + args.at_once]]) for i in range(0, len(ids), args.at_once)]
     else:
         from datasets import load_dataset
         from sentence_transformers.util import resolve_ids
@@ -60,6 +60,7 @@ def main():
     parser.add_argument("--rows", type=int, default=5_000_000)
     parser.add_argument("--lookups", type=int, default=200_000)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--at_once", type=int, default=10_000, help="ids that ours looks up together")
     parser.add_argument("--output", default="id_tables.json")
     parser.add_argument("--side", choices=["evenstep", "resolve_ids"], help=argparse.SUPPRESS)
     parser.add_argument("--table", help=argparse.SUPPRESS)
@@ -76,7 +77,7 @@ def main():
                 file.write(json.dumps(record) + "\n")
         for side in ("evenstep", "resolve_ids"):
             command = [sys.executable, __file__, "--side", side, "--table", table, "--rows", str(args.rows)]
-            command += ["--lookups", str(args.lookups)]
+            command += ["--lookups", str(args.lookups), "--at_once", str(args.at_once)]
             first = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)  # makes index and copies
             made = json.loads(first.stdout.splitlines()[-1])
             both = [subprocess.Popen([*command, "--seed", str(i)], stdout=subprocess.PIPE, text=True)

@@ -32,18 +32,18 @@ def train_ours(args, folder):
     sys.path.insert(0, str(ROOT))
     import train_bi_encoder as script
 
-    backward = script.backward
+    forward_backward = script.forward_backward
 
     def logged(model, batch, loss_fn, seed, *rest):
         with open(f"{folder}/rows", "a") as file:
-            file.write(json.dumps([seed[1], [row[3] for row in batch.rows]]) + "\n")
-        return backward(model, batch, loss_fn, seed, *rest)
+            file.write(json.dumps([seed[1], batch.rows["0"].to_pylist()]) + "\n")
+        return forward_backward(model, batch, loss_fn, seed, *rest)
 
-    script.backward = logged
+    script.forward_backward = logged
     flags = ["--model_name_or_path", args.model, "--train_data", args.source, "--columns", "question", "answer",
-             "--batch_size", BATCH, "--max_steps", args.rows // BATCH, "--save_every", SAVE_EVERY, "--eval_rows", 0,
-             "--shuffle_buffer", 500, "--learning_rate", 0.01, "--output_dir", f"{folder}/run", "--data_cache",
-             f"{folder}/cache", "--resume", *["--streaming"] * ("streaming" in args.side)]  # fmt: skip
+             "--batch_size", BATCH, "--max_steps", args.rows // BATCH, "--save_steps", SAVE_EVERY, "--eval_rows", 0,
+             "--shuffle_buffer", 500, "--learning_rate", 0.01, "--output_dir", f"{folder}/run", "--resume",
+             *["--streaming"] * ("streaming" in args.side)]  # fmt: skip
     script.main(script.parse_args(list(map(str, flags))))
 
 

@@ -96,11 +96,11 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         pairs = f"{folder}/pairs.parquet"
         pq.write_table(pq.read_table(args.source, columns=args.columns).slice(0, args.texts), pairs)
-        common = ["--model_name_or_path", args.model, "--max_length", 256, "--data_cache", folder]
-        steps = ["--train_data", args.source, "--columns", *args.columns, "--eval_rows", 0, "--save_every", 0,
-                 "--log_every", 1, "--max_steps", args.steps, *common]  # fmt: skip
+        common = ["--model_name_or_path", args.model, "--max_length", 256]
+        steps = ["--train_data", args.source, "--columns", *args.columns, "--eval_rows", 0, "--save_steps", 0,
+                 "--logging_steps", 1, "--max_steps", args.steps, *common]  # fmt: skip
         bi, cross = [*steps, "--batch_size", 64], [*steps, "--batch_size", 24, "--num_negatives", 1]
-        texts = ["--pairs", pairs, "--columns", *args.columns, *common]
+        texts = ["--pairs", pairs, "--columns", *args.columns, "--data_cache", folder, *common]
         sides = {
             "train_bi_encoder.py, 64 pairs": lambda n, out: train("train_bi_encoder.py", bi, n, out),
             "train_cross_encoder.py, 24 x 2 pairs": lambda n, out: train("train_cross_encoder.py", cross, n, out),

@@ -3,8 +3,9 @@
     python benchmarks/train_speed.py MODEL_FOLDER SOURCE [--columns docstring code] [--rows 256] [--rounds 2]
 
 Every side trains one epoch over the same rows in a process of its own: ours, the trainer with its plain loss, the
-trainer with its cached loss. Rates are rows over the seconds of all steps but the first, medians over the rounds;
-ratios are within a round. The mean loss stands beside, to show that all do the same work. Writes train_speed.json.
+trainer with its cached loss, in mini-batches of so many texts or tokens. Rates are rows over the seconds of all
+steps but the first, medians over the rounds; ratios are within a round. The mean loss stands beside, to show that all
+do the same work. Writes train_speed.json.
 """
 
 import argparse
@@ -23,18 +24,18 @@ ROOT = Path(__file__).parents[1]
 def ours(model, rows, args, folder):
     """(rows a second, mean loss) of train_bi_encoder.py."""
     command = [sys.executable, ROOT / "train_bi_encoder.py", "--model_name_or_path", model, "--train_data", rows,
-               "--batch_size", args.batch_size, "--max_length", args.max_length, "--eval_rows", 0, "--log_every", 1,
-               "--output_dir", folder, "--save_every", 0, "--data_cache", folder]  # fmt: skip
+               "--batch_size", args.batch_size, "--max_length", args.max_length, "--eval_rows", 0,
+               "--logging_steps", 1, "--output_dir", folder, "--save_steps", 0]  # fmt: skip
     subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr)
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     seconds = sum(args.batch_size / line["rows_per_second"] for line in lines[1:])
     return (len(lines) - 1) * args.batch_size / seconds, statistics.mean(line["loss"] for line in lines)
 
 
-def peer(model, rows, args, folder, mini_batch):
-    """(rows a second, mean loss) of SentenceTransformerTrainer, cached in mini-batches unless `mini_batch` is 0."""
-    command = [sys.executable, __file__, model, rows, "--peer", mini_batch, "--batch_size", args.batch_size,
-               "--max_length", args.max_length, "--output", folder]  # fmt: skip
+def peer(model, rows, args, folder, options):
+    """(rows a second, mean loss) of SentenceTransformerTrainer, with its cached loss if that has options."""
+    command = [sys.executable, __file__, model, rows, "--peer", json.dumps(options), "--output", folder,
+               "--batch_size", args.batch_size, "--max_length", args.max_length]  # fmt: skip
     done = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True)
     return tuple(json.loads(done.stdout.splitlines()[-1]))
 
@@ -59,8 +60,8 @@ def train_peer(args):
     model = SentenceTransformer(args.model, device="cpu")
     model.max_seq_length = args.max_length
     loss = losses.MultipleNegativesRankingLoss(model)
-    if args.peer:
-        loss = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=args.peer)
+    if options := json.loads(args.peer):
+        loss = losses.CachedMultipleNegativesRankingLoss(model, **options)
     settings = SentenceTransformerTrainingArguments(
         args.output, num_train_epochs=1, per_device_train_batch_size=args.batch_size, use_cpu=True, report_to="none",
         learning_rate=2e-5, warmup_ratio=0.1, logging_steps=1, save_strategy="no", disable_tqdm=True,
@@ -84,10 +85,11 @@ def main():
     parser.add_argument("--batch_size", type=int, default=64)
     parser.add_argument("--max_length", type=int, default=256)
     parser.add_argument(
-        "--cached", type=int, nargs="+", default=[8], help="mini-batch sizes of the cached loss to try"
+        "--cached", type=int, nargs="*", default=[8], help="mini-batch sizes of the cached loss to try"
     )
+    parser.add_argument("--cached_tokens", type=int, nargs="*", default=[1024, 2048, 4096], help="the same, in tokens")
     parser.add_argument("--output", default="train_speed.json")
-    parser.add_argument("--peer", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peer is not None:
         return train_peer(args)
@@ -99,9 +101,11 @@ def main():
         rows = f"{folder}/rows.parquet"
         pq.write_table(pq.read_table(args.source, columns=args.columns).slice(0, args.rows), rows)
         sides = {"evenstep": lambda out: ours(args.model, rows, args, out)}
-        sides["trainer, plain loss"] = lambda out: peer(args.model, rows, args, out, 0)
-        for size in args.cached:
-            sides[f"trainer, cached loss of {size}"] = lambda out, size=size: peer(args.model, rows, args, out, size)
+        sides["trainer, plain loss"] = lambda out: peer(args.model, rows, args, out, {})
+        cached = [{"mini_batch_size": size} for size in args.cached]
+        for options in cached + [{"mini_batch_num_tokens": tokens} for tokens in args.cached_tokens]:
+            name = f"trainer, cached loss, {json.dumps(options)}"
+            sides[name] = lambda out, options=options: peer(args.model, rows, args, out, options)
         measured = {name: [] for name in sides}
         for turn in range(args.rounds):
             for number, (name, run) in enumerate(sides.items()):
