@@ -1,8 +1,8 @@
 """Train a cross-encoder ((query, document) -> score) to rerank or to compare texts, on one process or many.
 
-    python train_cross_encoder.py --eval_rows 50 --max_steps 200          # the demo corpus, from scratch, on a CPU
+    python train_cross_encoder.py --batch_size 32 --learning_rate 5e-4 --max_steps 200       # the demo, on a CPU
     python train_cross_encoder.py --model_name_or_path BAAI/bge-small-en-v1.5 --train_data 'pairs/*.parquet' \
-        --output_dir runs/reranker --batch_size 256 --grad_cache          # one GPU
+        --output_dir runs/reranker --batch_size 256 --grad_cache                             # one GPU
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_cross_encoder.py args.yaml --resume
 
 A row is a query and its documents, in one of these shapes; --label_column names the column of labels or scores:
@@ -11,1033 +11,559 @@ A row is a query and its documents, in one of these shapes; --label_column names
     {"query": "read a gzip file", "code": "def read(path): ...", "wrong": "def write(path): ..."}
     {"query": "read a gzip file", "documents": ["def read(path): ...", "def write(path): ..."], "labels": [1, 0]}
 
-Without labels the first document is the positive and the others are negatives; where there are no others,
+Without labels the first document is the positive and the others are negatives; if there are no others,
 --num_negatives of them are drawn from the other rows of the batch.
 
-The batch is the rows of one optimizer step over all processes, and it alone decides the gradient. Its pairs are dealt
-to the processes, cut into micro-batches of at most --micro_batch_tokens, scored longest first and gathered, and the
-loss of the whole batch is computed on every process. So the number of processes, the micro-batches and --grad_cache
-change time and memory, not the gradient: without dropout (--dropout 0) it is the same to 1e-5 for
-any of them. Dropout masks depend on how pairs are grouped, so with dropout only the batches are the same, and a run
-resumes to the bit on the layout that it had.
+The batch, over all processes, alone determines the gradient. Its pairs are dealt to the processes, cut into
+micro-batches of at most --micro_batch_tokens, scored longest first and gathered; the loss is that of the whole batch.
+Processes, --micro_batch_tokens and --grad_cache change time and memory, not the gradient (without dropout: its random
+masks depend on how pairs are grouped).
 
---output_dir receives model/ (loads in sentence-transformers), checkpoints/, metrics.jsonl, args.yaml and training.png.
-
-Left out on purpose: uploads to a hub, several labels a pair, prompts and generative rerankers (LogitScore), DeepSpeed.
+Output: model/ (loads in sentence-transformers), checkpoints/, metrics.jsonl, args.yaml and training.png.
+Left out on purpose: uploads to the Hub, several labels a pair, prompts and generative rerankers, DeepSpeed.
 """
 
 import copy
-import csv
-import glob
 import hashlib
 import inspect
-import io
 import json
 import math
 import os
 import shlex
 import shutil
 import signal
-import sqlite3
 import sys
-import tempfile
-import threading
 import time
 import traceback
 import warnings
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
-from functools import cache, partial
-from itertools import chain, islice
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-import evaluate
+import datasets
 import fsspec
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
+import transformers
 import yaml
-from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import DistributedType, LoggerType
-from datasets import Features, Sequence, Value
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import DistributedType, gather_object
 from filelock import FileLock
-from safetensors import SafetensorError
-from safetensors.torch import load_file, load_model, save_file, save_model
+from matplotlib.figure import Figure
+from safetensors.torch import load_file, save_file
 from scipy.stats import pearsonr, spearmanr
 from sentence_transformers import CrossEncoder
-from tokenizers import BertWordPieceTokenizer
+from tokenizers import Tokenizer
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm.auto import tqdm
-from transformers import AutoConfig, BertConfig, BertForSequenceClassification, BertTokenizerFast, HfArgumentParser
 
-# Shapes: G groups (a query and its documents) of at most L documents, N (query, document) pairs of a batch.
-# A text is a pair where a function stands in train_bi_encoder.py too.
+# Shapes: G groups (a query and its documents, a row of a batch) of at most L documents, N (query, document) pairs.
 
-DEMO = "data/python_code"
+# ---- errors and options (same in train_bi_encoder.py)
 
 
-# same in train_bi_encoder.py, eval_incremental.py
-class BadInput(ValueError):
-    """Something the user can mend; shown as one line, without a traceback."""
+class UserError(ValueError):
+    """Something the user can fix; printed as one line, without a traceback."""
 
 
-# same in train_bi_encoder.py
-class BadRow(BadInput):
-    """A row whose content is bad: every process reads it, and raises this at the same step."""
+@contextmanager
+def user_errors(name):
+    """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause."""
+    try:
+        yield
+    except Exception as error:
+        cause = error
+        while cause.__cause__ and not isinstance(cause, UserError):
+            cause = cause.__cause__
+        reason = "contains no row" if isinstance(cause, StopIteration) else str(cause).strip() or repr(cause)
+        reason = reason.splitlines()[0][:500]
+        if "cast" in reason.lower():  # `datasets` takes the type of a column from its first rows
+            reason += "; prepare_corpus.py can rewrite rows of irregular types"
+        raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
 
 
-# ------------------------------------------------------------------------------------------------------ options
-
-
-# same in train_bi_encoder.py, eval_incremental.py
 def flag(default, help):
-    """One command-line option: its default and the line that --help prints."""
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+    """Return the dataclass field of a command-line option."""
+    kind = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return field(**kind, metadata={"help": help})
+
+
+# ---- options
+
+DEMO = "data/python_code"  # where prepare_corpus.py writes the demo corpus and its untrained models
+TEACHER_LOSSES = ("margin_mse", "kl")
+ABOVE_ZERO = """batch_size micro_batch_tokens gradient_accumulation_steps length_window max_length save_total_limit
+logging_steps num_train_epochs learning_rate mixing_weights"""
 
 
 @dataclass
 class Args:
     # data
-    train_data: list[str] = flag([], f"paths, globs, folders, URLs or Hub ids to train on; default: {DEMO}")
-    eval_data: list[str] = flag(
-        [], "sources of the held-out rows; default: the first rows of --train_data, not trained on"
-    )
-    eval_rows: int = flag(200, "rows held out to evaluate on (0: no evaluation)")
-    streaming: bool = flag(False, "read the sources front to back instead of at random from an on-disk table")
-    columns: list[str] = flag([], "query, then documents, or one list of documents; default: all but the label")
-    num_negatives: int = flag(-1, "negatives a row: columns to use, or drawn from the batch (-1: all columns, or 4)")
-    corpus_table: list[str] = flag([], "sources of the documents by id; the columns then hold ids, not texts")
-    queries_table: list[str] = flag([], "the same of the queries, for the first column")
-    corpus_columns: list[str] = flag([], "id column of --corpus_table, then texts, joined; default: _id title text")
-    query_columns: list[str] = flag([], "the same of --queries_table; default: _id text")
+    train_data: list[str] = flag([], "paths, globs, folders, URLs, Hub ids, ID:config:split; none: the demo corpus")
+    eval_data: list[str] = flag([], "sources of held-out rows; none: the first rows of --train_data")
+    eval_rows: int | None = flag(None, "rows held out to evaluate on; None: 200, and at most a tenth")
+    streaming: bool = flag(False, "read the sources front to back instead of at random from a memory-mapped table")
+    columns: list[str] = flag([], "query, then documents or lists of documents; none: all but the label")
+    num_negatives: int = flag(-1, "negatives of a row: columns to use, or drawn from the batch; -1: all columns, or 4")
+    corpus: list[str] = flag([], "sources of the documents by id; the columns then hold ids, not texts")
+    queries: list[str] = flag([], "sources of the queries by id, for the first column")
+    corpus_columns: list[str] = flag(["_id", "title", "text"], "id column of --corpus, then text columns, joined")
+    query_columns: list[str] = flag(["_id", "text"], "id column of --queries, then text columns, joined")
     label_column: str | None = flag(None, "column with a label or score, or a list of one for each document")
-    mixing_weights: list[float] = flag([], "share of each source; default: its rows (streams: equal shares)")
+    mixing_weights: list[float] = flag([], "share of each source; none: its rows (streams: equal shares)")
     mix_by: Literal["row", "batch"] = flag("row", "mix sources within a batch, or take each batch from one source")
-    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = flag(
-        "all_exhausted", "an epoch ends when the first, or the last, of the mixed sources has been read once"
-    )
-    shuffle_buffer: int = flag(10_000, "rows held in memory to shuffle (0: keep the order of the files)")
-    length_window: int = flag(1, "batches grouped by text length before they are cut (1: batches stay random)")
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = flag("all_exhausted", "end of a mixed epoch")
+    shuffle_buffer: int = flag(10_000, "rows of a window, shuffled as a whole; 0: keep the order of the files")
+    length_window: int = flag(1, "batches sorted by text length before they are cut; 1: batches stay random")
     on_bad_row: Literal["error", "skip"] = flag("error", "stop at an empty text or a bad label, or skip and count it")
-    data_cache: str = flag("~/.cache/evenstep", "folder for the Arrow copies of mapped Parquet, JSON, CSV and text")
     # model
-    model_name_or_path: str | None = flag(None, "Hub id or folder; default: a small BERT from scratch")
-    max_length: int | None = flag(None, "tokens a pair is cut to; default: the model's own; from scratch 256")
-    lora_rank: int = flag(0, "train adapters of this rank beside the frozen layers, by peft (0: train all)")
-    attn_implementation: str | None = flag(None, "of transformers: sdpa, flash_attention_2, ...; default: its own")
-    dropout: float | None = flag(None, "dropout probability everywhere in the model; default: the model's own")
+    model_name_or_path: str = flag(f"{DEMO}/cross_encoder", "Hub id or folder")
+    max_length: int | None = flag(None, "tokens a pair is truncated to; None: the model's own")
+    dropout: float | None = flag(None, "dropout probability of the transformer; None: the model's own")
+    lora_rank: int = flag(0, "train LoRA adapters of this rank instead of the layers themselves; 0: train all")
+    attn_implementation: str | None = flag(None, "of transformers: sdpa, flash_attention_2, ...; None: its own")
     # step
-    batch_size: int = flag(64, "rows an optimizer step, over all processes")
-    micro_batch_tokens: int | None = flag(
-        None, "tokens a forward pass, with padding; default: 2,048 on a CPU, else 16,384"
+    batch_size: int = flag(64, "rows of a batch, over all processes")
+    micro_batch_tokens: int | None = flag(None, "tokens of a forward pass; None: 2,048 on a CPU, else 16,384")
+    gradient_accumulation_steps: int = flag(1, "batches an optimizer step, each with its own drawn negatives")
+    grad_cache: bool = flag(False, "run each forward pass twice, to hold the activations of one micro-batch only")
+    loss: Literal["bce", "mse", "listwise_ce", "ranknet", "lambdaloss", "margin_mse", "kl"] | None = flag(
+        None, "None: bce for a label a row, else listwise_ce over the documents of a query"
     )
-    gradient_accumulation_steps: int = flag(1, "batches a step, each with drawn negatives of its own")
-    grad_cache: bool = flag(
-        False, "one more forward pass, to hold the activations of one micro-batch only (bce, mse: without it)"
-    )
-    loss: Literal["bce", "mse", "softmax", "ranknet", "lambda", "margin_mse", "kl"] | None = flag(
-        None, "default: bce for a label a row, else softmax over the documents of a query"
-    )
-    loss_args: str = flag(
-        "{}", 'JSON: for ranknet {"sigma": 1}; lambda {"k": 10, "sigma": 1, "mu": 10}; kl {"temperature": 1}'
-    )
+    loss_kwargs: str = flag("{}", "JSON: of lambdaloss k, sigma and mu; of ranknet sigma; of kl temperature")
     # schedule
-    learning_rate: float | None = flag(None, "peak learning rate of AdamW; default: 2e-5; from scratch 0.0005")
+    learning_rate: float = flag(2e-5, "peak learning rate of AdamW")
     weight_decay: float = flag(0.01, "weight decay of matrices; biases and norms have none")
     warmup_ratio: float = flag(0.1, "share of the steps over which the learning rate rises from 0")
-    lr_schedule: Literal["linear", "cosine"] = flag("linear", "how the learning rate falls back to 0")
-    max_grad_norm: float = flag(1.0, "clip the gradient to this norm (0: do not)")
-    num_epochs: float = flag(1.0, "passes over the rows")
-    rows_per_epoch: int = flag(0, "rows an epoch (0: all; else a fresh sample of so many each epoch)")
-    max_steps: int = flag(0, "stop after so many optimizer steps (0: after --num_epochs)")
-    seed: int = flag(0, "decides order, initialisation and dropout")
+    lr_scheduler_type: str = flag("linear", "schedule of transformers.get_scheduler: linear, cosine, constant, ...")
+    max_grad_norm: float = flag(1.0, "clip the gradient to this norm; 0: do not")
+    num_train_epochs: float = flag(1.0, "passes over the rows")
+    rows_per_epoch: int = flag(0, "rows of an epoch, a fresh sample each; 0: all")
+    max_steps: int = flag(0, "stop after so many optimizer steps; 0: after --num_train_epochs")
+    seed: int = flag(0, "determines order, adapters and dropout")
     # run
     output_dir: str = flag("runs/cross_encoder", "folder for everything the run writes")
-    resume: bool = flag(False, "go on from the newest whole checkpoint in --output_dir")
-    accept_changed_data: bool = flag(False, "resume although a source has changed: rows may repeat or be missing")
-    eval_every: int = flag(0, "steps between evaluations (0: a tenth of the run)")
-    save_every: int = flag(500, "steps between checkpoints (0: only at the end)")
-    keep_checkpoints: int = flag(2, "checkpoints kept")
-    log_every: int = flag(10, "steps between lines in metrics.jsonl")
+    resume: bool = flag(False, "resume from the newest intact checkpoint in --output_dir, or start if there is none")
+    accept_changed_data: bool = flag(False, "resume with changed sources: rows may come twice or not at all")
+    eval_steps: int = flag(0, "steps between evaluations; 0: a tenth of the run")
+    save_steps: int = flag(500, "steps between checkpoints; 0: only at the end")
+    save_total_limit: int = flag(2, "checkpoints kept")
+    logging_steps: int = flag(10, "steps between lines of metrics.jsonl")
     report_to: list[str] = flag([], "trackers of Accelerate: tensorboard, wandb, ...")
 
 
-# same in train_bi_encoder.py, eval_incremental.py
-def flags_of(given):
-    """Command-line words for {flag: value}: lists in several words, objects as JSON, nothing for None and []."""
-    words = []
-    for name, value in given.items():
-        if value not in (None, []):
-            values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
-            words += [f"--{name}", *map(str, values)]
-    return words
-
-
-# same in train_bi_encoder.py, eval_incremental.py, prepare_corpus.py
-def flags_given_twice(words):
-    """Return the flags that stand more than once among the words of a command line: argparse keeps the last."""
-    names = [word.partition("=")[0].replace("-", "_").strip("_") for word in words if word.startswith("--")]
-    return [f"--{name}" for name, count in Counter(names).items() if count > 1]
-
-
 def parse_args(argv):
-    """Args from flags, or from a YAML or JSON file and flags that override it; ends the program on a usage error."""
-    parser = HfArgumentParser(Args, description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    words = argv
+    """Return Args from flags, or from a YAML or JSON file and flags that override it; exit on a wrong value."""
+    parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], allow_abbrev=False)
+    for action in parser._actions:  # --help prints each flag once, without its alias with dashes
+        action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
+    flags = Counter(word.partition("=")[0] for word in argv if word.startswith("--"))
+    if repeated := [name for name, times in flags.items() if times > 1]:
+        parser.error(f"{' '.join(repeated)}: given twice; list all values after one flag")
     if argv and argv[0].endswith((".yaml", ".yml", ".json")):
-        try:
-            given = yaml.safe_load(Path(argv[0]).read_text())
-            if unknown := set(given) - set(Args.__dataclass_fields__):
-                parser.error(f"{argv[0]}: no such flag: {', '.join(map(str, unknown))}")
-        except (OSError, yaml.YAMLError, TypeError, UnicodeError, RecursionError) as error:
-            parser.error(f"{argv[0]}: not a file of flags ({' '.join(str(error).split())})")
-        argv, words = flags_of(given) + argv[1:], argv[1:]
-    if twice := flags_given_twice(words):
-        parser.error(f"{', '.join(twice)}: given twice; give all its values to one")
-    args, strange = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
-    if strange:
-        parser.error(f"no such flag: {' '.join(strange)}; --help lists them")
-    defaults = {"learning_rate": 2e-5}
-    if not args.model_name_or_path:
-        defaults = {"learning_rate": 5e-4, "max_length": 256}
-    for name, default in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, default)
-    try:
-        args.loss_args = json.loads(args.loss_args)
-        if not isinstance(args.loss_args, dict):
-            raise ValueError("an object such as {} is wanted")
-        if not all(isinstance(value, int | float) and value > 0 for value in args.loss_args.values()):
-            raise ValueError("each value is to be a number above 0")
-    except ValueError as error:
-        parser.error(f"--loss_args: {error}")
+        words = []
+        with user_errors(f"{argv[0]}: not a file of flags"):
+            for name, value in dict(yaml.safe_load(Path(argv[0]).read_text())).items():
+                values = value if isinstance(value, list) else [json.dumps(value) if name == "loss_kwargs" else value]
+                words += [f"--{name}", *map(str, values)] if values not in ([], [None]) else []
+        argv = words + argv[1:]
+    with user_errors("flags"):
+        (args,) = parser.parse_args_into_dataclasses(argv)
+    with user_errors("--loss_kwargs: not a JSON object"):
+        args.loss_kwargs = dict(json.loads(args.loss_kwargs))
+    for name, value in asdict(args).items():
+        low = -1 if name == "num_negatives" else 1e-12 if name in ABOVE_ZERO.split() else 0
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int | float) and not low <= number < math.inf:
+                parser.error(
+                    f"--{name} {number}: must be finite, and {'above 0' if 0 < low < 1 else f'{low} or more'}"
+                )
     if not args.train_data:
-        args.train_data = [f"{DEMO}/train/{name}-*.parquet" for name in ("stdlib", "packages")]
+        args.train_data = [f"{DEMO}/train/stdlib-*.parquet", f"{DEMO}/train/packages-*.parquet"]
         args.eval_data = args.eval_data or [f"{DEMO}/heldout/*.parquet"]
         if not Path(DEMO).is_dir():
-            parser.error(f"no --train_data, and no demo corpus in {DEMO}: make it with: python prepare_corpus.py")
-    if args.mixing_weights and (
-        len(args.mixing_weights) != len(args.train_data) or not all(0 < w < math.inf for w in args.mixing_weights)
-    ):
-        parser.error(f"--mixing_weights: {len(args.train_data)} sources want as many numbers above 0")
-    if args.loss in ("margin_mse", "kl") and not args.label_column:
-        parser.error(f"--loss {args.loss}: wants a teacher's scores; name their column by --label_column")
-    for table, columns in (("corpus_table", "corpus_columns"), ("queries_table", "query_columns")):
-        if getattr(args, columns) and not getattr(args, table):
-            parser.error(f"--{columns}: belongs to --{table}; name it too")
-        if len(getattr(args, columns)) == 1:
-            parser.error(f"--{columns}: name the id column, then the text columns")
-    above_zero = ("batch_size", "micro_batch_tokens", "gradient_accumulation_steps", "length_window", "max_length",
-                  "keep_checkpoints", "log_every", "num_epochs", "learning_rate")  # fmt: skip
-    for name, value in asdict(args).items():
-        for number in value if isinstance(value, list) else [value]:
-            if not isinstance(number, int | float) or name == "num_negatives":
-                continue
-            if not 0 <= number < math.inf or (number == 0 and name in above_zero):
-                parser.error(f"--{name} {number}: must be {'above 0' if name in above_zero else '0 or more'}")
-    if (args.dropout or 0) >= 1:
-        parser.error(f"--dropout {args.dropout}: must be below 1")
-    if args.warmup_ratio > 1:
-        parser.error(f"--warmup_ratio {args.warmup_ratio}: a share of the steps is at most 1")
+            parser.error(f"--train_data: not given, and no demo corpus in {DEMO}: run python prepare_corpus.py")
+    if len(args.mixing_weights) not in (0, len(args.train_data)):
+        parser.error(f"--mixing_weights: {len(args.train_data)} sources require as many numbers")
+    if args.streaming and not (args.max_steps or args.rows_per_epoch):
+        parser.error("--streaming requires --max_steps or --rows_per_epoch: the length of a stream is unknown")
+    if args.loss in TEACHER_LOSSES and not args.label_column:
+        parser.error(f"--loss {args.loss} requires teacher scores: set --label_column")
+    if not all(isinstance(value, int | float) and 0 < value < math.inf for value in args.loss_kwargs.values()):
+        parser.error(f"--loss_kwargs {args.loss_kwargs}: each value must be a number above 0")
     return args
 
 
-# --------------------------------------------------------------------------------------------------------- data
+# ---- data (same in train_bi_encoder.py)
 
-SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".ndjson": "json",
-            ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # of JSON Lines, CSV, TSV and text
-READ_ROWS = 1000  # rows of a record batch, the unit of reading: some 100 kB to 1 MB of text
-MOST_LINE = 2**26  # characters of a line; more is damage, or a small file made to fill the memory
-MOST_TEXT = 2**30  # bytes of text in READ_ROWS rows; the same
-TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
-BLOCK = 100  # neighbouring rows of a mapped table that are read together; the shuffle window mixes many blocks
+FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".ndjson": "json",
+           ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
+BLOCK = 100  # neighbouring rows of a mapped table that are read together; a shuffle window mixes many blocks
 
 
-# same in train_bi_encoder.py, eval_incremental.py
-def file_kind(file):
-    """(format, compression or None) by the file's suffixes; BadInput for what cannot be read."""
-    stem, suffix = os.path.splitext(file.lower())
-    inner = os.path.splitext(stem)[1]
-    if suffix in COMPRESSIONS and SUFFIXES.get(inner) in ("json", "csv", "text"):
-        return SUFFIXES[inner], COMPRESSIONS[suffix]
-    if suffix not in SUFFIXES:
-        known = " ".join([*SUFFIXES, *(f".jsonl{c}" for c in COMPRESSIONS)])
-        raise BadInput(f"{file}: unknown suffix; what can be read ends in one of {known}")
-    return SUFFIXES[suffix], None
+def file_suffix(file):
+    """Return the key of FORMATS that a file name ends in, before .gz or .zst; None if there is none."""
+    suffix = Path(file.lower().removesuffix(".gz").removesuffix(".zst")).suffix
+    return suffix if suffix in FORMATS else None
 
 
-# same in train_bi_encoder.py, eval_incremental.py
 def list_files(source):
-    """The files of a source (path, glob, folder, URL or Hub id), sorted; BadInput when there are none."""
-    try:
-        fs, path = fsspec.core.url_to_fs(os.path.expanduser(source))
-    except (ValueError, ImportError) as error:
-        raise BadInput(f"{source}: {error}") from None
-    if not source:
-        raise BadInput("a source is empty; name a path, glob, folder, URL or Hub id")
-    if glob.has_magic(path) and not fs.exists(path):
-        found = fs.glob(path)
-    elif fs.isdir(path):
-        notes = ("dataset_info.json", "state.json", "dataset_dict.json")  # of Dataset.save_to_disk
-        known = tuple({**SUFFIXES, **COMPRESSIONS})
-        found = [name for name in fs.find(path) if name.lower().endswith(known) and not name.endswith(notes)]
-    elif fs.exists(path):
-        found = [path]
-    elif "://" in source or source.count("/") > 1 or os.path.splitext(source)[1] or source[0] in "./~":
-        found = []
-    else:  # neither here nor shaped like a path: a Hub dataset, which names the files of its train split itself
-        from datasets import load_dataset_builder  # a second to import, and wanted here only
-
-        try:
-            found = load_dataset_builder(source).config.data_files["train"]
-        except Exception as error:
-            reason = str(error).partition("\n")[0]
-            raise BadInput(f"{source}: no such file or folder here, nor a dataset on the Hub ({reason})") from None
-    if not found:
-        raise BadInput(f"{source}: no file matches (in folder {os.getcwd()}); check the path")
-    files = sorted(name if "://" in name else fs.unstrip_protocol(name).removeprefix("file://") for name in found)
-    if len(kinds := {file_kind(name)[0]: name for name in files}) > 1:
-        raise BadInput(f"{source}: mixes formats ({', '.join(kinds.values())}); name them as sources of their own")
-    return files
+    """Return the files of a path, glob, folder, URL, Hub id or ID:config:split, as `datasets` resolves them."""
+    path, config, split = os.path.expanduser(source), None, "train"
+    if os.path.exists(os.path.join(path, "state.json")):  # of Dataset.save_to_disk
+        return sorted(map(str, Path(path).glob("*.arrow")))
+    if suffix := file_suffix(path):  # decided by name: a missing file is not to be taken for a Hub id
+        builder = datasets.load_dataset_builder(FORMATS[suffix], data_files=path)
+    else:
+        path, config, split = path.split(":") if path.count(":") == 2 else (path, config, split)
+        builder = datasets.load_dataset_builder(path, name=config or None)
+    files = builder.config.data_files
+    if split not in files:
+        raise UserError(f"{source}: no split {split!r}; the splits are: {', '.join(files)}")
+    if not file_suffix(files[split][0]):
+        raise UserError(f"{files[split][0]}: not one of {' '.join(FORMATS)}, with or without .gz or .zst")
+    return list(files[split])
 
 
-# same in train_bi_encoder.py, eval_incremental.py
-def select_columns(there, wanted, file):
-    """`wanted`, or all columns `there` when none are; BadInput for one that is not there."""
-    for name in wanted:
-        if name not in there:
-            raise BadInput(f"{file}: no column {name!r}; the columns are: {', '.join(map(str, there))}")
-    return wanted or list(there)
+def open_files(files, streaming=True):
+    """Return a Dataset or IterableDataset that hands out pyarrow Tables."""
+    suffix = file_suffix(files[0])
+    kind, options = FORMATS[suffix], {"split": "train"} | ({"sep": "\t"} if suffix == ".tsv" else {})
+    if kind == "arrow" and not streaming:
+        with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped where it is, everything else a copy
+            parts = [datasets.Dataset.from_file(file) for file in files]
+            return datasets.concatenate_datasets(parts).with_format("arrow")
+    if kind in ("json", "csv"):  # a column of nulls at first would be typed null, and its first text fail
+        first = datasets.load_dataset(kind, data_files=files[:1], streaming=True, **options).with_format("arrow")
+        schema = next(first.iter(1)).schema
+        if pa.null() in schema.types:
+            fields = [field.with_type(pa.string()) if pa.types.is_null(field.type) else field for field in schema]
+            options["features"] = datasets.Features.from_arrow_schema(pa.schema(fields))
+    if not streaming:  # the record batches of a mapped table are kept in a list: make them few
+        options["writer_batch_size"] = 20_000
+    return datasets.load_dataset(kind, data_files=files, streaming=streaming, **options).with_format("arrow")
 
 
-# same in train_bi_encoder.py
-def wanted_columns(args):
-    """The columns to read, each once (SimCSE names a column twice)."""
-    return list(dict.fromkeys(args.columns + [args.label_column] * bool(args.label_column)))
+class Source:
+    """The rows of a source, epoch after epoch, in windows that are shuffled whole: a pure function of files, seed and
+    number. `state` (JSON) is the position after the last row taken. clean(table, source) is that of open_data."""
+
+    def __init__(self, name, number, clean, args):
+        self.name, self.number, self.args, self.clean = name, number, args, partial(clean, source=name)
+        self.columns = list(dict.fromkeys(filter(None, [*args.columns, args.label_column])))
+        self.window, self.held_out, self.files = args.shuffle_buffer or 1000, 0, list_files(name)
+        self.seek(None)
+
+    def seek(self, state):
+        """Continue after `state`, or from the beginning if it is None."""
+        self.state = dict(state or {"epoch": 0, "window": 0, "used": 0, "skipped": 0, "stream": None})
+        self.table, self.windows = [], self.read_windows()
+
+    def take(self, count):
+        """Return a Table of the next `count` valid rows."""
+        parts = []
+        while count:
+            if self.state["used"] >= len(self.table):
+                with user_errors(self.name):
+                    self.table = next(self.windows)
+            parts.append(self.table.slice(self.state["used"], count))
+            self.state["used"] += len(parts[-1])
+            count -= len(parts[-1])
+        return pa.concat_tables(parts)
+
+    def read_windows(self):
+        """Yield the windows of all epochs, from that of `state` on, which is kept in step."""
+        while True:
+            found = self.state["window"] or self.state["used"]
+            for table, stream in self.read_epoch():
+                table, bad = self.clean(table.combine_chunks())
+                if self.args.shuffle_buffer:
+                    table = table.take(self.random(self.state["window"]).permutation(len(table)))
+                if not self.state["used"]:  # else they were counted before the resume
+                    self.state["skipped"] += bad
+                self.state["stream"], found = stream, found or len(table)
+                yield table
+                self.state.update(window=self.state["window"] + 1, used=0)
+            if not found:
+                raise UserError(f"no valid row is left to train on beside --eval_rows {self.args.eval_rows}")
+            self.state.update(epoch=self.state["epoch"] + 1, window=0, used=0, stream=None)
+
+    def random(self, *keys):
+        """Return the random generator of this source, its epoch and `keys`."""
+        return np.random.default_rng([self.args.seed, self.number, self.state["epoch"], *keys])
 
 
-# same in train_bi_encoder.py
-def holds_ids(args):
-    """Whether columns of the rows hold ids, which may be whole numbers."""
-    return bool(args.corpus_table or args.queries_table)
+class MappedSource(Source):
+    """A memory-mapped table: a window is random blocks of neighbouring rows, so that a resume is a seek."""
 
-
-# same in train_bi_encoder.py, eval_incremental.py
-def fits(cell, kind):
-    """Whether a cell is what a column of the Arrow type `kind` holds: a text, or a list of texts."""
-    if pa.types.is_list(kind):
-        return isinstance(cell, list) and all(isinstance(text, str) for text in cell)
-    return isinstance(cell, str)
-
-
-# same in train_bi_encoder.py, eval_incremental.py
-def text_batches(file, kind, lines, wanted, label, ids):
-    """Yield RecordBatches of strings from JSON Lines, CSV, TSV or plain text; a JSON label stays its JSON text.
-
-    A column of lists of strings is one where the first READ_ROWS records have a list. A whole number is no text,
-    unless the columns hold `ids`.
-    """
-
-    def bounded():
-        while line := lines.readline(MOST_LINE):
-            if len(line) == MOST_LINE:
-                raise BadInput(f"{file}: a line of more than {MOST_LINE:,} characters; split its text")
-            yield line
-
-    records = ((number, line, len(line)) for number, line in enumerate(bounded(), start=1))
-    if kind == "csv":
-        csv.field_size_limit(MOST_LINE)
-        table = csv.DictReader(bounded(), delimiter="\t" if ".tsv" in file.lower() else ",", strict=True)
-        records = ((table.line_num, record, sum(map(len, filter(None, record.values())))) for record in table)
-    elif kind == "text":
-        records = ((number, {"text": line.rstrip("\r\n")}, size) for number, line, size in records)
-    schema, rows, held = None, [], 0  # held: characters of the rows
-    for number, record, size in chain(records, [(None, None, 0)]):
-        if rows and (record is None or len(rows) == READ_ROWS or held > MOST_LINE):
-            if not schema:
-                there = dict.fromkeys(chain.from_iterable(rows)) if wanted else rows[0]  # JSON may leave a null out
-                kinds = {name: pa.string() for name in select_columns(there, wanted, file)}
-                kinds |= {n: pa.list_(pa.string()) for n in kinds if any(isinstance(row.get(n), list) for row in rows)}
-                schema = pa.schema(kinds.items())
-            # a cell that is missing, or does not fit, is null, and hence a bad row
-            cells = [[c if fits(c := row.get(f.name), f.type) else None for row in rows] for f in schema]
-            yield pa.record_batch([pa.array(column, f.type) for column, f in zip(cells, schema)], schema)
-            rows, held = [], 0
-        if record is None:
-            return
-        held += size
-        if kind == "json":
-            if not record.strip():
-                continue
-            try:
-                record = json.loads(record)
-            except (ValueError, RecursionError) as error:
-                raise BadInput(f"{file}, line {number}: not JSON ({error}); mend or remove the line") from None
-            if not isinstance(record, dict):
-                raise BadInput(f"{file}, line {number}: not a JSON object; one row a line is expected")
-        if None in record:  # where csv puts them
-            raise BadInput(f"{file}, line {number}: more cells than the header has; quote the cell with the separator")
-        if record.get(label) is not None and not isinstance(record[label], str):
-            record[label] = json.dumps(record[label])
-        if kind == "json" and ids:
-            for name, cell in record.items():
-                if type(cell) is int:
-                    record[name] = str(cell)
-                elif isinstance(cell, list):
-                    record[name] = [str(one) if type(one) is int else one for one in cell]
-        rows.append(record)
-
-
-# same in train_bi_encoder.py, eval_incremental.py
-def rows_at_once(raw, metadata, group, wanted):
-    """Rows of a Parquet row group to read at a time: READ_ROWS, or fewer where a dictionary repeats long texts."""
-    chunks = [metadata.row_group(group).column(number) for number in range(metadata.num_columns)]
-    large = [chunk.path_in_schema for chunk in chunks if chunk.total_uncompressed_size * READ_ROWS > MOST_TEXT]
-    schema, longest = metadata.schema.to_arrow_schema(), 1
-    texts = [n for n, type in zip(schema.names, schema.types) if n in wanted and n in large and type in TEXTS]
-    file = pq.ParquetFile(raw, metadata=metadata, buffer_size=2**20, read_dictionary=texts)
-    for batch in islice(file.iter_batches(1, [group], texts, use_threads=False), 1 if texts else 0):
-        for column in batch.columns:
-            if pa.types.is_dictionary(column.type):
-                longest = max(longest, pc.max(pc.binary_length(column.dictionary)).as_py() or 0)
-    return max(1, min(READ_ROWS, MOST_TEXT // 4 // longest))
-
-
-# same in train_bi_encoder.py, eval_incremental.py
-def validated(batch):
-    """A RecordBatch after a look at its offsets, indices and UTF-8: damaged ones would point anywhere."""
-    batch.validate(full=True)
-    return batch
-
-
-# same in train_bi_encoder.py, eval_incremental.py
-def decoded(column, file):
-    """A column without the dictionary in which it may hold each text once, however often it stands there."""
-    if not pa.types.is_dictionary(column.type):
-        return column
-    if column.type.value_type in TEXTS:
-        size = pc.sum(pc.binary_length(column.dictionary).take(column.indices)).as_py() or 0
-        if size > MOST_TEXT:
-            raise BadInput(f"{file}: {len(column):,} of its rows hold {size:,} bytes of text; split their texts")
-    return column.dictionary_decode()
-
-
-# same in train_bi_encoder.py, eval_incremental.py
-def read_batches(file, wanted=(), label=None, start=0, ids=False):
-    """Yield (number of the first row, RecordBatch of at most READ_ROWS rows) of one file, from row `start` on.
-
-    Memory is bounded by a record batch (Parquet: a row group) whatever the file's size. BadInput names the file, and
-    the line where there is one.
-    """
-    kind, compression = file_kind(file)
-    row = 0
-    try:
-        with fsspec.open(file, "rb") as raw:
-            if kind == "parquet":
-                table = pq.ParquetFile(raw, buffer_size=2**20)
-                wanted = select_columns(table.schema_arrow.names, wanted, file)
-                ends = np.cumsum([0] + [table.metadata.row_group(g).num_rows for g in range(table.num_row_groups)])
-                group = int(np.searchsorted(ends, start, side="right")) - 1  # earlier row groups are not even read
-                row = int(ends[group])
-                # one row group at a time: a reader of many opens them all, and its memory grows with their number
-                readers = (
-                    table.iter_batches(rows_at_once(raw, table.metadata, g, wanted), [g], wanted, use_threads=False)
-                    for g in range(group, table.num_row_groups)
-                )
-                batches = map(validated, chain.from_iterable(readers))
-            elif kind == "arrow":
-                is_stream = raw.read(6) != b"ARROW1"  # the format that `datasets` writes; else Arrow's file format
-                raw.seek(0)
-                table = pa.ipc.open_stream(raw) if is_stream else pa.ipc.open_file(raw)
-                wanted = select_columns(table.schema.names, wanted, file)
-                large = table if is_stream else map(table.get_batch, range(table.num_record_batches))
-                large = (validated(batch.select(wanted)) for batch in large)
-                batches = (batch.slice(i, READ_ROWS) for batch in large for i in range(0, len(batch), READ_ROWS))
-            else:
-                # pyarrow decompresses: it notices a truncated file, where Python's zstandard just ends
-                stream = pa.input_stream(raw, compression=compression)
-                lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
-                batches = text_batches(file, kind, lines, wanted, label, ids)
-            first, held = row, 0  # bytes of the rows since `first`, some READ_ROWS
-            for batch in batches:
-                batch = pa.record_batch([decoded(column, file) for column in batch.columns], batch.schema.names)
-                held += batch.nbytes
-                if held > MOST_TEXT and row > first:  # one batch is what the file holds, columns nobody wants among it
-                    raise BadInput(
-                        f"{file}: rows {first} to {row + len(batch)} hold {held:,} bytes; split their texts"
-                    )
-                if row + len(batch) > start:
-                    skip = max(start - row, 0)
-                    yield row + skip, batch.slice(skip)
-                row += len(batch)
-                if row - first >= READ_ROWS:
-                    first, held = row, 0
-    except (OSError, EOFError, pa.ArrowException, UnicodeError, csv.Error) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise BadInput(f"{file}: cannot be read after row {row} ({reason}); replace the file") from None
-
-
-# same in train_bi_encoder.py
-def rows_of(batch, file, number, args):
-    """Yield (texts, label, file, row number) for the rows of a RecordBatch that starts at row `number` of `file`."""
-    cells = {name: batch.column(name).to_pylist() for name in wanted_columns(args)}
-    labels = cells[args.label_column] if args.label_column else [None] * len(batch)
-    for offset, (*texts, label) in enumerate(zip(*(cells[name] for name in args.columns), labels)):
-        yield texts, label, file, number + offset
-
-
-# same in train_bi_encoder.py
-def checked(row, args):
-    """The row with its label as a number or list of numbers; for a bad row BadInput, or None where it is skipped."""
-    texts, label, file, number = row
-    problem = None
-    names = args.columns + args.columns[-1:] * (len(texts) - len(args.columns))  # a list of texts has one name
-    for name, text in zip(names, texts):
-        if not isinstance(text, str) or not text.strip():
-            problem = f"column {name!r} is {'empty' if text == '' else repr(text)[:40]}, not a text"
-    if args.label_column and not problem:
-        try:
-            value = json.loads(label) if isinstance(label, str) else label
-            value = [float(v) for v in value] if isinstance(value, list) else float(value)
-            problem = None if np.isfinite(value).all() else f"the label {label!r} is not finite"
-            label = value
-        except (ValueError, TypeError, OverflowError, RecursionError):
-            problem = f"the label {str(label)[:40]!r} is not a number"
-    if problem and args.on_bad_row == "error":
-        raise BadRow(f"{file}, row {number}: {problem}; mend the row or pass --on_bad_row skip")
-    return None if problem else (texts, label, file, number)
-
-
-def label_problem(labels, documents, loss):
-    """What is wrong with the labels of so many documents of a query, or None."""
-    if len(labels) != documents:
-        return f"{documents} documents have {len(labels)} labels"
-    low, high = {"bce": (0, 1), "lambda": (0, 100)}.get(loss, (-math.inf, math.inf))  # 2**100 is a float32 yet
-    if not low <= min(labels) <= max(labels) <= high:
-        fix = f"divide by the highest label ({max(labels):g} or more)" if max(labels) > high else "add to the labels"
-        return f"--loss {loss} takes labels of {low} to {high}, not {str(labels)[:80]}: {fix} or use --loss mse"
-    if loss == "softmax" and not min(labels) <= 0 < max(labels):
-        return f"there is no {'positive' if max(labels) <= 0 else 'negative'} among the labels {str(labels)[:80]}"
-    if loss in ("margin_mse", "kl") and documents == 1:
-        return f"--loss {loss} compares documents of a query, and there is one only"
-    if loss in ("ranknet", "lambda") and min(labels) == max(labels):
-        return f"there is no positive or no negative among the labels {str(labels)[:80]}"
-    return None
-
-
-def checked_group(row, args):
-    """The row as ([query, document, ...], labels, file, number), a label a document; a bad row as in `checked`.
-
-    labels is None for a lone document without a label: it is a positive, whose negatives are to be drawn.
-    """
-    (query, *documents), label, file, number = row
-    if len(documents) == 1 and isinstance(documents[0], list):
-        documents = documents[0]
-    row = checked(([query, *documents], label, file, number), args)
-    if not row:
-        return None
-    texts, labels, *_ = row
-    if labels is None and len(documents) != 1:
-        labels = [1.0] + [0.0] * (len(documents) - 1)
-    elif isinstance(labels, float):
-        labels = [labels]
-    if args.loss == "margin_mse" and len(labels) == len(documents) - 1:  # each is a margin to the first document
-        labels = [0.0] + [-margin for margin in labels]
-    problem = None
-    if not documents:
-        problem = "there is no document"
-    elif labels is not None:
-        problem = label_problem(labels, len(documents), args.loss)
-    if problem and args.on_bad_row == "error":
-        raise BadRow(f"{file}, row {number}: {problem}; mend the row or pass --on_bad_row skip")
-    return None if problem else (texts, labels, file, number)
-
-
-def draw_negatives(rows, count, seed):
-    """The rows; those that have but a positive with `count` documents of other rows as negatives.
-
-    Never a document that stands with the same query anywhere in `rows`. A pure function of its arguments.
-    """
-    own = {}  # {query: its documents}
-    for (query, *documents), *_ in rows:
-        own.setdefault(query, set()).update(documents)
-    pool = list(dict.fromkeys(document for row in rows for document in row[0][1:]))
-    random = np.random.default_rng(seed)
-    found = []
-    for texts, labels, *place in rows:
-        if labels is None:
-            drawn = (pool[i] for i in random.permutation(len(pool)))
-            texts = texts + list(islice((text for text in drawn if text not in own[texts[0]]), count))
-            labels = [1.0] + [0.0] * (len(texts) - 2)
-        found.append((texts, labels, *place))
-    if all(before[1] is None and len(after[1]) == 1 for before, after in zip(rows, found)):
-        raise BadInput(
-            f"{rows[0][2]}, near row {rows[0][3]}: no other row has a negative to draw; raise --num_negatives, "
-            "--batch_size or --eval_rows, or name a column of negatives"
-        )
-    return found
-
-
-# same in train_bi_encoder.py, eval_incremental.py
-def arrow_copy(file, wanted, label, folder, ids=False):
-    """Path of `file` as Arrow on this machine: the file itself, or a copy made once in `folder`, atomically."""
-    fs, path = fsspec.core.url_to_fs(file)
-    if file_kind(file)[0] == "arrow" and "file" in fs.protocol:
-        return path
-    key = hashlib.sha256(json.dumps([fs.ukey(path), sorted(wanted), label, ids]).encode()).hexdigest()[:32]
-    copy = Path(folder).expanduser() / f"{key}.arrow"
-    if not copy.exists():
-        part = copy.with_suffix(f".{os.getpid()}.part")
-        try:
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            with pa.OSFile(str(part), "wb") as sink, tqdm(unit=" rows", desc=f"mapping {file}", delay=2) as bar:
-                writer = None
-                for _, batch in read_batches(file, wanted, label, ids=ids):
-                    writer = writer or pa.ipc.new_stream(sink, batch.schema)
-                    writer.write_batch(batch)
-                    bar.update(len(batch))
-                (writer or pa.ipc.new_stream(sink, pa.schema([(name, pa.string()) for name in wanted]))).close()
-            os.replace(part, copy)
-        except OSError as error:
-            raise BadInput(f"--data_cache {folder}: {error}; make room, or name another folder") from None
-        finally:
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
-    return str(copy)
-
-
-# same in train_bi_encoder.py, eval_incremental.py
-def arrow_index(path):
-    """(schema, [(byte offset, rows) of each record batch]) of an Arrow file, stream or file format."""
-    size, offsets, schema = os.path.getsize(path), [], None
-    with open(path, "rb") as raw:
-        position = 8 if raw.read(6) == b"ARROW1" else 0  # the file format is the stream format behind eight bytes
-    while position < size:
-        # The map is renewed, for it keeps the pages it touched resident: 60 kB around each record batch's header.
-        with pa.memory_map(path) as source:
-            source.seek(position)
-            for _ in range(200):
-                position = source.tell()
-                try:
-                    message = pa.ipc.read_message(source)
-                except EOFError:
-                    if size - position < 8:
-                        raise pa.ArrowInvalid("truncated: the end-of-stream mark is missing") from None
-                    return schema, offsets  # the mark was read; only a file format's footer comes after it
-                if message.type == "schema":
-                    schema = pa.ipc.read_schema(message)
-                elif message.type == "record batch":
-                    offsets.append((position, pa.ipc.read_record_batch(message, schema).num_rows))
-                else:
-                    raise BadInput(f"{path}: holds a {message.type}; convert it: python prepare_corpus.py {path} ...")
-            position = source.tell()
-    return schema, offsets
-
-
-# same in train_bi_encoder.py, eval_incremental.py
-def read_rows(path, offset, schema, first, count):
-    """Rows `first` to `first + count` of the record batch at a byte `offset` of an Arrow file; BadInput if damaged."""
-    try:
-        with pa.OSFile(path) as source:
-            source.seek(offset)
-            return validated(pa.ipc.read_record_batch(pa.ipc.read_message(source), schema).slice(first, count))
-    except (OSError, EOFError, pa.ArrowException) as error:
-        reason = str(error).partition("\n")[0]
-        raise BadInput(f"{path}: damaged at byte {offset} ({reason}); replace the file, or remove a copy") from None
-
-
-# same in train_bi_encoder.py
-class MappedSource:
-    """Arrow tables on disk, read at random; row `position` of the endless sequence of shuffled passes over them is a
-    pure function of (seed, position), so to resume is to seek: windows of random blocks, each window shuffled whole.
-
-    Record batches are read by their offset, not through a memory map: a map keeps every page it touched resident
-    (opening 5,000,000 rows with `datasets`: 320 MB), while the pages that were read stay the system's to drop.
-    """
-
-    def __init__(self, index, files, args):
-        self.index, self.args, self.files, self.held = index, args, files, 0
-        wanted = wanted_columns(args)
-        self.tables, places, rows = [], [], [0]
-        for number, file in enumerate(files):
-            path = arrow_copy(file, wanted, args.label_column, args.data_cache, holds_ids(args))
-            try:
-                schema, offsets = arrow_index(path)
-                select_columns(schema.names, wanted, file)
-            except (pa.ArrowException, OSError, TypeError, AttributeError) as error:
-                raise BadInput(f"{file}: not an Arrow file ({error}); replace it") from None
-            self.tables.append((path, schema))
-            places += [(number, offset) for offset, _ in offsets]
-            rows += [count for _, count in offsets]
-        self.places = np.array(places, dtype=np.int64).reshape(-1, 2)  # (record batches, 2): file, byte offset
-        self.first = np.cumsum(rows)  # (record batches + 1,): number of the first row, over all files
-        self.first_of_file = [int(self.first[np.searchsorted(self.places[:, 0], n)]) for n in range(len(files))]
+    def __init__(self, name, number, clean, args):
+        super().__init__(name, number, clean, args)
+        self.dataset = open_files(self.files, streaming=False).select_columns(self.columns)
 
     def __len__(self):
-        return int(self.first[-1]) - self.held
-
-    def read(self, start, stop):
-        """Rows `start` to `stop` (or the end), numbered over all files."""
-        rows, at = [], int(np.searchsorted(self.first, start, side="right")) - 1
-        while start < min(stop, self.first[-1]):
-            file, offset = self.places[at]
-            path, schema = self.tables[file]
-            batch = read_rows(path, offset, schema, start - self.first[at], stop - start)
-            rows += rows_of(batch, self.files[file], int(start) - self.first_of_file[file], self.args)
-            start, at = start + len(batch), at + 1
-        return rows
+        return len(self.dataset) - self.held_out
 
     def hold_out(self, count):
-        """The first `count` rows, which `rows` then leaves out."""
-        self.held = min(count, len(self))
-        return self.read(0, self.held)
+        """Return clean() of the first `count` rows, which are then not trained on."""
+        self.held_out = min(count, len(self.dataset))
+        return self.clean(self.dataset[: self.held_out])
 
-    def rows(self, position):
-        """Yield (row, position after it) for ever, from position 0 or one that was yielded."""
-        size, window = len(self), self.args.shuffle_buffer or READ_ROWS
-        block = min(BLOCK, window)
-        window -= window % block
-        position = position or 0
-        while True:
-            turn, offset = divmod(position, size)  # which pass over the data, and the row in it
-            seed = [self.args.seed, self.index, turn]
-            blocks = np.arange(-(-size // block))
-            if self.args.shuffle_buffer:
-                np.random.default_rng(seed).shuffle(blocks[: size // block])  # a short last block stays the last
-            while offset < size:
-                number = offset // window
-                starts = blocks[number * window // block : (number + 1) * window // block] * block
-                rows = [row for s in starts for row in self.read(self.held + s, self.held + min(s + block, size))]
-                order = np.arange(len(rows))
-                if self.args.shuffle_buffer:
-                    np.random.default_rng([*seed, number]).shuffle(order)
-                for place in order[offset - number * window :]:
-                    position += 1
-                    yield rows[place], position
-                offset = number * window + len(rows)
+    def read_epoch(self):
+        block = min(BLOCK, self.window)
+        blocks, count = np.arange(math.ceil(len(self) / block)), self.window // block
+        if self.args.shuffle_buffer:
+            self.random().shuffle(blocks[: len(self) // block])  # a short last block stays the last
+        for first in range(self.state["window"] * count, len(blocks), count):
+            starts = (self.held_out + blocks[first : first + count] * block).tolist()
+            yield pa.concat_tables([self.dataset[start : start + block] for start in starts]), None
 
 
-# same in train_bi_encoder.py
-class StreamSource:
-    """Files read front to back, in a new order each pass and shuffled window by window. A position names where the
-    window begins and how many of its rows are used, so a resume reads that window again and loses nothing."""
+class StreamSource(Source):
+    """Files read front to back, in a new order each epoch. The state is that of the stream before the window, which a
+    resume reads again: `datasets` resumes a stream exactly if it does not shuffle."""
 
-    def __init__(self, index, files, args):
-        self.index, self.args, self.files = index, args, files
-        self.held = [0] * len(files)
-        # Reads up to the first row: a wrong column is said now, not an hour into the run.
-        self.empty = not any(next(read_batches(file, wanted_columns(args)), None) for file in files)
+    pinned = 0  # files with held-out rows; they stay the first, where skip() skips these rows
 
     def __len__(self):
-        return 0 if self.empty else 1  # unknown; streams are mixed in equal shares unless weights are given
+        return 1  # unknown; streams are mixed in equal shares unless weights are given
 
-    def read(self, order, shard, row):
-        """Yield (place in `order`, row) of the files in `order`, from row `row` of file `order[shard]` on."""
-        for place in range(shard, len(order)):
-            file = self.files[order[place]]
-            start = max(row if place == shard else 0, self.held[order[place]])
-            wanted, ids = wanted_columns(self.args), holds_ids(self.args)
-            for number, batch in read_batches(file, wanted, self.args.label_column, start, ids):
-                for values in rows_of(batch, file, number, self.args):
-                    yield place, values
+    def open(self, files):
+        return open_files(files).select_columns(self.columns)
 
     def hold_out(self, count):
-        """The first `count` rows, which `rows` then leaves out."""
-        rows = list(islice(self.read(range(len(self.files)), 0, 0), count))
-        for place, row in rows:
-            self.held[place] = row[3] + 1
-        return [row for _, row in rows]
+        """Return clean() of the first `count` rows, which are then not trained on."""
+        table = []
+        while len(table) < count and self.pinned < len(self.files):
+            self.pinned += 1
+            table = pa.concat_tables(self.open(self.files[: self.pinned]).take(count).iter(count))
+        self.held_out = len(table)
+        return self.clean(table.combine_chunks()) if count else (None, 0)
 
-    def rows(self, position):
-        """Yield (row, position after it) for ever, from None or a position that was yielded."""
-        at = position or {"pass": 0, "window": 0, "shard": 0, "row": 0, "used": 0}
-        while True:
-            seed = [self.args.seed, self.index, at["pass"]]
-            order = np.arange(len(self.files))
-            if self.args.shuffle_buffer:
-                np.random.default_rng(seed).shuffle(order)
-            reader = self.read(order, at["shard"], at["row"])
-            while window := list(islice(reader, self.args.shuffle_buffer or READ_ROWS)):
-                at = {**at, "shard": int(window[0][0]), "row": window[0][1][3]}
-                places = np.arange(len(window))
-                if self.args.shuffle_buffer:
-                    np.random.default_rng([*seed, at["window"]]).shuffle(places)
-                for used in range(at["used"], len(window)):
-                    yield window[places[used]][1], {**at, "used": used + 1}
-                at = {**at, "window": at["window"] + 1, "used": 0}
-            if at["window"] == 0:
-                raise BadInput(f"{self.files[0]}: no row is left to train on; lower --eval_rows")
-            at = {"pass": at["pass"] + 1, "window": 0, "shard": 0, "row": 0, "used": 0}
+    def read_epoch(self):
+        files = self.files[self.pinned :]
+        if self.args.shuffle_buffer:
+            files = [files[i] for i in self.random().permutation(len(files))]
+        stream = self.open(self.files[: self.pinned] + files).skip(self.held_out)
+        if self.state["stream"]:
+            stream.load_state_dict(self.state["stream"])
+        before = self.state["stream"] or stream.state_dict()  # which knows of a loaded state from the first row on
+        for table in stream.iter(self.window):
+            yield table, before
+            before = stream.state_dict()
 
 
-# same in train_bi_encoder.py
-def due(picks, weights):
-    """The source to take the next row from, so that each has its share to within a row at every moment.
-
-    No dice are thrown, so there is no state but the picks: the quota method (Balinski and Young 1975).
-    """
-    quota = [weight * (sum(picks) + 1) / sum(weights) for weight in weights]
-    short = [source for source in range(len(weights)) if picks[source] < quota[source]]
-    return min(short, key=lambda source: (picks[source] + 1) / weights[source])
-
-
-# same in train_bi_encoder.py
-def hold_out(sources, weights, count):
-    """The first `count` rows of the interleaved sources, taken out of them."""
-    picks = [0] * len(sources)
-    for _ in range(count):
-        picks[due(picks, weights)] += 1
-    return [row for source, number in zip(sources, picks) for row in source.hold_out(number)]
+def as_texts(column, name, ids=False):
+    """Return a column of texts, or of `ids`, as large_string; null where there is none."""
+    if isinstance(column.type, pa.JsonType):  # what `datasets` makes of a column of several types
+        values, kinds = [json.loads(text or "null") for text in column.to_pylist()], (str, int) if ids else str
+        column = pa.chunked_array([pa.array([str(v) if isinstance(v, kinds) else None for v in values], pa.string())])
+    elif pa.types.is_nested(column.type) or (pa.types.is_primitive(column.type) and not ids):
+        raise UserError(f"column {name!r} holds {column.type}, not texts: set --label_column {name}, or --columns")
+    return column.cast(pa.large_string())
 
 
-# same in train_bi_encoder.py
-def row_batches(sources, weights, args, position, check=checked):
-    """Yield (rows of one batch, position after it) for ever: a pure function of sources, weights, seed and batch size.
+def as_labels(column):
+    """Return (array of float64 or of lists of them, whether each is null or not finite). Texts are parsed as JSON."""
 
-    A position is JSON: how often each source was picked, where each stands, and how many batches of a length window
-    are used. It travels with its batch, so what was read ahead is never lost and never repeated.
-    """
-    at = position or {"picks": [0] * len(sources), "sources": [None] * len(sources), "cut": 0, "skipped": 0}
-    readers = [source.rows(place) for source, place in zip(sources, at["sources"])]
-    wanted = args.batch_size * args.length_window
+    def parse(text):
+        with suppress(ValueError, TypeError):
+            return np.asarray(json.loads(text), float).tolist()
+
+    if isinstance(column.type, pa.JsonType) or column.type in (pa.string(), pa.large_string()):
+        column = pa.chunked_array([[parse(text) for text in column.to_pylist()]])
+    if not pa.types.is_nested(column.type):
+        labels = column.cast(pa.float64()).combine_chunks()
+        return labels, pc.invert(pc.is_finite(labels))
+    labels = column.cast(pa.list_(pa.float64())).combine_chunks()
+    bad = pc.fill_null(pc.invert(pc.is_finite(pc.list_flatten(labels))), True)
+    return labels, pc.is_in(pa.array(np.arange(len(labels))), pc.list_parent_indices(labels).filter(bad))
+
+
+def drop_bad_rows(table, problems, original, source, args):
+    """Return (Table of the rows without a problem, number of the others); UserError for one unless they are skipped.
+    problems: {description: (n,) bool}; null is a problem, too. `original`: the rows as read, for the message."""
+    where = np.stack([pc.fill_null(rows, True).to_numpy(False) for rows in problems.values()])  # (problems, n)
+    bad = where.any(0)
+    if args.on_bad_row == "error" and bad.any():
+        row = int(bad.argmax())
+        problem, values = list(problems)[where[:, row].argmax()], str(original.slice(row, 1).to_pylist()[0])[:200]
+        raise UserError(f"{source}: {problem} in the row {values}; fix the row, or pass --on_bad_row skip")
+    return table.filter(pa.array(~bad)) if bad.any() else table, int(bad.sum())
+
+
+def draw_sources(drawn, weights, count):
+    """Return the sources of the next `count` rows, and count them in `drawn`, by the quota method (Balinski and Young
+    1975): each has its share to within a row at every moment, and the counts are the only state."""
+    choices, total, rows = [0] * count, sum(weights), sum(drawn)
+    if len(weights) == 1:
+        drawn[0] += count
+        return choices
+    for row in range(rows + 1, rows + count + 1):
+        below = [source for source, weight in enumerate(weights) if drawn[source] < weight * row / total]
+        choices[row - rows - 1] = source = min(below, key=lambda source: (drawn[source] + 1) / weights[source])
+        drawn[source] += 1
+    return choices
+
+
+def row_batches(sources, weights, args, state=None):
+    """Yield (Table of the rows of a batch, state after it) for ever: a pure function of sources, seed and batch size.
+    The state (JSON) travels with its batch: prefetching loses no row. `cut`: batches used of a length window."""
+    state = state or {"drawn": [0] * len(sources), "sources": [None] * len(sources), "cut": 0}
+    for source, saved in zip(sources, state["sources"]):
+        source.seek(saved)
+    state = {**state, "sources": [dict(source.state) for source in sources]}
+    count = args.batch_size * args.length_window
     while True:
-        picks, places, skipped, rows = list(at["picks"]), list(at["sources"]), at["skipped"], []
-        if args.mix_by == "batch":
-            source = due(picks, weights)
-            picks[source] += 1
-        while len(rows) < wanted:
-            if args.mix_by == "row":
-                source = due(picks, weights)
-                picks[source] += 1
-            row, places[source] = next(readers[source])
-            if good := check(row, args):
-                rows.append(good)
-            else:
-                skipped += 1
-                if skipped - at["skipped"] > 100_000 + wanted:
-                    raise BadInput(f"{row[2]}: 100,000 bad rows in a batch; check --columns and --label_column")
-        after = {"picks": picks, "sources": places, "cut": 0, "skipped": skipped}
-        order = np.arange(args.length_window)
+        drawn, order = list(state["drawn"]), np.arange(args.length_window)
+        choices = draw_sources(drawn, weights, count if args.mix_by == "row" else 1)
+        choices *= count // len(choices)
+        tables = [sources[number].take(rows) for number, rows in enumerate(np.bincount(choices)) if rows]
+        table = pa.concat_tables(tables).combine_chunks()
+        if len(tables) > 1:  # from one source after the other to the order of the choices
+            table = table.take(np.argsort(np.argsort(choices, kind="stable")))
         if args.length_window > 1:
-            rows.sort(key=lambda row: sum(map(len, row[0])))
-            np.random.default_rng([args.seed, *at["picks"]]).shuffle(order)
-        for used in range(at["cut"], args.length_window):
-            first = order[used] * args.batch_size
-            last = used + 1 == args.length_window
-            yield rows[first : first + args.batch_size], after if last else {**at, "cut": used + 1}
-        at = after
+            table = table.take(np.argsort(table["length"], kind="stable"))
+            np.random.default_rng([args.seed, *state["drawn"]]).shuffle(order)
+        after = {"drawn": drawn, "sources": [dict(source.state) for source in sources], "cut": 0}
+        for cut in range(state["cut"] + 1, args.length_window + 1):
+            rows = table.slice(order[cut - 1] * args.batch_size, args.batch_size)
+            yield rows, {**state, "cut": cut} if cut < args.length_window else after
+        state = after
 
 
-# same in train_bi_encoder.py
-class IdTable:
-    """Texts by id, from sources on disk; no process holds the texts, nor a dict of the ids.
+hash_ids = partial(pd.util.hash_array, categorize=False)  # array of str -> uint64, the same in every process
 
-    A row is read by seeking its line in a JSON Lines file: the source's own, or a copy of it made once. Where the line
-    of an id begins is in a database made once for all processes of a machine: SQLite's B-tree, O(log n), in some MB.
-    """
 
-    def __init__(self, flag, sources, columns, default, folder):
-        self.flag, self.sources = flag, [file for source in sources for file in list_files(source)]
-        self.columns, self.files = columns or default, []
-        for file in self.sources:
-            there = self.columns
-            try:
-                next(read_batches(file, there), None)
-            except BadInput:  # a title is usual, not certain; another wrong column is said now
-                there = [name for name in there if columns or name != "title"]
-                next(read_batches(file, there), None)
-            self.files.append(json_lines(file, there, folder))
-        key = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in self.files]
-        key = hashlib.sha256(json.dumps([key, self.columns[0]]).encode()).hexdigest()[:32]
-        path = Path(folder).expanduser() / f"{key}.ids"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+class TextLookup:
+    """Texts by id from a memory-mapped table. Its index (sorted 64-bit hashes of the ids, and the row of each) is a
+    mapped file, too, made once: 16 bytes a text on disk, none in memory."""
+
+    def __init__(self, sources, columns):
+        files = [file for source in sources for file in list_files(source)]
+        self.name, self.fingerprint = sources[0], data_fingerprint(files)
+        self.id_column, *self.text_columns = columns
+        self.dataset = open_files(files, streaming=False).select_columns(columns)
+        path = Path(datasets.config.HF_DATASETS_CACHE) / f"evenstep-{self.fingerprint}-{self.id_column}.npy"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):  # one process builds the index, the others wait
             if not path.exists():
-                with FileLock(f"{path}.lock"):  # of several processes one builds, the others wait
-                    if not path.exists():
-                        self._build(path)
-            self.lines = [os.open(file, os.O_RDONLY) for file in self.files]
-            self.places = sqlite3.connect(f"{path.resolve().as_uri()}?immutable=1", uri=True, check_same_thread=False)
-            self.rows, self.content = self.places.execute("SELECT rows, content FROM about").fetchone()
-        except (OSError, TypeError, sqlite3.Error) as error:
-            damaged = f"; remove {path}, it is damaged" if path.exists() else ""
-            raise BadInput(
-                f"--data_cache {folder}: {error}{damaged or '; make room, or name another folder'}"
-            ) from None
+                np.save(path.with_suffix(".part.npy"), self.build_index())
+                path.with_suffix(".part.npy").rename(path)
+        self.index = np.load(path, mmap_mode="r")
 
-    def _build(self, path):
-        part = path.with_suffix(".part")  # of a process that was killed, perhaps
-        part.unlink(missing_ok=True)
-        with closing(sqlite3.connect(part, isolation_level=None)) as database:
-            database.execute("PRAGMA journal_mode = OFF")  # the file gets its name when it is whole
-            database.execute("PRAGMA synchronous = OFF")
-            database.execute("CREATE TABLE places (place INTEGER PRIMARY KEY, id TEXT NOT NULL)")
-            database.execute("CREATE TABLE about (rows INTEGER, content TEXT)")
-            database.execute("BEGIN")
-            content = hashlib.sha256()
-            bar = tqdm(self._ids(content), f"indexing {self.sources[0]}", unit=" rows", delay=2)
-            database.executemany("INSERT INTO places VALUES (?, ?)", bar)
-            try:
-                database.execute("CREATE UNIQUE INDEX by_id ON places (id)")  # sorts on disk
-            except sqlite3.IntegrityError:
-                twice = "SELECT id, max(place) FROM places GROUP BY id HAVING count(*) > 1 LIMIT 1"
-                name, place = database.execute(twice).fetchone()
-                raise BadInput(
-                    f"{self.sources[place >> 44]}: id {name!r} stands twice in {self.flag}; ids must differ"
-                ) from None
-            database.execute("INSERT INTO about VALUES (?, ?)", (bar.n, content.hexdigest()[:16]))
-            database.execute("COMMIT")
-        with open(part, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(part, path)
-
-    def _ids(self, content):
-        """Yield (place, id) of each row; a place is the number of the file times 2**44, and the byte in it."""
-        for number, (source, file) in enumerate(zip(self.sources, self.files)):
-            place = number << 44
-            with open(file, "rb") as lines:
-                for count, line in enumerate(lines, start=1):
-                    content.update(line)
-                    if line.strip():
-                        try:
-                            name = json.loads(line).get(self.columns[0])
-                            if type(name) not in (str, int):
-                                raise ValueError(f"no text or whole number in column {self.columns[0]!r}")
-                            name = str(name)
-                            name.encode()
-                        except (ValueError, AttributeError) as error:
-                            raise BadInput(f"{source}, line {count}: no row with an id ({error}); mend it") from None
-                        yield place, name
-                    place += len(line)
+    def build_index(self):
+        """Return (2, rows) uint64: sorted hashes, and the row of each."""
+        hashes = np.concatenate([hash_ids(self.ids(table).to_numpy()) for table in self.dataset.iter(100_000)])
+        order = np.argsort(hashes, kind="stable").astype(np.uint64)
+        hashes = hashes[order]
+        for first in np.flatnonzero(hashes[1:] == hashes[:-1]):
+            pair = self.ids(self.dataset[order[first : first + 2].tolist()]).to_pylist()
+            raise UserError(f"ids {pair} are the same, or have the same 64-bit hash: change one")
+        return np.stack([hashes, order])
 
     def texts(self, ids):
-        """{id: text} of those of the ids that are there."""
-        found = {}
-        marks = ",".join("?" * len(ids))
-        for name, place in self.places.execute(f"SELECT id, place FROM places WHERE id IN ({marks})", ids):
-            file, at = self.lines[place >> 44], place & (2**44 - 1)
-            size = 1024  # some passages; most of the time goes into copying what is read
-            while b"\n" not in (line := os.pread(file, size, at)) and len(line) == size:
-                size *= 4
-            try:
-                record = json.loads(line.partition(b"\n")[0].decode("utf-8-sig"))
-                if str(record[self.columns[0]]) != name:
-                    raise ValueError("it has another id")
-            except (ValueError, KeyError, TypeError) as error:
-                source = self.sources[place >> 44]
-                raise BadInput(f"{source}: changed while it was read (id {name!r}: {error}); start again") from None
-            try:
-                cells = [record.get(column) for column in self.columns[1:]]
-                found[name] = " ".join(str(cell) if type(cell) is int else cell or "" for cell in cells).strip()
-                found[name].encode()
-            except (TypeError, UnicodeError) as error:
-                raise BadInput(f"{self.sources[place >> 44]}: id {name!r}: not text ({error}); mend the row") from None
-        return found
+        """Return the texts of a column of ids, large_string; null for an unknown id."""
+        places = np.searchsorted(self.index[0], hash_ids(ids.to_numpy())).clip(max=len(self.dataset) - 1)
+        table = self.dataset[self.index[1, places].tolist()]
+        columns = [pc.fill_null(as_texts(table[name], name), "") for name in self.text_columns]
+        texts = pc.utf8_trim_whitespace(pc.binary_join_element_wise(*columns, pa.scalar(" ", pa.large_string())))
+        return pc.if_else(pc.equal(self.ids(table), ids), texts, None)
+
+    def ids(self, table):
+        return as_texts(table[self.id_column], self.id_column, ids=True)
 
 
-# same in train_bi_encoder.py
-def json_lines(file, columns, folder):
-    """Path of `file` as JSON Lines on this machine: the file itself, or a copy made once in `folder`, atomically."""
-    fs, path = fsspec.core.url_to_fs(file)
-    if file_kind(file) == ("json", None) and "file" in fs.protocol:
-        return path
-    key = hashlib.sha256(json.dumps([fs.ukey(path), columns]).encode()).hexdigest()[:32]
-    copy = Path(folder).expanduser() / f"{key}.jsonl"
-    if not copy.exists():
-        part = copy.with_suffix(f".{os.getpid()}.part")
-        try:
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            with open(part, "w") as sink, tqdm(unit=" rows", desc=f"mapping {file}", delay=2) as bar:
-                for _, batch in read_batches(file, list(dict.fromkeys(columns)), columns[0]):
-                    sink.writelines(json.dumps(row) + "\n" for row in batch.to_pylist())
-                    bar.update(len(batch))
-            os.replace(part, copy)
-        except TypeError as error:
-            raise BadInput(f"{file}: {error}: ids and texts are wanted in {', '.join(columns)}; convert it") from None
-        except OSError as error:
-            raise BadInput(f"--data_cache {folder}: {error}; make room, or name another folder") from None
-        finally:
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
-    return str(copy)
+def data_fingerprint(files):
+    """Return a hash of the names and sizes of files, and of both ends of the first and the last."""
+    digest = hashlib.sha256()
+    for number, file in enumerate(files):
+        fs, path = fsspec.core.url_to_fs(file)
+        digest.update(f"{os.path.basename(path)} {fs.size(path)} ".encode())
+        if number in (0, len(files) - 1):
+            digest.update(fs.head(path, 2**16) + fs.tail(path, 2**16))
+    return digest.hexdigest()[:16]
 
 
-# same in train_bi_encoder.py
-def open_tables(args):
-    """The IdTables of the first column and of the others; None for texts that stand in the rows themselves."""
-    given = (
-        ("--queries_table", args.queries_table, args.query_columns, ["_id", "text"]),
-        ("--corpus_table", args.corpus_table, args.corpus_columns, ["_id", "title", "text"]),
-    )
-    return [IdTable(*names, args.data_cache) if names[1] else None for names in given]
+@dataclass
+class Data:
+    """What a run trains and evaluates on."""
+
+    sources: list  # of Source
+    weights: list  # share of each source
+    epoch_rows: float
+    eval_rows: pa.Table | None
+    skipped: int  # bad rows among those held out
+    description: list  # [name, rows, fingerprint] of each source and table of texts
 
 
-# same in train_bi_encoder.py
-def with_texts(tables, check):
-    """`check`, of rows whose ids are replaced by their texts first; an unknown id makes a bad row."""
+def open_data(args, clean):
+    """Return the Data of the flags; set args.columns and args.eval_rows where they are not given. clean(table, source,
+    lookups, args) returns (Table of the valid rows, number of the others); lookups: TextLookups of queries and of
+    documents, or None."""
+    if not args.columns:
+        with user_errors(f"--train_data {args.train_data[0]}"):
+            first = next(open_files(list_files(args.train_data[0])[:1]).iter(1))
+        args.columns = [name for name in first.column_names if name != args.label_column]
+    if args.num_negatives >= 0:
+        args.columns = args.columns[: 2 + args.num_negatives]
+    if len(args.columns) < 2:
+        raise UserError(f"--columns: two or more are required, found {args.columns}; SimCSE repeats one")
+    lookups, sources, eval_sources = [], [], []
+    for tables, columns in ((args.queries, args.query_columns), (args.corpus, args.corpus_columns)):
+        with user_errors(" ".join(tables)):
+            lookups.append(TextLookup(tables, columns) if tables else None)
+    clean, kind = partial(clean, lookups=lookups, args=args), StreamSource if args.streaming else MappedSource
+    for opened, use, names in ((sources, "train", args.train_data), (eval_sources, "eval", args.eval_data)):
+        for number, name in enumerate(names):
+            with user_errors(f"--{use}_data {name}"):
+                opened.append(kind(name, number, clean, args))
+    description = [[source.name, len(source), data_fingerprint(source.files)] for source in sources]
+    description += [[lookup.name, len(lookup.dataset), lookup.fingerprint] for lookup in lookups if lookup]
+    if args.eval_rows is None:
+        bounded = not args.streaming and not args.eval_data
+        args.eval_rows = min(EVAL_ROWS, sum(map(len, sources)) // 10) if bounded else EVAL_ROWS
+    weights = args.mixing_weights or list(map(len, sources))
+    held_out, drawn = [], [0] * len(eval_sources or sources)
+    draw_sources(drawn, list(map(len, eval_sources)) or weights, args.eval_rows)
+    for source, count in zip(eval_sources or sources, drawn):
+        with user_errors(source.name):
+            held_out += [source.hold_out(count)] if count else []
+    for source in sources:
+        if not len(source):
+            raise UserError(f"{source.name}: no row is left to train on beside --eval_rows {args.eval_rows}")
+    eval_rows = pa.concat_tables(table for table, _ in held_out).combine_chunks() if held_out else None
+    weights = args.mixing_weights or list(map(len, sources))
+    ends = [len(source) * sum(weights) / weight for source, weight in zip(sources, weights)]  # rows that exhaust each
+    epoch_rows = args.rows_per_epoch or (min if args.stopping_strategy == "first_exhausted" else max)(ends)
+    return Data(sources, weights, epoch_rows, eval_rows, sum(bad for _, bad in held_out), description)
 
-    def look_up(row, args):
-        cells, label, file, number = row
-        texts = [cells[:1], cells[1:]]
-        for side, table in enumerate(tables):
-            if table:
-                flat = [name for cell in texts[side] for name in (cell if isinstance(cell, list) else [cell])]
-                found = table.texts(list(map(str, flat)))
-                for name in flat:
-                    if str(name) not in found:
-                        if args.on_bad_row == "skip":
-                            return None
-                        problem = f"id {name!r} is not in {table.flag}" if name is not None else "an id is missing"
-                        raise BadRow(f"{file}, row {number}: {problem}; mend the row or pass --on_bad_row skip")
-                texts[side] = [
-                    [found[str(name)] for name in cell] if isinstance(cell, list) else found[str(cell)]
-                    for cell in texts[side]
-                ]
-        return check((texts[0] + texts[1], label, file, number), args)
 
-    return look_up if any(tables) else check
+# ---- micro-batches (same in train_bi_encoder.py)
 
 
-# ---------------------------------------------------------------------------------------- shares and micro-batches
+def cut_micro_batches(lengths, max_tokens):
+    """Return index lists, longest text first, each of at most `max_tokens` with padding; a longer text stands alone.
 
-
-# same in train_bi_encoder.py, eval_incremental.py
-def deal(lengths, processes):
-    """Index lists, one a process, even in count and in length: longest first, in snake order (0 1 1 0 0 1 ...)."""
-    shares = [[] for _ in range(processes)]
-    for place, text in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
-        turn, process = divmod(place, processes)
-        shares[process if turn % 2 == 0 else processes - 1 - process].append(text)
-    return shares
-
-
-# same in prepare_corpus.py, train_bi_encoder.py, eval_incremental.py
-def cut_micro_batches(lengths, budget):
-    """Index lists, longest text first, each of at most `budget` tokens with padding; a longer text stands alone.
-
-    Of all such cuts of the sorted texts the one with the fewest padded tokens, where a forward pass is taken to cost
-    32 tokens of its own at a budget of 2,048, as on CPUs, where 12 to 35 were measured, and 1,024 at 16,384, where it
-    is launched to a GPU. So short texts are not padded to long ones, nor encoded by twos and threes.
-    """
+    Of all such cuts that with the fewest padded tokens, where a forward pass counts as 32 tokens at 2,048 max_tokens
+    (12 to 35 measured on CPUs), and as 1,024 at 16,384 (GPUs)."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     sizes = np.array([max(lengths[i], 1) for i in order])
-    cost_of_a_pass = 32 * (budget / 2048) ** (5 / 3)
+    cost_of_a_pass = 32 * (max_tokens / 2048) ** (5 / 3)
     costs, begins = np.zeros(len(order) + 1), np.zeros(len(order) + 1, dtype=int)  # of the best cut of the first texts
     for end in range(1, len(order) + 1):
-        firsts = np.arange(max(0, min(end - 1, end - budget // sizes[end - 1])), end)  # of the last micro-batch
+        firsts = np.arange(max(0, min(end - 1, end - max_tokens // sizes[end - 1])), end)  # of the last micro-batch
         padded = (end - firsts) * sizes[firsts]
-        padded = np.where((padded <= budget) | (firsts == end - 1), padded, np.inf)
+        padded = np.where((padded <= max_tokens) | (firsts == end - 1), padded, np.inf)
         best = np.argmin(costs[firsts] + padded)
         costs[end], begins[end] = costs[firsts[best]] + padded[best] + cost_of_a_pass, firsts[best]
     cuts, end = [], len(order)
@@ -1047,346 +573,54 @@ def cut_micro_batches(lengths, budget):
     return cuts[::-1]
 
 
-TOKENIZING = threading.Lock()  # how to truncate is a state of the tokenizer, which two threads use
-
-
-# same in eval_incremental.py
-def tokenize_pairs(pairs, model):
-    """{name: a list of ints a pair}; the document is cut to fit, and the query only where it leaves no room."""
-    queries, documents = map(list, zip(*pairs))
-    options = {"max_length": model.max_seq_length}
-    try:
-        encodings = model.tokenizer(queries, documents, truncation="only_second", **options)
-    except Exception:  # of tokenizers, which has no class of its own for it
-        if len(pairs) == 1:
-            room = f"a query leaves no room for its document in the {model.max_seq_length} tokens of the model"
-            warnings.warn(f"{room} and is cut too; train with a higher --max_length", stacklevel=1)
-            return dict(model.tokenizer(queries, documents, truncation="longest_first", **options))
-        halves = [tokenize_pairs(half, model) for half in (pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :])]
-        return {name: halves[0][name] + halves[1][name] for name in halves[0]}
-    if any(encoding.overflowing for encoding in encodings.encodings or []):
-        cut = f"a pair is longer than the {model.max_seq_length} tokens of the model"
-        warnings.warn(f"{cut}; its document is cut, its query kept whole", stacklevel=1)
-    return dict(encodings)
-
-
-# same in train_bi_encoder.py, eval_incremental.py
-def padded_length(length, model, device):
-    """Tokens that a text of `length` is padded to at least: on a GPU a multiple of 8, as its fast kernels want."""
-    return length if device.type == "cpu" else max(length, min(-(-length // 8) * 8, model.max_seq_length))
-
-
-# same in eval_incremental.py
-def make_pair_micro_batches(pairs, model, budget, device):
-    """(micro-batches, tokens, tokens with padding) of `pairs`, tokenized, cut and padded, longest first.
-
-    A micro-batch is (features, places in `pairs`).
-    """
-    with TOKENIZING:
-        encodings = tokenize_pairs(pairs, model)
-    lengths = [padded_length(len(ids), model, device) for ids in encodings["input_ids"]]
-    micro_batches, padded = [], 0
-    for cut in cut_micro_batches(lengths, budget):
-        picked = {name: [values[i] for i in cut] for name, values in encodings.items()}
-        features = dict(model.tokenizer.pad(picked, "max_length", lengths[cut[0]], return_tensors="pt"))
-        padded += features["input_ids"].numel()
-        if device.type == "cuda":
-            features = {name: tensor.pin_memory() for name, tensor in features.items()}
-        micro_batches.append((features, cut))
-    return micro_batches, sum(map(len, encodings["input_ids"])), padded
-
-
-# same in train_bi_encoder.py
 @dataclass
-class Share:
-    """What one process encodes of N texts, and where the texts of all processes lie once gathered."""
+class LocalBatch:
+    """What one process encodes of N texts or pairs, and where those of all processes are once gathered."""
 
-    mine: list  # indices of this process' texts
-    width: int  # texts of the largest share; the others are padded to it to be gathered
-    slots: torch.Tensor  # (N,) row of each text among the gathered (processes * width) rows
-    micro_batches: list  # (features, places in `mine`), longest first
-    tokens: int  # of this share
+    local_indices: torch.Tensor  # (n,) indices of this process' texts
+    max_local_size: int  # texts of the largest part; the others are padded to it to be gathered
+    gather_index: torch.Tensor  # (N,) row of each text among the gathered (processes * max_local_size) rows
+    micro_batches: list  # (features, indices in local_indices), longest first
+    tokens: int  # of this part
     padded: int  # the same with padding
 
 
-def make_pair_share(pairs, model, budget, accelerator):
-    """This process' Share of `pairs` (the same list on every process), tokenized, cut and padded."""
-    shares = deal([len(query) + len(document) for query, document in pairs], accelerator.num_processes)
-    width = max(map(len, shares))
-    slots = torch.empty(len(pairs), dtype=torch.long)
-    for process, share in enumerate(shares):
-        slots[share] = torch.arange(len(share)) + process * width
-    mine = shares[accelerator.process_index]
-    pairs = [pairs[i] for i in mine]
-    return Share(mine, width, slots, *make_pair_micro_batches(pairs, model, budget, accelerator.device))
+def make_local_batch(lengths, make_micro_batches, accelerator):
+    """Return this process' LocalBatch of N texts of `lengths` (N,), dealt longest first in snake order
+    (0 1 1 0 0 1 ...): even in count and in length. make_micro_batches(indices) is that function for some texts."""
+    processes, order = accelerator.num_processes, np.argsort(-lengths, kind="stable")
+    turn, owner = np.divmod(np.arange(len(order)), processes)
+    owner = np.where(turn % 2 == 0, owner, processes - 1 - owner)
+    local, size = order[owner == accelerator.process_index], -(-len(order) // processes)
+    gather_index = torch.empty(len(order), dtype=torch.long)
+    gather_index[order] = torch.from_numpy(owner * size + turn)
+    return LocalBatch(torch.from_numpy(local), size, gather_index, *make_micro_batches(local))
 
 
-# same in eval_incremental.py
-def score(model, features, accelerator):
-    """(n, 1) float logits of one micro-batch."""
-    features = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in features.items()}
-    return model(features)["scores"].float()
+def pad_micro_batches(encodings, model, max_tokens, device):
+    """Return (micro-batches, tokens, tokens with padding) of tokenized texts or pairs; a micro-batch is (features,
+    indices in `encodings`)."""
+    tokenizer, flat, micro_batches = model.tokenizer, {}, []
+    lengths = np.array([len(encoding) for encoding in encodings], np.int64)
+    starts, widths, total = torch.from_numpy(np.cumsum(lengths) - lengths), lengths, int(lengths.sum())
+    if device.type != "cpu":  # fast kernels require multiples of 8
+        widths = np.maximum(lengths, np.minimum(-(-lengths // 8) * 8, model.max_seq_length))
+    fills = {"input_ids": ("ids", tokenizer.pad_token_id), "token_type_ids": ("type_ids", tokenizer.pad_token_type_id)}
+    for name in fills.keys() & set(tokenizer.model_input_names):  # (total,), text after text
+        tokens = chain.from_iterable(getattr(encoding, fills[name][0]) for encoding in encodings)
+        flat[name] = torch.from_numpy(np.fromiter(tokens, np.int64, total))
+    for cut in cut_micro_batches(widths.tolist(), max_tokens):
+        columns = torch.arange(int(widths[cut[0]]))
+        mask = columns < torch.from_numpy(lengths[cut])[:, None]  # (n, width)
+        places = (starts[cut, None] + columns).clamp_(max=total - 1)  # (n, width), in the flat arrays
+        features = {name: tokens[places].masked_fill_(~mask, fills[name][1]) for name, tokens in flat.items()}
+        features["attention_mask"] = mask.long()
+        if device.type == "cuda":
+            features = {name: tensor.pin_memory() for name, tensor in features.items()}
+        micro_batches.append((features, cut))
+    return micro_batches, total, sum(features["attention_mask"].numel() for features, _ in micro_batches)
 
 
-# same in train_bi_encoder.py
-def even_out(share, accelerator):
-    """Under FSDP, whose forward passes are collectives, every process runs as many: the last again, for no text."""
-    if accelerator.distributed_type == DistributedType.FSDP:
-        passes = accelerator.gather(torch.tensor([len(share.micro_batches)], device=accelerator.device))
-        features, _ = share.micro_batches[-1]  # the shortest texts
-        share.micro_batches += [(features, [])] * (int(passes.max()) - len(share.micro_batches))
-    return share
-
-
-# same in train_bi_encoder.py
-def gather_texts(parts, share, accelerator):
-    """(N, D) detached outputs for all texts, in their order, from the (n, D) parts of this process."""
-    places = torch.tensor([place for _, cut in share.micro_batches for place in cut], device=parts[0].device)
-    local = parts[0].new_zeros(share.width, parts[0].shape[1])
-    local[places] = torch.cat(parts).detach()
-    return accelerator.gather(local)[share.slots.to(local.device)]
-
-
-# --------------------------------------------------------------------------------------------- the model and its loss
-
-
-def write_bert(folder, texts, args):
-    """Save a BERT-Mini (4 layers of 256 dimensions: Turc et al. 2019) with random weights and its own tokenizer."""
-    wordpieces = BertWordPieceTokenizer()
-    wordpieces.train_from_iterator(texts, vocab_size=30_000, show_progress=False)
-    tokenizer = BertTokenizerFast(tokenizer_object=wordpieces._tokenizer, model_max_length=args.max_length)
-    tokenizer.save_pretrained(folder)
-    shape = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
-    shape |= {"vocab_size": len(tokenizer), "max_position_embeddings": args.max_length, "num_labels": 1}
-    torch.manual_seed(args.seed)
-    BertForSequenceClassification(BertConfig(**shape)).save_pretrained(folder)
-
-
-# same in train_bi_encoder.py
-def add_lora(model, args, task=None):
-    """Freeze the transformer, with --lora_rank adapters beside its linear layers to train (Hu et al. 2021, section 4).
-
-    The update is scaled by 2, whatever the rank. `task` names what else is trained, for peft.
-    """
-    try:
-        from peft import LoraConfig, get_peft_model  # optional
-    except ImportError:
-        raise BadInput("--lora_rank: wants peft; pip install peft") from None
-    if not hasattr(model[0], "model"):
-        raise BadInput(f"--lora_rank {args.lora_rank}: a static embedding model has no layers to adapt; leave it out")
-    torch.manual_seed(args.seed)  # the same adapters on every process
-    rank = args.lora_rank
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=task)
-    model[0].model = get_peft_model(model[0].model, config)
-
-
-# same in train_bi_encoder.py, eval_incremental.py
-def weight_options(path):
-    """Options that let transformers read no pickle; ValueError where weights lie outside of the model's folder."""
-    for index in Path(path).rglob("*.safetensors.index.json"):
-        for name in json.loads(index.read_text())["weight_map"].values():
-            if os.path.isabs(name) or os.path.normpath(name).startswith(".."):
-                raise ValueError(f"{index} names a file outside of the folder, {name}")
-    return {"use_safetensors": True}
-
-
-# same in train_bi_encoder.py
-def set_dropout(model, probability):
-    """Set the dropout probability of a model: of its Dropout modules, and where modules and configs keep a number.
-
-    BERT's attention reads it from a Dropout module, ModernBERT's and Qwen's from a number of their own. BadInput where
-    the model has no dropout and one above 0 is asked for.
-    """
-    found = 0
-    for module in model.modules():
-        holders = [module, *[value for name, value in vars(module).items() if name == "config" and value]]
-        for holder in holders:
-            for name, value in vars(holder).items():
-                if "dropout" in name and isinstance(value, int | float):
-                    setattr(holder, name, probability)
-                    found += 1
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
-            module.p = probability
-            found += 1
-    if probability and not found:
-        raise BadInput(f"--dropout {probability}: the model has no dropout to set; leave it out")
-
-
-def load_cross_encoder(args, texts, fresh, accelerator):
-    """The CrossEncoder to train: from a Hub id or folder, or a small BERT made for the `texts`."""
-    path = args.model_name_or_path
-    if not path:
-        path = str(Path(args.output_dir) / "from_scratch")
-        if accelerator.is_main_process and fresh:
-            save_atomically(path, lambda part: write_bert(part, texts, args))
-        accelerator.wait_for_everyone()
-    torch.manual_seed(args.seed)  # of a new head, the same on every process
-    try:
-        config = AutoConfig.from_pretrained(path)
-        if "Classification" in str(config.architectures) and config.num_labels != 1:
-            raise ValueError(f"gives {config.num_labels} labels a pair; one that gives a single score is wanted")
-        options = weight_options(path)
-        if args.attn_implementation:
-            options["attn_implementation"] = args.attn_implementation
-        model = CrossEncoder(path, device="cpu", num_labels=1, model_kwargs=options)
-    except Exception as error:  # whatever a damaged file makes the libraries raise
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise BadInput(f"--model_name_or_path {path}: {reason}; check the path, or restore the folder") from None
-    if len(model) > 1:
-        raise BadInput(f"--model_name_or_path {path}: not a transformer with a classification head alone")
-    if model.default_prompt_name:
-        raise BadInput(
-            f"--model_name_or_path {path}: puts a prompt before its texts; save it without, or write it there"
-        )
-    if args.max_length and args.model_name_or_path:
-        most = getattr(model.config, "max_position_embeddings", None) or args.max_length
-        if args.max_length > most:
-            raise BadInput(f"--max_length {args.max_length}: the model has positions for {most} tokens")
-        model.max_seq_length = args.max_length
-    # What predict() applies: bce trains a probability, every other loss the logit itself.
-    model.activation_fn = torch.nn.Sigmoid() if args.loss == "bce" else torch.nn.Identity()
-    if args.dropout is not None:
-        set_dropout(model, args.dropout)
-    if args.lora_rank:
-        add_lora(model, args, "SEQ_CLS")  # the head is trained whole
-    else:
-        model.float()  # autocast, if any, wants float32 weights to update
-    return model
-
-
-def pad_groups(values, groups, fill):
-    """(G, L) of (N,) values whose groups stand one after another, and the (G, L) mask of what is not `fill`."""
-    sizes = torch.bincount(groups)  # (G,)
-    mask = torch.arange(int(sizes.max()), device=groups.device) < sizes[:, None]
-    padded = values.new_full(mask.shape, fill)
-    padded[mask] = values
-    return padded, mask
-
-
-# Every loss takes the logits, the labels and the groups of the whole batch, each (N,), and gives a scalar.
-
-
-def bce(logits, labels, groups):
-    """Binary cross-entropy of each pair."""
-    return F.binary_cross_entropy_with_logits(logits, labels)
-
-
-def mse(logits, labels, groups):
-    """Squared difference of each logit and its label."""
-    return F.mse_loss(logits, labels)
-
-
-def softmax(logits, labels, groups):
-    """Cross-entropy of a positive (a label above 0) against its group, mean over its positives, then over groups.
-
-    Gao et al. 2021 (LCE), equation 2; with several positives ListNet's (Cao et al. 2007) with equal targets.
-    """
-    scores, _ = pad_groups(logits, groups, -torch.inf)
-    positive = pad_groups(labels, groups, 0)[0] > 0
-    counts = positive.sum(1, keepdim=True).expand_as(positive)  # positives of the group
-    return -(scores.log_softmax(1)[positive] / counts[positive]).sum() / len(scores)
-
-
-def ranknet(logits, labels, groups, sigma=1.0):
-    """Bits that the order of two documents costs, mean over the pairs of unlike labels (Burges et al. 2005, eq. 3)."""
-    scores, _ = pad_groups(logits, groups, 0)
-    known, _ = pad_groups(labels, groups, torch.nan)  # which compares as false
-    better = known[:, :, None] > known[:, None, :]  # (G, L, L)
-    margins = (scores[:, :, None] - scores[:, None, :])[better]
-    return -F.logsigmoid(sigma * margins).sum() / math.log(2) / max(len(margins), 1)
-
-
-def lambda_loss(logits, labels, groups, k=None, sigma=1.0, mu=10.0):
-    """LambdaLoss with the weights NDCG-Loss2++ (Wang et al. 2018, equations 13 to 17), pairs cut at rank k (18)."""
-    scores, mask = pad_groups(logits, groups, -torch.inf)
-    order = scores.detach().argsort(dim=1, descending=True, stable=True)  # padding comes last: `mask` stays
-    scores = pad_groups(logits, groups, 0)[0].gather(1, order)
-    known = pad_groups(labels, groups, 0)[0].gather(1, order)
-    ranks = torch.arange(1, scores.shape[1] + 1, device=scores.device)  # (L,)
-    discounts = torch.log2(1.0 + ranks)
-    gains = 2**known - 1
-    top = ranks <= (k or len(ranks))
-    best = (gains.sort(1, descending=True)[0] / discounts * top).sum(1, keepdim=True)
-    gains = gains / best.clamp(min=1e-10)
-    apart = (ranks[:, None] - ranks).abs()  # (L, L)
-    by_distance = 1 / torch.log2(1.0 + apart) - 1 / torch.log2(2.0 + apart)
-    by_rank = (1 / discounts[:, None] - 1 / discounts).abs()
-    weights = (mu * by_distance + by_rank) * (gains[:, :, None] - gains[:, None, :]).abs()  # (G, L, L)
-    pairs = (known[:, :, None] > known[:, None, :]) & mask[:, None, :] & (top[:, None] | top)
-    margins = (scores[:, :, None] - scores[:, None, :])[pairs]
-    return -(weights[pairs] * F.logsigmoid(sigma * margins)).sum() / math.log(2) / max(len(margins), 1)
-
-
-def margin_mse(logits, labels, groups):
-    """Squared difference of the margins to a group's first document, mean over the others (Hofstätter et al. 2020)."""
-    scores, mask = pad_groups(logits, groups, 0)
-    teacher, _ = pad_groups(labels, groups, 0)
-    return F.mse_loss((scores[:, :1] - scores)[:, 1:][mask[:, 1:]], (teacher[:, :1] - teacher)[:, 1:][mask[:, 1:]])
-
-
-def kl(logits, labels, groups, temperature=1.0):
-    """KL divergence of the student's distribution over a group from the teacher's, mean over groups.
-
-    Hinton et al. 2015, section 2, whose T**2 keeps the gradient's size.
-    """
-    scores, mask = pad_groups(logits / temperature, groups, -torch.inf)
-    student = scores.log_softmax(1)[mask]  # (N,)
-    teacher = pad_groups(labels / temperature, groups, -torch.inf)[0].log_softmax(1)[mask]
-    return (teacher.exp() * (teacher - student)).sum() * temperature**2 / len(scores)
-
-
-def default_loss(args):
-    """softmax, or bce where the first row has one label."""
-    if not args.label_column:
-        return "softmax"
-    batches = read_batches(list_files(args.train_data[0])[0], [args.label_column], args.label_column)
-    label = next((batch.column(0)[0].as_py() for _, batch in batches), None)
-    return "softmax" if isinstance(label, list) or str(label).startswith("[") else "bce"
-
-
-MEANS_OVER_PAIRS = ("bce", "mse")  # which look at no groups
-
-
-def make_pair_loss(args):
-    """Loss (logits, labels, groups) -> scalar on the whole batch."""
-    named = {"bce": bce, "mse": mse, "softmax": softmax, "ranknet": ranknet, "lambda": lambda_loss,
-             "margin_mse": margin_mse, "kl": kl}  # fmt: skip
-    loss = named[args.loss]
-    known = list(inspect.signature(loss).parameters)[3:]
-    if unknown := set(args.loss_args) - set(known):
-        raise BadInput(f"--loss_args: {args.loss} has no {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
-    return partial(loss, **args.loss_args)
-
-
-@dataclass
-class PairBatch:
-    rows: list  # of ([query, document, ...], labels, file, row number), drawn negatives included
-    position: dict  # where the data stands after this batch
-    labels: torch.Tensor  # (N,)
-    groups: torch.Tensor  # (N,) number of the row
-    share: Share
-
-
-DRAWN = 4  # negatives where --num_negatives does not say
-
-
-def make_pair_batches(rows_and_positions, model, budget, args, accelerator):
-    """Yield each batch with this process' share of it; meant to run in a background thread."""
-    for rows, position in rows_and_positions:
-        place = hashlib.sha256(json.dumps([args.seed, position], sort_keys=True).encode()).digest()
-        rows = draw_negatives(rows, DRAWN if args.num_negatives < 0 else args.num_negatives, list(place))
-        labels = torch.tensor([label for row in rows for label in row[1]])
-        groups = torch.tensor([number for number, row in enumerate(rows) for _ in row[1]])
-        share = make_pair_share(row_pairs(rows), model, budget, accelerator)
-        yield PairBatch(rows, position, labels, groups, share)
-
-
-def row_pairs(rows):
-    """N (query, document), row after row."""
-    return [(row[0][0], document) for row in rows for document in row[0][1:]]
-
-
-# same in train_bi_encoder.py, eval_incremental.py
 def prefetch(iterator, depth=2):
     """Run an iterator in a background thread, `depth` items ahead; its errors surface here."""
     with ThreadPoolExecutor(1) as pool:
@@ -1396,683 +630,733 @@ def prefetch(iterator, depth=2):
             yield item
 
 
-# ---------------------------------------------------------------------------------------------------- evaluation
+def equalize_micro_batches(local, accelerator):
+    """Repeat the last micro-batch under FSDP, whose forwards are collective, until all ranks run equally many."""
+    if accelerator.distributed_type == DistributedType.FSDP:
+        count = max(gather_object([len(local.micro_batches)]))
+        features, _ = local.micro_batches[-1]  # the shortest texts; the output is discarded
+        local.micro_batches += [(features, [])] * (count - len(local.micro_batches))
 
 
+def gather_outputs(parts, local, accelerator):
+    """Return (N, D) detached outputs for all texts, in their order, from the (n, D) parts of this process."""
+    indices = torch.tensor([index for _, cut in local.micro_batches for index in cut], device=parts[0].device)
+    padded = parts[0].new_zeros(local.max_local_size, parts[0].shape[1])
+    padded[indices] = torch.cat(parts).detach()
+    return accelerator.gather(padded)[local.gather_index.to(padded.device)]
+
+
+# ---- model (same in train_bi_encoder.py)
+
+
+def set_dropout(model, probability):
+    """Set the dropout probability of every layer; attention layers keep theirs as a number."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = probability
+        for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
+            setattr(module, name, probability)
+
+
+def add_lora(model, rank, checkpoint, task=None):
+    """Freeze the transformer and add adapters to its linear layers (Hu et al. 2021, section 4), scaled by 2: new ones,
+    or those of a checkpoint. `task` tells peft which other layers to train."""
+    with user_errors("--lora_rank requires a transformer, and peft (pip install peft)"):
+        from peft import LoraConfig, get_peft_model, set_peft_model_state_dict  # optional
+
+        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=task)
+        model[0].model = get_peft_model(model[0].model, config)
+    if checkpoint:
+        set_peft_model_state_dict(model[0].model, load_file(checkpoint / "adapter_model.safetensors"))
+
+
+def freeze_unused(model, output):
+    """Freeze the parameters on which an `output` of the model does not depend, such as BERT's pooler under mean
+    pooling. DDP would wait for their gradients, and silently reduce no others."""
+    output.sum().backward()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.grad is not None)
+    model.zero_grad()
+
+
+# ---- from rows to batches
+
+NUM_NEGATIVES = 4  # drawn for a row that has none, unless --num_negatives is given
+MAX_KEYS = 2**24  # random numbers drawn at a time: 128 MB
+
+
+def flatten(column):
+    """Return (values of each row, (n,) int64; all values, row after row) of a column of lists or of single values."""
+    if not pa.types.is_nested(column.type):
+        return np.ones(len(column), np.int64), column
+    return pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64), pc.list_flatten(column)
+
+
+def as_lists(sizes, values):
+    """Return an array of lists of so many values each: the inverse of `flatten`."""
+    return pa.ListArray.from_arrays(np.append(0, np.cumsum(sizes)).astype(np.int32), values)
+
+
+def clean_groups(table, source, lookups, args):
+    """Return (Table of the valid rows, number of the others) of a Table as read from `source`. Its columns: "labels":
+    list of float64, without --label_column 1 for the first document and 0 for the others; "query": large_string;
+    "documents": list of large_string; "length": characters."""
+    problems, texts, owners, lengths, rows = {}, [], [], 0, np.arange(len(table))
+    for i, name in enumerate(args.columns):
+        lookup, (sizes, column) = lookups[min(i, 1)], flatten(table[name]) if i else (np.ones_like(rows), table[name])
+        column = as_texts(column, name, ids=bool(lookup))
+        texts.append((lookup.texts(column) if lookup else column).combine_chunks())
+        owners.append(np.repeat(rows, sizes))  # the row of each text
+        blank = pc.fill_null(pc.or_(pc.equal(pc.binary_length(texts[i]), 0), pc.utf8_is_space(texts[i])), True)
+        problem = f"no text has the id in {name!r}" if lookup else f"{name!r} has no text"
+        problems[problem] = (sizes == 0) | (np.bincount(owners[i], blank.to_numpy(False), len(rows)) > 0)
+        lengths += np.bincount(owners[i], pc.fill_null(pc.utf8_length(texts[i]), 0).to_numpy(), len(rows))
+    owners, documents = np.concatenate(owners[1:]), pa.concat_arrays(texts[1:])
+    documents = documents.take(np.argsort(owners, kind="stable"))  # row after row
+    counts = sizes = np.bincount(owners, minlength=len(rows))
+    labels = (np.diff(np.sort(owners), prepend=-1) > 0).astype(float)
+    if args.label_column:
+        labels, problems[f"{args.label_column!r} has no finite number"] = as_labels(table[args.label_column])
+        counts, labels = flatten(labels)
+        # One label less than documents: the margins of the first document over the others. Its own is 0.
+        margins = (counts == sizes - 1) & (args.loss == "margin_mse")
+        owners, given = np.repeat(rows, counts), labels.to_numpy(zero_copy_only=False)
+        labels, counts = np.zeros(len(given) + margins.sum()), counts + margins
+        labels[np.arange(len(given)) + np.cumsum(margins)[owners]] = np.where(margins[owners], -given, given)
+        lowest, highest = pd.Series(labels).groupby(np.repeat(rows, counts)).agg(["min", "max"]).reindex(rows).values.T
+        low, high = {"bce": (0, 1), "lambdaloss": (0, 100)}.get(args.loss, (-math.inf, math.inf))
+        takes = f"--loss {args.loss} takes"  # lambdaloss' gains are 2**label
+        problems["as many labels as documents are required, which is not so"] = counts != sizes
+        problems[f"{takes} labels of {low} to {high} (or: mse), not those"] = (lowest < low) | (high < highest)
+        if args.loss == "listwise_ce":
+            problems["no positive label (above 0)"] = highest <= 0
+            problems["no negative label (0 or less)"] = lowest > 0
+        elif args.loss in ("ranknet", "lambdaloss"):
+            problems[f"{takes} labels that differ, not those"] = lowest == highest
+        elif args.loss in TEACHER_LOSSES:
+            problems[f"{takes} two documents or more, not those"] = sizes < 2
+    columns = {"labels": as_lists(counts, labels), "query": texts[0], "documents": as_lists(sizes, documents)}
+    problems = {text: pa.array(where) for text, where in problems.items()}
+    return drop_bad_rows(pa.table(columns | {"length": lengths}), problems, table, source, args)
+
+
+def draw_negatives(rows, count, seed, args):
+    """Return `rows` with up to `count` documents of other rows as negatives in each row without a label and a second
+    document; never one that appears with the same query in `rows`. A pure function of its arguments. seed: ints."""
+    sizes, documents = flatten(rows["documents"])
+    lone = np.flatnonzero(sizes == 1)
+    if args.label_column or not len(lone):
+        return rows
+    encoded, queries = documents.combine_chunks().dictionary_encode(), rows["query"].combine_chunks()
+    queries, pool = queries.dictionary_encode().indices.to_numpy(), encoded.dictionary
+    owners, ids = [np.repeat(np.arange(len(rows)), sizes)], [encoded.indices.to_numpy()]  # of each document
+    known = np.zeros((queries.max() + 1, len(pool)), bool)
+    known[queries[owners[0]], ids[0]] = True
+    random, count = np.random.default_rng(seed), min(count, len(pool) - 1)
+    for part in np.array_split(lone, -(-len(lone) * len(pool) // MAX_KEYS)):
+        keys = random.random((len(part), len(pool)))  # the documents of the `count` lowest are drawn
+        keys[known[queries[part]]] = 1
+        places, drawn = np.nonzero(keys < np.partition(keys, count)[:, [count]])
+        owners, ids = [*owners, part[places]], [*ids, drawn]
+    owners, ids = np.concatenate(owners), np.concatenate(ids)
+    if len(owners) == len(rows):
+        raise UserError("no other row has a negative to draw: raise --num_negatives, --batch_size or --eval_rows")
+    order, sizes = np.argsort(owners, kind="stable"), np.bincount(owners)
+    labels = flatten(rows["labels"])[1].to_numpy()
+    labels = np.append(labels, np.zeros(len(owners) - len(labels)))[order]
+    columns = {"labels": as_lists(sizes, labels), "documents": as_lists(sizes, pool.take(ids[order]))}
+    return pa.table({"query": rows["query"], **columns})
+
+
+def make_micro_batches(queries, documents, model, max_tokens, device):
+    """Return (micro-batches, tokens, tokens with padding) of n pairs; a micro-batch is (features, indices of pairs).
+    The document is truncated, and the query only if it leaves no room for a document."""
+    tokenizer, length = model.tokenizer.backend_tokenizer, model.max_seq_length
+    try:
+        encodings = tokenizer.encode_batch_fast(list(zip(queries, documents)))
+    except Exception:  # of tokenizers, which has no class of its own for a query without room
+        warnings.warn(f"a query leaves no room for its document in {length} tokens: both are truncated", stacklevel=1)
+        plain = Tokenizer.from_str(tokenizer.to_str())  # two threads use the other: its truncation must not change
+        plain.no_truncation()
+        offsets = [encoding.offsets for encoding in plain.encode_batch(queries, add_special_tokens=False)]
+        room = length - tokenizer.num_special_tokens_to_add(True)
+        queries = [q if len(o) < room else q[: o[room // 2][0]] for q, o in zip(queries, offsets)]
+        encodings = tokenizer.encode_batch_fast(list(zip(queries, documents)))
+    if any(len(encoding) == length and encoding.overflowing for encoding in encodings):
+        warnings.warn(f"a pair is longer than {length} tokens: its document is truncated", stacklevel=1)
+    return pad_micro_batches(encodings, model, max_tokens, device)
+
+
+@dataclass
+class Batch:
+    """The rows of one loss, the same on every process, and the part of their pairs that this process scores."""
+
+    rows: pa.Table
+    state: dict | None  # of row_batches, after this batch
+    groups: torch.Tensor  # (N,) int64 row of each pair, ascending
+    labels: torch.Tensor  # (N,)
+    local: LocalBatch
+
+
+def make_batch(rows, state, model, max_tokens, accelerator):
+    """Return the Batch of rows, negatives included, with this process' part of it tokenized."""
+    (sizes, documents), (_, labels), queries = flatten(rows["documents"]), flatten(rows["labels"]), rows["query"]
+    groups = np.repeat(np.arange(len(rows)), sizes)
+
+    def tokenize(indices):
+        pairs = queries.take(groups[indices]).to_pylist(), documents.take(indices).to_pylist()
+        return make_micro_batches(*pairs, model, max_tokens, accelerator.device)
+
+    lengths = pc.utf8_length(queries).to_numpy()[groups] + pc.utf8_length(documents).to_numpy()
+    local = make_local_batch(lengths, tokenize, accelerator)
+    return Batch(rows, state, torch.from_numpy(groups), torch.tensor(labels.to_numpy()).float(), local)
+
+
+def make_batches(rows_and_states, model, max_tokens, args, accelerator):
+    """Yield each Batch with this process' part of it tokenized; runs in a background thread."""
+    count = NUM_NEGATIVES if args.num_negatives < 0 else args.num_negatives
+    for rows, state in rows_and_states:
+        rows = draw_negatives(rows, count, [args.seed, *state["drawn"], state["cut"]], args)
+        yield make_batch(rows, state, model, max_tokens, accelerator)
+
+
+# ---- model and loss
+
+
+def load_model(args, checkpoint=None):
+    """Return the CrossEncoder of the flags, with the weights of a checkpoint."""
+    path = str(checkpoint) if checkpoint and not args.lora_rank else args.model_name_or_path
+    options = {"use_safetensors": True, "attn_implementation": args.attn_implementation}  # never a pickle
+    torch.manual_seed(args.seed)  # of a new head, and of adapters
+    with user_errors(f"--model_name_or_path {path}"):
+        config = transformers.AutoConfig.from_pretrained(path)
+        if "Classification" in str(config.architectures) and config.num_labels != 1:
+            raise UserError(f"the model gives {config.num_labels} labels a pair, and one is required")
+        model = CrossEncoder(path, device="cpu", num_labels=1, model_kwargs=options)
+        if len(model) > 1 or model.default_prompt_name:
+            raise UserError("the model is not a transformer with a classification head alone, or has a default prompt")
+        limit = getattr(model.config, "max_position_embeddings", None) or math.inf
+        model.max_seq_length = args.max_length or model.max_seq_length
+        if model.max_seq_length > limit:
+            raise UserError(f"--max_length {model.max_seq_length}: the model has positions for {limit} tokens")
+        model.tokenizer.backend_tokenizer.no_padding()  # here, not at each call: two threads use the tokenizer
+        model.tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length, strategy="only_second")
+    # What predict() applies: bce trains a probability, every other loss the logit itself.
+    model.activation_fn = torch.nn.Sigmoid() if args.loss == "bce" else torch.nn.Identity()
+    if args.dropout is not None:
+        set_dropout(model, args.dropout)
+    if args.lora_rank:
+        add_lora(model, args.lora_rank, checkpoint, "SEQ_CLS")  # the head is trained whole
+    else:
+        model.float()  # autocast, if any, requires float32 weights to update
+    return model
+
+
+def pad_groups(groups, *values):
+    """Return (G, L) of each of the values, (N,), a row a group, padded with 0, and the (G, L) mask of what is not."""
+    sizes = torch.bincount(groups)  # (G,)
+    mask = torch.arange(int(sizes.max()), device=groups.device) < sizes[:, None]
+    return *(value.new_zeros(mask.shape).masked_scatter(mask, value) for value in values), mask
+
+
+# The losses of groups take (scores, labels, mask), (G, L) each, of the whole batch, and return a scalar.
+
+
+def listwise_ce(scores, labels, mask):
+    """Cross-entropy of a positive (label above 0) against its group, mean over its positives, then over groups (Gao et
+    al. 2021 (LCE), equation 2); with several positives ListNet's (Cao et al. 2007) with equal targets."""
+    positive = labels > 0
+    losses = -scores.masked_fill(~mask, -torch.inf).log_softmax(1).where(positive, 0.0)
+    return (losses.sum(1) / positive.sum(1)).mean()
+
+
+def pair_loss(scores, labels, mask, sigma, weights=1.0, kept=True):
+    """Return the bits that the order of two documents of a group costs, times weights, mean over the `kept` pairs of
+    unlike labels; weights and kept: (G, L, L)."""
+    pairs = (labels[:, :, None] > labels[:, None, :]) & mask[:, :, None] & mask[:, None, :] & kept
+    bits = -F.logsigmoid(sigma * (scores[:, :, None] - scores[:, None, :])) / math.log(2)
+    return (bits * weights)[pairs].mean()
+
+
+def ranknet(scores, labels, mask, sigma=1.0):
+    """Burges et al. 2005, equation 3, whose logarithm is that of base 2."""
+    return pair_loss(scores, labels, mask, sigma)
+
+
+def lambdaloss(scores, labels, mask, k=None, sigma=1.0, mu=10.0):
+    """LambdaLoss with the weights NDCG-Loss2++ (Wang et al. 2018, equations 13 to 17), pairs cut at rank k (18)."""
+    order = scores.detach().masked_fill(~mask, -torch.inf).argsort(dim=1, descending=True, stable=True)
+    scores, labels = scores.gather(1, order), labels.gather(1, order)  # padding comes last: `mask` holds
+    ranks = torch.arange(1, scores.shape[1] + 1, device=scores.device)  # (L,)
+    gains, discounts, top = 2**labels - 1, torch.log2(1.0 + ranks), ranks <= (k or len(ranks))
+    gains = gains / (gains.sort(1, descending=True)[0] / discounts * top).sum(1, keepdim=True).clamp(min=1e-10)
+    distance = (ranks[:, None] - ranks).abs().clamp(min=1)  # (L, L); the diagonal, which is no pair, stays finite
+    by_distance = 1 / torch.log2(1.0 + distance) - 1 / torch.log2(2.0 + distance)
+    by_rank = (1 / discounts[:, None] - 1 / discounts).abs()
+    weights = (mu * by_distance + by_rank) * (gains[:, :, None] - gains[:, None, :]).abs()  # (G, L, L)
+    return pair_loss(scores, labels, mask, sigma, weights, top[:, None] | top)
+
+
+def margin_mse(scores, labels, mask):
+    """Squared error of the margins to a group's first document (Hofstätter et al. 2020, Margin-MSE)."""
+    errors = scores - labels
+    return (errors[:, :1] - errors)[:, 1:][mask[:, 1:]].square().mean()
+
+
+def kl(scores, labels, mask, temperature=1.0):
+    """KL divergence of the softmax over a group from the teacher's, mean over groups (Hinton et al. 2015, section 2,
+    whose T**2 keeps the size of the gradient)."""
+    logs = [(part / temperature).masked_fill(~mask, -torch.inf).log_softmax(1)[mask] for part in (scores, labels)]
+    return F.kl_div(*logs, reduction="sum", log_target=True) * temperature**2 / len(scores)
+
+
+MEANS_OVER_PAIRS = {"bce": F.binary_cross_entropy_with_logits, "mse": F.mse_loss}  # of (logits, labels), (N,) each
+LOSSES = {"listwise_ce": listwise_ce, "ranknet": ranknet, "lambdaloss": lambdaloss, "margin_mse": margin_mse, "kl": kl}
+
+
+def make_loss(args):
+    """Return the loss, a function; set args.loss if it is not given."""
+    if not args.loss:
+        args.loss = "listwise_ce"
+        with user_errors(args.train_data[0]):
+            files, name = list_files(args.train_data[0])[:1], args.label_column
+            if name and not str(next(open_files(files, [name]).iter(1))[name][0]).startswith("["):  # one label
+                args.loss = "bce"
+    loss = (MEANS_OVER_PAIRS | LOSSES)[args.loss]
+    with user_errors(f"--loss_kwargs of {args.loss}"):
+        inspect.signature(loss).bind(None, None, None, **args.loss_kwargs)
+    return partial(loss, **args.loss_kwargs)
+
+
+# ---- step
+
+
+def score(model, features, accelerator):
+    """Return (n, 1) float logits of one micro-batch."""
+    features = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in features.items()}
+    return model(features)["scores"].float()
+
+
+def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator):
+    """Add the gradient of the batch's loss to the model's; return the loss, equal on every process. `seed`: integers
+    of this batch. `sync`: reduce the gradients over the processes in the last backward pass."""
+    local, device, processes = batch.local, accelerator.device, accelerator.num_processes
+    equalize_micro_batches(local, accelerator)
+    last = len(local.micro_batches) - 1
+
+    def score_part(number):  # (n, 1)
+        # The same dropout in a second forward pass, and after a resume.
+        torch.manual_seed(int(np.random.SeedSequence([*seed, accelerator.process_index, number]).generate_state(1)[0]))
+        with nullcontext() if sync and number == last else accelerator.no_sync(model):
+            features, cut = local.micro_batches[number]
+            return score(model, features, accelerator)[: len(cut)]
+
+    if args.loss in MEANS_OVER_PAIRS:  # the part of a micro-batch in the loss is known at once: one graph at a time
+        total = torch.zeros((), device=device)
+        for number, (_, cut) in enumerate(local.micro_batches):
+            logits, labels = score_part(number).view(-1), batch.labels[local.local_indices[cut]].to(device)  # (n,)
+            loss = loss_fn(logits, labels) * len(cut) / len(batch.labels) if cut else logits.sum()
+            accelerator.backward(loss * processes)  # DDP averages over the processes what is a sum here
+            total += loss.detach()
+        return accelerator.reduce(total)
+
+    with torch.set_grad_enabled(not args.grad_cache):
+        parts = [score_part(number) for number in range(last + 1)]
+    # Gathered, they are a leaf: the loss of the whole batch needs no graph through collectives.
+    logits = gather_outputs(parts, local, accelerator).requires_grad_()  # (N, 1)
+    groups = pad_groups(batch.groups.to(device), logits.view(-1), batch.labels.to(device))
+    loss = loss_fn(*groups)  # the same on every process
+    loss.backward()
+    # DDP averages over the processes what is a sum here: each sends back the gradient of its own pairs.
+    gradient = logits.grad[local.local_indices.to(device)] * processes  # (n, 1)
+    if args.grad_cache:  # Gao et al. 2021, section 3.2: one graph at a time
+        for number, (_, cut) in enumerate(local.micro_batches):
+            accelerator.backward((score_part(number) * gradient[cut]).sum())
+    else:
+        pairs = zip(parts, local.micro_batches)
+        accelerator.backward(sum((part * gradient[cut]).sum() for part, (_, cut) in pairs))
+    return loss.detach()
+
+
+# ---- evaluation
+
+EVAL_ROWS = 200  # held out by default
+CANDIDATES = 50  # documents that a held-out query ranks where negatives are drawn: 200 rows are 10,000 pairs
 MEASURES = ("MRR@10", "nDCG@10", "accuracy", "F1", "average precision", "Spearman", "Pearson")
-CANDIDATES = 50  # documents that a held-out query ranks where negatives are drawn; 200 queries make 10,000 pairs
-
-
-class PairMetric(evaluate.Metric):
-    """A measure of scores and labels, a number a pair each."""
-
-    def _info(self):
-        features = Features({"scores": Value("float64"), "labels": Value("float64")})
-        return evaluate.MetricInfo(description=self.__doc__, citation="", inputs_description="", features=features)
-
-
-class BinaryMetric(PairMetric):
-    """Accuracy and F1, each at its best threshold, and average precision, of labels 0 and 1."""
-
-    def _compute(self, scores, labels):
-        order = np.argsort(scores)[::-1]
-        scores, labels = np.array(scores)[order], np.array(labels)[order]
-        ends = np.append(scores[1:] != scores[:-1], True)  # a threshold cannot part equal scores
-        taken, hits, positives = np.arange(1, len(labels) + 1)[ends], labels.cumsum()[ends], labels.sum()
-        right = hits + (len(labels) - taken) - (positives - hits)
-        return {
-            "accuracy": max(right.max(), len(labels) - positives) / len(labels),
-            "F1": (2 * hits / (taken + positives)).max(),
-            "average precision": (np.diff(hits, prepend=0) * hits / taken).sum() / max(positives, 1),
-        }
-
-
-class CorrelationMetric(PairMetric):
-    """Spearman's and Pearson's correlation of scores and labels."""
-
-    def _compute(self, scores, labels):
-        return {"Spearman": float(spearmanr(scores, labels)[0]), "Pearson": float(pearsonr(scores, labels)[0])}
-
-
-class GroupMetric(evaluate.Metric):
-    """MRR@10 and nDCG@10, a label above 0 being relevant and its own gain; of equal scores the worse ranks first."""
-
-    def _info(self):
-        features = Features({"scores": Sequence(Value("float64")), "labels": Sequence(Value("float64"))})
-        return evaluate.MetricInfo(description=self.__doc__, citation="", inputs_description="", features=features)
-
-    def _compute(self, scores, labels):
-        discounts, reciprocal, ndcg = 1 / np.log2(np.arange(2, 12)), [], []
-        for found, known in zip(scores, labels):
-            known = np.maximum(known, 0)
-            gains, ideal = known[np.lexsort((known, -np.array(found)))][:10], np.sort(known)[::-1][:10]
-            reciprocal.append(max((gains > 0) / np.arange(1, len(gains) + 1)))
-            ndcg.append(gains @ discounts[: len(gains)] / max(ideal @ discounts[: len(ideal)], 1e-10))
-        return {"MRR@10": np.mean(reciprocal), "nDCG@10": np.mean(ndcg)}
 
 
 @torch.no_grad()
-def evaluate_pairs(model, rows, budget, args, accelerator):
-    """{metric: value} of the held-out rows, the same on every process.
-
-    Rows of several documents are ranked; of a teacher's scores the best document is the relevant one. A label a row is
-    a class where all are 0 or 1, else a score.
-    """
+def evaluate(model, rows, max_tokens, args, accelerator):
+    """Return {measure: value} of the held-out rows, the same on every process: rows of several documents are rankings;
+    a label a row is a class if all are 0 or 1, else a score."""
     model = accelerator.unwrap_model(model)
     model.eval()
-    share = even_out(make_pair_share(row_pairs(rows), model, budget, accelerator), accelerator)
-    bar = tqdm(share.micro_batches, "evaluating", leave=False, delay=2, disable=not accelerator.is_main_process)
-    parts = [score(model, features, accelerator)[: len(cut)] for features, cut in bar]
+    rows = draw_negatives(rows, CANDIDATES - 1, [args.seed], args)
+    batch = make_batch(rows, None, model, max_tokens, accelerator)
+    equalize_micro_batches(batch.local, accelerator)
+    parts = [score(model, features, accelerator)[: len(cut)] for features, cut in batch.local.micro_batches]
     model.train()
-    scores = gather_texts(parts, share, accelerator).view(-1).tolist()
-    labels = [label for row in rows for label in row[1]]
-    kind = BinaryMetric if set(labels) <= {0, 1} else CorrelationMetric
+    scores = gather_outputs(parts, batch.local, accelerator).view(-1).cpu().double().numpy()  # (N,)
+    labels, groups = flatten(rows["labels"])[1].to_numpy(), batch.groups.numpy()
     if len(labels) > len(rows):
-        kind, scores = GroupMetric, iter(scores)
-        scores = [list(islice(scores, len(row[1]))) for row in rows]
-        labels = [row[1] for row in rows]
-        if args.loss in ("margin_mse", "kl"):
-            labels = [[float(label == max(row)) for label in row] for row in labels]
-    with tempfile.TemporaryDirectory() as folder:  # else a lock file in the user's home
-        metric = kind(cache_dir=folder, keep_in_memory=True)
-        metric.add_batch(scores=scores, labels=labels)
-        return {name: float(value) for name, value in metric.compute().items()}
+        measures = ranking_measures(scores, labels, groups, args.loss in TEACHER_LOSSES)
+    elif set(labels) <= {0, 1}:
+        measures = class_measures(scores, labels)
+    else:
+        measures = {"Spearman": spearmanr(scores, labels)[0], "Pearson": pearsonr(scores, labels)[0]}
+    return {name: float(value) for name, value in measures.items()}
 
 
-# ------------------------------------------------------------------------------------------- files a run leaves behind
+def ranking_measures(scores, labels, groups, from_teacher=False):
+    """Return MRR@10 and nDCG@10, means over groups; scores, labels and groups (ascending): (N,). A label above 0 is
+    relevant and its own gain; a teacher's best document is relevant. Of equal scores the worse document is first."""
+    firsts = np.searchsorted(groups, groups)  # (N,) place of the first document of the group
+    if from_teacher:
+        labels = labels == np.maximum.reduceat(labels, np.unique(firsts))[groups]
+    gains, ranks = np.maximum(labels, 0), np.arange(1, len(groups) + 1) - firsts
+    ranked, ideal = gains[np.lexsort((gains, -scores, groups))], gains[np.lexsort((-gains, groups))]
+    dcg, best = (np.bincount(groups, (ranks <= 10) * part / np.log2(1 + ranks)) for part in (ranked, ideal))
+    reciprocal = np.zeros(len(dcg))
+    np.maximum.at(reciprocal, groups, (ranked > 0) * (ranks <= 10) / ranks)
+    return {"MRR@10": reciprocal.mean(), "nDCG@10": (dcg / np.maximum(best, 1e-10)).mean()}
 
 
-# same in train_bi_encoder.py
+def class_measures(scores, labels):
+    """Return accuracy and F1, each at its best threshold, and average precision; labels: (N,) of 0 and 1."""
+    order = np.argsort(-scores)
+    scores, labels = scores[order], labels[order]
+    ends = np.append(scores[1:] != scores[:-1], True)  # a threshold cannot separate equal scores
+    taken, hits, positives = np.arange(1, len(labels) + 1)[ends], labels.cumsum()[ends], labels.sum()
+    right = np.append(2 * hits - taken, 0).max() + len(labels) - positives
+    precision = (np.diff(hits, prepend=0) * hits / taken).sum() / max(positives, 1)
+    f1 = (2 * hits / (taken + positives)).max()
+    return {"accuracy": right / len(labels), "F1": f1, "average precision": precision}
+
+
+# ---- checkpoints and outputs (same in train_bi_encoder.py)
+
+
 def save_atomically(folder, write):
-    """Fill `folder` by write(part), synced to disk before it gets its name; what stood there is replaced last."""
-    folder = Path(folder)
-    part, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
-    for stale in (part, old):
-        shutil.rmtree(stale, ignore_errors=True)
-    try:
-        part.mkdir(parents=True)
-        write(part)
-        for path in [*part.rglob("*"), part]:
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
-    except (OSError, SafetensorError) as error:
+    """Fill `folder` by write(part), synced to disk before it is renamed."""
+    part = folder.with_name(f".{folder.name}.part")
+    with user_errors(f"{folder}: not written, earlier checkpoints are intact"):
         shutil.rmtree(part, ignore_errors=True)
-        raise BadInput(f"{folder}: not written ({error}); make room; what was saved before is whole") from None
-    if folder.exists():
-        folder.rename(old)
-    part.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+        part.mkdir(parents=True)
+        try:
+            write(part)
+            for path in [*part.rglob("*"), part]:
+                descriptor = os.open(path, os.O_RDONLY)
+                os.fsync(descriptor)
+                os.close(descriptor)
+            shutil.rmtree(folder, ignore_errors=True)  # a damaged checkpoint, or the model of a run that is repeated
+            part.rename(folder)
+        finally:  # a full disk does not stay full
+            shutil.rmtree(part, ignore_errors=True)
 
 
-# same in train_bi_encoder.py
-def sha256(path):
-    """Hex digest of a file, read piece by piece: a checkpoint may be larger than memory has room for twice."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def full_tensor(tensor):
+    """Return a tensor, or the whole of one sharded by FSDP, on the CPU; every process must call it."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
 
-# same in train_bi_encoder.py
-def whole(tensor):
-    """A tensor, or the whole of one of which each process holds a part, on the CPU: every process must ask for it."""
-    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+def load_optimizer_tensors(path, optimizer):
+    """Restore a checkpoint's AdamW moments, sharded as their parameters are."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {}
+    for name, tensor in load_file(path / "optimizer.safetensors").items():
+        number, key = name.split(".")
+        owner = parameters[int(number)]
+        if isinstance(owner, DTensor) and tensor.ndim:
+            tensor = distribute_tensor(tensor.to(owner.device), owner.device_mesh, owner.placements)
+        state.setdefault(int(number), {})[key] = tensor
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-# same in train_bi_encoder.py
-def moments_of(optimizer):
-    """{"0.exp_avg": whole tensor, ...} of AdamW; every process must ask for them."""
-    return {f"{i}.{k}": whole(v) for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()}
+@dataclass
+class Progress:
+    """What a resume restores beside weights and moments."""
+
+    step: int = 0
+    data_state: dict | None = None  # of row_batches
+    losses: list = field(default_factory=list)  # of the steps since the last line of metrics.jsonl
+    scaler: dict | None = None  # of float16
 
 
-# same in train_bi_encoder.py
-def prune_checkpoints(newest, keep):
-    """Remove the checkpoints up to `newest` but the last `keep`, and what killed runs left half written."""
-    steps = [path for path in sorted(newest.parent.glob("step_*")) if path <= newest]
-    for path in [*steps[:-keep], *newest.parent.glob(".step_*")]:
+def checksums(folder):
+    """Return {relative path: SHA-256} of the files in a folder, but SHA256SUMS."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "SHA256SUMS"):
+        with open(path, "rb") as file:
+            found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def save_checkpoint(folder, model, tensors, state, keep):
+    """Write `folder` (model, optimizer's tensors, state as JSON, checksums), then remove all but the newest `keep`."""
+
+    def write(part):
+        model.save_pretrained(str(part), create_model_card=False)
+        save_file(tensors, part / "optimizer.safetensors")
+        (part / "state.json").write_text(json.dumps(state))
+        (part / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in checksums(part).items()))
+
+    save_atomically(folder, write)
+    steps = sorted(folder.parent.glob("step_*"))
+    newest = steps.index(folder) + 1  # later ones are damaged: a resume skipped them
+    for path in [*steps[: max(0, newest - keep)], *steps[newest:], *folder.parent.glob(".step_*")]:
         shutil.rmtree(path)
 
 
-# same in train_bi_encoder.py
-def save_checkpoint(folder, model, moments, state, keep):
-    """Write `folder` (weights, moments, state as JSON, checksums), then remove all others but the newest `keep`."""
-
-    def write(part):
-        save_model(model, str(part / "model.safetensors"))
-        save_file(moments, str(part / "optimizer.safetensors"))
-        (part / "state.json").write_text(json.dumps(state))
-        sums = [f"{sha256(file)}  {file.name}\n" for file in sorted(part.iterdir())]
-        (part / "SHA256SUMS").write_text("".join(sums))
-
-    save_atomically(folder, write)
-    for path in folder.parent.glob("step_*"):
-        if path > folder:  # damaged: a resume passed it over
-            shutil.rmtree(path)
-    prune_checkpoints(folder, keep)
-
-
-# same in train_bi_encoder.py
 def newest_checkpoint(folder):
-    """(folder, state) of the newest whole checkpoint, or (None, None); a damaged one is named and passed over."""
-    found = sorted(Path(folder).glob("step_*"), reverse=True)
+    """Return (folder, state) of the newest intact checkpoint, or (None, None); report and skip a damaged one."""
+    found = sorted(folder.glob("step_*"), reverse=True)
     for path in found:
-        try:
-            sums = dict(line.split("  ")[::-1] for line in (path / "SHA256SUMS").read_text().splitlines())
-            for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
-                digest = sums.get(name)
-                if sha256(path / name) != digest:
-                    raise OSError(f"{name} is damaged")
-            return path, json.loads((path / "state.json").read_text())
-        except (OSError, ValueError) as error:
-            print(f"{path}: passed over ({error})", file=sys.stderr)
+        with suppress(OSError, ValueError):
+            sums = dict(line.split("  ", 1)[::-1] for line in (path / "SHA256SUMS").read_text().splitlines())
+            if sums and checksums(path) == sums:
+                return path, json.loads((path / "state.json").read_text())
+        print(f"{path}: skipped, it is damaged", file=sys.stderr)
     if found:
-        raise BadInput(f"{folder}: no checkpoint is whole; remove the folder to start from the beginning")
+        raise UserError(f"{folder}: no checkpoint is intact; remove the folder to start from the beginning")
     return None, None
 
 
-# same in train_bi_encoder.py
-def load_moments(path, optimizer):
-    """Put a checkpoint's AdamW moments in place."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    moments = {}
-    for name, tensor in load_file(str(path / "optimizer.safetensors")).items():
-        number, key = name.split(".")
-        owner = parameters[int(number)]
-        if isinstance(owner, DTensor) and tensor.ndim:  # of the moments too each process holds a part
-            tensor = distribute_tensor(tensor.to(owner.device), owner.device_mesh, owner.placements)
-        moments.setdefault(int(number), {})[key] = tensor
-    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-# What a resumed run may not change: it would be another experiment under the same name.
-FIXED = """train_data eval_data eval_rows streaming columns num_negatives label_column mixing_weights mix_by
-corpus_table queries_table corpus_columns query_columns
-shuffle_buffer length_window on_bad_row model_name_or_path dropout lora_rank max_length batch_size
-gradient_accumulation_steps loss loss_args seed"""
-
-
-# same in train_bi_encoder.py
-def check_resumed(saved, args, data):
-    """BadInput that lists every flag, and every source, that is not as it was when the checkpoint was written."""
+def check_resume(saved, args, data):
+    """Raise UserError if a flag of RESUME_ARGS or a source has changed since the checkpoint; return other changes."""
     then, now = saved["args"], asdict(args)
-    then = asdict(Args()) | then  # an older checkpoint lacks the newer flags
-    fixed = [name for name in FIXED.split() if (name, now[name]) != ("on_bad_row", "skip")]  # skip may follow error
-    changed = [f"--{name} was {then[name]}, is {now[name]}" for name in fixed if then[name] != now[name]]
-    advice = "restore it, or start a new --output_dir"
+    changed = {name: f"--{name} {now[name]} (was {then.get(name)})" for name in now if now[name] != then.get(name)}
+    refused = [changed.pop(name) for name in RESUME_ARGS.split() if name in changed]
     if not args.accept_changed_data:
-        files = [now[0] for then, now in zip(saved["data"], data) if then != now]
-        changed += [f"the data of {name} is not what it was" for name in files]
-        advice += "; --accept_changed_data resumes on changed data" * bool(files)
-    if changed:
-        raise BadInput(f"--resume: {'; '.join(changed)}; {advice}")
+        pairs = zip(saved["data"], data.description)
+        refused += [f"{new[0]} has changed (or pass --accept_changed_data)" for old, new in pairs if old != new]
+    if refused:
+        raise UserError(f"--resume: {'; '.join(refused)}; restore it, or start a new --output_dir")
+    return ", ".join(changed[name] for name in changed if name not in ("resume", "accept_changed_data"))
 
 
-# same in train_bi_encoder.py
-def read_metrics(path, step):
-    """The records of metrics.jsonl up to `step`; what a killed run wrote after its last checkpoint is left out."""
-    records = []
-    with open(path) as lines:
-        for line in lines:
-            with suppress(ValueError):  # a torn last line
-                records.append(json.loads(line))
-    return [record for record in records if record["step"] <= step]
-
-
-# same in train_bi_encoder.py
-def draw(metrics, path):
-    """Plot loss, learning rate and evaluation metrics over the steps."""
-    import matplotlib  # half a second to import, at the end of a run
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
-    evaluated = [name for name in MEASURES if any(name in line for line in metrics)]
-    for axis, names in zip(axes, (["loss"], evaluated, ["tokens_per_second"])):
-        for name in names:
-            points = [(line["step"], line[name]) for line in metrics if name in line]
-            axis.plot(*zip(*points), marker="o" if name in evaluated else None, markersize=3, label=name)
-        axis.set_xlabel("step")
-        axis.grid(alpha=0.3)
-        if names:
-            axis.legend()
+def plot_metrics(metrics, path):
+    """Plot loss, evaluation measures and speed over the steps."""
+    figure = Figure(figsize=(13, 3.6), layout="constrained")
+    frame = pd.DataFrame(metrics).set_index("step")
+    for axis, names in zip(figure.subplots(1, 3), (["loss"], MEASURES, ["tokens_per_second"])):
+        for name in frame.columns.intersection(names, sort=False):
+            frame[name].dropna().plot(ax=axis, marker=".", grid=True, legend=True)
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
-def cross_encoder_card(args, steps, metrics, data):
-    """README.md of the saved model: what it is, how it was trained, what was measured."""
-    front = {"library_name": "sentence-transformers", "pipeline_tag": "text-ranking",
-             "tags": ["sentence-transformers", "cross-encoder", "reranker"]}  # fmt: skip
-    if args.model_name_or_path:
-        front["base_model"] = args.model_name_or_path
-    defaults = {name: entry.default for name, entry in Args.__dataclass_fields__.items()} | {"loss_args": {}}
-    given = flags_of({name: value for name, value in asdict(args).items() if value != defaults[name]})
+def check_launch(accelerator):
+    """Raise UserError for launches that this step was not made for: some would train wrongly."""
+    kind, unsupported = accelerator.distributed_type, (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+    if kind == DistributedType.FSDP:
+        plugin = accelerator.state.fsdp_plugin
+        offload = plugin.cpu_ram_efficient_loading or isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+        unsupported += (kind,) if plugin.fsdp_version != 2 or offload or accelerator.scaler else ()
+    if kind in unsupported or accelerator.parallelism_config:
+        raise UserError(f"{kind.value} as configured: launch with accelerate_configs/fsdp2.yaml (no offload, no fp16)")
+
+
+# ---- training
+
+# A run that is resumed with another value of one of these would be another experiment.
+RESUME_ARGS = """train_data eval_data eval_rows streaming columns num_negatives label_column mixing_weights mix_by
+corpus queries query_columns corpus_columns shuffle_buffer length_window model_name_or_path lora_rank max_length
+dropout batch_size gradient_accumulation_steps loss loss_kwargs seed"""
+
+
+def model_card(args, steps, metrics, data):
+    """Return the README.md of the saved model: what it is, how it was trained, what was measured."""
+    record = next((record for record in reversed(metrics) if set(record) & set(MEASURES)), {})
+    measured = ", ".join(f"{name} {record[name]:.4f}" for name in MEASURES if name in record)
     return f"""---
-{yaml.safe_dump(front).strip()}
+{{library_name: sentence-transformers, pipeline_tag: text-ranking, base_model: {args.model_name_or_path}}}
 ---
-# {Path(args.output_dir).name}
+A cross-encoder from {args.model_name_or_path}, trained for {steps:,} steps of
+{args.batch_size * args.gradient_accumulation_steps:,} rows of {", ".join(args.train_data)}.
 
-A cross-encoder from {args.model_name_or_path or "a small BERT, from scratch"}, trained for {steps:,} steps of
-{args.batch_size * args.gradient_accumulation_steps:,} rows, of:
+    model = sentence_transformers.CrossEncoder("path/of/this/folder")
+    scores = model.predict([("a query", "a document")])
 
-{chr(10).join(f"- {name}" + f" ({rows:,} rows)" * (not args.streaming) for name, rows, _ in data)}
+On {len(data.eval_rows or [])} held-out rows: {measured or "not evaluated"}
 
-```python
-from sentence_transformers import CrossEncoder
-
-model = CrossEncoder("path/of/this/folder")
-scores = model.predict([("a query", "a document")])
-```
-
-Held-out rows: {args.eval_rows:,} (from {", ".join(args.eval_data) or "the training sources, not trained on"}).
-
-| measure | value |
-|---|---|
-{chr(10).join(f"| {name} | {value:.4f} |" for name, value in metrics.items()) or "| not evaluated | |"}
-
-    {shlex.join(["python", "train_cross_encoder.py", *given])}
+    {shlex.join(word for word in sys.argv if word not in ("--resume", "--accept_changed_data"))}
 """
 
 
-# ------------------------------------------------------------------------------------------------------ training
-
-
-# same in train_bi_encoder.py
-def schedule(step, steps, args):
-    """Learning rate of `step` (from 0) of `steps`: linear warmup, then linear or cosine decay to 0."""
-    warmup = math.ceil(args.warmup_ratio * steps)
-    if step < warmup:
-        return args.learning_rate * (step + 1) / warmup
-    left = (steps - step) / max(steps - warmup, 1)
-    return args.learning_rate * (left if args.lr_schedule == "linear" else (1 - math.cos(math.pi * left)) / 2)
-
-
-def freeze_unscored(model, accelerator):
-    """Freeze what gets no gradient, such as the pooler of a model that does not use it; returns how many tensors.
-
-    DDP would wait for their gradients for ever, and reduce none of the others, without a word.
-    """
-    pairs = [("a query", "a document")] * accelerator.num_processes
-    features = make_pair_share(pairs, model, 1, accelerator).micro_batches[0][0]
-    with accelerator.autocast():
-        score(model, features, accelerator).sum().backward()
-    unused = [(name, parameter) for name, parameter in model.named_parameters() if parameter.grad is None]
-    for _, parameter in unused:
-        parameter.requires_grad_(False)
-    model.zero_grad()
-    return len(unused)
-
-
-def backward_pairs(model, batch, loss_fn, seed, sync, args, accelerator):
-    """Add the gradient of the whole batch's loss to the model's; returns the loss, equal on every process.
-
-    `seed` is a list of ints: dropout is a function of it, the process and the micro-batch, hence the same in a second
-    forward pass and after a resume. `sync` reduces the gradients over the processes in the last backward pass.
-    """
-    share = even_out(batch.share, accelerator)
-
-    def score_part(number):
-        torch.manual_seed(int(np.random.SeedSequence([*seed, accelerator.process_index, number]).generate_state(1)[0]))
-        reduce = sync and number == len(share.micro_batches) - 1
-        with nullcontext() if reduce else accelerator.no_sync(model):
-            features, cut = share.micro_batches[number]
-            return score(model, features, accelerator)[: len(cut)]  # (n, 1)
-
-    if args.loss in MEANS_OVER_PAIRS:  # what a micro-batch adds to it is known at once: one graph at a time, for free
-        mine, total = torch.tensor(share.mine), torch.zeros((), device=accelerator.device)
-        for number, (_, cut) in enumerate(share.micro_batches):
-            pairs = mine[cut]
-            logits = score_part(number).view(-1)  # (n,)
-            labels = batch.labels[pairs].to(logits.device)
-            part = loss_fn(logits, labels, None) * len(cut) / len(batch.labels) if cut else logits.sum()
-            accelerator.backward(part * accelerator.num_processes)  # DDP averages over the processes
-            total += part.detach()
-        return accelerator.reduce(total).item()
-
-    with torch.set_grad_enabled(not args.grad_cache):
-        parts = [score_part(number) for number in range(len(share.micro_batches))]
-    # Gathered, they are a leaf: the loss of the whole batch needs no graph through collectives or other processes.
-    logits = gather_texts(parts, share, accelerator).requires_grad_()  # (N, 1)
-    loss = loss_fn(logits.view(-1), batch.labels.to(logits.device), batch.groups.to(logits.device))
-    loss.backward()
-    # DDP averages over the processes; this loss is a whole one, of which each process holds the part of its own pairs.
-    wanted = logits.grad[share.mine] * accelerator.num_processes  # (n, 1)
-    pairs = [(number, wanted[cut]) for number, (_, cut) in enumerate(share.micro_batches)]
-    if args.grad_cache:  # Gao et al. 2021, section 3.2: one graph at a time
-        for number, gradient in pairs:
-            accelerator.backward((score_part(number) * gradient).sum())
-    else:
-        accelerator.backward(sum((parts[number] * gradient).sum() for number, gradient in pairs))
-    return loss.item()
-
-
-# same in train_bi_encoder.py
-def fingerprint(files):
-    """Hash of the files' names and sizes, and of both ends of the first and the last."""
-    digest = hashlib.sha256()
-    for file in files:
-        fs, path = fsspec.core.url_to_fs(file)
-        digest.update(f"{os.path.basename(path)} {fs.size(path)} ".encode())
-    for file in (files[0], files[-1]):
-        with fsspec.open(file, "rb") as raw:
-            digest.update(raw.read(2**16))
-            raw.seek(max(0, raw.seek(0, os.SEEK_END) - 2**16))
-            digest.update(raw.read())
-    return digest.hexdigest()[:16]
-
-
-# same in train_bi_encoder.py
-def broken_step(step, loss, norm, batch, output):
-    """What to say of a step whose loss or gradient is not finite; the rows of its batch go to a file."""
-    rows = [{"file": file, "row": number, "texts": texts} for texts, _, file, number in batch.rows]
-    (output / "broken_batch.json").write_text(json.dumps(rows, indent=1))
-    return (
-        f"step {step + 1}: loss {loss}, gradient norm {norm}; the rows of the batch, from {rows[0]['file']} row "
-        f"{rows[0]['row']} on, are in {output}/broken_batch.json; mend them or lower --learning_rate; the checkpoints "
-        "before are whole"
-    )
-
-
-# same in train_bi_encoder.py, eval_incremental.py
-@cache
-def day_long_group():
-    """Return a gloo group of all processes, with a timeout of a day, for work that one process does for the others.
-
-    Such as the Arrow copy of a large corpus. The collectives of a step keep the 30 minutes of the default group.
-    """
-    return torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
-
-
-# same in train_bi_encoder.py, eval_incremental.py
-def main_first(accelerator, work):
-    """The result of work(), done by each machine's main process before the others; its BadInput reaches them all."""
-    group = day_long_group() if accelerator.num_processes > 1 else None  # by all processes, before any of them waits
-    if group and not accelerator.is_local_main_process:
-        torch.distributed.barrier(group)
-    try:
-        return work()
-    finally:  # after an error too: else the others would wait
-        if group and accelerator.is_local_main_process:
-            torch.distributed.barrier(group)
-
-
-# same in train_bi_encoder.py
-def check_launch(accelerator):
-    """BadInput for what Accelerate can launch and the step here was not made for: some of it would train wrongly."""
-    kind = accelerator.distributed_type
-    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise BadInput(
-            f"{kind.value}: its engine steps at every backward pass, of which a batch may have several; "
-            "launch with accelerate_configs/fsdp2.yaml or multi_gpu.yaml"
-        )
-    if kind == DistributedType.FSDP:
-        plugin = accelerator.state.fsdp_plugin
-        offload = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-        others = [plugin.cpu_ram_efficient_loading, offload, accelerator.scaler, accelerator.parallelism_config]
-        if plugin.fsdp_version != 2 or any(others):
-            raise BadInput(
-                "FSDP: only version 2, with fsdp_cpu_ram_efficient_loading and fsdp_offload_params false, no fp16 and "
-                "no parallelism_config, was tested; launch with accelerate_configs/fsdp2.yaml"
-            )
-
-
-# same in train_bi_encoder.py
-def open_data(args, accelerator, check=checked):
-    """(sources, weights, held-out rows, bad ones among them, rows an epoch, fingerprints, check); sets args.columns.
-
-    The check that is returned also replaces the ids of a row by their texts, where there are tables of them.
-    """
-    files = [list_files(source) for source in args.train_data]
-    held_files = [list_files(source) for source in args.eval_data]
-    if not args.columns:
-        there = next(read_batches(files[0][0]), (0, None))[1]
-        if there is None:
-            raise BadInput(f"{files[0][0]}: holds no row; remove it")
-        args.columns = [name for name in there.schema.names if name != args.label_column]
-    if args.num_negatives >= 0:
-        args.columns = args.columns[: 2 + args.num_negatives]
-    if len(args.columns) < 2:
-        raise BadInput(f"--columns: two or more texts are wanted, there is {args.columns}; SimCSE names one twice")
-    kind = StreamSource if args.streaming else MappedSource
-
-    def opened():  # the first process makes the Arrow copies, the others find them
-        return [[kind(index, names, args) for index, names in enumerate(part)] for part in (files, held_files)]
-
-    sources, held_sources = main_first(accelerator, opened)
-    tables = main_first(accelerator, lambda: open_tables(args))
-    check = with_texts(tables, check)
-    for name, source in zip(args.train_data + args.eval_data, sources + held_sources):
-        if len(source) == 0:
-            raise BadInput(f"{name}: holds no row; leave it out")
-    weights = args.mixing_weights or [len(source) for source in sources]
-    held = hold_out(held_sources or sources, [len(s) for s in held_sources] or weights, args.eval_rows)
-    good = [row for row in (check(row, args) for row in held) if row]
-    skipped, held = len(held) - len(good), good
-    sizes = [len(source) for source in sources]
-    if not all(sizes):
-        name = args.train_data[sizes.index(0)]
-        raise BadInput(f"{name}: no row is left beside --eval_rows {args.eval_rows}; lower it, or name --eval_data")
-    if args.streaming and not args.max_steps and not args.rows_per_epoch:
-        raise BadInput("--streaming: a stream does not say how long it is; give --max_steps or --rows_per_epoch")
-    weights = args.mixing_weights or sizes
-    ends = [size * sum(weights) / weight for size, weight in zip(sizes, weights)]  # rows of the mix that exhaust each
-    rows = args.rows_per_epoch or (min if args.stopping_strategy == "first_exhausted" else max)(ends)
-    data = [[name, size, fingerprint(names)] for name, size, names in zip(args.train_data, sizes, files)]
-    data += [[table.flag, table.rows, table.content] for table in tables if table]
-    return sources, weights, held, skipped, rows, data, check
-
-
 def main(args):
-    if unknown := set(args.report_to) - {str(tracker) for tracker in LoggerType}:
-        raise BadInput(f"--report_to {', '.join(unknown)}: the trackers are {', '.join(map(str, LoggerType))}")
-    accelerator = Accelerator(
-        cpu=not torch.accelerator.is_available(),  # else several processes on CPUs would not find one another
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        log_with=args.report_to or None,
-        project_dir=args.output_dir,
-        kwargs_handlers=[
-            # Processes run different numbers of forward passes; a broadcast of buffers in each would never match up.
-            DistributedDataParallelKwargs(broadcast_buffers=False),
-            InitProcessGroupKwargs(timeout=timedelta(minutes=30)),
-        ],
-    )
-    check_launch(accelerator)
-    args.gradient_accumulation_steps = accelerator.gradient_accumulation_steps  # the launch config may have set it
-    accumulation = args.gradient_accumulation_steps
-    output, is_main = Path(args.output_dir), accelerator.is_main_process
-    if args.label_column and args.eval_rows == 1:
-        raise BadInput("--eval_rows 1: a correlation with labels wants two rows or more")
-    for name in ("batch_size", "eval_rows"):
-        if 0 < getattr(args, name) < accelerator.num_processes:
-            raise BadInput(f"--{name} {getattr(args, name)}: raise it to the {accelerator.num_processes} processes")
-    checkpoint_path, saved = newest_checkpoint(output / "checkpoints") if args.resume else (None, None)
-    if (output / "args.yaml").exists() and not args.resume:
-        raise BadInput(f"--output_dir {output} holds a run: go on with it by --resume, or name another folder")
-    found = torch.tensor([saved["step"] if saved else -1], device=accelerator.device)
-    if len(set(accelerator.gather(found).tolist())) > 1:
-        raise BadInput(f"--resume: not every process finds the same checkpoint in {output}; it wants a shared disk")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"--output_dir {output}: {error}; name a folder that can be written") from None
-
-    # Data, model, optimizer
-    args.loss = args.loss or default_loss(args)
-    loss_fn = make_pair_loss(args)
-    sources, weights, held, held_skipped, epoch_rows, data, check = open_data(args, accelerator, checked_group)
-    held = draw_negatives(held, CANDIDATES - 1, args.seed) if held else []
-    if 0 < len(held) < accelerator.num_processes:
-        raise BadInput(
-            f"--eval_rows {args.eval_rows}: {len(held)} good rows for {accelerator.num_processes} processes"
+    # ---- set up
+    with user_errors("accelerate"):
+        accelerator = Accelerator(
+            cpu=not torch.accelerator.is_available(),  # else several processes on CPUs would not find one another
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
+            log_with=args.report_to or None,
+            project_dir=args.output_dir,
+            # Processes run different numbers of forward passes, which DDP's broadcast of buffers would not match.
+            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
         )
-    if saved:
-        check_resumed(saved, args, data)
-    steps = args.max_steps or math.ceil(args.num_epochs * epoch_rows / (args.batch_size * accumulation))
-    sample = row_batches(sources, weights, args, None, check)
-    sample = islice(sample, math.ceil(min(epoch_rows, 100_000) / args.batch_size))
-    sample = (text for rows, _ in sample for row in rows for text in row[0])
-    model = load_cross_encoder(args, sample, not saved, accelerator).to(accelerator.device)
-    budget = args.micro_batch_tokens or (2048 if accelerator.device.type == "cpu" else 16_384)
-    model.train()
-    frozen = freeze_unscored(model, accelerator)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [{"params": [p for p in trained if p.ndim > 1], "weight_decay": args.weight_decay},
-              {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]  # fmt: skip
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=args.learning_rate, fused=True)
-    count = sum(parameter.numel() for parameter in trained)
-    del trained, groups  # whole parameters, of which FSDP keeps parts
-    if saved:
-        load_model(model, str(checkpoint_path / "model.safetensors"))
-    sharded = accelerator.distributed_type == DistributedType.FSDP
-    plain = copy.deepcopy(model).cpu() if sharded else model  # the whole weights, to be saved
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # broadcast_buffers is to get another name
-        model, optimizer = accelerator.prepare(model, optimizer)
-    bare = accelerator.unwrap_model(model)
+    check_launch(accelerator)
+    transformers.utils.logging.disable_progress_bar()  # of each small file that is loaded or saved
+    accumulation = args.gradient_accumulation_steps = accelerator.gradient_accumulation_steps  # a launch may set it
+    device, is_main, processes = accelerator.device, accelerator.is_main_process, accelerator.num_processes
+    output = Path(args.output_dir)
+    with user_errors(f"--output_dir {output}"):
+        output.mkdir(parents=True, exist_ok=True)
+    if (output / "args.yaml").exists() and not args.resume:
+        raise UserError(f"--output_dir {output} contains a run: --resume it, or choose another folder")
+    checkpoint, saved = newest_checkpoint(output / "checkpoints") if args.resume else (None, None)
+    if len(set(gather_object([str(checkpoint)]))) > 1:
+        raise UserError(f"--resume: processes find different checkpoints in {output}: it must be on a shared disk")
 
-    # Where to begin
-    step, position, window, metrics = 0, None, [], []
+    # ---- data
+    loss_fn = make_loss(args)
+    data = open_data(args, clean_groups)
+    held_out = len(data.eval_rows) if data.eval_rows else 0
+    if args.batch_size < processes or 0 < held_out < processes:
+        raise UserError(f"--batch_size {args.batch_size}, --eval_rows {held_out}: fewer than {processes} processes")
+    if saved and (changes := check_resume(saved, args, data)):
+        accelerator.print(f"resuming with {changes}")
+    steps = args.max_steps or math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
+    eval_steps = args.eval_steps or max(1, steps // 10)
+
+    # ---- model, loss and optimizer
+    model = load_model(args, checkpoint).to(device)
+    max_tokens = args.micro_batch_tokens or (2048 if device.type == "cpu" else 16_384)
+    model.train()
+    features, _ = make_micro_batches(["a query"], ["a document"], model, max_tokens, device)[0][0]
+    freeze_unused(model, score(model, features, accelerator))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": [p for p in trained if (p.ndim > 1) == decay], "weight_decay": decay * args.weight_decay}
+              for decay in (True, False)]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, fused=True)
+    warmup = math.ceil(args.warmup_ratio * steps)
+    with user_errors(f"--lr_scheduler_type {args.lr_scheduler_type}"):  # lr_lambdas: functions of the step
+        schedule = transformers.get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps).lr_lambdas[0]
+    parameters = sum(parameter.numel() for parameter in trained)
+    del trained, groups  # whole parameters, of which FSDP keeps parts
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    model_to_save = copy.deepcopy(model).cpu() if sharded and is_main else model
+    model, optimizer = accelerator.prepare(model, optimizer)
+    unwrapped = accelerator.unwrap_model(model)
+
+    # ---- resume
+    progress, metrics = Progress(), []
     if saved:
-        load_moments(checkpoint_path, optimizer.optimizer)
-        step, position, window = saved["step"], saved["position"], saved["losses"]
-        if accelerator.scaler and saved.get("scaler"):
-            accelerator.scaler.load_state_dict(saved["scaler"])
-        metrics = read_metrics(output / "metrics.jsonl", step)
-        accelerator.print(f"resuming from {checkpoint_path}: step {step:,} of {steps:,}")
-    elif args.resume:
-        accelerator.print(f"no checkpoint in {output / 'checkpoints'}: starting from the beginning")
+        load_optimizer_tensors(checkpoint, optimizer.optimizer)
+        progress = Progress(**{name: saved[name] for name in asdict(progress)})
+        if accelerator.scaler:
+            accelerator.scaler.load_state_dict(progress.scaler)
+        lines = (output / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()  # the last may be torn
+        metrics = [record for record in map(json.loads, lines) if record["step"] <= progress.step]
     if is_main:
         (output / "args.yaml").write_text(yaml.safe_dump(asdict(args), sort_keys=False))
-        (output / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+        (output / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in metrics))
     if args.report_to:
-        accelerator.init_trackers("evenstep", {k: str(v) for k, v in asdict(args).items()})
-    asked_to_stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.set())
-    accelerator.print(
-        f"{count:,} parameters trained, {frozen} tensors without gradient frozen; "
-        f"{steps:,} steps of {accumulation} x {args.batch_size:,} rows on {accelerator.num_processes} x "
-        f"{accelerator.device.type}, micro-batches of {budget:,} tokens; {len(held):,} rows held out"
-    )
+        accelerator.init_trackers("evenstep", {name: str(value) for name, value in asdict(args).items()})
+    signal.signal(signal.SIGTERM, lambda *_: accelerator.set_trigger())
+    rows = "a stream" if args.streaming else f"{sum(map(len, data.sources)):,} rows"
+    accelerator.print(f"training {parameters:,} parameters on {rows}, {held_out:,} held out: step "
+                      f"{progress.step:,} of {steps:,}, {accumulation} x {args.batch_size:,} rows, "
+                      f"{processes} x {device.type}")  # fmt: skip
 
     def log(record):
-        """Append one step's record to metrics.jsonl and the trackers."""
-        metrics.append({"step": step, **record})
-        accelerator.log(record, step=step)
+        """Append the record of a step to metrics.jsonl and the trackers."""
+        metrics.append({"step": progress.step, **record})
+        accelerator.log(record, step=progress.step)
         if is_main:
             with open(output / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(metrics[-1]) + "\n")
+            if measures := {name: round(value, 4) for name, value in record.items() if name in MEASURES}:
+                tqdm.write(f"step {progress.step:,}: {measures}")
 
     def save():
-        for parameter, part in zip(plain.parameters(), bare.parameters()) if sharded else ():
-            parameter.data.copy_(whole(part))
-        moments = moments_of(optimizer.optimizer)
-        if not all(parameter.isfinite().all() for parameter in plain.parameters()):
-            raise BadInput(
-                f"step {step}: a weight is not finite; lower --learning_rate; the checkpoints before are whole"
-            )
-        state = {"step": step, "position": position, "losses": window, "args": asdict(args), "data": data}
-        if accelerator.scaler:  # of fp16
-            state["scaler"] = accelerator.scaler.state_dict()
+        """Write a checkpoint; under FSDP every process must call it."""
+        for parameter, shard in zip(model_to_save.parameters(), unwrapped.parameters()) if sharded else ():
+            whole = full_tensor(shard)
+            if is_main:
+                parameter.data.copy_(whole)
+        states = optimizer.optimizer.state_dict()["state"].items()
+        moments = {f"{number}.{key}": full_tensor(value) for number, state in states for key, value in state.items()}
         if is_main:
-            save_checkpoint(output / f"checkpoints/step_{step:08}", plain, moments, state, args.keep_checkpoints)
-        accelerator.wait_for_everyone()
+            progress.scaler = accelerator.scaler and accelerator.scaler.state_dict()
+            state = asdict(progress) | {"args": asdict(args), "data": data.description}
+            folder = output / f"checkpoints/step_{progress.step:08}"
+            save_checkpoint(folder, model_to_save, moments, state, args.save_total_limit)
 
-    def next_batch():
-        try:
-            return next(batches)
-        except BadRow:  # the steps before it are kept, for a resume
-            if step:
-                save()
-            raise
-
-    eval_every = args.eval_every or max(1, steps // 10)
-    if held and step == 0:
-        log(evaluate_pairs(model, held, budget, args, accelerator))
-        accelerator.print(
-            "before training: " + "  ".join(f"{k} {v:.4f}" for k, v in metrics[-1].items() if k != "step")
-        )
-    rows = row_batches(sources, weights, args, position, check)
-    batches = prefetch(make_pair_batches(rows, bare, budget, args, accelerator))
-    is_terminal = sys.stderr.isatty()  # in a log file the bar is drawn each ten seconds
-    bar = tqdm(total=steps, initial=step, disable=not is_main, unit="step", mininterval=0.1 if is_terminal else 10)
-    seconds, waited, rows_done, tokens, padded = 0.0, 0.0, 0, 0, 0
-    stopping = False
+    # ---- train
+    if held_out and progress.step == 0:
+        log(evaluate(model, data.eval_rows, max_tokens, args, accelerator))
+    rows = row_batches(data.sources, data.weights, args, progress.data_state)
+    batches = prefetch(make_batches(rows, unwrapped, max_tokens, args, accelerator))
+    bar = tqdm(total=steps, initial=progress.step, disable=not is_main, unit="step", mininterval=1)
+    meter, stopping = Counter(), False  # sums since the last line of metrics.jsonl
     model.train()
-    while step < steps and not stopping:
-        # ---------------------------------------------------------------- one optimizer step
-        started = time.perf_counter()
-        for group in optimizer.param_groups:
-            group["lr"] = schedule(step, steps, args)
-        losses_of_step = []
+    while progress.step < steps and not stopping:
+        # one optimizer step
+        started, loss = time.perf_counter(), 0.0
+        for group in optimizer.param_groups:  # warmup starts above 0
+            group["lr"] = args.learning_rate * schedule(progress.step + (progress.step < warmup))
         for number in range(accumulation):
-            asked = time.perf_counter()
-            batch = next_batch()
-            waited += time.perf_counter() - asked
-            sync = number == accumulation - 1
-            seed = [args.seed, step, number]
-            losses_of_step.append(backward_pairs(model, batch, loss_fn, seed, sync, args, accelerator))
-            rows_done += len(batch.rows)
-            tokens += batch.share.tokens
-            padded += batch.share.padded
-        norm = whole(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)).item()
-        loss = sum(losses_of_step) / accumulation
+            requested = time.perf_counter()
+            try:
+                batch = next(batches)
+            except UserError:  # the steps done are not lost
+                save() if is_main and not sharded and progress.step else None
+                raise
+            meter["waited"] += time.perf_counter() - requested
+            sync, seed = number == accumulation - 1, [args.seed, progress.step, number]
+            loss = loss + forward_backward(model, batch, loss_fn, seed, sync, args, accelerator) / accumulation
+            meter.update(rows=len(batch.rows), tokens=batch.local.tokens, padded=batch.local.padded)
+        norm = full_tensor(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)).item()
+        loss = loss.item()
         if not math.isfinite(loss) or not (math.isfinite(norm) or accelerator.scaler):
-            raise BadInput(broken_step(step, loss, norm, batch, output))
+            (output / "nonfinite_batch.json").write_text(json.dumps(batch.rows.to_pylist(), indent=1))
+            raise UserError(f"step {progress.step + 1}: loss {loss}, gradient norm {norm}: fix the rows, which are in "
+                            f"{output}/nonfinite_batch.json, or lower --learning_rate, and --resume")  # fmt: skip
         optimizer.step()
         optimizer.zero_grad()
-        seconds += time.perf_counter() - started
-        # -----------------------------------------------------------------------------------
-        step, position = step + 1, batch.position
-        window.append(loss)
+        meter["seconds"] += time.perf_counter() - started
+        progress.step, progress.data_state = progress.step + 1, batch.state
+        progress.losses.append(loss)
         bar.update()
-        record = {}
-        if step % args.log_every == 0 or step == steps:
-            mine = torch.tensor([tokens, padded], device=accelerator.device)
-            tokens, padded = accelerator.reduce(mine).tolist()
-            record = {"loss": sum(window) / len(window), "learning_rate": optimizer.param_groups[0]["lr"],
-                      "grad_norm": norm, "rows_per_second": rows_done / seconds,
+
+        # metrics, evaluation, checkpoint
+        record, last = {}, progress.step == steps
+        if progress.step % args.logging_steps == 0 or last:
+            sums = torch.tensor([meter["tokens"], meter["padded"]], device=device)
+            tokens, padded = accelerator.reduce(sums).tolist()
+            seconds = meter["seconds"]
+            record = {"loss": sum(progress.losses) / len(progress.losses), "grad_norm": norm,
+                      "learning_rate": optimizer.param_groups[0]["lr"], "rows_per_second": meter["rows"] / seconds,
                       "tokens_per_second": tokens / seconds, "padding_fraction": 1 - tokens / padded,
-                      "data_wait_fraction": waited / seconds}  # fmt: skip
-            bar.set_postfix_str(
-                f"loss {record['loss']:.4f}, {record['rows_per_second']:,.0f} rows/s, "
-                f"{record['tokens_per_second']:,.0f} tokens/s, padding {record['padding_fraction']:.1%}",
-                refresh=is_terminal,
-            )
-            window, seconds, waited, rows_done, tokens, padded = [], 0.0, 0.0, 0, 0, 0
-        if held and (step % eval_every == 0 or step == steps):
-            scores = evaluate_pairs(model, held, budget, args, accelerator)
-            tqdm.write(f"step {step:,}: " + "  ".join(f"{k} {v:.4f}" for k, v in scores.items())) if is_main else None
-            record |= scores
+                      "data_wait_fraction": meter["waited"] / seconds}  # fmt: skip
+            bar.set_postfix_str("loss {loss:.4f}, {rows_per_second:,.0f} rows/s".format(**record), refresh=False)
+            meter, progress.losses = Counter(), []
+        if held_out and (progress.step % eval_steps == 0 or last):
+            record |= evaluate(model, data.eval_rows, max_tokens, args, accelerator)
         if record:
             log(record)
-        if asked_to_stop.is_set():
-            accelerator.set_trigger()
-        stopping = accelerator.check_trigger()  # on any process, hence on all
-        if stopping or step == steps or (args.save_every and step % args.save_every == 0):
+        stopping = accelerator.check_trigger()  # SIGTERM on any process, hence on all
+        if stopping or last or (args.save_steps and progress.step % args.save_steps == 0):
             save()
+            accelerator.wait_for_everyone()
 
+    # ---- save
     bar.close()
-    if stopping and step < steps:
-        accelerator.print(f"stopped after step {step:,} of {steps:,}; the same command with --resume goes on")
+    batches.close()
+    if progress.step < steps:
+        accelerator.print(f"stopped after step {progress.step:,} of {steps:,}: resume by this command and --resume")
     elif is_main:
-        scores = next((line for line in reversed(metrics) if set(line) & set(MEASURES)), {})
-        card = cross_encoder_card(args, steps, {name: scores[name] for name in MEASURES if name in scores}, data)
-
         if args.lora_rank:
-            plain[0].model = plain[0].model.merge_and_unload()  # a model like any other: it loads without peft
+            model_to_save[0].model = model_to_save[0].model.merge_and_unload()  # loads without peft
 
         def write(part):
-            plain.save_pretrained(str(part), create_model_card=False)
-            (part / "README.md").write_text(card)
+            model_to_save.save_pretrained(str(part), create_model_card=False)
+            (part / "README.md").write_text(model_card(args, steps, metrics, data))
 
         save_atomically(output / "model", write)
-        prune_checkpoints(output / f"checkpoints/step_{step:08}", args.keep_checkpoints)  # a kill may have left more
-        draw(metrics, output / "training.png")
-        skipped = position["skipped"] + held_skipped
+        plot_metrics(metrics, output / "training.png")
+        skipped = data.skipped + sum(source["skipped"] for source in progress.data_state["sources"])
         print(f"{skipped:,} bad rows skipped; " * (skipped > 0) + f"the model is in {output / 'model'}")
-    batches.close()
-    # DDP would drop the last reference to the process group while holding the GIL, which the group's own thread may
-    # wait for: a deadlock at the very end (torch 2.13, one run in fifty). So DDP goes before the group does.
-    del model
+    del model  # DDP must go before its process group does: together they deadlock in one run of fifty (torch 2.13)
     accelerator.free_memory()
     accelerator.end_training()
 
@@ -2080,14 +1364,13 @@ def main(args):
 if __name__ == "__main__":
     try:
         main(parse_args(sys.argv[1:]))
-    except BadInput as error:
+    except UserError as error:
         traceback.clear_frames(error.__traceback__)  # ends the line of a progress bar
-        # Every process meets the same error; the first one says it, and the others only where that one has not.
+        # Every process meets the same error; the first one reports it, and the others only if that one has not.
         time.sleep(5 if int(os.environ.get("RANK", 0)) else 0)
         sys.exit(f"error: {error}")
-    except RuntimeError as error:  # gloo and NCCL have no error of their own for it
+    except RuntimeError as error:  # gloo and NCCL have no error of their own for a process that is gone
         if "gloo" not in str(error) and not isinstance(error, torch.distributed.DistError):
             raise
         traceback.clear_frames(error.__traceback__)
-        reason = str(error).partition("\n")[0]
-        sys.exit(f"error: another process of this run is gone ({reason}); start the same command again, with --resume")
+        sys.exit("error: another process of this run is gone; start the same command again with --resume")
