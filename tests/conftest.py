@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -13,8 +14,11 @@ from forked import ROOT, Forked, last_of
 # Nothing is looked up on a hub, progress bars are not drawn, and every process computes with one thread.
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_MININTERVAL": "60"}
 os.environ["OMP_NUM_THREADS"] = "1"  # threads of two test files at a time would wait for one another
+CACHE = tempfile.TemporaryDirectory(prefix="evenstep")  # of the Arrow tables that `datasets` makes; gone at the end
+os.environ["HF_DATASETS_CACHE"] = CACHE.name
 sys.path.insert(0, str(ROOT))
-CHAOS = int(os.environ.get("CHAOS", 0))  # kills of each script in tests/chaos, and mutated inputs by the hundred
+TRAINERS = ["train_bi_encoder"]  # train_cross_encoder joins them with its second edition
+CHAOS = int(os.environ.get("CHAOS", 0))  # kills of each script in tests/chaos
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -27,6 +31,14 @@ def pytest_terminal_summary(terminalreporter):
             counts[what, happened] += times
         for (what, happened), times in sorted(counts.items()):
             terminalreporter.write_line(f"| {what} | {times:,} | {happened} |")
+
+
+def weights(folder):
+    """Return all weights of a saved model in one vector."""
+    import torch
+    from safetensors.torch import load_file
+
+    return torch.cat([tensor.flatten() for _, tensor in sorted(load_file(folder / "model.safetensors").items())])
 
 
 @pytest.fixture
@@ -108,6 +120,21 @@ def bert(tmp_path_factory, rows):
     model = SentenceTransformer(str(folder), device="cpu")
     model.save_pretrained(str(folder / "st"), create_model_card=False)
     return folder / "st"
+
+
+@pytest.fixture(scope="session")
+def static(tmp_path_factory, bert):
+    """Folder of a static embedding model: a vector of 32 dimensions a token."""
+    import torch
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+    from transformers import AutoTokenizer
+
+    torch.manual_seed(0)
+    module = StaticEmbedding(AutoTokenizer.from_pretrained(bert), embedding_dim=32)
+    folder = tmp_path_factory.mktemp("static")
+    SentenceTransformer(modules=[module], device="cpu").save_pretrained(str(folder), create_model_card=False)
+    return folder
 
 
 @pytest.fixture(scope="session")

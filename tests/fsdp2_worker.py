@@ -17,20 +17,20 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 script = importlib.import_module(Path(sys.argv[1]).stem)
 PartialState(cpu=True)
 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-whole, even_out, sharded, filled = script.whole, script.even_out, [], []
+full_tensor, equalize, sharded, filled = script.full_tensor, script.equalize_micro_batches, [], []
 
 
-def seen_whole(tensor):
+def seen_full_tensor(tensor):
     sharded.append(isinstance(tensor, script.DTensor) and tensor.to_local().numel() < tensor.numel())
-    return whole(tensor)
+    return full_tensor(tensor)
 
 
-def seen_even_out(share, accelerator):
-    share = even_out(share, accelerator)
-    filled.extend(not cut for _, cut in share.micro_batches)
-    return share
+def seen_equalize(local, accelerator):
+    result = equalize(local, accelerator)
+    filled.extend(not cut for _, cut in local.micro_batches)
+    return result
 
 
-script.whole, script.even_out = seen_whole, seen_even_out
+script.full_tensor, script.equalize_micro_batches = seen_full_tensor, seen_equalize
 script.main(script.parse_args(sys.argv[2:]))
-print(f"{sum(sharded)} tensors were in parts, {sum(filled)} of {len(filled)} micro-batches were for no text")
+print(f"{sum(sharded)} tensors were sharded, {sum(filled)} of {len(filled)} micro-batches had no text")

@@ -14,11 +14,14 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train_bi_encoder as script
 
+TEACHER = "--columns docstring code wrong worse --label_column scores --loss"
 CASES = {
     "infonce": "--columns docstring code",
-    "symmetric": '--columns docstring code --loss_args {"symmetric":true}',
+    "symmetric": '--columns docstring code --loss_kwargs {"symmetric":true}',
     "negatives": "--columns docstring code wrong",
     "matryoshka": "--columns docstring code --matryoshka_dims 32 8",
+    "margin_mse": f"{TEACHER} margin_mse",
+    "kl": f'{TEACHER} kl --loss_kwargs {{"infonce":0.5}}',
     "CoSENTLoss": "--columns docstring code --label_column label --loss CoSENTLoss",
     "TripletLoss": "--columns docstring code wrong --loss TripletLoss",
 }
@@ -29,37 +32,43 @@ accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwar
 
 
 def open_rows(flags):
-    """Args, model and loss of a case, and its endless batches of rows."""
+    """Return (Args, the endless batches of rows) of a case."""
     args = script.parse_args(["--model_name_or_path", model_path, "--train_data", source, "--eval_rows", "0", *flags])
-    sources, weights, *_ = script.open_data(args, accelerator)
-    model = script.load_model_from(args, None, False, accelerator)
-    return args, model, script.row_batches(sources, weights, args, None)
+    data = script.open_data(args, script.clean_pairs)
+    return args, script.row_batches(data.sources, data.weights, args)
 
 
-def gradient(flags, budget, accumulation=1):
-    """(gradient of one step of `accumulation` batches, loss of the last, its micro-batches on this process)."""
-    args, model, rows = open_rows(flags)
-    script.freeze_unused(model, accelerator)
-    loss_fn = script.make_loss(args, model)
-    prepared = accelerator.prepare(model).eval()  # no dropout: it differs from micro-batch to micro-batch
-    batches = script.make_batches(rows, model, budget, args, accelerator)
+def gradients_of(flags, settings, accumulation=1):
+    """Yield (gradient of a step, loss of its last batch, micro-batches of that on this process) for each setting.
+
+    settings: (max_tokens, grad_cache). The step is of the first `accumulation` batches.
+    """
+    args, rows = open_rows(flags)
+    loss_fn, rows = script.make_loss(args, model), list(islice(rows, accumulation))
     accelerator.gradient_accumulation_steps = accumulation
-    for number in range(accumulation):
-        batch = next(batches)
-        sync = number == accumulation - 1
-        loss = script.backward(prepared, batch, loss_fn, [0, 0, number], sync, args, accelerator)
-    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
-    return found, loss, len(batch.share.micro_batches)
+    for max_tokens, args.grad_cache in settings:
+        model.zero_grad()
+        for number, batch in enumerate(script.make_batches(rows, model, max_tokens, args, accelerator)):
+            sync = number == accumulation - 1
+            loss = script.forward_backward(prepared, batch, loss_fn, [0, 0, number], sync, args, accelerator)
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+        yield gradient, loss.item(), len(batch.local.micro_batches)
 
 
+columns = ["--columns", "docstring", "code"]
+model = script.load_model(open_rows(columns)[0])
+features, _ = script.make_micro_batches(["a text"], model, 100, accelerator.device)[0][0]
+script.freeze_unused(model, script.encode(model, features, accelerator))
+prepared = accelerator.prepare(model).eval()  # no dropout: it differs from micro-batch to micro-batch
+settings = [(max_tokens, cache) for max_tokens in (128, 700, 10**6) for cache in (False, True)]
 gradients = {}
 for name, flags in CASES.items():
-    for budget in (128, 700, 10**6):
-        for cache in ("false", "true"):
-            setting = [*flags.split(), "--batch_size", "33", "--grad_cache", cache]
-            gradients[f"{name} {budget} {cache}"] = gradient(setting, budget)
-gradients["one batch of 64"] = gradient([*MEAN_OVER_ROWS.split(), "--batch_size", "64"], 700)
-gradients["four batches of 16"] = gradient([*MEAN_OVER_ROWS.split(), "--batch_size", "16"], 700, accumulation=4)
+    found = gradients_of([*flags.split(), "--batch_size", "33"], settings)
+    gradients |= {(name, *setting): gradient for setting, gradient in zip(settings, found)}
+mean = MEAN_OVER_ROWS.split()
+(gradients["one batch of 64"],) = gradients_of([*mean, "--batch_size", "64"], [(700, False)])
+(gradients["four batches of 16"],) = gradients_of([*mean, "--batch_size", "16"], [(700, False)], accumulation=4)
 torch.save(gradients, f"{output}.{accelerator.process_index}.pt")
-_, _, rows = open_rows(["--columns", "docstring", "code"])
-Path(f"{output}.{accelerator.process_index}.json").write_text(json.dumps([batch for batch, _ in islice(rows, 40)]))
+_, rows = open_rows(columns)
+batches = [batch.to_pylist() for batch, _ in islice(rows, 40)]
+Path(f"{output}.{accelerator.process_index}.json").write_text(json.dumps(batches))

@@ -1,5 +1,6 @@
 """FSDP2 on two CPU processes trains the model that DDP trains, and resumes to the bit; other shardings are refused."""
 
+import importlib
 import re
 import shutil
 import subprocess
@@ -10,11 +11,7 @@ import pytest
 import torch
 import yaml
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from conftest import ROOT, launch, metrics
-from safetensors.torch import load_file
-
-import train_bi_encoder
-import train_cross_encoder
+from conftest import ROOT, TRAINERS, launch, metrics, weights
 
 SETTINGS = {
     "train_bi_encoder": ("bert", ["--gradient_accumulation_steps", 2]),
@@ -23,7 +20,7 @@ SETTINGS = {
 
 
 def launch_sharded(folder, script, *flags):
-    """Run a trainer with accelerate_configs/fsdp2.yaml on two CPU processes; returns what it prints."""
+    """Run a trainer with accelerate_configs/fsdp2.yaml on two CPU processes; return what it prints."""
     config = yaml.safe_load((ROOT / "accelerate_configs/fsdp2.yaml").read_text())
     config |= {"use_cpu": True, "num_processes": 2}
     (folder / "fsdp2.yaml").write_text(yaml.safe_dump(config))
@@ -34,24 +31,19 @@ def launch_sharded(folder, script, *flags):
     return done.stdout
 
 
-def weights(folder):
-    """All weights of a saved model in one vector."""
-    return torch.cat([tensor.flatten() for _, tensor in sorted(load_file(folder / "model.safetensors").items())])
-
-
-@pytest.mark.parametrize("script", SETTINGS)
+@pytest.mark.parametrize("script", TRAINERS)
 def test_fsdp2_trains_the_model_of_ddp_and_resumes_to_the_bit(tmp_path, corpus, script, request):
-    """Dropout is on: its seeds do not know how the weights are kept."""
+    """Dropout is on: its seeds do not depend on how the weights are kept."""
     model, others = SETTINGS[script]
     model = request.getfixturevalue(model)
     flags = ["--train_data", corpus, "--model_name_or_path", model, "--max_steps", 6, "--batch_size", 15,
-             "--eval_rows", 21, "--micro_batch_tokens", 400, "--learning_rate", 1e-4, "--log_every", 1,
-             "--eval_every", 3, "--save_every", 3, *others]  # fmt: skip
+             "--eval_rows", 21, "--micro_batch_tokens", 400, "--learning_rate", 1e-4, "--logging_steps", 1,
+             "--eval_steps", 3, "--save_steps", 3, *others]  # fmt: skip
     ddp, fsdp, resumed = tmp_path / "ddp", tmp_path / "fsdp", tmp_path / "resumed"
     launch(ROOT / f"{script}.py", *flags, "--output_dir", ddp, processes=2)
     printed = launch_sharded(tmp_path, script, *flags, "--output_dir", fsdp)
-    seen = re.findall(r"(\d+) tensors were in parts, (\d+) of \d+ micro-batches", printed)
-    assert len(seen) == 2 and all(int(parts) > 100 for parts, _ in seen)
+    seen = re.findall(r"(\d+) tensors were sharded, (\d+) of \d+ micro-batches", printed)
+    assert len(seen) == 2 and all(int(sharded) > 100 for sharded, _ in seen)
     assert sum(int(filled) for _, filled in seen) > 0, "both processes had as many micro-batches at every step"
 
     found, wanted = weights(fsdp / "model"), weights(ddp / "model")
@@ -70,7 +62,7 @@ def test_fsdp2_trains_the_model_of_ddp_and_resumes_to_the_bit(tmp_path, corpus, 
 FSDP2 = {"fsdp_version": 2, "cpu_ram_efficient_loading": False}
 
 
-@pytest.mark.parametrize("script", [train_bi_encoder, train_cross_encoder])
+@pytest.mark.parametrize("script", TRAINERS)
 @pytest.mark.parametrize(
     "kind, options, scaler",
     [
@@ -82,17 +74,18 @@ FSDP2 = {"fsdp_version": 2, "cpu_ram_efficient_loading": False}
     ],
 )
 def test_other_shardings_are_refused(script, kind, options, scaler):
-    plugin = options and FullyShardedDataParallelPlugin(**options)
+    script, plugin = importlib.import_module(script), options and FullyShardedDataParallelPlugin(**options)
     accelerator = SimpleNamespace(
         distributed_type=kind, state=SimpleNamespace(fsdp_plugin=plugin), scaler=scaler, parallelism_config=None
     )
-    with pytest.raises(script.BadInput, match="accelerate_configs/fsdp2.yaml"):
+    with pytest.raises(script.UserError, match="accelerate_configs/fsdp2.yaml"):
         script.check_launch(accelerator)
 
 
-def test_fsdp2_and_ddp_are_not_refused():
+@pytest.mark.parametrize("script", TRAINERS)
+def test_fsdp2_and_ddp_are_not_refused(script):
     state = SimpleNamespace(fsdp_plugin=FullyShardedDataParallelPlugin(**FSDP2))
     for kind in (DistributedType.FSDP, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.NO):
-        train_bi_encoder.check_launch(
+        importlib.import_module(script).check_launch(
             SimpleNamespace(distributed_type=kind, state=state, scaler=None, parallelism_config=None)
         )

@@ -1,49 +1,36 @@
-"""LoRA adapters, the choice of attention, and the lengths that texts are padded to on a GPU."""
+"""LoRA adapters, the choice of attention, dropout, pooling, prompts and truncation."""
 
-import json
 import shutil
 
 import pytest
 import torch
-from conftest import ROOT, launch, metrics
+from conftest import ROOT, TRAINERS, launch, metrics
 from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
 
 import train_bi_encoder
-import train_cross_encoder
-
-SCRIPTS = ("train_bi_encoder", "train_cross_encoder")
-
-
-@pytest.fixture(scope="module")
-def steady(tmp_path_factory, bert):
-    """The tiny model without dropout, which is another on each process."""
-    folder = tmp_path_factory.mktemp("steady") / "st"
-    shutil.copytree(bert, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def flags_for(name, corpus, model, output, *more):
-    drawn = ["--num_negatives", 2] * (name == "train_cross_encoder")
-    return ["--train_data", corpus, "--model_name_or_path", model, "--max_steps", 6, "--batch_size", 16, *drawn,
-            "--eval_rows", 20, "--log_every", 1, "--learning_rate", 0.01, "--output_dir", output, *more]  # fmt: skip
+    own = ["--num_negatives", 2] * (name == "train_cross_encoder")
+    return ["--train_data", corpus, "--model_name_or_path", model, "--max_steps", 6, "--batch_size", 16, *own,
+            "--eval_rows", 20, "--logging_steps", 1, "--learning_rate", 0.01, "--max_length", 48, "--dropout", 0,
+            "--output_dir", output, *more]  # fmt: skip
 
 
 def losses(output):
     return [line["loss"] for line in metrics(output) if "loss" in line]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_lora(name, corpus, steady, tmp_path):
+@pytest.mark.parametrize("name", TRAINERS)
+def test_lora(name, corpus, bert, tmp_path):
     """Linear layers change by a matrix of the rank, and all else of the transformer not at all."""
-    script = ROOT / f"{name}.py"
-    launch(script, *flags_for(name, corpus, steady, tmp_path / "one", "--lora_rank", 3))
-    launch(script, *flags_for(name, corpus, steady, tmp_path / "two", "--lora_rank", 3), processes=2)
+    script, flags = ROOT / f"{name}.py", ["--lora_rank", 3, "--save_steps", 3]
+    launch(script, *flags_for(name, corpus, bert, tmp_path / "one", *flags))
+    launch(script, *flags_for(name, corpus, bert, tmp_path / "two", *flags), processes=2)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
 
-    before = load_file(steady / "model.safetensors")
+    before = load_file(bert / "model.safetensors")
     after = load_file(tmp_path / "one/model/model.safetensors")
     after = {key.removeprefix("bert."): tensor for key, tensor in after.items()}
     adapted = 0
@@ -60,14 +47,12 @@ def test_lora(name, corpus, steady, tmp_path):
     assert adapted == 12  # query, key, value, output and two of the feed-forward part, in 2 layers
 
     if name == "train_cross_encoder":
-        return
-    # a run that stops in the middle goes on to the same bits (by functions that both scripts share)
-    part = tmp_path / "part"
-    launch(script, *flags_for(name, corpus, steady, part, "--lora_rank", 3, "--save_every", 3))
-    shutil.rmtree(part / "checkpoints/step_00000006")
-    launch(script, *flags_for(name, corpus, steady, part, "--lora_rank", 3, "--save_every", 3, "--resume"))
-    whole = [(folder / "model/model.safetensors").read_bytes() for folder in (part, tmp_path / "one")]
-    assert whole[0] == whole[1]
+        return  # it resumes by functions that both scripts share
+    wanted = (tmp_path / "one/model/model.safetensors").read_bytes()
+    shutil.rmtree(tmp_path / "one/checkpoints/step_00000006")
+    shutil.rmtree(tmp_path / "one/model")
+    launch(script, *flags_for(name, corpus, bert, tmp_path / "one", *flags, "--resume"))
+    assert (tmp_path / "one/model/model.safetensors").read_bytes() == wanted
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -92,38 +77,61 @@ def test_dropout_is_set_wherever_a_model_keeps_it(bert):
     model = SentenceTransformer(str(bert), device="cpu")
     train_bi_encoder.set_dropout(model, 0.25)
     assert {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)} == {0.25}
-    assert model[0].model.config.hidden_dropout_prob == 0.25
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     model = ModernBertModel(ModernBertConfig(vocab_size=60000, attention_dropout=0.1, mlp_dropout=0.1, **shape))
     train_bi_encoder.set_dropout(model, 0.25)
-    assert model.layers[0].attn.attention_dropout == model.config.attention_dropout == 0.25
+    assert model.layers[0].attn.attention_dropout == 0.25
     assert model.layers[0].mlp.drop.p == 0.25
-    train_bi_encoder.set_dropout(torch.nn.Linear(2, 2), 0.0)
-    with pytest.raises(train_bi_encoder.BadInput, match="--dropout 0.1: the model has no dropout"):
-        train_bi_encoder.set_dropout(torch.nn.Linear(2, 2), 0.1)
 
 
-def test_lora_of_a_model_without_layers(corpus, tmp_path):
-    flags = ["--train_data", corpus, "--max_steps", 1, "--eval_rows", 0, "--output_dir", tmp_path / "run"]
-    done = launch(ROOT / "train_bi_encoder.py", *flags, "--lora_rank", 3, check=False)
-    assert done.returncode and "error: --lora_rank 3: a static embedding model has no layers" in done.stderr
+def test_lora_of_a_model_without_layers(corpus, static, tmp_path):
+    flags = ["--train_data", corpus, "--model_name_or_path", static, "--lora_rank", 3, "--output_dir", tmp_path / "x"]
+    done = launch(ROOT / "train_bi_encoder.py", *flags, check=False)
+    assert done.returncode and "error: --lora_rank" in done.stderr.splitlines()[-1]
 
 
-def test_attention_changes_nothing_but_speed(corpus, steady, tmp_path):
-    name = "train_bi_encoder"
+def test_attention_changes_nothing_but_speed(corpus, bert, tmp_path):
+    script = ROOT / "train_bi_encoder.py"
     for kind in ("eager", "sdpa"):
-        launch(ROOT / f"{name}.py", *flags_for(name, corpus, steady, tmp_path / kind, "--attn_implementation", kind))
+        flags = flags_for(script.stem, corpus, bert, tmp_path / kind, "--attn_implementation", kind)
+        launch(script, *flags)
     assert losses(tmp_path / "eager") == pytest.approx(losses(tmp_path / "sdpa"), rel=1e-4)
-    wrong = flags_for(name, corpus, steady, tmp_path / "wrong", "--attn_implementation", "flash_attention_9")
-    done = launch(ROOT / f"{name}.py", *wrong, check=False)
+    wrong = flags_for(script.stem, corpus, bert, tmp_path / "wrong", "--attn_implementation", "flash_attention_9")
+    done = launch(script, *wrong, check=False)
     assert done.returncode and "error: --model_name_or_path" in done.stderr and "flash_attention_9" in done.stderr
 
 
-@pytest.mark.parametrize("script", [train_bi_encoder, train_cross_encoder])
-def test_lengths_on_a_gpu_are_multiples_of_8_within_the_model(script):
-    class Model:
-        max_seq_length = 77
+def load(bert, *flags):
+    args = train_bi_encoder.parse_args(["--train_data", "x", "--model_name_or_path", str(bert), *flags])
+    return train_bi_encoder.load_model(args)
 
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert [script.padded_length(n, Model, gpu) for n in (1, 8, 9, 72, 73, 77)] == [8, 8, 16, 72, 77, 77]
-    assert [script.padded_length(n, Model, cpu) for n in (1, 9, 77)] == [1, 9, 77]
+
+def test_dropout(bert):
+    """Of every layer, attention included: with 0 two passes in training mode are equal, with the model's own not."""
+    features = {"input_ids": torch.arange(5, 25).view(2, 10), "attention_mask": torch.ones(2, 10, dtype=torch.long)}
+    for flags, equal in ((["--dropout", "0"], True), ([], False), (["--dropout", "0.5"], False)):
+        model = load(bert, *flags).train()
+        one, two = (model(dict(features))["token_embeddings"] for _ in range(2))
+        assert torch.equal(one, two) == equal
+    assert {m.p for m in load(bert, "--dropout", "0.5").modules() if isinstance(m, torch.nn.Dropout)} == {0.5}
+
+
+def test_pooling_prompts_and_length(bert, static, tmp_path):
+    """They are saved with the model."""
+    load(bert, "--pooling", "cls", "--prompts", "q: ", "d: ", "--max_length", "20").save_pretrained(str(tmp_path))
+    model = SentenceTransformer(str(tmp_path), device="cpu")
+    assert model.max_seq_length == 20 and model[1].pooling_mode == "cls"
+    assert model.prompts["query"] == "q: " and model.prompts["document"] == "d: "
+    with torch.no_grad():
+        tokens = model.encode(["a text"], output_value="token_embeddings")[0]
+        assert torch.allclose(torch.tensor(model.encode("a text")), tokens[0], atol=1e-6)
+    with pytest.raises(train_bi_encoder.UserError, match="--pooling cls: "):
+        load(static, "--pooling", "cls")
+    with pytest.raises(train_bi_encoder.UserError, match="--max_length 2000: "):
+        load(bert, "--max_length", "2000")
+
+
+def test_weights_are_float32_whatever_the_folder_holds(bert, tmp_path):
+    """Autocast, if any, needs float32 weights to update."""
+    SentenceTransformer(str(bert), device="cpu").bfloat16().save_pretrained(str(tmp_path))
+    assert {parameter.dtype for parameter in load(tmp_path).parameters()} == {torch.float32}

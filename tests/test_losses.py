@@ -1,0 +1,200 @@
+"""The parts of a step, each against a plain loop or the library: partition, micro-batches, losses."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer import losses
+
+import train_bi_encoder as script
+
+# ------------------------------------------------------------------------------------- partition and micro-batches
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 8])
+def test_parts_of_the_processes_are_even_in_count_and_length(processes):
+    """Gathered one below the other, each padded to the largest, gather_index finds every text again."""
+    lengths = np.random.default_rng(0).pareto(1.5, 257).astype(int) + 1
+    locals_ = [
+        script.make_local_batch(
+            lengths, lambda indices: ([], 0, 0), SimpleNamespace(num_processes=processes, process_index=process)
+        )
+        for process in range(processes)
+    ]
+    parts, size = [local.local_indices.numpy() for local in locals_], locals_[0].max_local_size
+    assert sorted(np.concatenate(parts)) == list(range(257))
+    assert max(map(len, parts)) == size and min(map(len, parts)) >= size - 1
+    totals = [lengths[part].sum() for part in parts]
+    assert max(totals) - min(totals) <= lengths.max()
+    gathered = np.concatenate([np.pad(part, (0, size - len(part)), constant_values=-1) for part in parts])
+    assert all((gathered[local.gather_index] == np.arange(257)).all() for local in locals_)
+
+
+def test_micro_batches_keep_the_budget_and_a_long_text_stands_alone():
+    lengths = [*np.random.default_rng(0).integers(0, 90, 200).tolist(), 500, 0, 0]
+    cuts = script.cut_micro_batches(lengths, 256)
+    assert sorted(sum(cuts, [])) == list(range(203))
+    assert cuts[0] == [200]  # 500 tokens, above the budget
+    assert all(len(cut) * max(lengths[i] for i in cut) <= 256 for cut in cuts[1:])
+    assert [lengths[i] for cut in cuts for i in cut] == sorted(lengths, reverse=True)
+    assert script.cut_micro_batches([], 256) == []
+    assert list(map(len, script.cut_micro_batches([10] * 100, 256))) == [25] * 4  # no smaller than they must be
+
+
+@pytest.mark.parametrize("device, widths", [("cpu", [77, 72, 9, 1]), ("xpu", [77, 72, 16, 8])])
+def test_padded_features_are_those_of_the_tokenizer(bert, device, widths):
+    """The same tensors; widths are multiples of 8 on an accelerator, within the model's own limit."""
+    model = SentenceTransformer(str(bert), device="cpu")
+    model.max_seq_length = 77
+    model.tokenizer.backend_tokenizer.no_padding()
+    model.tokenizer.backend_tokenizer.enable_truncation(77)
+    texts = ["file " * count for count in (70, 7, 500, 0)]  # 72, 9, 77 and 2 tokens with those of the start and end
+    for max_tokens, count in ((10, 4), (10**6, 1)):
+        made, tokens, padded = script.make_micro_batches(texts, model, max_tokens, torch.device(device))
+        assert len(made) == count or count == 1
+        assert tokens == 72 + 9 + 77 + 2 and padded == sum(f["input_ids"].numel() for f, _ in made)
+        if count == 4:
+            assert [f["input_ids"].shape[1] for f, _ in made] == [*widths[:3], max(widths[3], 2)]
+        for features, cut in made:
+            width = features["input_ids"].shape[1]
+            model.tokenizer.backend_tokenizer.no_padding()
+            wanted = model.tokenizer([texts[i] for i in cut], padding="max_length", max_length=width,
+                                     truncation=True, return_tensors="pt")  # fmt: skip
+            model.tokenizer.backend_tokenizer.no_padding()
+            model.tokenizer.backend_tokenizer.enable_truncation(77)
+            assert set(features) == set(wanted)
+            assert all(torch.equal(features[name], wanted[name]) for name in features)
+
+
+def test_texts_that_are_equal_have_equal_ids(bert):
+    """The masks of InfoNCE depend on it: in whichever column they are, prompts included."""
+    model = SentenceTransformer(str(bert), device="cpu")
+    kind = pa.schema([(name, pa.large_string()) for name in "01"])
+    rows = pa.table({"0": ["x", "y", "x"], "1": ["y", "z", "z"]}, kind)
+    for prompts, ids in (([], [[0, 1, 0], [1, 2, 2]]), (["query: ", "text: "], [[0, 1, 0], [2, 3, 3]])):
+        args = script.parse_args(["--train_data", "x", "--columns", "a", "b"])
+        args.prompts = prompts
+        batch = next(script.make_batches([(rows, {})], model, 100, args, Accelerator(cpu=True)))
+        assert batch.ids.tolist() == ids
+        texts = script.column_texts(rows, 2, args).to_pylist()
+        assert texts == [p + t for p, column in zip(prompts or ["", ""], ("xyx", "yzz")) for t in column]
+
+
+# ----------------------------------------------------------------------------------------------------------- losses
+
+
+def embeddings(count, columns, dimensions=8):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(count, dimensions, generator=generator, dtype=torch.float64) for _ in range(columns)]
+
+
+def loss_of(columns, ids, labels=None, rows=None, similarity="cosine", dims=(), loss="infonce", **loss_kwargs):
+    """Return the loss that --loss, --loss_kwargs and --matryoshka_dims choose, of all rows unless `rows` are given."""
+    args = script.parse_args(["--train_data", "x", "--label_column", "y", "--loss", loss])
+    args.loss_kwargs, args.matryoshka_dims = loss_kwargs, list(dims)
+    model = SimpleNamespace(similarity_fn_name=similarity, get_embedding_dimension=lambda: 8)
+    rows = torch.arange(len(columns[0])) if rows is None else rows
+    return script.make_loss(args, model)(columns, ids, labels, rows)
+
+
+def naive_infonce(columns, ids, temperature, symmetric):
+    """-log of a softmax for each row, one score at a time; what equals the row's own texts is no negative."""
+    cosine = torch.nn.functional.cosine_similarity
+    rows, total = len(columns[0]), 0.0
+    for i in range(rows):
+        scores = []
+        for column in range(1, len(columns)):
+            for j in range(rows):
+                own = (column, j) == (1, i)
+                same_anchor = column == 1 and ids[0][j] == ids[0][i]
+                if own or not (same_anchor or ids[column][j] == ids[1][i]):
+                    scores.append(cosine(columns[0][i], columns[column][j], dim=0).item() / temperature)
+        total -= cosine(columns[0][i], columns[1][i], dim=0).item() / temperature
+        total += math.log(sum(map(math.exp, scores)))
+    if symmetric:
+        return (total / rows + naive_infonce([columns[1], columns[0]], [ids[1], ids[0]], temperature, False)) / 2
+    return total / rows
+
+
+def with_duplicates(columns):
+    ids = torch.arange(columns * 7).view(columns, 7)
+    ids[0, 3] = ids[0, 1]  # an anchor twice
+    ids[1, 5] = ids[1, 2]  # a positive twice
+    ids[-1, 4] = ids[1, 6]  # with 4 columns, another row's positive as hard negative
+    return ids
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("columns", [2, 4])
+def test_infonce_is_the_naive_loop(symmetric, columns):
+    given, found = embeddings(7, columns), []
+    for ids in (torch.arange(columns * 7).view(columns, 7), with_duplicates(columns)):
+        found.append(loss_of(given, ids, temperature=0.1, symmetric=symmetric).item())
+        assert found[-1] == pytest.approx(naive_infonce(given, ids.tolist(), 0.1, symmetric), abs=1e-6)
+    assert abs(found[0] - found[1]) > 1e-3  # the mask matters
+
+
+@pytest.mark.parametrize("columns", [2, 3])
+def test_infonce_is_that_of_sentence_transformers(columns):
+    given = embeddings(9, columns)
+    reference = losses.MultipleNegativesRankingLoss(None, scale=20.0).compute_loss_from_embeddings(given, None)
+    found = loss_of(given, torch.arange(columns * 9).view(columns, 9))
+    assert found.item() == pytest.approx(reference.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("limit", [1, 20, 60])
+def test_chunks_of_scores_change_neither_loss_nor_gradient(monkeypatch, symmetric, limit):
+    results = []
+    for most in (script.MAX_SCORES, limit):
+        monkeypatch.setattr(script, "MAX_SCORES", most)
+        given = [column.requires_grad_() for column in embeddings(7, 3)]
+        loss = loss_of(given, with_duplicates(3), symmetric=symmetric)
+        loss.backward()
+        results.append([loss.detach(), *(column.grad for column in given)])
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("similarity", ["dot", "cosine"])
+@pytest.mark.parametrize("own, theirs", [("margin_mse", losses.MarginMSELoss), ("kl", losses.DistillKLDivLoss)])
+def test_teacher_losses_are_those_of_sentence_transformers(bert, own, theirs, similarity):
+    columns, labels = embeddings(7, 4), torch.randn(7, 3, dtype=torch.float64) * 3
+    given = [F.normalize(c, dim=-1) if similarity == "cosine" else c for c in columns]
+    wanted = theirs(SentenceTransformer(str(bert), device="cpu")).compute_loss_from_embeddings(given, labels)
+    found = loss_of(columns, None, labels, similarity=similarity, loss=own, temperature=1.0)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+CASES = {"infonce": {}, "symmetric": {"symmetric": True}, "matryoshka": {"dims": [8, 3]}, "dot": {"similarity": "dot"},
+         "margin_mse": {"loss": "margin_mse"}, "kl": {"loss": "kl", "infonce": 0.5}}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parts_of_the_rows_add_up_to_the_loss_of_the_batch(case):
+    """So that processes share the work: whatever rows each of them takes."""
+    given = embeddings(7, 3), with_duplicates(3), torch.arange(14.0).view(7, 2)
+    parts = [loss_of(*given, torch.arange(first, 7, 3), **CASES[case]) for first in range(3)]
+    assert sum(parts).item() == pytest.approx(loss_of(*given, **CASES[case]).item(), rel=1e-12)
+
+
+def test_matryoshka_is_the_sum_over_cut_embeddings():
+    """The whole embedding counts if it is among the dimensions."""
+    ids, given = torch.arange(14).view(2, 7), embeddings(7, 2)
+    parts = [loss_of([column[:, :size] for column in given], ids) for size in (8, 3)]
+    assert loss_of(given, ids, dims=[8, 3]).item() == pytest.approx(sum(parts).item(), abs=1e-9)
+    with pytest.raises(script.UserError, match="--matryoshka_dims"):
+        loss_of(given, ids, dims=[9])
+
+
+def test_infonce_beside_the_teacher():
+    """Added by its weight: the teacher's scores say nothing about the documents of other rows."""
+    given = embeddings(7, 3), torch.arange(21).view(3, 7), torch.arange(14.0).view(7, 2)
+    for loss in ("kl", "margin_mse"):
+        wanted = loss_of(*given, loss=loss) + 0.5 * loss_of(*given[:2])
+        assert loss_of(*given, loss=loss, infonce=0.5).item() == pytest.approx(wanted.item(), rel=1e-12)
