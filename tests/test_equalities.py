@@ -73,7 +73,7 @@ import sys, time
 from datetime import timedelta
 from accelerate import Accelerator, InitProcessGroupKwargs
 sys.path.insert(0, {root!r})
-import train_bi_encoder as script
+import eval_incremental as script
 
 accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=2))])
 assert script.main_first(accelerator, lambda: time.sleep(4 * accelerator.is_main_process)) is None

@@ -55,7 +55,7 @@ def test_lora(name, corpus, bert, tmp_path):
     assert (tmp_path / "one/model/model.safetensors").read_bytes() == wanted
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", TRAINERS)
 def test_without_dropout_the_layout_changes_nothing(name, corpus, bert, tmp_path):
     """Losses of three layouts of the same batches agree with --dropout 0, and do not with the model's own 0.1."""
     found = {}
