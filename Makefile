@@ -6,8 +6,9 @@ EVALUATE := $(BIN)/python eval_incremental.py --model_name_or_path runs/demo/mod
 .PHONY: demo test chaos clean
 
 demo: .venv/installed
-	test -f data/python_code/corpus.json || $(BIN)/python prepare_corpus.py
-	$(BIN)/python train_bi_encoder.py --output_dir runs/demo --resume
+	$(BIN)/python prepare_corpus.py
+	$(BIN)/python train_bi_encoder.py --batch_size 2048 --learning_rate 0.005 --num_train_epochs 4 \
+		--output_dir runs/demo --resume
 	$(EVALUATE) --output_dir runs/demo/eval
 	$(EVALUATE) --output_dir runs/demo/eval
 	$(EVALUATE) --top_k 3 --query "read a gzip file" "remove duplicates but keep the order" "parse command line arguments"

@@ -1,38 +1,28 @@
-"""Any table to sharded, memory-mappable files; with no arguments, a demo corpus of Python docstrings and functions.
+"""Convert any table to sharded, memory-mappable files; with no arguments, make the demo corpus and its models.
 
     python prepare_corpus.py      # the demo: data/python_code, made from the Python that runs this
     python prepare_corpus.py logs/*.jsonl.zst --output_dir data/logs --columns query clicked
-    python prepare_corpus.py s3://bucket/pairs --output_dir data/pairs --filter "score > 0.5 and lang in ['en', 'de']"
+    python prepare_corpus.py s3://bucket/pairs --output_dir data/pairs --filter "[('score', '>', 0.5)]"
     python prepare_corpus.py --ir_dataset beir/scifact --output_dir data/scifact
     python prepare_corpus.py data/pairs --length_report --model_name_or_path BAAI/bge-small-en-v1.5
 
-A row of the demo (`code` never holds a docstring, so a match has to come from names and logic):
-
-    docstring  Return the first index of value, or -1 if it is absent.
-    code       def find(items, value):\\n    for index, item in enumerate(items): ...
-
-The demo writes {train,heldout}/{stdlib,packages}-00000-of-0000N.parquet and corpus.json (files, pairs). It holds out
-files, not pairs; train has no docstring or code of a held-out file. Rows are shuffled: the first N are a fair sample.
-
-Sources (Parquet, ORC, Arrow file or stream; CSV, TSV, JSON Lines, text, each also .gz or .zst; a path, glob, folder or
-URL) become data-00000-of-0000N.arrow (or .parquet), which `datasets` maps. Memory stays that of a few record batches.
-
---ir_dataset writes a collection of the package ir_datasets in the BEIR layout, which eval_incremental.py reads, and
-its training triples, which the trainers read. --length_report counts tokens and says what padding they cost.
-
-Left out on purpose: types given by hand (CSV and JSON are read twice, first for types that hold every value; dates and
-numbers like 007 stay text), shuffling (the trainers do), remote outputs.
+A row of the demo is {"docstring": "Return the first index of value.", "code": "def find(items, value): ..."}; `code`
+never contains a docstring, so a match has to come from names and logic.
+Output of the demo: {train,heldout}/{stdlib,packages}-*.parquet, corpus.json (files, pairs), and untrained models with
+their own tokenizers: bi_encoder/ (static embeddings), cross_encoder/ (a small BERT). It holds out files, not pairs;
+train has no docstring or code of a held-out file. What exists already is kept (--overwrite makes everything anew).
+Output of a conversion: data-*.arrow or .parquet, which `datasets` maps. A column that a file or a JSON row lacks is
+null there. CSV and JSON are read twice, first for types that hold every row: text, where numbers and texts are mixed.
+Output of --ir_dataset: the BEIR layout, which eval_incremental.py reads, and triples of ids, which the trainers read.
+Left out on purpose: types set by hand, shuffling (the trainers shuffle), remote outputs, ORC.
 """
 
 import argparse
 import ast
-import contextlib
 import functools
 import gc
 import hashlib
-import io
 import json
-import operator
 import random
 import re
 import shutil
@@ -41,47 +31,90 @@ import sysconfig
 import warnings
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain, islice, product
 from pathlib import Path
 
-import fsspec
+import datasets
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.csv as pacsv
-import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
+DEMO = "data/python_code"
 BATCH_ROWS = 1000  # rows of a record batch and of a Parquet row group, as `datasets` itself writes them
-BLOCK_BYTES = 4 << 20  # text parsed at once. pyarrow reads CSV 32 blocks ahead and refuses rows longer than a block
 
-# ------------------------------------------------------------------------------------------------ the demo corpus
+
+# same in train_bi_encoder.py, train_cross_encoder.py
+class UserError(ValueError):
+    """Something the user can fix; printed as one line, without a traceback."""
+
+
+# same in train_bi_encoder.py, train_cross_encoder.py
+@contextmanager
+def user_errors(name):
+    """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause."""
+    try:
+        yield
+    except Exception as error:
+        cause = error
+        while cause.__cause__ and not isinstance(cause, UserError):
+            cause = cause.__cause__
+        reason = "contains no row" if isinstance(cause, StopIteration) else str(cause).strip() or repr(cause)
+        reason = reason.splitlines()[0][:500]
+        if "cast" in reason.lower():  # `datasets` takes the type of a column from its first rows
+            reason += "; prepare_corpus.py can rewrite rows of irregular types"
+        raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
+
+
+@contextmanager
+def new_folder(folder):
+    """Yield an empty folder that replaces `folder` at the end of the block; if that fails, nothing has changed."""
+    part, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(part, ignore_errors=True)  # of a killed run
+    try:
+        part.mkdir(parents=True)
+        yield part
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        part.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise UserError(f"{folder}: not written ({error})") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+# ----------------------------------------------------------------------------------------------------- the demo corpus
 
 HELDOUT_PERCENT = 5  # of files: a few thousand pairs, enough for 1,000 candidates and a look at the variance
 MAX_CODE_CHARS = 4000  # some 1,000 tokens, four times what the trainers read; longer ones are mostly generated tables
-# Test suites hold the same assertion many times over, and their docstrings describe a bug number, not the code.
+# Test suites repeat the same assertion many times over, and their docstrings describe a bug number, not the code.
 SKIPPED_FOLDERS = {"test", "tests", "testing", "_test", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 def definitions(statements):
-    """Yields every function and class among the statements, however nested."""
+    """Yield every function and class among the statements, however nested."""
     for statement in statements:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield statement
-        # Definitions stand in blocks only; ast.walk would visit every expression too and take half of the run.
+        # Definitions occur in blocks only; ast.walk would visit every expression too and take half of the run.
         for block in ("body", "orelse", "finalbody", "handlers", "cases"):
             yield from definitions(getattr(statement, block, ()))
 
 
 def is_stub(node):
-    """Returns whether a statement says nothing about what its function does: pass, a literal, NotImplementedError."""
+    """Return whether a statement tells nothing of what its function does: pass, a literal, NotImplementedError."""
     if isinstance(node, ast.Raise):
         return node.exc is not None and "NotImplemented" in ast.dump(node.exc)
     return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
 
 
 def docstring_pairs(path):
-    """Returns [(first docstring paragraph, source without any docstring)] of a file, or None if it does not parse."""
+    """Return [(first docstring paragraph, source without any docstring)] of a file, or None if it does not parse."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
         with warnings.catch_warnings():
@@ -118,8 +151,8 @@ def docstring_pairs(path):
 
 
 def build_demo(roots, folder):
-    """Writes the demo corpus of `roots` ({source: [folder, ...]}) into `folder`; returns what corpus.json says."""
-    files = []  # (heldout?, source, path)
+    """Write the demo corpus of `roots` ({source: [folder, ...]}) into `folder`; return the content of corpus.json."""
+    files = []  # (is held out, source, path)
     for source, source_roots in roots.items():
         for root in sorted({Path(root).resolve() for root in source_roots}):
             inside = [path.relative_to(root) for path in root.rglob("*.py")]
@@ -148,351 +181,284 @@ def build_demo(roots, folder):
     for (split, source), pairs in rows.items():
         random.Random(0).shuffle(pairs)
         table = pa.table([[docstring for docstring, _ in pairs], [code for _, code in pairs]], schema=schema)
-        write_shards([table], schema, folder / split, source, "parquet", rows_per_shard=20_000)
+        write_shards(iter([table]), schema, folder / split, source, "parquet", rows_per_shard=20_000)
         report["pairs"].setdefault(split, {})[source] = len(pairs)
     (folder / "corpus.json").write_text(json.dumps(report, indent=2) + "\n")
     return report
 
 
-# ---------------------------------------------------------------------------------------------- reading any table
-
-# A CSV column has the first type whose pattern all its values match, else it is text; so 007 and numbers with more
-# digits than the type holds stay as they are. An empty value is null.
-CSV_TYPES = {pa.null(): r"^$", pa.bool_(): r"^(true|false)$", pa.int64(): r"^-?(0|[1-9]\d{0,17})$"}
-CSV_TYPES |= {pa.float64(): r"^-?(0|[1-9]\d{0,14})(\.\d+)?([eE][-+]?\d{1,2})?$"}
+MODEL_MAX_LENGTH = 256  # tokens
+STATIC_DIM = 1024  # on the demo corpus 512 cost 0.007 of MRR@10
 
 
-def kind_of(path):
-    """Returns (kind of table or None, compression or None) by the suffixes of `path`."""
-    # The binary formats compress inside, and reading them means seeking, which a compressed file does not allow.
-    suffixes = r"(?:\.(parquet|orc|arrow)|\.(csv|tsv|jsonl?|txt)(\.gz|\.zst)?|)$"
-    binary, text, compression = re.search(suffixes, path.lower()).groups()
-    return binary or text, {".gz": "gzip", ".zst": "zstd"}.get(compression)
+def save_bi_encoder(folder, texts):
+    """Save a static embedding model (the mean of the embeddings of a text's words) with a tokenizer made for `texts`.
+
+    Vectors begin at random with the length of their inverse document frequency, so that even untrained the rare words
+    of a text outweigh the common ones.
+    """
+    import torch
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, StaticEmbedding
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
+    # identifiers are split into words (readGzipFile, read_gzip_file: read gzip file), and punctuation is dropped
+    camel = Regex(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(camel, " "), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\p{L}\p{M}]+|\p{N}+"), "removed", invert=True)
+    trainer = trainers.BpeTrainer(vocab_size=30_000, min_frequency=2, special_tokens=["[UNK]"], show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.enable_truncation(MODEL_MAX_LENGTH)
+    counts = np.zeros(tokenizer.get_vocab_size())  # (V,) texts that contain a token
+    for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
+        counts[np.unique(encoding.ids)] += 1
+    idf = torch.from_numpy(np.log((len(texts) + 1) / (counts + 1))).float()
+    weights = torch.randn(len(counts), STATIC_DIM, generator=torch.Generator().manual_seed(0))
+    weights *= (idf / idf.max() / STATIC_DIM**0.5)[:, None]  # (V, D)
+    model = SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_weights=weights), Normalize()])
+    model.save_pretrained(str(folder), create_model_card=False)
 
 
-def find_files(sources):
-    """Returns [(fsspec filesystem, path)], sorted within a glob or folder; raises ValueError for one without files."""
-    files = []
-    for source in sources:
-        fs, root = fsspec.url_to_fs(source)
-        if fs.isdir(root):  # which may hold a README, or the notes `datasets` leaves beside its shards
-            notes = ("dataset_info.json", "state.json", "dataset_dict.json")
-            paths = [path for path in fs.find(root) if kind_of(path)[0] and not path.endswith(notes)]
-        else:  # a file before a glob: a name may hold brackets
-            paths = [root] if fs.isfile(root) else [path for path in fs.glob(root) if fs.isfile(path)]
-        if not paths:
-            raise ValueError(f"{source}: no file found; give a file, a glob, a folder or an fsspec URL that has some")
-        if unknown := [path for path in paths if not kind_of(path)[0]]:
-            raise ValueError(
-                f"{unknown[0]}: unknown suffix; parquet, orc, arrow; csv, tsv, json, jsonl, txt[.gz or .zst]"
-            )
-        files += [(fs, path) for path in sorted(paths)]
-    return files
+def save_cross_encoder(folder, texts):
+    """Save a BERT-Mini (4 layers of 256 dimensions: Turc et al. 2019) with random weights and its own tokenizer."""
+    import torch
+    from tokenizers import BertWordPieceTokenizer
+    from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
+
+    wordpieces, special = BertWordPieceTokenizer(), ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    # The trainer chooses and numbers characters in random order, and merges depend on their numbers: specify both.
+    counts = Counter()
+    for char, count in Counter(chain.from_iterable(texts)).items():
+        counts |= {c: counts[c] + count for c in wordpieces._tokenizer.normalizer.normalize_str(char).strip()}
+    alphabet = sorted(counts, key=lambda c: (-counts[c], c))[:1000]
+    fixed = {"initial_alphabet": alphabet, "special_tokens": special + [f"##{char}" for char in alphabet]}
+    wordpieces.train_from_iterator(texts, vocab_size=30_000, show_progress=False, **fixed)
+    wordpieces = BertWordPieceTokenizer(wordpieces.get_vocab())  # only the usual ones are special
+    tokenizer = BertTokenizerFast(tokenizer_object=wordpieces._tokenizer, model_max_length=MODEL_MAX_LENGTH)
+    tokenizer.save_pretrained(folder)
+    shape = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+    shape |= {"vocab_size": len(tokenizer), "max_position_embeddings": MODEL_MAX_LENGTH, "num_labels": 1}
+    torch.manual_seed(0)
+    BertForSequenceClassification(BertConfig(**shape)).save_pretrained(folder)
 
 
-@contextlib.contextmanager
-def blame(path):
-    """Turns an error of a reader into a one-line ValueError which names the file."""
-    try:
-        yield
-    except (pa.ArrowException, OSError, UnicodeError) as error:
-        raise ValueError(f"{path}: truncated or corrupt: {str(error).splitlines()[0]}") from error
+def save_models(folder):
+    """Save bi_encoder/ and cross_encoder/ beside the shards they are made for, unless they exist."""
+    savers = {folder / "bi_encoder": save_bi_encoder, folder / "cross_encoder": save_cross_encoder}
+    if not (missing := [path for path in savers if not path.exists()]):
+        return
+    shards = sorted([*folder.glob("train/*.parquet"), *folder.glob("data-*")])
+    tables = islice(chain.from_iterable(read_columns(str(shard)) for shard in shards), 100)  # of up to 1,000 rows
+    texts = [text for columns in tables for column in columns.values() for text in texts_of(column) if text]
+    if not texts:
+        raise UserError(f"{folder}: contains no text to make a model for")
+    for path in tqdm(missing, desc="making models", unit="model"):
+        with new_folder(path) as part:
+            savers[path](part, texts)
 
 
-def json_batches(stream, path, schema):
-    """Yields record batches of `schema`, or of the narrowest that holds all rows so far; errors name the line."""
-    lines, number, widest = io.BufferedReader(stream), 0, schema or pa.schema([])
+# --------------------------------------------------------------------------------------- reading and converting tables
 
-    def build(rows):
-        nonlocal widest
-        if schema is None:
-            found = pa.schema(list(pa.infer_type([{}, *rows])))  # a row is a struct
-            widest = pa.unify_schemas([widest, found], promote_options="permissive")
-        return pa.RecordBatch.from_pylist(rows, widest)
+FORMATS = {"parquet": "parquet", "arrow": "arrow", "jsonl": "json", "json": "json", "ndjson": "json",
+           "csv": "csv", "tsv": "csv", "txt": "text"}  # fmt: skip
+SUFFIX = re.compile(rf"\.({'|'.join(FORMATS)})(\.(gz|zst|bz2|xz))?$", re.IGNORECASE)
+# A value of CSV that is not kept as a text; never one that a number could not give back, such as 007 or a long id.
+CSV_VALUE = re.compile(r"true|false|-?(0|[1-9]\d{0,14})(\.\d+)?([eE][-+]?\d{1,2})?")
 
-    while block := lines.readlines(BLOCK_BYTES):
-        rows = {}  # {line number: row}
+
+def format_of(file):
+    """Return (format, options) for `datasets` by the suffix of a file."""
+    if not (suffix := SUFFIX.search(file)):
+        raise UserError(f"{file}: unknown suffix; supported: {', '.join(FORMATS)}, the texts also with .gz or .zst")
+    return FORMATS[suffix[1].lower()], {"sep": "\t"} if suffix[1].lower() == "tsv" else {}
+
+
+def files_of(source):
+    """Return the files of a path, glob, folder, URL or Hub id (of its split train), as `datasets` sorts them."""
+    if (Path(source) / "state.json").exists():  # of Dataset.save_to_disk, whose notes are JSON
+        source = f"{source}/*.arrow"
+    is_file = SUFFIX.search(source) or any(char in source for char in "*?[")  # else a folder or a Hub id
+    with user_errors(source):
+        path, files = (format_of(source)[0], source) if is_file else (source, None)
+        builder = datasets.load_dataset_builder(path, data_files=files)
+        return [str(file) for file in builder.config.data_files["train"]]
+
+
+def json_rows(lines):
+    """Yield the objects of lines of JSON."""
+    for line in filter(str.strip, lines):
         try:
-            for line in block:
-                number += 1
-                if line.strip():
-                    rows[number] = {**json.loads(line)}  # what is not an object fails here
-            try:
-                batch = build(list(rows.values()))
-            except (ValueError, TypeError, OverflowError):
-                for number in rows:  # again one by one, to know the line
-                    build([rows[number]])
-                raise
-        except (ValueError, TypeError, OverflowError) as error:  # malformed, not UTF-8, or of another type than before
-            raise ValueError(f"{path}: line {number}: {str(error).replace('line 1 column', 'column')}") from error
-        yield batch
+            yield {**json.loads(line)}
+        except (ValueError, TypeError):
+            raise ValueError(f"not a JSON object: {line[:80]}") from None
 
 
-def inspect(fs, path):
-    """Returns (schema, rows) of one file; all but Parquet and ORC are read to their end."""
-    kind = kind_of(path)[0]
-    if kind in ("parquet", "orc"):
-        dataset = pads.dataset(path, format=kind, filesystem=fs)
-        return dataset.schema.remove_metadata(), dataset.count_rows()
-    schema, rows, fitting = pa.schema([]), 0, {}
-    for batch in read_tables(fs, path):
-        schema, rows = batch.schema.remove_metadata(), rows + batch.num_rows
-        for name, column in zip(schema.names, batch) if kind in ("csv", "tsv") else ():
-            for data_type in list(fitting.setdefault(name, [*CSV_TYPES])):
-                if not pc.all(pc.match_substring_regex(column, CSV_TYPES[data_type]), min_count=0).as_py():
-                    fitting[name].remove(data_type)
-    if kind in ("csv", "tsv"):
-        schema = pa.schema([(name, [*fitting[name], pa.string()][0]) for name in schema.names])
-    return schema, rows
+def read_columns(file, names=None, keep=None):
+    """Yield {column: values}, 1,000 rows of a file at a time: lists for JSON, else Arrow arrays (CSV: of texts)."""
+    kind, options = format_of(file)
+    load = functools.partial(datasets.load_dataset, data_files=file, split="train", streaming=True)
+    with user_errors(file):
+        if kind == "csv":
+            options |= {"keep_default_na": False, "na_values": [""]}  # None, NA and nan are texts
+            header = next(iter(load(kind, **options)), {})
+            options["features"] = datasets.Features(dict.fromkeys(header, datasets.Value("string"))) or None
+        elif kind == "parquet":
+            columns = [name for name in load(kind).features if name in names] if names else None
+            options = {"columns": columns, "filters": keep, "batch_size": BATCH_ROWS}  # skips row groups and columns
+        elif kind in ("json", "text"):
+            options = {"encoding": "utf-8-sig"}
+        stream = load("text" if kind == "json" else kind, **options).with_format("arrow")
+        first = [stream.features.arrow_schema.empty_table()] if kind in ("parquet", "arrow") else []  # types
+        for table in chain(first, stream.iter(batch_size=BATCH_ROWS)):
+            columns = dict(zip(table.column_names, table.columns))
+            if kind == "json":
+                table = list(json_rows(table["text"].to_pylist()))
+                columns = {name: [row.get(name) for row in table] for name in dict.fromkeys(chain(*table))}
+            yield {name: columns.get(name, pa.nulls(len(table))) for name in names or columns}
 
 
-def read_tables(fs, path, schema=None, keep=None):
-    """Yields the record batches of one file; `schema` and the filter `keep` spare what they can."""
-    (kind, compression), names = kind_of(path), schema and schema.names
-    if kind == "parquet":
-        # pyarrow.dataset would do, but holds a row group whole: 1,400 MB where this held 155 MB (487 MB row group).
-        # It still says which row groups the filter can match.
-        (fragment,) = pads.dataset(path, format=kind, filesystem=fs).get_fragments()
-        groups = [group.id for group in fragment.subset(keep).row_groups] if keep is not None else None
-        with fs.open(path, "rb") as raw, pq.ParquetFile(raw, pre_buffer=False, buffer_size=1 << 20) as file:
-            yield from file.iter_batches(BATCH_ROWS, row_groups=groups, columns=names, use_threads=False)
-    elif kind == "orc":
-        ahead = {"batch_readahead": 1, "fragment_readahead": 1, "use_threads": False}
-        dataset = pads.dataset(path, format=kind, filesystem=fs)
-        yield from dataset.to_batches(columns=names, filter=keep, batch_size=BATCH_ROWS, **ahead)
-    elif kind == "arrow":
-        with fs.open(path, "rb") as raw:
-            is_file = raw.read(6) == b"ARROW1"  # else the stream format, which `datasets` writes
-            raw.seek(0)
-            reader = pa.ipc.open_file(raw) if is_file else pa.ipc.open_stream(raw)
-            yield from map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-    else:
-        # pyarrow decompresses: it reads all members of a concatenated file and raises on a truncated one, where
-        # zstandard's reader ends in silence after the first frame.
-        with pa.input_stream(fs.open(path, "rb"), compression=compression) as stream:
-            if kind == "txt":
-                lines = io.TextIOWrapper(stream, "utf-8-sig")
-                while block := lines.readlines(BLOCK_BYTES):
-                    yield pa.RecordBatch.from_pydict({"text": [line.rstrip("\r\n") for line in block]})
-            elif kind in ("csv", "tsv"):
-                read = pacsv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES)
-                parse = pacsv.ParseOptions(delimiter="\t" if kind == "tsv" else ",", newlines_in_values=True)
-                types = {field.name: field.type for field in schema or []}
-                empty = {"strings_can_be_null": True, "null_values": [""]}
-                values = pacsv.ConvertOptions(column_types=types, default_column_type=pa.string(), **empty)
-                yield from pacsv.open_csv(stream, read, parse, values)
-            else:
-                yield from json_batches(stream, path, schema)
+def common_schema(files):
+    """Return the narrowest schema that holds every row of the files; CSV and JSON are read to their end for it."""
+    types = {}
+    for file in tqdm(files, desc="inspecting", unit="file"):
+        kind, _ = format_of(file)
+        for columns in read_columns(file):
+            for name, values in columns.items():
+                if kind == "csv":
+                    values = [json.loads(v) if v and CSV_VALUE.fullmatch(v) else v for v in values.to_pylist()]
+                try:
+                    found = pa.infer_type(values) if isinstance(values, list) else values.type
+                    pair = [pa.schema([("", types.get(name, pa.null()))]), pa.schema([("", found)])]
+                    types[name] = pa.unify_schemas(pair, promote_options="permissive").field(0).type
+                except (ValueError, TypeError, OverflowError):  # numbers and texts, say
+                    types[name] = pa.string()
+            if kind in ("parquet", "arrow"):
+                break
+    # A column without any value is text, as it will be in a file where it has one.
+    return pa.schema([(name, pa.string() if pa.types.is_null(kind) else kind) for name, kind in types.items()])
 
 
-# ------------------------------------------------------------------------------------------------- the conversion
-
-OPERATORS = {ast.And: operator.and_, ast.Or: operator.or_, ast.Eq: operator.eq, ast.NotEq: operator.ne}
-OPERATORS |= {ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge}
-
-
-def parse_filter(text):
-    """Returns (pyarrow expression, names it reads) of a filter in Python syntax; raises ValueError."""
-
-    def build(node):  # an expression, or the plain value of a literal
-        match node:
-            case ast.Name():
-                return pc.field(node.id)
-            case ast.UnaryOp(op=ast.Not()):
-                return ~build(node.operand)
-            case ast.BoolOp():
-                return functools.reduce(OPERATORS[type(node.op)], map(build, node.values))
-            case ast.Compare():  # 0 < score < 1 is two comparisons
-                terms = [build(term) for term in (node.left, *node.comparators)]
-                return functools.reduce(operator.and_, map(compare, terms, node.ops, terms[1:]))
-        return ast.literal_eval(node)
-
-    def compare(left, op, right):
-        match op, right:
-            case (ast.In() | ast.NotIn(), list()):  # of a string, isin would take the letters
-                return left.isin(right) if isinstance(op, ast.In) else ~left.isin(right)
-            case (ast.Is() | ast.Eq(), None):  # in Arrow nothing equals null
-                return left.is_null()
-            case (ast.IsNot() | ast.NotEq(), None):
-                return left.is_valid()
-        return OPERATORS[type(op)](left, right)
-
-    try:
-        tree = ast.parse(text.strip(), mode="eval").body
-        return build(tree) & pc.scalar(True), [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    except (SyntaxError, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise ValueError(f"--filter {text!r}: only comparisons, in [...], is None, and, or, not are known") from error
+def to_array(values, data_type):
+    """Return the values of a column as an array of a type that holds them; in one of texts the others are JSON."""
+    if isinstance(values, list) and pa.types.is_string(data_type):
+        values = [v if v is None or isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in values]
+    return pa.array(values, data_type) if isinstance(values, list) else values.cast(data_type)
 
 
-def common_schema(files, columns, filter_columns):
-    """Returns (schema of the columns wanted that holds every file; rows of each file); or raises ValueError."""
-    schema, first, counts = None, None, []
-    for fs, path in tqdm(files, desc="inspecting", unit="file"):
-        with blame(path):
-            found, rows = inspect(fs, path)
-        counts.append(rows)
-        if not found.names:
-            continue  # an empty JSON Lines file, as job systems leave them
-        names = list(dict.fromkeys([*(columns or found.names), *filter_columns]))
-        if bad := [name for name in names if found.names.count(name) != 1]:
-            raise ValueError(f"{path}: no column {bad[0]!r}, or several; there are {', '.join(found.names)}")
-        # Dictionaries differ from file to file; the values are what the trainers read.
-        types = [found.field(name).type for name in names]
-        found = pa.schema([(n, t.value_type if pa.types.is_dictionary(t) else t) for n, t in zip(names, types)])
-        schema, first = schema or found, first or path
-        if odd := set(schema.names) ^ set(names):
-            raise ValueError(f"{first} and {path}: only one has {', '.join(sorted(odd))}; choose with --columns")
-        try:
-            schema = pa.unify_schemas([schema, found], promote_options="permissive")
-        except pa.ArrowTypeError as error:
-            raise ValueError(f"{first} and {path}: {error}; convert them apart, or choose with --columns") from error
-    if schema is None:
-        raise ValueError(f"{files[0][1]}: no row in any of the {len(files)} files")
-    return schema, counts
+def texts_of(column):
+    """Return the texts of a column of texts or of lists of texts; none of any other column."""
+    column = pc.list_flatten(column) if pa.types.is_list(column.type) else column
+    return column.to_pylist() if pa.types.is_string(column.type) or pa.types.is_large_string(column.type) else []
 
 
-def convert(sources, folder, columns=None, filter_text=None, format="arrow", rows_per_shard=1_000_000):
-    """Writes the rows of `sources` that pass the filter, in order; returns how many; raises ValueError."""
-    keep, filter_columns = parse_filter(filter_text) if filter_text else (None, [])
-    files = find_files(sources)
-    schema, counts = common_schema(files, columns, filter_columns)
-    output_schema = pa.schema([schema.field(name) for name in columns or schema.names])
-    try:
-        schema.empty_table().filter(keep) if keep is not None else None
-    except (pa.ArrowException, TypeError) as error:
-        raise ValueError(f"--filter {filter_text!r}: {str(error).splitlines()[0]}") from error
+def convert(args, folder):
+    """Write the rows of args.sources that pass args.filter into `folder`, in order; return (rows, schema)."""
+    files = list(chain.from_iterable(map(files_of, args.sources)))
+    schema = common_schema(files)
+    if missing := [name for name in args.columns or [] if name not in schema.names]:
+        raise UserError(f"--columns {missing[0]}: the columns are: {', '.join(schema.names)}")
+    # only what is written or looks as if it was in the filter; other columns may be of any type
+    names = [name for name in schema.names if name in (args.columns or schema.names) or name in (args.filter or "")]
+    schema = pa.schema([schema.field(name) for name in names])
+    with user_errors(f"--filter {args.filter!r}"):
+        keep = pq.filters_to_expression(ast.literal_eval(args.filter)) if args.filter else None
+        schema.empty_table().filter(pc.scalar(True) if keep is None else keep)
+    output_schema = pa.schema([schema.field(name) for name in args.columns or schema.names])
 
     def tables():
-        held = output_schema.empty_table()  # a strict filter leaves crumbs, which are slow to map: they are joined
-        with tqdm(total=sum(counts), unit="row", unit_scale=True, desc="converting") as bar:
-            for i, (fs, path) in enumerate(files):
-                with blame(path):
-                    for batch in read_tables(fs, path, schema, keep):
-                        bar.update(batch.num_rows)
-                        table = pa.Table.from_batches([batch]).select(schema.names).cast(schema)
-                        table = (table if keep is None else table.filter(keep)).select(output_schema.names)
-                        held = pa.concat_tables([held, table])
-                        if held.num_rows >= BATCH_ROWS or held.nbytes >= BLOCK_BYTES:
-                            yield held.combine_chunks()
-                            held = output_schema.empty_table()
-                bar.update(sum(counts[: i + 1]) - bar.n)  # rows that the filter spared reading
-        yield held.combine_chunks()
+        for file in files:
+            for columns in read_columns(file, schema.names, keep):
+                with user_errors(file):
+                    table = pa.table([to_array(columns[field.name], field.type) for field in schema], schema=schema)
+                yield (table if keep is None else table.filter(keep)).select(output_schema.names)
 
-    rows = write_shards(tables(), output_schema, folder, "data", format, rows_per_shard)
+    rows = write_shards(tables(), output_schema, folder, "data", args.format, args.rows_per_shard)
     if not rows:
-        raise ValueError(f"--filter {filter_text!r}: keeps none of the {sum(counts)} rows")
-    return rows
+        raise UserError(f"{args.sources[0]}: no row" + (f" passes --filter {args.filter!r}" if args.filter else ""))
+    return rows, output_schema
 
 
 def write_shards(tables, schema, folder, name, format, rows_per_shard):
-    """Writes tables as folder/name-00000-of-0000N.format, at most `rows_per_shard` rows each; returns the rows."""
+    """Write tables as folder/name-00000-of-0000N.format, at most `rows_per_shard` rows each; return the rows."""
     folder.mkdir(parents=True, exist_ok=True)
-    shards, rows, writer = [], 0, None
-    for table in tables:
-        while table.num_rows:
-            if rows % rows_per_shard == 0:
-                if writer:
-                    writer.close()
-                shards.append(folder / f"{name}-{len(shards):05d}.{format}")
-                # The stream format is what `datasets` maps; its batches are uncompressed, so text is never copied.
-                writer = (pa.ipc.new_stream if format == "arrow" else pq.ParquetWriter)(str(shards[-1]), schema)
-            part = table.slice(0, rows_per_shard - rows % rows_per_shard)
-            writer.write_table(part, BATCH_ROWS)
-            rows, table = rows + part.num_rows, table.slice(part.num_rows)
-    if writer:
-        writer.close()
+    shards, rows = [], 0
+    with ExitStack() as stack:
+        # ten at a time, of which a filter may have left few rows: small record batches are slow to map
+        joined = (pa.concat_tables(ten).combine_chunks() for ten in iter(lambda: list(islice(tables, 10)), []))
+        for table in tqdm(joined, desc=f"writing {name}", unit=" x 10,000 rows", delay=1):
+            while table.num_rows:
+                if rows % rows_per_shard == 0:
+                    stack.close()  # the shard before
+                    shards.append(folder / f"{name}-{len(shards):05d}.{format}")
+                    # The stream format is what `datasets` maps; its batches are uncompressed: text is never copied.
+                    new_writer = pa.ipc.new_stream if format == "arrow" else pq.ParquetWriter
+                    writer = stack.enter_context(new_writer(str(shards[-1]), schema))
+                part = table.slice(0, rows_per_shard - rows % rows_per_shard)
+                writer.write_table(part, BATCH_ROWS)
+                rows, table = rows + part.num_rows, table.slice(part.num_rows)
     for i, shard in enumerate(shards):  # their number is known only now
         shard.rename(folder / f"{name}-{i:05d}-of-{len(shards):05d}.{format}")
     return rows
 
 
-# ------------------------------------------------------------------------------------------------ a known collection
-
-
 def save_collection(name, folder):
-    """Writes what a dataset of ir_datasets has as corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv and triples.jsonl.
+    """Write a dataset of ir_datasets as corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv and triples.jsonl.
 
-    A triple (docpairs) becomes the ids of a query, a positive and a negative: the trainers take their texts from
-    --corpus_table and --queries_table. Returns {file: records}.
+    A triple is the ids of a query, a positive and a negative: the trainers take the texts from --corpus and --queries.
     """
-    try:
-        import ir_datasets
-    except ImportError:
-        raise ValueError("--ir_dataset: needs the package ir_datasets: pip install ir_datasets") from None
-    try:
-        dataset = ir_datasets.load(name)
-    except (KeyError, ValueError) as error:
-        raise ValueError(
-            f"--ir_dataset {name}: {' '.join(map(str, error.args))}; ir-datasets.com lists them"
-        ) from None
-    known = ("train", "dev", "validation", "test")
-    own = [part for part in name.split("/") if part in known]
-    splits = {own[-1] if own else "test": dataset}  # of beir/scifact, the judgments are in beir/scifact/test
-    for split in known:
-        with contextlib.suppress(KeyError):
+    import ir_datasets
+
+    dataset, known, files = ir_datasets.load(name), ("train", "dev", "validation", "test"), {}
+    splits = {next((part for part in name.split("/")[::-1] if part in known), "test"): dataset}
+    for split in known:  # of beir/scifact, the judgments are in beir/scifact/test
+        with suppress(KeyError):
             splits[split] = ir_datasets.load(f"{name}/{split}")
-    title = {"title", "text", "doc_id"} <= set(getattr(dataset.docs_cls(), "_fields", ())) if dataset.has_docs() else 0
-
-    def document(doc):  # default_text() is the title and all bodies, as the package itself would index them
-        return {
-            "_id": doc.doc_id,
-            "title": doc.title if title else "",
-            "text": doc.text if title else doc.default_text(),
-        }
-
-    def query(one):
-        return {"_id": one.query_id, "text": one.default_text()}
-
-    def judged(one):
-        return f"{one.query_id}\t{one.doc_id}\t{one.relevance}\n"
-
-    def triple(one):
-        return {"query": one.query_id, "positive": one.doc_id_a, "negative": one.doc_id_b}
-
-    written, seen = {}, set()
-    parts = [("docs", "corpus.jsonl", "", lambda doc: json.dumps(document(doc)) + "\n", dataset)]
-    parts += [("queries", "queries.jsonl", "", lambda one: json.dumps(query(one)) + "\n", part)
-              for part in (dataset, *splits.values())]  # fmt: skip
-    parts += [("qrels", f"qrels/{split}.tsv", "query-id\tcorpus-id\tscore\n", judged, part)
-              for split, part in splits.items()]  # fmt: skip
-    parts += [("docpairs", "triples.jsonl", "", lambda one: json.dumps(triple(one)) + "\n", dataset)]
-    for kind, file, head, line, part in parts:
-        if getattr(part, f"has_{kind}")():
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            with open(folder / file, "a", encoding="utf-8") as sink:
-                if file not in written:
-                    sink.write(head)
-                written.setdefault(file, 0)
-                for one in tqdm(getattr(part, f"{kind}_iter")(), desc=file, unit="", unit_scale=True):
-                    if kind == "queries" and one.query_id in seen:
-                        continue  # of the whole and of a split
-                    seen.update([one.query_id] if kind == "queries" else [])
-                    sink.write(line(one))
-                    written[file] += 1
-    if not written:
-        raise ValueError(f"--ir_dataset {name}: has no documents, queries or judgments; name a dataset under it")
-    return written
+    if dataset.has_docs():
+        # default_text() is the title and all bodies, as the package itself would index them
+        has_title = {"title", "text"} <= set(getattr(dataset.docs_cls(), "_fields", ()))
+        files["corpus.jsonl"] = ({"_id": doc.doc_id, "title": doc.title if has_title else "",
+                                  "text": doc.text if has_title else doc.default_text()}
+                                 for doc in dataset.docs_iter())  # fmt: skip
+    parts = [part for part in (dataset, *splits.values()) if part.has_queries()]
+    if queries := {query.query_id: query.default_text() for part in parts for query in part.queries_iter()}:
+        files["queries.jsonl"] = ({"_id": key, "text": text} for key, text in queries.items())
+    for split, part in splits.items():
+        if part.has_qrels():
+            lines = (f"{row.query_id}\t{row.doc_id}\t{row.relevance}" for row in part.qrels_iter())
+            files[f"qrels/{split}.tsv"] = chain(["query-id\tcorpus-id\tscore"], lines)
+    if dataset.has_docpairs():
+        files["triples.jsonl"] = ({"query": row.query_id, "positive": row.doc_id_a, "negative": row.doc_id_b}
+                                  for row in dataset.docpairs_iter())  # fmt: skip
+    if not files:
+        raise ValueError("no documents, queries or judgments; name a dataset under it")
+    for file, rows in files.items():
+        (folder / file).parent.mkdir(exist_ok=True)
+        with open(folder / file, "w", encoding="utf-8") as sink:
+            for row in tqdm(rows, desc=file, unit_scale=True):
+                sink.write((row if isinstance(row, str) else json.dumps(row)) + "\n")
 
 
-# ------------------------------------------------------------------------------------------------ the length report
+# --------------------------------------------------------------------------------------------------- the length report
+
+BUDGETS = (2048, 4096, 8192, 16_384, 32_768)  # --micro_batch_tokens to compare
+PART_SIZES = (128, 1024, 10_000)  # texts of a batch on one process
 
 
-# same in train_bi_encoder.py, train_cross_encoder.py, eval_incremental.py
-def cut_micro_batches(lengths, budget):
-    """Index lists, longest text first, each of at most `budget` tokens with padding; a longer text stands alone.
+# same in train_bi_encoder.py, train_cross_encoder.py
+def cut_micro_batches(lengths, max_tokens):
+    """Return index lists, longest text first, each of at most `max_tokens` with padding; a longer text stands alone.
 
-    Of all such cuts of the sorted texts the one with the fewest padded tokens, where a forward pass is taken to cost
-    32 tokens of its own at a budget of 2,048, as on CPUs, where 12 to 35 were measured, and 1,024 at 16,384, where it
-    is launched to a GPU. So short texts are not padded to long ones, nor encoded by twos and threes.
-    """
+    Of all such cuts that with the fewest padded tokens, where a forward pass counts as 32 tokens at 2,048 max_tokens
+    (12 to 35 measured on CPUs), and as 1,024 at 16,384 (GPUs)."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     sizes = np.array([max(lengths[i], 1) for i in order])
-    cost_of_a_pass = 32 * (budget / 2048) ** (5 / 3)
+    cost_of_a_pass = 32 * (max_tokens / 2048) ** (5 / 3)
     costs, begins = np.zeros(len(order) + 1), np.zeros(len(order) + 1, dtype=int)  # of the best cut of the first texts
     for end in range(1, len(order) + 1):
-        firsts = np.arange(max(0, min(end - 1, end - budget // sizes[end - 1])), end)  # of the last micro-batch
+        firsts = np.arange(max(0, min(end - 1, end - max_tokens // sizes[end - 1])), end)  # of the last micro-batch
         padded = (end - firsts) * sizes[firsts]
-        padded = np.where((padded <= budget) | (firsts == end - 1), padded, np.inf)
+        padded = np.where((padded <= max_tokens) | (firsts == end - 1), padded, np.inf)
         best = np.argmin(costs[firsts] + padded)
         costs[end], begins[end] = costs[firsts[best]] + padded[best] + cost_of_a_pass, firsts[best]
     cuts, end = [], len(order)
@@ -502,240 +468,132 @@ def cut_micro_batches(lengths, budget):
     return cuts[::-1]
 
 
-def cut_greedily(lengths, budget):
-    """Index lists, longest text first, each filled up to `budget` tokens with padding; a longer text stands alone."""
-    order, cuts = sorted(range(len(lengths)), key=lambda i: -lengths[i]), []
-    while order:
-        count = max(1, budget // max(1, lengths[order[0]]))
-        cuts.append(order[:count])
-        order = order[count:]
-    return cuts
+def length_report(args, folder):
+    """Write lengths.json and lengths.png: token lengths by column, and the padding of some ways to batch them."""
+    from matplotlib.figure import Figure
+    from transformers import AutoTokenizer
 
+    with user_errors(" ".join(args.sources)):
+        listed = [(format_of(files[0]), files) for files in map(files_of, args.sources)]
+        rows = [datasets.load_dataset(kind, data_files=files, split="train", **o) for (kind, o), files in listed]
+        rows = datasets.concatenate_datasets(rows)
+        rows = rows.select_columns(args.columns or rows.column_names)
+    sample = np.sort(np.random.default_rng(0).choice(len(rows), min(args.sample, len(rows)), replace=False))
+    lengths = {}
+    with user_errors(f"--model_name_or_path {args.model_name_or_path}"):
+        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
+        limit = args.max_length or min(tokenizer.model_max_length, 2**20)
+        tables = rows.select(sample).with_format("arrow").iter(batch_size=BATCH_ROWS)
+        for table in tqdm(tables, desc="counting tokens", unit=" x 1,000 rows"):
+            for name in table.column_names:
+                if texts := [text for text in texts_of(table[name]) if text and text.strip()]:
+                    ids = tokenizer(texts, truncation=True, max_length=limit)["input_ids"]
+                    lengths.setdefault(name, []).extend(max(1, len(one)) for one in ids)
+    if not lengths:
+        raise UserError(f"{args.sources[0]}: contains no text; set --columns")
+    texts = np.random.default_rng(0).permutation(np.concatenate(list(lengths.values())))  # their lengths
 
-def token_lengths(sources, columns, tokenize, sample):
-    """({column: int array of the token lengths of its texts}, empty texts), of `sample` rows of the sources."""
-    files = find_files(sources)
-    schema, counts = common_schema(files, columns, [])
-    kinds = {
-        f.name: f.type.value_type if pa.types.is_list(f.type) else f.type for f in schema
-    }  # texts, or lists of them
-    names = [name for name, kind in kinds.items() if pa.types.is_string(kind) or pa.types.is_large_string(kind)]
-    if not names:
-        raise ValueError(f"{files[0][1]}: no column of text among {', '.join(schema.names)}; choose with --columns")
-    total, first, empty = sum(counts), 0, 0
-    wanted = np.sort(np.random.default_rng(0).choice(total, min(sample, total), replace=False, shuffle=False))
-    lengths = {name: [] for name in names}
-    with tqdm(total=len(wanted), unit="row", unit_scale=True, desc="counting tokens") as bar:
-        for fs, path in files:
-            with blame(path):
-                for batch in read_tables(fs, path, schema):
-                    begin, end = np.searchsorted(wanted, [first, first + batch.num_rows])
-                    rows = batch.take(pa.array(wanted[begin:end] - first))
-                    for name in names:
-                        cells = rows.column(name).to_pylist()
-                        cells = [text for cell in cells for text in (cell if isinstance(cell, list) else [cell])]
-                        texts = [text for text in cells if text and text.strip()]
-                        empty += len(cells) - len(texts)
-                        lengths[name] += tokenize(texts) if texts else []
-                    first += batch.num_rows
-                    bar.update(len(rows))
-    return {name: np.array(found) for name, found in lengths.items() if found}, empty
-
-
-def padding_of(lengths, batches):
-    """(share of padding, forward passes) of texts of these lengths in these batches of their indices."""
-    padded = sum(len(batch) * int(lengths[batch].max()) for batch in batches)
-    return 1 - int(lengths.sum()) / padded, len(batches)
-
-
-def length_report(sources, folder, path, columns, max_length, sample):
-    """lengths.json and lengths.png: token lengths by column, and the padding of some ways to batch them."""
-    from transformers import AutoTokenizer  # seconds to import, and wanted here only
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"--model_name_or_path {path}: {reason}; check the path") from None
-    longest = max_length or min(tokenizer.model_max_length, 2**20)
-
-    if longest <= tokenizer.num_special_tokens_to_add():
-        raise ValueError(f"--max_length {longest}: leaves no room beside the special tokens")
-
-    def tokenize(texts):
-        try:
-            ids = tokenizer(texts, truncation=True, max_length=longest)["input_ids"]
-        except Exception as error:  # tokenizers has no class of its own for them
-            raise ValueError(f"--model_name_or_path {path}: its tokenizer fails: {error}") from None
-        return [max(1, len(one)) for one in ids]
-
-    by_column, empty = token_lengths(sources, columns, tokenize, sample)
-    if not by_column:
-        raise ValueError(f"{sources[0]}: holds no text; choose with --columns")
-    lengths = np.concatenate(list(by_column.values()))
-    order = np.random.default_rng(0).permutation(len(lengths))
-
-    def windows(size, cut):
-        """All texts in random order, in windows of `size` of them, each cut by itself."""
-        for window in (order[i : i + size] for i in range(0, len(order), size)):
-            yield from (window[batch] for batch in cut(lengths[window].tolist()))
-
-    def sorted_by(count):
-        def cut(window):
-            longest_first = sorted(range(len(window)), key=lambda i: -window[i])
-            return [longest_first[i : i + count] for i in range(0, len(window), count)]
-
-        return cut
-
-    ways = {"random batches of 32": [order[i : i + 32] for i in range(0, len(order), 32)],
-            "windows of 320, sorted, batches of 32": windows(320, sorted_by(32))}  # fmt: skip
-    budgets = [2048, 4096, 8192, 16_384, 32_768]
-    for budget in tqdm(budgets, desc="cutting", delay=2):
-        for size in (128, 1024, 10_000):
-            ways[f"micro-batches of {budget:,} tokens, {size:,} texts a share"] = list(
-                windows(size, lambda window: cut_micro_batches(window, budget))  # noqa: B023
-            )
-        if len(lengths) <= 10_000:  # slow, and there for comparison only
-            ways[f"the same in one window, cut greedily ({budget:,})"] = cut_greedily(lengths.tolist(), budget)
-    ways = {name: padding_of(lengths, list(batches)) for name, batches in ways.items()}
-    share = {budget: ways[f"micro-batches of {budget:,} tokens, 1,024 texts a share"][0] for budget in budgets}
-    advice = {
-        # what the longest texts lose is rarely worth their quadratic attention
-        "max_length": int(min(longest, -(-np.percentile(lengths, 99) // 8) * 8)),
-        # larger micro-batches are fewer, until they pad more
-        "micro_batch_tokens": max(budget for budget in budgets if share[budget] <= min(share.values()) + 0.02),
-    }
-    marks = (50, 90, 95, 99, 100)
-    about = {
-        "texts": len(lengths), "empty": empty, "max_length": longest, "tokens": int(lengths.sum()),
-        "columns": {name: {"texts": len(found), "mean": float(found.mean()),
-                           **{f"p{mark}": int(np.percentile(found, mark)) for mark in marks}}
-                    for name, found in by_column.items()},
-        "batches": {name: {"padding": padding, "passes": passes} for name, (padding, passes) in ways.items()},
-        "advice": advice,
-    }  # fmt: skip
+    windows = [np.sort(part) for part in np.split(texts, range(320, len(texts), 320))]
+    windows = [batch for window in windows for batch in np.split(window, range(32, len(window), 32))]
+    ways = {"random batches of 32": np.split(texts, range(32, len(texts), 32))}
+    ways["windows of 320, sorted, batches of 32"] = windows
+    for size, budget in product(PART_SIZES, BUDGETS):
+        batches = [
+            p[cut] for p in np.split(texts, range(size, len(texts), size)) for cut in cut_micro_batches(p, budget)
+        ]
+        ways[f"micro-batches of {budget:,} tokens, {size:,} texts a process"] = batches
+    costs = {way: (1 - texts.sum() / sum(len(b) * b.max() for b in ways[way]), len(ways[way])) for way in ways}
+    costs = pd.DataFrame(costs, index=["padding", "passes"]).T
+    padding = costs.padding.to_numpy()[2:].reshape(len(PART_SIZES), len(BUDGETS))
+    # The longest 1 % are rarely worth their quadratic attention; larger micro-batches are fewer, but may pad more.
+    longest = int(min(limit, -(-np.percentile(texts, 99) // 8) * 8))
+    budget = BUDGETS[np.flatnonzero(padding[1] <= padding[1].min() + 0.02)[-1]]
+    columns = pd.DataFrame({k: pd.Series(v).describe([0.5, 0.9, 0.95, 0.99]) for k, v in lengths.items()}).T
+    report = {"texts": len(texts), "tokens": int(texts.sum()), "max_length": limit,
+              "advice": {"max_length": longest, "micro_batch_tokens": budget},
+              "columns": columns.to_dict("index"), "batches": costs.to_dict("index")}  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "lengths.json").write_text(json.dumps(about, indent=1) + "\n")
-    draw_lengths(by_column, ways, budgets, advice, folder / "lengths.png")
-    for name, found in about["columns"].items():
-        print(f"{name}: {found['texts']:,} texts, mean {found['mean']:.0f} tokens, " +
-              ", ".join(f"{mark} % at most {found[f'p{mark}']:,}" for mark in marks))  # fmt: skip
-    print(f"\n{'padding':>8} {'passes':>8}")
-    for name, (padding, passes) in ways.items():
-        print(f"{padding:8.1%} {passes:8,}  {name}")
-    print(f"\n--max_length {advice['max_length']} --micro_batch_tokens {advice['micro_batch_tokens']}"
-          f"   (on a CPU 2048 at most; lengths.json and lengths.png are in {folder})")  # fmt: skip
-
-
-def draw_lengths(by_column, ways, budgets, advice, path):
-    """lengths.png: how long the texts are, and what padding each way of batching costs."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(13, 4), layout="constrained")
-    for name, found in by_column.items():
-        axes[0].hist(found, bins=60, histtype="step", label=name, weights=np.full(len(found), 1 / len(found)))
-    axes[0].axvline(advice["max_length"], color="0.5", linestyle=":", label=f"--max_length {advice['max_length']}")
+    (folder / "lengths.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(columns.fillna(0).round().astype(int).to_string(), end="\n\n")
+    print(costs.to_string(formatters={"padding": "{:.1%}".format, "passes": "{:,.0f}".format}) + "\n")
+    print(f"--max_length {longest} --micro_batch_tokens {budget}   (on a CPU 2048 at most; {folder}/lengths.png)")
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    axes = figure.subplots(1, 2)
+    for name, values in lengths.items():
+        axes[0].hist(values, bins=60, histtype="step", label=name, weights=np.full(len(values), 1 / len(values)))
+    axes[0].axvline(longest, color="0.5", linestyle=":", label=f"--max_length {longest}")
     axes[0].set(xlabel="tokens", ylabel="share of texts")
-    for size in (128, 1024, 10_000):
-        shown = [ways[f"micro-batches of {budget:,} tokens, {size:,} texts a share"][0] for budget in budgets]
-        axes[1].plot(budgets, shown, marker="o", label=f"{size:,} texts a share")
-    for number, name in enumerate(("random batches of 32", "windows of 320, sorted, batches of 32")):
-        axes[1].axhline(ways[name][0], color="0.5", linestyle=("--", ":")[number], label=name)
+    for size, shares in zip(PART_SIZES, padding):
+        axes[1].plot(BUDGETS, shares, marker="o", label=f"{size:,} texts a process")
+    for name, style in zip(costs.index, ("--", ":")):  # the first two, of fixed sizes
+        axes[1].axhline(costs.padding[name], color="0.5", linestyle=style, label=name)
     axes[1].set(xlabel="--micro_batch_tokens", ylabel="padding", xscale="log", ylim=(0, None))
-    axes[1].set_xticks(budgets, [f"{budget:,}" for budget in budgets])
+    axes[1].set_xticks(BUDGETS, [f"{budget:,}" for budget in BUDGETS])
     for axis in axes:
         axis.legend()
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    figure.savefig(folder / "lengths.png", dpi=110)
 
 
-# same in train_bi_encoder.py, train_cross_encoder.py, eval_incremental.py
-def flags_given_twice(words):
-    """Return the flags that stand more than once among the words of a command line: argparse keeps the last."""
-    names = [word.partition("=")[0].replace("-", "_").strip("_") for word in words if word.startswith("--")]
-    return [f"--{name}" for name, count in Counter(names).items() if count > 1]
-
-
-def main(argv=None):
-    """Runs the command line; returns the exit code: 0, or 2 after one line on stderr."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def parse_args(argv):
+    """Return the options; exit with a line about one that is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     option = parser.add_argument
-    option("sources", nargs="*", metavar="SOURCE", help="path, glob, folder or fsspec URL; none: the demo corpus")
-    option("--output_dir", type=Path, help="new folder for the shards (demo: data/python_code)")
-    option("--overwrite", action="store_true", help="replace an output_dir that holds something, once all is written")
+    option("sources", nargs="*", metavar="SOURCE", help="path, glob, folder, URL or Hub id; none: the demo corpus")
+    option("--output_dir", type=Path, help=f"new folder for the shards (default: {DEMO}; of a report runs/lengths)")
+    option("--overwrite", action="store_true", help="replace a non-empty output_dir, once all is written")
     option("--columns", nargs="+", metavar="C", help="columns to keep, in this order (default: all)")
-    option("--filter", metavar="EXPR", help="rows to keep, e.g. \"score > 0.5 and lang in ['en', 'de']\"")
+    option("--filter", metavar="F", help="rows to keep, as pyarrow's filters: \"[('lang', 'in', ['en', 'de'])]\"")
     option("--format", choices=["arrow", "parquet"], default="arrow", help="arrow maps as it is; parquet is smaller")
     option("--rows_per_shard", type=int, default=1_000_000, help="most rows of one file")
-    option(
-        "--ir_dataset", metavar="NAME", help="a collection of the package ir_datasets instead, such as beir/scifact"
-    )
-    option("--length_report", action="store_true", help="count the tokens of SOURCE instead (default: runs/lengths)")
+    option("--make_models", action="store_true", help="add untrained models for SOURCE, as the demo has them")
+    option("--ir_dataset", metavar="NAME", help="a collection of the package ir_datasets, such as beir/scifact")
+    option("--length_report", action="store_true", help="count the tokens of SOURCE instead of converting it")
     option("--model_name_or_path", metavar="M", help="Hub id or folder whose tokenizer --length_report uses")
     option("--max_length", type=int, metavar="N", help="tokens a text is cut to (default: the tokenizer's own)")
     option("--sample", type=int, default=100_000, metavar="N", help="rows that --length_report counts, at random")
-    if twice := flags_given_twice(sys.argv[1:] if argv is None else argv):
-        parser.error(f"{', '.join(twice)}: given twice; give all its values to one")
+    flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
+    if repeated := [flag for flag in flags if flags.count(flag) > 1]:
+        parser.error(f"given twice: {repeated[0]}; list all values after one flag")
     args = parser.parse_args(argv)
-    output_dir = (args.output_dir or Path("data/python_code")).resolve()
-    partial, old = (output_dir.with_name(f".{output_dir.name}.{state}") for state in ("partial", "old"))
-    try:
-        if args.length_report:
-            if args.filter or args.ir_dataset:
-                raise ValueError("--length_report: takes no --filter and no --ir_dataset")
-            if not args.sources or not args.model_name_or_path or min(args.sample, args.max_length or 1) < 1:
-                raise ValueError(
-                    "--length_report: wants SOURCE, --model_name_or_path, --sample and --max_length above 0"
-                )
-            folder = args.output_dir or Path("runs/lengths")
-            length_report(args.sources, folder, args.model_name_or_path, args.columns, args.max_length, args.sample)
-            return 0
-        if args.ir_dataset and (args.sources or not args.output_dir or args.columns or args.filter):
-            raise ValueError("--ir_dataset: wants --output_dir, and no SOURCE, --columns or --filter")
-        if (args.output_dir is None) if args.sources else (args.columns or args.filter):
-            raise ValueError("to convert, name SOURCE and --output_dir; the demo takes no --columns and no --filter")
-        if args.rows_per_shard < 1:
-            raise ValueError(f"--rows_per_shard {args.rows_per_shard}: at least 1 is needed")
-        own = (
-            not args.sources and not args.ir_dataset and (output_dir / "corpus.json").exists()
-        )  # the demo may replace what it made itself
-        if output_dir.exists() and any(output_dir.iterdir()) and not (args.overwrite or own):
-            raise ValueError(f"{output_dir}: exists and is not empty; choose another --output_dir, or --overwrite")
-        for source in args.sources:
-            if output_dir in [Path(source).resolve(), *Path(source).resolve().parents]:
-                raise ValueError(f"{source}: lies in --output_dir, which would be replaced; choose another")
-        shutil.rmtree(partial, ignore_errors=True)  # a killed run's
-        partial.mkdir(parents=True)
-        if args.ir_dataset:
-            done = ", ".join(
-                f"{count:,} in {name}" for name, count in save_collection(args.ir_dataset, partial).items()
-            )
-        elif args.sources:
-            rows = convert(args.sources, partial, args.columns, args.filter, args.format, args.rows_per_shard)
-            done = f"{rows:,} rows"
-        else:
-            paths = sysconfig.get_paths()
-            roots = {"stdlib": [paths["stdlib"]], "packages": [paths["purelib"], paths["platlib"]]}
-            done = build_demo(roots, partial)["pairs"]
-        shutil.rmtree(old, ignore_errors=True)
-        if output_dir.exists():
-            output_dir.rename(old)
-        partial.rename(output_dir)
-        shutil.rmtree(old, ignore_errors=True)
-        print(f"{done} -> {output_dir}")
-    except (ValueError, OSError, ImportError) as error:  # ImportError: fsspec names the package a URL needs
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return 0
+    if min(args.rows_per_shard, args.sample, args.max_length or 1) < 1:
+        parser.error("--rows_per_shard, --sample and --max_length must be above 0")
+    if args.length_report and (not args.sources or not args.model_name_or_path or args.filter):
+        parser.error("--length_report requires SOURCE and --model_name_or_path, without --filter")
+    if (args.ir_dataset and args.sources) or ((args.columns or args.filter) and not args.sources):
+        parser.error("--columns and --filter require SOURCE, --ir_dataset excludes it")
+    if (args.ir_dataset or args.sources) and not (args.output_dir or args.length_report):
+        parser.error("SOURCE and --ir_dataset require --output_dir")
+    return args
+
+
+def main(args):
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it raises is reported once, in one line
+    if args.length_report:
+        return length_report(args, args.output_dir or Path("runs/lengths"))
+    output, is_demo = (args.output_dir or Path(DEMO)).resolve(), not args.sources and not args.ir_dataset
+    if any(output in [Path(source).resolve(), *Path(source).resolve().parents] for source in args.sources):
+        raise UserError(f"--output_dir {output}: contains a SOURCE, which would be replaced; choose another")
+    if args.overwrite or not (is_demo and (output / "corpus.json").exists()):
+        if output.exists() and any(output.iterdir()) and not args.overwrite:
+            raise UserError(f"--output_dir {output}: is not empty; choose another, or --overwrite")
+        with new_folder(output) as part:
+            if args.ir_dataset:
+                with user_errors(f"--ir_dataset {args.ir_dataset}"):
+                    save_collection(args.ir_dataset, part)
+            elif args.sources:
+                rows, schema = convert(args, part)
+                print(f"{rows:,} rows of {', '.join(f'{field.name}: {field.type}' for field in schema)}")
+            else:
+                paths = sysconfig.get_paths()
+                roots = {"stdlib": [paths["stdlib"]], "packages": [paths["purelib"], paths["platlib"]]}
+                print(build_demo(roots, part)["pairs"])
+    if is_demo or args.make_models:
+        save_models(output)
+    print(f"-> {output}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        main(parse_args(sys.argv[1:]))
+    except UserError as error:
+        sys.exit(f"error: {error}")
