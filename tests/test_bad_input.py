@@ -157,7 +157,7 @@ def test_full_disk_during_a_checkpoint(flags, tmp_path, say):
         assert checkpoints() == ["step_00000002", "step_00000004"]
         say("a disk too full for the next checkpoint", 1, "one line; with room, resumed from the one before")
     finally:
-        subprocess.run(["umount", "out"], check=True)
+        subprocess.run(["umount", "--lazy", "out"], check=True)  # weights read from it may still be mapped
 
 
 @pytest.mark.parametrize("what", ["checkpoint", "model"])
@@ -368,7 +368,7 @@ def test_wrong_flag(flags, refusal, monkeypatch, wrong):
         monkeypatch.setitem(globals(), "with_flags", lambda flags, changed: list(map(str, [*flags, *changed])))
     epochs = ["--max_steps", 0] if "epochs" in wrong else []
     message = refusal(flags, "--train_data", jsonl("x.jsonl"), *epochs, *words)
-    assert words[0] in message or (wrong.startswith("--loss") and "loss" in message)
+    assert words[0] in message or words[-1] in message or (wrong.startswith("--loss") and "loss" in message)
     assert not os.path.exists("out/model")
 
 
