@@ -1115,7 +1115,7 @@ On {len(data.eval_rows or [])} held-out rows: {measured or "not evaluated"}
 
 def main(args):
     # ---- set up
-    with user_errors("accelerate"):
+    with user_errors("--report_to, or the launch"):
         accelerator = Accelerator(
             cpu=not torch.accelerator.is_available(),  # else several processes on CPUs would not find one another
             gradient_accumulation_steps=args.gradient_accumulation_steps,
@@ -1207,6 +1207,8 @@ def main(args):
         states = optimizer.optimizer.state_dict()["state"].items()
         moments = {f"{number}.{key}": full_tensor(value) for number, state in states for key, value in state.items()}
         if is_main:
+            if not all(parameter.isfinite().all() for parameter in model_to_save.parameters()):
+                raise UserError(f"step {progress.step}: a weight is not finite: lower --learning_rate, and --resume")
             progress.scaler = accelerator.scaler and accelerator.scaler.state_dict()
             state = asdict(progress) | {"args": asdict(args), "data": data.description}
             folder = output / f"checkpoints/step_{progress.step:08}"

@@ -1184,7 +1184,7 @@ On {len(data.eval_rows or [])} held-out rows: {measured or "not evaluated"}
 
 def main(args):
     # ---- set up
-    with user_errors("accelerate"):
+    with user_errors("--report_to, or the launch"):
         accelerator = Accelerator(
             cpu=not torch.accelerator.is_available(),  # else several processes on CPUs would not find one another
             gradient_accumulation_steps=args.gradient_accumulation_steps,
@@ -1253,9 +1253,8 @@ def main(args):
         accelerator.init_trackers("evenstep", {name: str(value) for name, value in asdict(args).items()})
     signal.signal(signal.SIGTERM, lambda *_: accelerator.set_trigger())
     rows = "a stream" if args.streaming else f"{sum(map(len, data.sources)):,} rows"
-    accelerator.print(f"training {parameters:,} parameters on {rows}, {held_out:,} held out: step "
-                      f"{progress.step:,} of {steps:,}, {accumulation} x {args.batch_size:,} rows, "
-                      f"{processes} x {device.type}")  # fmt: skip
+    start = f"step {progress.step:,} of {steps:,}, {accumulation} x {args.batch_size:,} rows on {processes} x {device}"
+    accelerator.print(f"training {parameters:,} parameters on {rows}, {held_out:,} held out: {start}")
 
     def log(record):
         """Append the record of a step to metrics.jsonl and the trackers."""
@@ -1276,6 +1275,8 @@ def main(args):
         states = optimizer.optimizer.state_dict()["state"].items()
         moments = {f"{number}.{key}": full_tensor(value) for number, state in states for key, value in state.items()}
         if is_main:
+            if not all(parameter.isfinite().all() for parameter in model_to_save.parameters()):
+                raise UserError(f"step {progress.step}: a weight is not finite: lower --learning_rate, and --resume")
             progress.scaler = accelerator.scaler and accelerator.scaler.state_dict()
             state = asdict(progress) | {"args": asdict(args), "data": data.description}
             folder = output / f"checkpoints/step_{progress.step:08}"
