@@ -167,9 +167,9 @@ def parse_args(argv):
     parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], allow_abbrev=False)
     for action in parser._actions:  # --help prints each flag once, without its alias with dashes
         action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
-    flags = Counter(word.partition("=")[0] for word in argv if word.startswith("--"))
+    flags = Counter(word.partition("=")[0].replace("-", "_") for word in argv if word.startswith("--"))
     if repeated := [name for name, times in flags.items() if times > 1]:
-        parser.error(f"{' '.join(repeated)}: given twice; list all values after one flag")
+        parser.error(f"given twice: {' '.join(repeated).replace('__', '--')}; list all values after one flag")
     if argv and argv[0].endswith((".yaml", ".yml", ".json")):
         words = []
         with user_errors(f"{argv[0]}: not a file of flags"):
@@ -920,7 +920,7 @@ def make_loss(args):
         args.loss = "listwise_ce"
         with user_errors(args.train_data[0]):
             files, name = list_files(args.train_data[0])[:1], args.label_column
-            if name and not str(next(open_files(files, [name]).iter(1))[name][0]).startswith("["):  # one label
+            if name and not str(next(open_files(files).iter(1))[name][0]).startswith("["):  # one label
                 args.loss = "bce"
     loss = (MEANS_OVER_PAIRS | LOSSES)[args.loss]
     with user_errors(f"--loss_kwargs of {args.loss}"):
