@@ -181,7 +181,7 @@ def main(kind, count):
             seen["read"] += 1
         except BAD as error:
             assert "\n" not in str(error), f"{kind} {number}: more than a line: {error}"
-            names = ("x.qrels", "x.run", "x.yaml", f"cache{number}", "cache/", "checkpoints")
+            names = ("x.qrels", "x.run", "x.yaml", "--", f"cache{number}", "cache/", "checkpoints")
             assert any(name in str(error) for name in names), f"{kind} {number}: names no file: {error}"
             seen["refused"] += 1
         except BaseException:
