@@ -1102,7 +1102,8 @@ def model_card(args, steps, metrics, data):
 {{library_name: sentence-transformers, pipeline_tag: sentence-similarity, base_model: {args.model_name_or_path}}}
 ---
 A bi-encoder from {args.model_name_or_path},
-trained for {steps:,} steps of {args.batch_size * args.gradient_accumulation_steps:,} rows of {", ".join(args.train_data)}.
+trained for {steps:,} steps of {args.batch_size * args.gradient_accumulation_steps:,} rows of
+{", ".join(args.train_data)}.
 
     model = sentence_transformers.SentenceTransformer("path/of/this/folder")
     scores = model.similarity(model.encode_query(["a query"]), model.encode_document(["a document"]))

@@ -1171,7 +1171,8 @@ def model_card(args, steps, metrics, data):
 {{library_name: sentence-transformers, pipeline_tag: text-ranking, base_model: {args.model_name_or_path}}}
 ---
 A cross-encoder from {args.model_name_or_path},
-trained for {steps:,} steps of {args.batch_size * args.gradient_accumulation_steps:,} rows of {", ".join(args.train_data)}.
+trained for {steps:,} steps of {args.batch_size * args.gradient_accumulation_steps:,} rows of
+{", ".join(args.train_data)}.
 
     model = sentence_transformers.CrossEncoder("path/of/this/folder")
     scores = model.predict([("a query", "a document")])
