@@ -328,7 +328,7 @@ def common_schema(files):
                 if kind == "csv":
                     values = [json.loads(v) if v and CSV_VALUE.fullmatch(v) else v for v in values.to_pylist()]
                 try:
-                    found = pa.infer_type(values) if isinstance(values, list) else values.type
+                    found = pa.array(values).type if isinstance(values, list) else values.type
                     pair = [pa.schema([("", types.get(name, pa.null()))]), pa.schema([("", found)])]
                     types[name] = pa.unify_schemas(pair, promote_options="permissive").field(0).type
                 except (ValueError, TypeError, OverflowError):  # numbers and texts, say

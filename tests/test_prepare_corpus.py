@@ -124,8 +124,7 @@ def bare():
         "Say something useful here.": "def inner():\n    return 2",
     }
     one_liner = 'async def fetch(self): "Fetch the next é item."; x = [\n    1]\n'
-    expected = [("Fetch the next é item.", "async def fetch(self): x = [\n    1]")]
-    assert pairs(one_liner) == expected
+    assert pairs(one_liner) == [("Fetch the next é item.", "async def fetch(self): x = [\n    1]")]
 
 
 @pytest.fixture
@@ -165,9 +164,8 @@ def test_demo_splits_by_file_drops_duplicates_and_imports_nothing(tree):
         assert table.column_names == ["docstring", "code"]
         rows[path.parent.name, path.name.split("-")[0]] = table.to_pylist()
     assert len(rows) == 4
-    assert report["pairs"] == {
-        split: {s: len(rows[split, s]) for s in report["pairs"][split]} for split in report["pairs"]
-    }
+    assert {(split, s): n for split, part in report["pairs"].items() for s, n in part.items()} == {
+        key: len(part) for key, part in rows.items()}  # fmt: skip
     everything = [(split, row) for (split, _), part in rows.items() for row in part]
     # One pair a file of its own, and each duplicate once, on the held-out side.
     assert len(everything) == 210 + 2
@@ -188,11 +186,9 @@ def test_demo_is_byte_identical_and_independent_of_other_files(tree):
     # The split of a file is its own affair: a removed neighbour moves nothing across.
     (tree / "roots/packages/package0/module0.py").unlink()
     third, _ = build(tree, "c")
-    own = [
-        {row["code"] for p in folder.glob("heldout/*") for row in pq.read_table(p).to_pylist()}
-        for folder in (first, third)
-    ]
-    assert {code for code in own[1] if "own" in code} <= {code for code in own[0] if "own" in code}
+    before, after = ([code for path in folder.glob("heldout/*") for code in pq.read_table(path)["code"].to_pylist()]
+                     for folder in (first, third))  # fmt: skip
+    assert {code for code in after if "own" in code} <= set(before)
 
 
 def test_demo_keeps_what_exists_and_replaces_its_own_output_only(tree, monkeypatch):
@@ -229,11 +225,10 @@ def test_demo_keeps_what_exists_and_replaces_its_own_output_only(tree, monkeypat
 
 # ------------------------------------------------------------------------------------------------- the conversion
 
-NAMES = ["a.parquet", "file.arrow", "stream.arrow", "a.csv", "a.csv.gz", "a.tsv", "a.tsv.zst"]
-NAMES += ["a.json", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst"]
+NAMES = "a.parquet file.arrow stream.arrow a.csv a.csv.gz a.tsv a.tsv.zst a.json a.jsonl a.jsonl.gz a.jsonl.zst"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES.split())
 def test_every_format_gives_the_same_rows_and_the_filtered_ones(tmp_path, name):
     source = write(tmp_path / name)
     assert convert(tmp_path, source) == ROWS
@@ -271,12 +266,8 @@ def test_globs_folders_urls_and_several_sources_in_order_and_shards_map(tmp_path
     (folder / "README.md").write_text("not a table")
     saved = tmp_path / "saved"
     datasets.Dataset.from_list(ROWS[:40]).save_to_disk(saved)
-    several = [
-        [folder],
-        [folder / "*.jsonl"],
-        [f"file://{folder}/[ab].jsonl"],
-        [saved, write(tmp_path / "c.csv", ROWS[40:])],
-    ]
+    several = [[folder], [folder / "*.jsonl"], [f"file://{folder}/[ab].jsonl"]]
+    several += [[saved, write(tmp_path / "c.csv", ROWS[40:])]]
     for i, sources in enumerate(several):
         out = tmp_path / f"out{i}"
         run(*sources, "--output_dir", out, "--rows_per_shard", "30")
@@ -299,23 +290,25 @@ def test_irregular_json_becomes_regular(tmp_path):
     assert got[2500] == {**rows[2500], "deep": {"a": None, "b": ["c"]}}
     assert got[2501:] == [{**empty, "mixed": '{"k": [1, "é"]}'}, {**empty, "mixed": "true"}]
     assert convert(tmp_path, write(tmp_path / "b.jsonl", [{"x": None}, {"x": None}])) == [{"x": None}] * 2
+    precise = write(tmp_path / "precise.jsonl", [{"a": 0.5}, {"a": 2**60 + 1}, {"a": 2**80}])
+    assert convert(tmp_path, precise) == [{"a": "0.5"}, {"a": str(2**60 + 1)}, {"a": str(2**80)}]
     two = [write(tmp_path / "c.jsonl", [{"a": 1}]), write(tmp_path / "d.parquet", [{"a": "x", "b": 2}])]
     assert convert(tmp_path, *two) == [{"a": "1", "b": None}, {"a": "x", "b": 2}]
 
 
 def test_values_of_csv_are_kept_as_written(tmp_path):
-    lines = [f"{i},2024-01-01,7,007,12345678901234567890,true,{i},,NA," for i in range(2000)]
+    lines = [f"{i},2024-01-01,7,007,12345678901234567890,true,{i},,NA," for i in range(1500)]
     lines += ['0.5,"un\nknown",7b,008,1,false,,,None,']
     (tmp_path / "a.csv").write_text("n,day,x,code,long,flag,gap,none,word,void\n" + "\n".join(lines) + "\n")
     got = convert(tmp_path, tmp_path / "a.csv")
     same = {"code": "007", "long": "12345678901234567890", "flag": True, "none": None, "void": None, "word": "NA"}
     assert got[0] == {"n": 0.0, "day": "2024-01-01", "x": "7", "gap": 0, **same}
     same = {"code": "008", "long": "1", "flag": False, "none": None, "void": None, "word": "None"}
-    assert got[2000] == {"n": 0.5, "day": "un\nknown", "x": "7b", "gap": None, **same}
+    assert got[1500] == {"n": 0.5, "day": "un\nknown", "x": "7b", "gap": None, **same}
 
 
 def test_models_of_an_own_corpus(tmp_path):
-    from sentence_transformers import CrossEncoder, SentenceTransformer
+    from sentence_transformers import SentenceTransformer
 
     source = write(
         tmp_path / "a.jsonl", [{"q": f"word{i % 9} alpha", "d": ["beta gamma", "delta"]} for i in range(50)]
@@ -323,7 +316,7 @@ def test_models_of_an_own_corpus(tmp_path):
     run(source, "--output_dir", tmp_path / "out", "--make_models")
     tokens = SentenceTransformer(str(tmp_path / "out/bi_encoder"), device="cpu").tokenizer.get_vocab()
     assert {"alpha", "gamma", "delta"} <= set(tokens)
-    assert CrossEncoder(str(tmp_path / "out/cross_encoder"), device="cpu").config.num_labels == 1
+    assert (tmp_path / "out/cross_encoder/model.safetensors").exists()
     numbers = write(tmp_path / "b.jsonl", [{"n": 1}])
     assert "no text" in fail(numbers, "--output_dir", tmp_path / "numbers", "--make_models")
 
@@ -346,7 +339,6 @@ def test_bad_sources_are_one_line_and_lose_nothing(tmp_path):
         "ragged.csv": ("a,b\n1,2\n3,4,5\n", "line 3"),
         "latin.jsonl": (b'{"a": 1}\n\n{"a": "caf\xe9"}\n', "utf-8"),
         "latin.csv": (b"a,b\n1,2\n1,caf\xe9\n", "utf-8"),
-        "precise.jsonl": ('{"a": 0.5}\n{"a": 1152921504606846977}\n', "1152921504606846977"),
         "empty.jsonl": ("", "no row"),
         "a.xlsx": ("", ""),
         "a.parquet.gz": ("", ""),
@@ -356,9 +348,7 @@ def test_bad_sources_are_one_line_and_lose_nothing(tmp_path):
         error = fail(tmp_path / name, "--output_dir", out, "--overwrite")
         assert name in error and expected in error, error
     for source in (
-        tmp_path / "absent.jsonl",
-        tmp_path / "absent*.jsonl",
-        tmp_path / "absent",
+        *(tmp_path / name for name in ("absent.jsonl", "absent*.jsonl", "absent")),
         "nosuch://bucket/a.csv",
     ):
         assert str(source) in fail(source, "--output_dir", out, "--overwrite")
@@ -380,27 +370,22 @@ def test_bad_columns_filters_and_types(tmp_path):
     assert "typed.parquet: " in fail(good, typed, "--output_dir", out)
     assert not out.exists()
     # What can be reconciled without loss is: whole and decimal numbers, null and text.
-    assert convert(tmp_path, good, typed, "--columns", "lang") == [{"lang": row["lang"]} for row in ROWS] + [
-        {"lang": None}
-    ]
+    assert convert(tmp_path, good, typed, "--columns", "lang")[99:] == [{"lang": ROWS[99]["lang"]}, {"lang": None}]
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (["a.csv"], "require --output_dir"),
-        (["a.csv", "--output_dir", "x", "--output_dir=y"], "given twice: --output_dir"),
-        (["a.csv", "--output_dir", "x", "--rows_per_shard", "0"], "must be above 0"),
-        (["--filter", "[]"], "require SOURCE"),
-        (["--ir_dataset", "beir/scifact"], "require --output_dir"),
-        (["a.csv", "--ir_dataset", "beir/scifact"], "excludes"),
-        (["a.csv", "--length_report"], "--length_report requires"),
-    ],
-)
-def test_wrong_flags(flags, expected, capsys):
-    with pytest.raises(SystemExit):
-        prepare_corpus.parse_args(flags)
-    assert expected in capsys.readouterr().err.splitlines()[-1]
+def test_wrong_flags(capsys):
+    for flags, expected in (
+        ("a.csv", "require --output_dir"),
+        ("a.csv --output_dir x --output_dir=y", "given twice: --output_dir"),
+        ("a.csv --output_dir x --rows_per_shard 0", "must be above 0"),
+        ("--filter []", "require SOURCE"),
+        ("--ir_dataset beir/scifact", "require --output_dir"),
+        ("a.csv --ir_dataset beir/scifact", "excludes"),
+        ("a.csv --length_report", "--length_report requires"),
+    ):
+        with pytest.raises(SystemExit):
+            prepare_corpus.parse_args(flags.split())
+        assert expected in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_killed_conversion_leaves_nothing_that_looks_whole(tmp_path):
@@ -472,7 +457,7 @@ def test_length_report(tmp_path, bert, rows, capsys):
         run(*argv, *flags)
         return json.loads((tmp_path / "out/lengths.json").read_text())
 
-    about, ways = report(source), None
+    about = report(source)
     tokenizer = AutoTokenizer.from_pretrained(bert)
     lengths = {name: [min(100, len(tokenizer(row[name])["input_ids"])) for row in rows] for name in rows[0]}
     assert set(about["columns"]) == {"docstring", "code"} and about["texts"] == 2 * len(rows)
@@ -499,10 +484,8 @@ def test_length_report(tmp_path, bert, rows, capsys):
 def test_length_report_on_bad_input(tmp_path, bert):
     numbers = write(tmp_path / "numbers.parquet", [{"number": 1}])
     model = ["--length_report", "--model_name_or_path"]
-    for flags, expected in (
-        ([numbers, *model, bert], "numbers.parquet: contains no text"),
-        ([numbers, *model, bert, "--columns", "title"], "title"),
-        ([numbers, *model, "/nowhere"], "--model_name_or_path /nowhere: "),
-        ([tmp_path / "absent.jsonl", *model, bert], "absent.jsonl: "),
-    ):
+    for flags, expected in (([numbers, *model, bert], "numbers.parquet: contains no text"),
+                            ([numbers, *model, bert, "--columns", "title"], "title"),
+                            ([numbers, *model, "/nowhere"], "--model_name_or_path /nowhere: "),
+                            ([tmp_path / "absent.jsonl", *model, bert], "absent.jsonl: ")):  # fmt: skip
         assert expected in fail(*flags, "--output_dir", tmp_path / "out") and not (tmp_path / "out").exists()
