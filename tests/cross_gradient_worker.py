@@ -4,6 +4,7 @@ accelerate launch tests/cross_gradient_worker.py MODEL SOURCE OUTPUT
 """
 
 import sys
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -16,55 +17,55 @@ LISTS = "--columns docstring documents --label_column"
 CASES = {
     "bce": f"{LISTS} classes --loss bce",
     "mse": f"{LISTS} scores --loss mse",
-    "softmax": f"{LISTS} classes --loss softmax",
+    "listwise_ce": f"{LISTS} classes --loss listwise_ce",
     "drawn": "--columns docstring code",
     "ranknet": f"{LISTS} grades --loss ranknet",
-    "lambda": f'{LISTS} grades --loss lambda --loss_args {{"k":3}}',
+    "lambdaloss": f'{LISTS} grades --loss lambdaloss --loss_kwargs {{"k":3}}',
     "margin_mse": f"{LISTS} scores --loss margin_mse",
     "kl": f"{LISTS} scores --loss kl",
 }
+MEAN_OVER_ROWS = "--columns docstring code --label_column label --loss bce"
 
 model_path, source, output = sys.argv[1:]
 accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
 
 
-def parse(flags):
+def parse(*flags):
     return script.parse_args(["--model_name_or_path", model_path, "--train_data", source, "--eval_rows", "0", *flags])
 
 
-model = script.load_cross_encoder(parse([]), None, False, accelerator)
+def gradients_of(flags, settings, accumulation=1):
+    """Yield (gradient of a step, loss of its last batch, micro-batches on this process, rows) for each setting.
+
+    settings: (max_tokens, grad_cache). The step is of the first `accumulation` batches.
+    """
+    args = parse(*flags)
+    loss_fn = script.make_loss(args)
+    data = script.open_data(args, script.clean_groups)
+    rows = list(islice(script.row_batches(data.sources, data.weights, args), accumulation))
+    accelerator.gradient_accumulation_steps = accumulation
+    for max_tokens, args.grad_cache in settings:
+        model.zero_grad()
+        for number, batch in enumerate(script.make_batches(rows, model, max_tokens, args, accelerator)):
+            sync = number == accumulation - 1
+            loss = script.forward_backward(prepared, batch, loss_fn, [0, 0, number], sync, args, accelerator)
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+        yield gradient, loss.item(), len(batch.local.micro_batches), batch.rows.to_pylist()
+
+
+model = script.load_model(parse())
 with torch.no_grad():  # freshly initialised, documents hardly differ, and the gradient of a group cancels to 0.0005
     for parameter in model.parameters():
         parameter.mul_(5 if parameter.ndim > 1 else 1)
-script.freeze_unscored(model, accelerator)
+features, _ = script.make_micro_batches(["a query"], ["a document"], model, 100, accelerator.device)[0][0]
+script.freeze_unused(model, script.score(model, features, accelerator))
 prepared = accelerator.prepare(model).eval()  # no dropout: it differs from micro-batch to micro-batch
-
-
-def gradient(flags, budget, accumulation=1):
-    """(gradient of one step of `accumulation` batches, loss of the last, its micro-batches, its pairs)."""
-    args = parse(flags)
-    args.loss = args.loss or script.default_loss(args)
-    sources, weights, *_ = script.open_data(args, accelerator, script.checked_group)
-    rows = script.row_batches(sources, weights, args, None, script.checked_group)
-    loss_fn = script.make_pair_loss(args)
-    batches = script.make_pair_batches(rows, model, budget, args, accelerator)
-    accelerator.gradient_accumulation_steps = accumulation
-    model.zero_grad()
-    for number in range(accumulation):
-        batch = next(batches)
-        sync = number == accumulation - 1
-        loss = script.backward_pairs(prepared, batch, loss_fn, [0, 0, number], sync, args, accelerator)
-    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
-    return found, loss, len(batch.share.micro_batches), script.row_pairs(batch.rows)
-
-
+settings = [(max_tokens, cache) for max_tokens in (300, 700, 10**6) for cache in (False, True)]
 gradients = {}
 for name, flags in CASES.items():
-    for budget in (300, 10**6):
-        for cache in ("false", "true"):
-            setting = [*flags.split(), "--batch_size", "7", "--grad_cache", cache]
-            gradients[f"{name} {budget} {cache}"] = gradient(setting, budget)
-point = ["--columns", "docstring", "code", "--label_column", "label", "--loss", "bce"]
-gradients["one batch of 64"] = gradient([*point, "--batch_size", "64"], 2000)
-gradients["four batches of 16"] = gradient([*point, "--batch_size", "16"], 2000, accumulation=4)
+    found = gradients_of([*flags.split(), "--batch_size", "7"], settings)
+    gradients |= {(name, *setting): gradient for setting, gradient in zip(settings, found)}
+mean = MEAN_OVER_ROWS.split()
+(gradients["one batch of 64"],) = gradients_of([*mean, "--batch_size", "64"], [(2000, False)])
+(gradients["four batches of 16"],) = gradients_of([*mean, "--batch_size", "16"], [(2000, False)], accumulation=4)
 torch.save(gradients, f"{output}.{accelerator.process_index}.pt")
