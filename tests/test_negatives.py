@@ -6,7 +6,6 @@ import signal
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import ROOT, launch, write_jsonl
 from forked import last_of
 
@@ -185,65 +184,11 @@ def test_both_trainers_read_the_rows(mine, beir, bert, tmp_path):
         (train_cross_encoder, ["--label_column", "scores", "--loss", "kl"]),
     ):
         folder = tmp_path / f"{trainer.__name__}_{'_'.join(map(str, more))}"
-        flags = ["--model_name_or_path", bert, "--train_data", tmp_path / "mined.jsonl", "--data_cache", "cache",
+        flags = ["--model_name_or_path", bert, "--train_data", tmp_path / "mined.jsonl",
                  "--eval_rows", 8, "--batch_size", 16, "--max_steps", 2, "--output_dir", folder, *more]  # fmt: skip
         trainer.main(trainer.parse_args(list(map(str, flags))))
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert np.isfinite(lines[-1]["loss"]) and "MRR@10" in lines[0]
-
-
-def test_teachers_losses_against_the_library(bert):
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer import losses
-
-    import train_bi_encoder as trainer
-
-    torch.manual_seed(0)
-    columns = [torch.randn(7, 16, requires_grad=True) for _ in range(4)]
-    labels = torch.randn(7, 3) * 3
-    model = SentenceTransformer(str(bert), device="cpu")
-    for own, theirs in (
-        (trainer.teacher_margin_mse, losses.MarginMSELoss(model)),
-        (trainer.teacher_kl, losses.DistillKLDivLoss(model)),
-    ):
-        for similarity in ("dot", "cosine"):
-            given = [F.normalize(c, dim=-1) if similarity == "cosine" else c for c in columns]
-            wanted = theirs.compute_loss_from_embeddings(given, labels)
-            found = own(columns, labels, temperature=1.0, similarity=similarity)
-            assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
-        query, documents = columns[0], torch.stack(columns[1:], 1)
-        scores = (F.normalize(query, dim=-1)[:, None] * F.normalize(documents, dim=-1)).sum(-1) / 0.05
-        total = 0.0
-        for row, teacher in zip(scores.tolist(), labels.tolist()):  # a plain loop
-            if own is trainer.teacher_margin_mse:
-                total += sum((row[0] - row[i] - teacher[0] + teacher[i]) ** 2 for i in (1, 2)) / 2
-            else:
-                p, q = (np.exp(v) / np.exp(v).sum() for v in (np.array(teacher), np.array(row)))
-                total += (p * np.log(p / q)).sum()
-        assert own(columns, labels).item() == pytest.approx(total / 7, rel=1e-4)
-    args = trainer.parse_args(
-        ["--loss", "kl", "--train_data", "x", "--model_name_or_path", "x", "--label_column", "s"]
-    )
-    with pytest.raises(
-        trainer.BadInput, match="row 3: 2 scores for 3 documents; --loss kl wants two documents or more"
-    ):
-        trainer.checked_scores((["q", "a", "b", "c"], [1, 2], "x", 3), args)
-    assert trainer.checked_scores((["q", "a", "b"], [1, 2], "x", 3), args)
-    args.on_bad_row = "skip"
-    assert trainer.checked_scores((["q", "a"], [1], "x", 3), args) is None
-    args.loss_args = {"infonce": 0.5, "temperature": 0.1}
-    ids = torch.arange(28).view(4, 7)
-    wanted = trainer.teacher_kl(columns, labels, 0.1) + trainer.infonce(columns, ids, 0.1) / 2
-    assert trainer.make_loss(args, model)(columns, ids, labels).item() == pytest.approx(wanted.item())
-    for options, said in (
-        ({"infonce": -1}, "the weight of infonce -1 is no number of 0 or more"),
-        ({"temperature": 0}, "the temperature 0 is no number above 0"),
-        ({"similarity": "euclid"}, "the similarity 'euclid' is neither cosine nor dot"),
-        ({"scale": 1}, "kl has no scale; it has temperature, similarity"),
-    ):
-        args.loss_args = options
-        with pytest.raises(trainer.BadInput, match=said):
-            trainer.make_loss(args, model)
 
 
 def test_two_processes_mine_the_same_rows(bert, tmp_path, rows):
