@@ -264,25 +264,18 @@ def test_shapes(suffix, way):
     ragged = [{"q": "a", "d": ["b", "c", "d"], "y": [0, 1, 0]}, {"q": "e", "d": ["f", "g"], "y": [1, 0]}]
     wanted = [(["a", "b", "c", "d"], [0, 1, 0]), (["e", "f", "g"], [1, 0])]
     assert read(ragged, "--label_column", "y") == ("listwise_ce", wanted)
+    as_json = [{"q": "a", "d": "b", "e": "c", "y": "[1, 0]"}]  # the labels of a CSV file
+    assert read(as_json, "--label_column", "y") == ("listwise_ce", [(["a", "b", "c"], [1, 0])])
     teacher = ["--label_column", "y", "--loss", "margin_mse"]
     assert read([{"q": "a", "d": "b", "e": "c", "y": 2.5}], *teacher)[1] == [(["a", "b", "c"], [0, -2.5])]
     assert read([{"q": "a", "d": "b", "e": "c", "y": [3.0, 0.5]}], *teacher)[1] == [(["a", "b", "c"], [3, 0.5])]
     assert read([{"q": "a", "d": "b", "e": "c"}], "--num_negatives", 0)[1] == [(["a", "b"], [1])]
 
 
-def test_labels_of_a_text_file_are_json():
-    Path("x.csv").write_text('q,d,e,y\na,b,c,"[1, 0]"\n')
-    args = script.parse_args(["--train_data", "x.csv", "--label_column", "y", "--eval_rows", "0"])
-    script.make_loss(args)
-    data = script.open_data(args, script.clean_groups)
-    assert args.loss == "listwise_ce" and data.sources[0].take(1)["labels"].to_pylist() == [[1, 0]]
-
-
-def groups_of(rows, *flags):
+def groups_of(rows):
     """Return (Table of cleaned rows, Args); rows: (query, document or documents)."""
-    args = parse("--columns", "q", "d", *flags)
-    table = pa.table({"q": [query for query, _ in rows], "d": [documents for _, documents in rows]})
-    return script.clean_groups(table, "x", [None, None], args)[0], args
+    args, (queries, documents) = parse("--columns", "q", "d"), zip(*rows)
+    return script.clean_groups(pa.table({"q": queries, "d": documents}), "x", [None, None], args)[0], args
 
 
 def test_drawn_negatives(monkeypatch):
@@ -293,15 +286,14 @@ def test_drawn_negatives(monkeypatch):
 
     found = draw([1, 2])
     assert found == draw([1, 2]) != draw([1, 3])
-    for row in found:
-        (positive, *negatives), same = row["documents"], [r for r in found if r["query"] == row["query"]]
-        assert len(set(negatives)) == 4 and row["labels"] == [1, 0, 0, 0, 0]
-        assert not {r["documents"][0] for r in same} & {positive, *negatives} - {positive}
-    assert [row["documents"][0] for row in found] == [f"document {i % 17}" for i in range(40)]
     everything = {f"document {i}" for i in range(17)}
+    for i, (row, all_drawn) in enumerate(zip(found, draw([1, 2], 99))):
+        positive, *negatives = row["documents"]
+        assert positive == f"document {i % 17}" and row["labels"] == [1, 0, 0, 0, 0]
+        same_query = {positive, f"document {(i ^ 1) % 17}"}
+        assert len(set(negatives)) == 4 and not same_query & set(negatives)
+        assert set(all_drawn["documents"][1:]) == everything - same_query
     assert {document for row in found for document in row["documents"][1:]} == everything
-    for i, row in enumerate(draw([1, 2], 99)):  # all there are
-        assert set(row["documents"]) == everything - {found[i ^ 1]["documents"][0]}
     monkeypatch.setattr(script, "MAX_KEYS", 50)  # drawn in parts, the same
     assert draw([1, 2]) == found
 
@@ -316,7 +308,7 @@ def test_negatives_are_drawn_for_lone_positives_only():
     assert script.draw_negatives(table, 4, [0], args) is table
     for rows in ([("a", "b"), ("a", "c")], [("a", "b"), ("d", "b")]):
         with pytest.raises(script.UserError, match="no other row has a negative to draw"):
-            script.draw_negatives(*groups_of(rows)[:1], 4, [0], parse())
+            script.draw_negatives(groups_of(rows)[0], 4, [0], parse())
 
 
 def test_ids_in_lists():
@@ -420,14 +412,12 @@ def test_measures_are_the_naive_ones():
         assert script.class_measures(scores, labels) == pytest.approx(naive_class_measures(scores, labels))
     groups = np.repeat(np.arange(40), random.integers(1, 30, 40))
     scores, labels = random.permutation(len(groups)) / 100, random.integers(0, 3, len(groups)) * 1.0
-    assert script.ranking_measures(scores, labels, groups) == pytest.approx(
-        library_ranking_measures(scores, labels, groups)
-    )
+    wanted = library_ranking_measures(scores, labels, groups)
+    assert script.ranking_measures(scores, labels, groups) == pytest.approx(wanted)
     teacher = random.random(len(groups))
     best = np.array([teacher[i] == teacher[groups == groups[i]].max() for i in range(len(groups))])
-    assert script.ranking_measures(scores, teacher, groups, True) == pytest.approx(
-        library_ranking_measures(scores, best, groups)
-    )
+    wanted = library_ranking_measures(scores, best, groups)
+    assert script.ranking_measures(scores, teacher, groups, True) == pytest.approx(wanted)
     equal = script.ranking_measures(np.ones(2), np.array([1.0, 0.0]), np.zeros(2, int))
     assert equal["MRR@10"] == 0.5  # a model that gives one score to all is not flattered
 
@@ -554,21 +544,13 @@ def test_without_dropout_two_processes_train_the_same_model(settings, tmp_path):
     assert len(found[0]) == 6 and found[1] == pytest.approx(found[0], rel=1e-4)
 
 
-def test_dropout(bert):
-    """Of every layer, attention included: with 0 two passes in training mode are equal, with the model's own not."""
-    for flags, equal in ((["--dropout", 0], True), ([], False)):
-        model = script.load_model(parse("--model_name_or_path", bert, *flags)).train()
-        features, _ = script.make_micro_batches(["a query"], ["a text"], model, 99, torch.device("cpu"))[0][0]
-        one, two = (script.score(model, features, Accelerator(cpu=True)) for _ in range(2))
-        assert torch.equal(one, two) == equal
-
-
 # ------------------------------------------------------------------------------------------------------- whole runs
 
 
 @pytest.mark.parametrize("loss", ["bce", "listwise_ce"])
 def test_copied_alone_into_an_empty_folder(tmp_path, rows, bert, loss):
-    """What it leaves behind; model and checkpoint load as a CrossEncoder that gives the trained scores."""
+    """What it leaves behind; model and checkpoint load as a CrossEncoder that gives the trained scores: bce trains a
+    probability, every other loss the logit itself."""
     shutil.copy(SCRIPT, tmp_path)
     labels = [{"label": i % 2} if loss == "bce" else {} for i in range(80)]
     write("x.jsonl", [{**row, "code": row["code"][:200], **label} for row, label in zip(rows, labels)])
@@ -633,7 +615,6 @@ BAD_GROUPS = [
     ({"y": [1, 1]}, "--loss lambdaloss", "--loss lambdaloss takes labels that differ"),
     ({"y": [0, 0]}, "--loss ranknet", "--loss ranknet takes labels that differ"),
     ({"y": [1, -1]}, "--loss lambdaloss", "--loss lambdaloss takes labels of 0 to 100"),
-    ({"y": [1, 101]}, "--loss lambdaloss", "--loss lambdaloss takes labels of 0 to 100"),
     ({"y": [1, 0, 0]}, "", "as many labels as documents"),
     ({"y": []}, "", "as many labels as documents"),
     ({"y": None}, "", "in the row"),
@@ -645,7 +626,6 @@ BAD_GROUPS = [
     ({"d": [], "y": []}, "", "'d' has no text"),
     ({"d": None}, "", "'d' has no text"),
     ({"d": ["one", ""]}, "", "'d' has no text"),
-    ({"d": ["one", None]}, "", "'d' has no text"),
     ({"d": ["one", 3]}, "", "'d' has no text"),
     ({"d": "a text"}, "", "in the row"),
     ({"d": ["one"], "y": [1]}, "--loss kl", "two documents"),
@@ -720,10 +700,3 @@ def test_a_new_head_is_a_function_of_the_seed(bert):
         return script.load_model(parse("--model_name_or_path", bert, "--seed", seed)).model.classifier.weight
 
     assert torch.equal(head(1), head(1)) and not torch.equal(head(1), head(2))
-
-
-def test_what_predict_applies(bert):
-    """bce trains a probability, every other loss the logit itself."""
-    for loss, kind in (("bce", torch.nn.Sigmoid), ("mse", torch.nn.Identity), ("listwise_ce", torch.nn.Identity)):
-        model = script.load_model(parse("--model_name_or_path", bert, "--loss", loss))
-        assert isinstance(model.activation_fn, kind)
