@@ -49,10 +49,11 @@ def test_schedule(run):
 
 def test_card(run):
     """What was trained, on what, measured on what rows, and a command that starts it again."""
-    card, last = (run / "model/README.md").read_text(), metrics(run)[-1]
+    text, last = (run / "model/README.md").read_text(), metrics(run)[-1]
+    card = " ".join(text.split())
     assert "library_name: sentence-transformers" in card and f"{last['MRR@10']:.4f}" in card
     assert "100 held-out rows" in card and f"{last['step']:,} steps of 64 rows" in card
-    (command,) = re.findall(r"^ +(.*train_bi_encoder\.py .*)$", card, re.M)
+    (command,) = re.findall(r"^ +(.*train_bi_encoder\.py .*)$", text, re.M)
     assert "--batch_size 64" in command and "--resume" not in command and "'query: '" in command
 
 
