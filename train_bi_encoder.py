@@ -370,18 +370,23 @@ def as_texts(column, name, ids=False):
 def as_labels(column):
     """Return (array of float64 or of lists of them, whether each is null or not finite). Texts are parsed as JSON."""
 
-    def parse(text):
+    def parse(cell):
         with suppress(ValueError, TypeError):
-            return np.asarray(json.loads(text), float).tolist()
+            value = list(map(json.loads, cell)) if isinstance(cell, list) else json.loads(cell)
+            return np.asarray(value, float).tolist()
 
-    if isinstance(column.type, pa.JsonType) or column.type in (pa.string(), pa.large_string()):
-        column = pa.chunked_array([[parse(text) for text in column.to_pylist()]])
+    kind = column.type.value_type if pa.types.is_list(column.type) else column.type
+    if isinstance(kind, pa.JsonType) or kind in (pa.string(), pa.large_string()):
+        values = [parse(cell) for cell in column.to_pylist()]
+        nested = any(isinstance(value, list) for value in values)
+        column = pa.chunked_array([[value if isinstance(value, list) == nested else None for value in values]])
     if not pa.types.is_nested(column.type):
         labels = column.cast(pa.float64()).combine_chunks()
         return labels, pc.invert(pc.is_finite(labels))
     labels = column.cast(pa.list_(pa.float64())).combine_chunks()
     bad = pc.fill_null(pc.invert(pc.is_finite(pc.list_flatten(labels))), True)
-    return labels, pc.is_in(pa.array(np.arange(len(labels))), pc.list_parent_indices(labels).filter(bad))
+    bad = pc.is_in(pa.array(np.arange(len(labels))), pc.list_parent_indices(labels).filter(bad))
+    return labels, pc.or_(bad, pc.is_null(labels))
 
 
 def drop_bad_rows(table, problems, original, source, args):
@@ -1127,6 +1132,7 @@ def main(args):
         )
     check_launch(accelerator)
     transformers.utils.logging.disable_progress_bar()  # of each small file that is loaded or saved
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each load of a local file asks the Hub
     accumulation = args.gradient_accumulation_steps = accelerator.gradient_accumulation_steps  # a launch may set it
     device, is_main, processes = accelerator.device, accelerator.is_main_process, accelerator.num_processes
     output = Path(args.output_dir)

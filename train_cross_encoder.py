@@ -375,18 +375,23 @@ def as_texts(column, name, ids=False):
 def as_labels(column):
     """Return (array of float64 or of lists of them, whether each is null or not finite). Texts are parsed as JSON."""
 
-    def parse(text):
+    def parse(cell):
         with suppress(ValueError, TypeError):
-            return np.asarray(json.loads(text), float).tolist()
+            value = list(map(json.loads, cell)) if isinstance(cell, list) else json.loads(cell)
+            return np.asarray(value, float).tolist()
 
-    if isinstance(column.type, pa.JsonType) or column.type in (pa.string(), pa.large_string()):
-        column = pa.chunked_array([[parse(text) for text in column.to_pylist()]])
+    kind = column.type.value_type if pa.types.is_list(column.type) else column.type
+    if isinstance(kind, pa.JsonType) or kind in (pa.string(), pa.large_string()):
+        values = [parse(cell) for cell in column.to_pylist()]
+        nested = any(isinstance(value, list) for value in values)
+        column = pa.chunked_array([[value if isinstance(value, list) == nested else None for value in values]])
     if not pa.types.is_nested(column.type):
         labels = column.cast(pa.float64()).combine_chunks()
         return labels, pc.invert(pc.is_finite(labels))
     labels = column.cast(pa.list_(pa.float64())).combine_chunks()
     bad = pc.fill_null(pc.invert(pc.is_finite(pc.list_flatten(labels))), True)
-    return labels, pc.is_in(pa.array(np.arange(len(labels))), pc.list_parent_indices(labels).filter(bad))
+    bad = pc.is_in(pa.array(np.arange(len(labels))), pc.list_parent_indices(labels).filter(bad))
+    return labels, pc.or_(bad, pc.is_null(labels))
 
 
 def drop_bad_rows(table, problems, original, source, args):
@@ -687,7 +692,11 @@ MAX_KEYS = 2**24  # random numbers drawn at a time: 128 MB
 
 def flatten(column):
     """Return (values of each row, (n,) int64; all values, row after row) of a column of lists or of single values."""
-    if not pa.types.is_nested(column.type):
+    if isinstance(column.type, pa.JsonType):  # what `datasets` makes of a column of lists and single values
+        cells = [json.loads(cell or "[]") for cell in column.to_pylist()]
+        cells = [[t if isinstance(t, str | int) else None for t in (c if isinstance(c, list) else [c])] for c in cells]
+        column = pa.chunked_array([[[None if t is None else str(t) for t in cell] for cell in cells]])
+    if not pa.types.is_list(column.type):
         return np.ones(len(column), np.int64), column
     return pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64), pc.list_flatten(column)
 
@@ -918,10 +927,10 @@ def make_loss(args):
     """Return the loss, a function; set args.loss if it is not given."""
     if not args.loss:
         args.loss = "listwise_ce"
-        with user_errors(args.train_data[0]):
+        with user_errors(f"{args.train_data[0]}: --label_column {args.label_column}"):
             files, name = list_files(args.train_data[0])[:1], args.label_column
-            if name and not str(next(open_files(files).iter(1))[name][0]).startswith("["):  # one label
-                args.loss = "bce"
+            if name and not str(next(open_files(files).select_columns([name]).iter(1))[name][0]).startswith("["):
+                args.loss = "bce"  # one label a row
     loss = (MEANS_OVER_PAIRS | LOSSES)[args.loss]
     with user_errors(f"--loss_kwargs of {args.loss}"):
         inspect.signature(loss).bind(None, None, None, **args.loss_kwargs)
@@ -1196,6 +1205,7 @@ def main(args):
         )
     check_launch(accelerator)
     transformers.utils.logging.disable_progress_bar()  # of each small file that is loaded or saved
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each load of a local file asks the Hub
     accumulation = args.gradient_accumulation_steps = accelerator.gradient_accumulation_steps  # a launch may set it
     device, is_main, processes = accelerator.device, accelerator.is_main_process, accelerator.num_processes
     output = Path(args.output_dir)

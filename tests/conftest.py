@@ -17,7 +17,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # threads of two test files at a time would
 CACHE = tempfile.TemporaryDirectory(prefix="evenstep")  # of the Arrow tables that `datasets` makes; gone at the end
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
 sys.path.insert(0, str(ROOT))
-TRAINERS = ["train_bi_encoder"]  # train_cross_encoder joins them with its second edition
+TRAINERS = ["train_bi_encoder", "train_cross_encoder"]
 CHAOS = int(os.environ.get("CHAOS", 0))  # kills of each script in tests/chaos
 
 
