@@ -553,7 +553,7 @@ def parse_args(argv):
     option("--sample", type=int, default=100_000, metavar="N", help="rows that --length_report counts, at random")
     flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
     if repeated := [flag for flag in flags if flags.count(flag) > 1]:
-        parser.error(f"given twice: {repeated[0]}; list all values after one flag")
+        parser.error(f"{repeated[0]}: given twice; list all values after one flag")
     args = parser.parse_args(argv)
     if min(args.rows_per_shard, args.sample, args.max_length or 1) < 1:
         parser.error("--rows_per_shard, --sample and --max_length must be above 0")

@@ -40,6 +40,7 @@ from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -55,7 +56,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 import yaml
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import DistributedType, gather_object
 from filelock import FileLock
 from matplotlib.figure import Figure
@@ -169,7 +170,7 @@ def parse_args(argv):
         action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
     flags = Counter(word.partition("=")[0].replace("-", "_") for word in argv if word.startswith("--"))
     if repeated := [name for name, times in flags.items() if times > 1]:
-        parser.error(f"given twice: {' '.join(repeated).replace('__', '--')}; list all values after one flag")
+        parser.error(f"{' '.join(repeated).replace('__', '--')}: given twice; list all values after one flag")
     if argv and argv[0].endswith((".yaml", ".yml", ".json")):
         words = []
         with user_errors(f"{argv[0]}: not a file of flags"):
@@ -655,12 +656,16 @@ def gather_outputs(parts, local, accelerator):
 
 
 def set_dropout(model, probability):
-    """Set the dropout probability of every layer; attention layers keep theirs as a number."""
+    """Set the dropout probability of Dropout modules, and where modules and configs keep it as a number."""
+    found = 0
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = probability
-        for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
-            setattr(module, name, probability)
+        for values in (vars(holder) for holder in (module, vars(module).get("config")) if holder is not None):
+            names = [name for name, value in values.items() if "dropout" in name and type(value) in (int, float)]
+            names += ["p"] * isinstance(module, torch.nn.Dropout)
+            values.update(dict.fromkeys(names, probability))
+            found += len(names)
+    if probability and not found:
+        raise UserError(f"--dropout {probability}: the model has no dropout")
 
 
 def add_lora(model, rank, checkpoint, task=None):
@@ -1201,7 +1206,10 @@ def main(args):
             log_with=args.report_to or None,
             project_dir=args.output_dir,
             # Processes run different numbers of forward passes, which DDP's broadcast of buffers would not match.
-            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(broadcast_buffers=False),
+                InitProcessGroupKwargs(timeout=timedelta(minutes=30)),
+            ],
         )
     check_launch(accelerator)
     transformers.utils.logging.disable_progress_bar()  # of each small file that is loaded or saved

@@ -304,6 +304,22 @@ def test_a_bad_row_in_the_middle_loses_no_step(flags, refusal):
     assert losses[0] == losses[1] and len(losses[0]) == 16
 
 
+@both_ways
+def test_resume_on_mended_data(flags, refusal, way):
+    """Refused, naming the flag that accepts it; accepted, it trains what a run on the mended data trains."""
+    given = [*flags, "--shuffle_buffer", 60, "--batch_size", 16, "--max_steps", 16, "--save_steps", 0, *streamed(way)]
+    bad, mended = replaced(ROWS * 4, 200, b=""), replaced(ROWS * 4, 200, b="a mended text")
+    train(given, "--train_data", jsonl("x.jsonl", mended), "--output_dir", "whole")
+    assert "'b' has no text" in refusal(given, "--train_data", jsonl("x.jsonl", bad))
+    assert 0 < newest() < 16
+    jsonl("x.jsonl", mended)
+    message = refusal(given, "--train_data", "x.jsonl", "--resume")
+    assert "x.jsonl has changed" in message and "--accept_changed_data" in message
+    train(given, "--train_data", "x.jsonl", "--resume", "--accept_changed_data")
+    assert [line.get("loss") for line in metrics("out")] == [line.get("loss") for line in metrics("whole")]
+    assert weights() == weights("whole")
+
+
 def test_a_run_that_ends_within_a_length_window(flags):
     train(flags, "--train_data", jsonl("x.jsonl"), "--length_window", 3, "--batch_size", 4, "--max_steps", 2)
     assert os.path.exists("out/training.png")
@@ -325,6 +341,31 @@ def test_long_row_is_cut_and_trains(flags, bert, kind):
 def test_mixing_weights_of_the_wrong_count_or_sign(flags, refusal, weights):
     jsonl("x.jsonl"), jsonl("y.jsonl")
     assert "--mixing_weights" in refusal(flags, "--train_data", "x.jsonl", "y.jsonl", "--mixing_weights", *weights)
+
+
+def test_a_flag_given_twice(bert, capsys):
+    """Refused in one line by every script, whichever way it is spelled; a file of flags may be overridden."""
+    import eval_incremental
+    import prepare_corpus
+    import train_cross_encoder
+
+    Path("flags.yaml").write_text(f"model_name_or_path: {bert}\ntrain_data: [x.jsonl]\nseed: 1\n")
+    cases = {
+        script.parse_args: "--train_data x.jsonl --seed 1 --train-data=y.jsonl",
+        train_cross_encoder.parse_args: "flags.yaml --train_data x.jsonl --train_data y.jsonl",
+        eval_incremental.parse_args: "--beir a --split test --beir b",
+        prepare_corpus.parse_args: "x.jsonl --output_dir a --columns b --output_dir c",
+    }
+    for parse, words in cases.items():
+        with pytest.raises(SystemExit, match="2"):
+            parse(words.split())
+        line = capsys.readouterr().err.splitlines()[-1]
+        name = (
+            "--output_dir" if parse is prepare_corpus.parse_args else "--beir" if "beir" in words else "--train_data"
+        )
+        assert f"error: {name}: given twice" in line
+    for trainer in (script, train_cross_encoder):
+        assert trainer.parse_args(["flags.yaml", "--seed", "2"]).seed == 2
 
 
 WRONG_FLAGS = """\

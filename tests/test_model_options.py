@@ -77,11 +77,15 @@ def test_dropout_is_set_wherever_a_model_keeps_it(bert):
     model = SentenceTransformer(str(bert), device="cpu")
     train_bi_encoder.set_dropout(model, 0.25)
     assert {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)} == {0.25}
+    assert model[0].model.config.hidden_dropout_prob == 0.25
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     model = ModernBertModel(ModernBertConfig(vocab_size=60000, attention_dropout=0.1, mlp_dropout=0.1, **shape))
     train_bi_encoder.set_dropout(model, 0.25)
-    assert model.layers[0].attn.attention_dropout == 0.25
+    assert model.layers[0].attn.attention_dropout == model.config.attention_dropout == 0.25
     assert model.layers[0].mlp.drop.p == 0.25
+    train_bi_encoder.set_dropout(torch.nn.Linear(2, 2), 0.0)
+    with pytest.raises(train_bi_encoder.UserError, match="--dropout 0.1: the model has no dropout"):
+        train_bi_encoder.set_dropout(torch.nn.Linear(2, 2), 0.1)
 
 
 def test_lora_of_a_model_without_layers(corpus, static, tmp_path):

@@ -376,7 +376,7 @@ def test_bad_columns_filters_and_types(tmp_path):
 def test_wrong_flags(capsys):
     for flags, expected in (
         ("a.csv", "require --output_dir"),
-        ("a.csv --output_dir x --output_dir=y", "given twice: --output_dir"),
+        ("a.csv --output_dir x --output_dir=y", "--output_dir: given twice"),
         ("a.csv --output_dir x --rows_per_shard 0", "must be above 0"),
         ("--filter []", "require SOURCE"),
         ("--ir_dataset beir/scifact", "require --output_dir"),
