@@ -692,7 +692,6 @@ def freeze_unused(model, output):
 # ---- from rows to batches
 
 NUM_NEGATIVES = 4  # drawn for a row that has none, unless --num_negatives is given
-MAX_KEYS = 2**24  # random numbers drawn at a time: 128 MB
 
 
 def flatten(column):
@@ -762,17 +761,16 @@ def draw_negatives(rows, count, seed, args):
     if args.label_column or not len(lone):
         return rows
     encoded, queries = documents.combine_chunks().dictionary_encode(), rows["query"].combine_chunks()
-    queries, pool = queries.dictionary_encode().indices.to_numpy(), encoded.dictionary
-    owners, ids = [np.repeat(np.arange(len(rows)), sizes)], [encoded.indices.to_numpy()]  # of each document
-    known = np.zeros((queries.max() + 1, len(pool)), bool)
-    known[queries[owners[0]], ids[0]] = True
-    random, count = np.random.default_rng(seed), min(count, len(pool) - 1)
-    for part in np.array_split(lone, -(-len(lone) * len(pool) // MAX_KEYS)):
-        keys = random.random((len(part), len(pool)))  # the documents of the `count` lowest are drawn
-        keys[known[queries[part]]] = 1
-        places, drawn = np.nonzero(keys < np.partition(keys, count)[:, [count]])
-        owners, ids = [*owners, part[places]], [*ids, drawn]
-    owners, ids = np.concatenate(owners), np.concatenate(ids)
+    queries, pool = queries.dictionary_encode().indices.to_numpy().astype(np.int64), encoded.dictionary
+    owners, ids = np.repeat(np.arange(len(rows)), sizes), encoded.indices.to_numpy()  # of each document
+    known = np.unique(queries[owners] * len(pool) + ids)  # a number for each query and document of it
+    # Of a shuffled pool each row takes the documents after a random place, and as many to spare as a query may know.
+    random, spare = np.random.default_rng(seed), np.bincount(known // len(pool)).max()
+    offsets = random.integers(len(pool), size=(len(lone), 1)) + np.arange(min(len(pool), count + spare))
+    drawn = random.permutation(len(pool))[offsets % len(pool)]  # (lone, count + spare), distinct in a row
+    free = ~np.isin(queries[lone, None] * len(pool) + drawn, known)
+    free &= free.cumsum(1) <= count
+    owners, ids = np.append(owners, lone[np.nonzero(free)[0]]), np.append(ids, drawn[free])
     if len(owners) == len(rows):
         raise UserError("no other row has a negative to draw: raise --num_negatives, --batch_size or --eval_rows")
     order, sizes = np.argsort(owners, kind="stable"), np.bincount(owners)
