@@ -59,8 +59,8 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.modules import Pooling
 from tokenizers import Tokenizer
+from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from tqdm.auto import tqdm
 
@@ -111,7 +111,7 @@ class Args:
     eval_rows: int | None = flag(None, "rows held out to evaluate on; None: 1,000, and at most a tenth")
     streaming: bool = flag(False, "read the sources front to back instead of at random from a memory-mapped table")
     columns: list[str] = flag([], "text columns: anchor, positive, negatives...; none: all but the label")
-    num_negatives: int = flag(-1, "negative columns to use; -1: all")
+    num_negatives: int | None = flag(None, "negative columns to use; None: all")
     corpus: list[str] = flag([], "sources of the documents by id; the columns then hold ids, not texts")
     queries: list[str] = flag([], "sources of the queries by id, for the first column")
     corpus_columns: list[str] = flag(["_id", "title", "text"], "id column of --corpus, then text columns, joined")
@@ -180,12 +180,10 @@ def parse_args(argv):
     with user_errors("--loss_kwargs: not a JSON object"):
         args.loss_kwargs = dict(json.loads(args.loss_kwargs))
     for name, value in asdict(args).items():
-        low = -1 if name == "num_negatives" else 1e-12 if name in ABOVE_ZERO.split() else 0
+        low, relation = (1e-12, "above 0") if name in ABOVE_ZERO.split() else (0, "0 or more")
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int | float) and not low <= number < math.inf:
-                parser.error(
-                    f"--{name} {number}: must be finite, and {'above 0' if 0 < low < 1 else f'{low} or more'}"
-                )
+                parser.error(f"--{name} {number}: must be finite, and {relation}")
     if not args.train_data:
         args.train_data = [f"{DEMO}/train/stdlib-*.parquet", f"{DEMO}/train/packages-*.parquet"]
         args.eval_data = args.eval_data or [f"{DEMO}/heldout/*.parquet"]
@@ -252,13 +250,12 @@ def open_files(files, streaming=True):
 
 class Source:
     """The rows of a source, epoch after epoch, in windows that are shuffled whole: a pure function of files, seed and
-    number. `state` (JSON) is the position after the last row taken. clean(table, source) is that of open_data."""
+    number. `state` (JSON) is the position after the last row taken. clean(table, name) is that of open_data."""
 
     def __init__(self, name, number, clean, args):
-        self.name, self.number, self.args, self.clean = name, number, args, partial(clean, source=name)
+        self.name, self.number, self.clean, self.args = name, number, clean, args
         self.columns = list(dict.fromkeys(filter(None, [*args.columns, args.label_column])))
         self.window, self.held_out, self.files = args.shuffle_buffer or 1000, 0, list_files(name)
-        self.seek(None)
 
     def seek(self, state):
         """Continue after `state`, or from the beginning if it is None."""
@@ -282,7 +279,7 @@ class Source:
         while True:
             found = self.state["window"] or self.state["used"]
             for table, stream in self.read_epoch():
-                table, bad = self.clean(table.combine_chunks())
+                table, bad = self.clean(table.combine_chunks(), self.name)
                 if self.args.shuffle_buffer:
                     table = table.take(self.random(self.state["window"]).permutation(len(table)))
                 if not self.state["used"]:  # else they were counted before the resume
@@ -312,7 +309,7 @@ class MappedSource(Source):
     def hold_out(self, count):
         """Return clean() of the first `count` rows, which are then not trained on."""
         self.held_out = min(count, len(self.dataset))
-        return self.clean(self.dataset[: self.held_out])
+        return self.clean(self.dataset[: self.held_out], self.name)
 
     def read_epoch(self):
         block = min(BLOCK, self.window)
@@ -333,23 +330,21 @@ class StreamSource(Source):
     def __len__(self):
         return 1  # unknown; streams are mixed in equal shares unless weights are given
 
-    def open(self, files):
-        return open_files(files).select_columns(self.columns)
-
     def hold_out(self, count):
         """Return clean() of the first `count` rows, which are then not trained on."""
         table = []
         while len(table) < count and self.pinned < len(self.files):
             self.pinned += 1
-            table = pa.concat_tables(self.open(self.files[: self.pinned]).take(count).iter(count))
+            stream = open_files(self.files[: self.pinned]).select_columns(self.columns)
+            table = pa.concat_tables(stream.take(count).iter(count))
         self.held_out = len(table)
-        return self.clean(table.combine_chunks()) if count else (None, 0)
+        return self.clean(table.combine_chunks(), self.name)
 
     def read_epoch(self):
         files = self.files[self.pinned :]
         if self.args.shuffle_buffer:
             files = [files[i] for i in self.random().permutation(len(files))]
-        stream = self.open(self.files[: self.pinned] + files).skip(self.held_out)
+        stream = open_files(self.files[: self.pinned] + files).select_columns(self.columns).skip(self.held_out)
         if self.state["stream"]:
             stream.load_state_dict(self.state["stream"])
         before = self.state["stream"] or stream.state_dict()  # which knows of a loaded state from the first row on
@@ -360,27 +355,22 @@ class StreamSource(Source):
 
 def as_texts(column, name, ids=False):
     """Return a column of texts, or of `ids`, as large_string; null where there is none."""
-    if isinstance(column.type, pa.JsonType):  # what `datasets` makes of a column of several types
-        values, kinds = [json.loads(text or "null") for text in column.to_pylist()], (str, int) if ids else str
-        column = pa.chunked_array([pa.array([str(v) if isinstance(v, kinds) else None for v in values], pa.string())])
-    elif pa.types.is_nested(column.type) or (pa.types.is_primitive(column.type) and not ids):
-        raise UserError(f"column {name!r} holds {column.type}, not texts: set --label_column {name}, or --columns")
+    kind = column.type  # JSON is what `datasets` makes of a column of several types
+    if pa.types.is_nested(kind) or isinstance(kind, pa.JsonType) or (pa.types.is_primitive(kind) and not ids):
+        raise UserError(f"column {name!r} holds {kind}, not texts: set --columns or --label_column, or rewrite it by "
+                        "prepare_corpus.py")  # fmt: skip
     return column.cast(pa.large_string())
 
 
 def as_labels(column):
     """Return (array of float64 or of lists of them, whether each is null or not finite). Texts are parsed as JSON."""
 
-    def parse(cell):
+    def parse(text):
         with suppress(ValueError, TypeError):
-            value = list(map(json.loads, cell)) if isinstance(cell, list) else json.loads(cell)
-            return np.asarray(value, float).tolist()
+            return np.asarray(json.loads(text), float).tolist()
 
-    kind = column.type.value_type if pa.types.is_list(column.type) else column.type
-    if isinstance(kind, pa.JsonType) or kind in (pa.string(), pa.large_string()):
-        values = [parse(cell) for cell in column.to_pylist()]
-        nested = any(isinstance(value, list) for value in values)
-        column = pa.chunked_array([[value if isinstance(value, list) == nested else None for value in values]])
+    if column.type in (pa.string(), pa.large_string()):
+        column = pa.chunked_array([[parse(text) for text in column.to_pylist()]])
     if not pa.types.is_nested(column.type):
         labels = column.cast(pa.float64()).combine_chunks()
         return labels, pc.invert(pc.is_finite(labels))
@@ -454,12 +444,12 @@ class TextLookup:
         self.name, self.fingerprint = sources[0], data_fingerprint(files)
         self.id_column, *self.text_columns = columns
         self.dataset = open_files(files, streaming=False).select_columns(columns)
-        path = Path(datasets.config.HF_DATASETS_CACHE) / f"evenstep-{self.fingerprint}-{self.id_column}.npy"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        os.makedirs(datasets.config.HF_DATASETS_CACHE, exist_ok=True)
+        path = f"{datasets.config.HF_DATASETS_CACHE}/evenstep-{self.fingerprint}-{self.id_column}.npy"
         with FileLock(f"{path}.lock"):  # one process builds the index, the others wait
-            if not path.exists():
-                np.save(path.with_suffix(".part.npy"), self.build_index())
-                path.with_suffix(".part.npy").rename(path)
+            if not os.path.exists(path):
+                np.save(f"{path}.part.npy", self.build_index())
+                os.rename(f"{path}.part.npy", path)
         self.index = np.load(path, mmap_mode="r")
 
     def build_index(self):
@@ -515,10 +505,10 @@ def open_data(args, clean):
         with user_errors(f"--train_data {args.train_data[0]}"):
             first = next(open_files(list_files(args.train_data[0])[:1]).iter(1))
         args.columns = [name for name in first.column_names if name != args.label_column]
-    if args.num_negatives >= 0:
+    if args.num_negatives is not None:
         args.columns = args.columns[: 2 + args.num_negatives]
     if len(args.columns) < 2:
-        raise UserError(f"--columns: two or more are required, found {args.columns}; SimCSE repeats one")
+        raise UserError(f"--columns: two or more are required, found {args.columns}")
     lookups, sources, eval_sources = [], [], []
     for tables, columns in ((args.queries, args.query_columns), (args.corpus, args.corpus_columns)):
         with user_errors(" ".join(tables)):
@@ -533,9 +523,8 @@ def open_data(args, clean):
     if args.eval_rows is None:
         bounded = not args.streaming and not args.eval_data
         args.eval_rows = min(EVAL_ROWS, sum(map(len, sources)) // 10) if bounded else EVAL_ROWS
-    weights = args.mixing_weights or list(map(len, sources))
     held_out, drawn = [], [0] * len(eval_sources or sources)
-    draw_sources(drawn, list(map(len, eval_sources)) or weights, args.eval_rows)
+    draw_sources(drawn, list(map(len, eval_sources)) or args.mixing_weights or list(map(len, sources)), args.eval_rows)
     for source, count in zip(eval_sources or sources, drawn):
         with user_errors(source.name):
             held_out += [source.hold_out(count)] if count else []
@@ -586,16 +575,19 @@ class LocalBatch:
     padded: int  # the same with padding
 
 
-def make_local_batch(lengths, make_micro_batches, accelerator):
-    """Return this process' LocalBatch of N texts of `lengths` (N,), dealt longest first in snake order
-    (0 1 1 0 0 1 ...): even in count and in length. make_micro_batches(indices) is that function for some texts."""
+def make_local_batch(texts, model, max_tokens, accelerator):
+    """Return this process' LocalBatch of N texts or pairs (`texts`: one array, or two), dealt longest first in snake
+    order (0 1 1 0 0 1 ...): even in count and in length."""
+    lengths = sum(pc.utf8_length(part).to_numpy() for part in texts)
     processes, order = accelerator.num_processes, np.argsort(-lengths, kind="stable")
     turn, owner = np.divmod(np.arange(len(order)), processes)
     owner = np.where(turn % 2 == 0, owner, processes - 1 - owner)
     local, size = order[owner == accelerator.process_index], -(-len(order) // processes)
     gather_index = torch.empty(len(order), dtype=torch.long)
     gather_index[order] = torch.from_numpy(owner * size + turn)
-    return LocalBatch(torch.from_numpy(local), size, gather_index, *make_micro_batches(local))
+    local_texts = [part.take(local).to_pylist() for part in texts]
+    micro_batches = make_micro_batches(*local_texts, model, max_tokens, accelerator.device)
+    return LocalBatch(torch.from_numpy(local), size, gather_index, *micro_batches)
 
 
 def pad_micro_batches(encodings, model, max_tokens, device):
@@ -689,14 +681,17 @@ def freeze_unused(model, output):
 
 def clean_pairs(table, source, lookups, args):
     """Return (Table of the valid rows, number of the others) of a Table as read from `source`. Its columns: "0", "1",
-    ...: texts of --columns, large_string; "length": characters; "label": float64, or lists of it."""
+    ...: texts with their prompts, large_string; "length": characters; "label": float64, or lists of it."""
     columns, problems, label = {}, {}, args.label_column
     for i, name in enumerate(args.columns):
         lookup = lookups[min(i, 1)]
         texts = as_texts(table[name], name, ids=bool(lookup))
-        columns[str(i)] = texts = lookup.texts(texts) if lookup else texts
+        texts = lookup.texts(texts) if lookup else texts
         problem = f"no text has the id in {name!r}" if lookup else f"{name!r} has no text"
         problems[problem] = pc.or_(pc.equal(pc.binary_length(texts), 0), pc.utf8_is_space(texts))
+        for prompt in args.prompts[: i + 1][-1:]:
+            texts = pc.binary_join_element_wise(pa.scalar(prompt, texts.type), texts, pa.scalar("", texts.type))
+        columns[str(i)] = texts
     columns["length"] = sum(pc.fill_null(pc.utf8_length(texts), 0).to_numpy() for texts in columns.values())
     if label:
         labels, problems[f"{label!r} has no finite number"] = as_labels(table[label])
@@ -708,15 +703,6 @@ def clean_pairs(table, source, lookups, args):
             scores = len(args.columns) - 1 if args.loss in TEACHER_LOSSES else pc.max(counts).as_py()
             problems[f"{label!r} has not {scores} scores"] = pc.not_equal(counts, scores)
     return drop_bad_rows(pa.table(columns), problems, table, source, args)
-
-
-def column_texts(rows, count, args):
-    """Return an array (N,) of the texts of the first `count` columns with their prompts, column after column."""
-    arrays = [rows[str(i)].combine_chunks() for i in range(count)]
-    if args.prompts:
-        nothing, *prompts = pa.array(["", *args.prompts, *args.prompts[-1:] * count], pa.large_string())
-        arrays = [pc.binary_join_element_wise(prompt, array, nothing) for prompt, array in zip(prompts, arrays)]
-    return pa.concat_arrays(arrays)
 
 
 def make_micro_batches(texts, model, max_tokens, device):
@@ -735,15 +721,6 @@ def make_micro_batches(texts, model, max_tokens, device):
     return micro_batches, total, total
 
 
-def encode_locally(texts, model, max_tokens, accelerator):
-    """Return this process' LocalBatch of an array of texts."""
-
-    def tokenize(indices):
-        return make_micro_batches(texts.take(indices).to_pylist(), model, max_tokens, accelerator.device)
-
-    return make_local_batch(pc.utf8_length(texts).to_numpy(), tokenize, accelerator)
-
-
 @dataclass
 class Batch:
     """The rows of one loss, the same on every process, and the part of their texts that this process encodes."""
@@ -758,12 +735,10 @@ class Batch:
 def make_batches(rows_and_states, model, max_tokens, args, accelerator):
     """Yield each Batch with this process' part of it tokenized; runs in a background thread."""
     for rows, state in rows_and_states:
-        texts, labels = column_texts(rows, len(args.columns), args), None
+        texts = pa.concat_arrays([column.combine_chunks() for column in rows.columns[: len(args.columns)]])  # (N,)
         ids = torch.from_numpy(texts.dictionary_encode().indices.to_numpy().astype(np.int64)).view(-1, len(rows))
-        if args.label_column:
-            with user_errors(f"--label_column {args.label_column}: lists of different lengths in a batch"):
-                labels = torch.tensor(rows["label"].to_pylist())
-        yield Batch(rows, state, ids, labels, encode_locally(texts, model, max_tokens, accelerator))
+        labels = torch.tensor(rows["label"].to_pylist()) if args.label_column else None
+        yield Batch(rows, state, ids, labels, make_local_batch([texts], model, max_tokens, accelerator))
 
 
 # ---- model and loss
@@ -950,7 +925,8 @@ def evaluate(model, rows, max_tokens, args, accelerator):
     all rows, its own being relevant; or, with a label a row, the correlation of labels and similarities."""
     model = accelerator.unwrap_model(model)
     model.eval()
-    local = encode_locally(column_texts(rows, 2, args), model, max_tokens, accelerator)
+    texts = pa.concat_arrays([rows["0"].combine_chunks(), rows["1"].combine_chunks()])
+    local = make_local_batch([texts], model, max_tokens, accelerator)
     equalize_micro_batches(local, accelerator)
     parts = [encode(model, features, accelerator)[: len(cut)] for features, cut in local.micro_batches]
     model.train()
@@ -995,22 +971,13 @@ def save_atomically(folder, write):
             shutil.rmtree(part, ignore_errors=True)
 
 
-def full_tensor(tensor):
-    """Return a tensor, or the whole of one sharded by FSDP, on the CPU; every process must call it."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
-
-
-def load_optimizer_tensors(path, optimizer):
+def load_optimizer(path, model, optimizer):
     """Restore a checkpoint's AdamW moments, sharded as their parameters are."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = {}
+    state = dcp.get_optimizer_state_dict(model, optimizer) | {"state": {}}
     for name, tensor in load_file(path / "optimizer.safetensors").items():
-        number, key = name.split(".")
-        owner = parameters[int(number)]
-        if isinstance(owner, DTensor) and tensor.ndim:
-            tensor = distribute_tensor(tensor.to(owner.device), owner.device_mesh, owner.placements)
-        state.setdefault(int(number), {})[key] = tensor
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        parameter, _, key = name.rpartition(".")
+        state["state"].setdefault(parameter, {})[key] = tensor
+    dcp.set_optimizer_state_dict(model, optimizer, state, options=dcp.StateDictOptions(full_state_dict=True))
 
 
 @dataclass
@@ -1020,6 +987,7 @@ class Progress:
     step: int = 0
     data_state: dict | None = None  # of row_batches
     losses: list = field(default_factory=list)  # of the steps since the last line of metrics.jsonl
+    metrics: list = field(default_factory=list)  # the lines of metrics.jsonl
     scaler: dict | None = None  # of float16
 
 
@@ -1063,16 +1031,14 @@ def newest_checkpoint(folder):
 
 
 def check_resume(saved, args, data):
-    """Raise UserError if a flag of RESUME_ARGS or a source has changed since the checkpoint; return other changes."""
+    """Raise UserError if a flag of RESUME_ARGS or a source has changed since the checkpoint."""
     then, now = saved["args"], asdict(args)
-    changed = {name: f"--{name} {now[name]} (was {then.get(name)})" for name in now if now[name] != then.get(name)}
-    refused = [changed.pop(name) for name in RESUME_ARGS.split() if name in changed]
+    refused = [f"--{name} {now[name]} (was {then[name]})" for name in RESUME_ARGS.split() if now[name] != then[name]]
     if not args.accept_changed_data:
         pairs = zip(saved["data"], data.description)
         refused += [f"{new[0]} has changed (or pass --accept_changed_data)" for old, new in pairs if old != new]
     if refused:
         raise UserError(f"--resume: {'; '.join(refused)}; restore it, or start a new --output_dir")
-    return ", ".join(changed[name] for name in changed if name not in ("resume", "accept_changed_data"))
 
 
 def plot_metrics(metrics, path):
@@ -1087,12 +1053,12 @@ def plot_metrics(metrics, path):
 
 def check_launch(accelerator):
     """Raise UserError for launches that this step was not made for: some would train wrongly."""
-    kind, unsupported = accelerator.distributed_type, (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+    kind, plugin = accelerator.distributed_type, accelerator.state.fsdp_plugin
+    unsupported = kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or accelerator.parallelism_config
     if kind == DistributedType.FSDP:
-        plugin = accelerator.state.fsdp_plugin
         offload = plugin.cpu_ram_efficient_loading or isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-        unsupported += (kind,) if plugin.fsdp_version != 2 or offload or accelerator.scaler else ()
-    if kind in unsupported or accelerator.parallelism_config:
+        unsupported = unsupported or plugin.fsdp_version != 2 or offload or accelerator.scaler
+    if unsupported:
         raise UserError(f"{kind.value} as configured: launch with accelerate_configs/fsdp2.yaml (no offload, no fp16)")
 
 
@@ -1111,14 +1077,11 @@ def model_card(args, steps, metrics, data):
     return f"""---
 {{library_name: sentence-transformers, pipeline_tag: sentence-similarity, base_model: {args.model_name_or_path}}}
 ---
-A bi-encoder from {args.model_name_or_path},
-trained for {steps:,} steps of {args.batch_size * args.gradient_accumulation_steps:,} rows of
-{", ".join(args.train_data)}.
+Trained for {steps:,} steps of {args.batch_size * args.gradient_accumulation_steps:,} rows, by the command below.
+On {len(data.eval_rows or [])} held-out rows: {measured or "not evaluated"}
 
     model = sentence_transformers.SentenceTransformer("path/of/this/folder")
     scores = model.similarity(model.encode_query(["a query"]), model.encode_document(["a document"]))
-
-On {len(data.eval_rows or [])} held-out rows: {measured or "not evaluated"}
 
     {shlex.join(word for word in sys.argv if word not in ("--resume", "--accept_changed_data"))}
 """
@@ -1126,17 +1089,15 @@ On {len(data.eval_rows or [])} held-out rows: {measured or "not evaluated"}
 
 def main(args):
     # ---- set up
+    # Processes run different numbers of forward passes, which DDP's broadcast of buffers would not match.
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False)
     with user_errors("--report_to, or the launch"):
         accelerator = Accelerator(
             cpu=not torch.accelerator.is_available(),  # else several processes on CPUs would not find one another
             gradient_accumulation_steps=args.gradient_accumulation_steps,
             log_with=args.report_to or None,
             project_dir=args.output_dir,
-            # Processes run different numbers of forward passes, which DDP's broadcast of buffers would not match.
-            kwargs_handlers=[
-                DistributedDataParallelKwargs(broadcast_buffers=False),
-                InitProcessGroupKwargs(timeout=timedelta(minutes=30)),
-            ],
+            kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=timedelta(minutes=30))],
         )
     check_launch(accelerator)
     transformers.utils.logging.disable_progress_bar()  # of each small file that is loaded or saved
@@ -1157,8 +1118,8 @@ def main(args):
     held_out = len(data.eval_rows) if data.eval_rows else 0
     if args.batch_size < processes or 0 < held_out < processes:
         raise UserError(f"--batch_size {args.batch_size}, --eval_rows {held_out}: fewer than {processes} processes")
-    if saved and (changes := check_resume(saved, args, data)):
-        accelerator.print(f"resuming with {changes}")
+    if saved:
+        check_resume(saved, args, data)
     steps = args.max_steps or math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
     eval_steps = args.eval_steps or max(1, steps // 10)
 
@@ -1175,7 +1136,7 @@ def main(args):
               for decay in (True, False)]  # fmt: skip
     optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, fused=True)
     warmup = math.ceil(args.warmup_ratio * steps)
-    with user_errors(f"--lr_scheduler_type {args.lr_scheduler_type}"):  # lr_lambdas: functions of the step
+    with user_errors("--lr_scheduler_type"):  # lr_lambdas: functions of the step
         schedule = transformers.get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps).lr_lambdas[0]
     parameters = sum(parameter.numel() for parameter in trained)
     del trained, groups  # whole parameters, of which FSDP keeps parts
@@ -1185,49 +1146,45 @@ def main(args):
     unwrapped = accelerator.unwrap_model(model)
 
     # ---- resume
-    progress, metrics = Progress(), []
+    progress = Progress()
     if saved:
-        load_optimizer_tensors(checkpoint, optimizer.optimizer)
+        load_optimizer(checkpoint, unwrapped, optimizer.optimizer)
         progress = Progress(**{name: saved[name] for name in asdict(progress)})
         if accelerator.scaler:
             accelerator.scaler.load_state_dict(progress.scaler)
-        lines = (output / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()  # the last may be torn
-        metrics = [record for record in map(json.loads, lines) if record["step"] <= progress.step]
     if is_main:
         (output / "args.yaml").write_text(yaml.safe_dump(asdict(args), sort_keys=False))
-        (output / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in metrics))
+        (output / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in progress.metrics))
     if args.report_to:
         accelerator.init_trackers("evenstep", {name: str(value) for name, value in asdict(args).items()})
     signal.signal(signal.SIGTERM, lambda *_: accelerator.set_trigger())
-    rows = "a stream" if args.streaming else f"{sum(map(len, data.sources)):,} rows"
-    start = f"step {progress.step:,} of {steps:,}, {accumulation} x {args.batch_size:,} rows on {processes} x {device}"
-    accelerator.print(f"training {parameters:,} parameters on {rows}, {held_out:,} held out: {start}")
+    rows = "streamed" if args.streaming else f"{sum(map(len, data.sources)):,}"
+    accelerator.print(f"{parameters:,} parameters, {rows} rows, {held_out:,} held out; step {progress.step:,} of "
+                      f"{steps:,}, {accumulation} x {args.batch_size:,} rows on {processes} x {device}")  # fmt: skip
 
     def log(record):
         """Append the record of a step to metrics.jsonl and the trackers."""
-        metrics.append({"step": progress.step, **record})
+        progress.metrics.append({"step": progress.step, **record})
         accelerator.log(record, step=progress.step)
         if is_main:
             with open(output / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(metrics[-1]) + "\n")
+                file.write(json.dumps(progress.metrics[-1]) + "\n")
             if measures := {name: round(value, 4) for name, value in record.items() if name in MEASURES}:
                 tqdm.write(f"step {progress.step:,}: {measures}")
 
     def save():
         """Write a checkpoint; under FSDP every process must call it."""
-        for parameter, shard in zip(model_to_save.parameters(), unwrapped.parameters()) if sharded else ():
-            whole = full_tensor(shard)
-            if is_main:
-                parameter.data.copy_(whole)
-        states = optimizer.optimizer.state_dict()["state"].items()
-        moments = {f"{number}.{key}": full_tensor(value) for number, state in states for key, value in state.items()}
+        options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole, on the main process only
+        weights, moments = dcp.get_state_dict(unwrapped, optimizer.optimizer, options=options)
         if is_main:
-            if not all(parameter.isfinite().all() for parameter in model_to_save.parameters()):
-                raise UserError(f"step {progress.step}: a weight is not finite: lower --learning_rate, and --resume")
+            if sharded:
+                model_to_save.load_state_dict(weights)
+            states = moments["state"].items()
+            tensors = {f"{name}.{key}": tensor for name, state in states for key, tensor in state.items()}
             progress.scaler = accelerator.scaler and accelerator.scaler.state_dict()
             state = asdict(progress) | {"args": asdict(args), "data": data.description}
             folder = output / f"checkpoints/step_{progress.step:08}"
-            save_checkpoint(folder, model_to_save, moments, state, args.save_total_limit)
+            save_checkpoint(folder, model_to_save, tensors, state, args.save_total_limit)
 
     # ---- train
     if held_out and progress.step == 0:
@@ -1253,7 +1210,8 @@ def main(args):
             sync, seed = number == accumulation - 1, [args.seed, progress.step, number]
             loss = loss + forward_backward(model, batch, loss_fn, seed, sync, args, accelerator) / accumulation
             meter.update(rows=len(batch.rows), tokens=batch.local.tokens, padded=batch.local.padded)
-        norm = full_tensor(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)).item()
+        norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        norm = (norm.full_tensor() if sharded else norm).item()
         loss = loss.item()
         if not math.isfinite(loss) or not (math.isfinite(norm) or accelerator.scaler):
             (output / "nonfinite_batch.json").write_text(json.dumps(batch.rows.to_pylist(), indent=1))
@@ -1269,9 +1227,8 @@ def main(args):
         # metrics, evaluation, checkpoint
         record, last = {}, progress.step == steps
         if progress.step % args.logging_steps == 0 or last:
-            sums = torch.tensor([meter["tokens"], meter["padded"]], device=device)
+            seconds, sums = meter["seconds"], torch.tensor([meter["tokens"], meter["padded"]], device=device)
             tokens, padded = accelerator.reduce(sums).tolist()
-            seconds = meter["seconds"]
             record = {"loss": sum(progress.losses) / len(progress.losses), "grad_norm": norm,
                       "learning_rate": optimizer.param_groups[0]["lr"], "rows_per_second": meter["rows"] / seconds,
                       "tokens_per_second": tokens / seconds, "padding_fraction": 1 - tokens / padded,
@@ -1298,10 +1255,10 @@ def main(args):
 
         def write(part):
             model_to_save.save_pretrained(str(part), create_model_card=False)
-            (part / "README.md").write_text(model_card(args, steps, metrics, data))
+            (part / "README.md").write_text(model_card(args, steps, progress.metrics, data))
 
         save_atomically(output / "model", write)
-        plot_metrics(metrics, output / "training.png")
+        plot_metrics(progress.metrics, output / "training.png")
         skipped = data.skipped + sum(source["skipped"] for source in progress.data_state["sources"])
         print(f"{skipped:,} bad rows skipped; " * (skipped > 0) + f"the model is in {output / 'model'}")
     del model  # DDP must go before its process group does: together they deadlock in one run of fifty (torch 2.13)
@@ -1317,8 +1274,3 @@ if __name__ == "__main__":
         # Every process meets the same error; the first one reports it, and the others only if that one has not.
         time.sleep(5 if int(os.environ.get("RANK", 0)) else 0)
         sys.exit(f"error: {error}")
-    except RuntimeError as error:  # gloo and NCCL have no error of their own for a process that is gone
-        if "gloo" not in str(error) and not isinstance(error, torch.distributed.DistError):
-            raise
-        traceback.clear_frames(error.__traceback__)
-        sys.exit("error: another process of this run is gone; start the same command again with --resume")

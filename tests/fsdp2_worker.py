@@ -12,17 +12,20 @@ from pathlib import Path
 
 from accelerate import PartialState
 from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 script = importlib.import_module(Path(sys.argv[1]).stem)
 PartialState(cpu=True)
 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-full_tensor, equalize, sharded, filled = script.full_tensor, script.equalize_micro_batches, [], []
+get_state_dict, equalize, sharded, filled = script.dcp.get_state_dict, script.equalize_micro_batches, [], []
 
 
-def seen_full_tensor(tensor):
-    sharded.append(isinstance(tensor, script.DTensor) and tensor.to_local().numel() < tensor.numel())
-    return full_tensor(tensor)
+def seen_state_dict(model, optimizer, options):
+    states = [model.state_dict(), *optimizer.state_dict()["state"].values()]
+    tensors = [tensor for state in states for tensor in state.values() if tensor.ndim]
+    sharded.extend(isinstance(tensor, DTensor) and tensor.to_local().numel() < tensor.numel() for tensor in tensors)
+    return get_state_dict(model, optimizer, options=options)
 
 
 def seen_equalize(local, accelerator):
@@ -31,6 +34,6 @@ def seen_equalize(local, accelerator):
     return result
 
 
-script.full_tensor, script.equalize_micro_batches = seen_full_tensor, seen_equalize
+script.dcp.get_state_dict, script.equalize_micro_batches = seen_state_dict, seen_equalize
 script.main(script.parse_args(sys.argv[2:]))
 print(f"{sum(sharded)} tensors were sharded, {sum(filled)} of {len(filled)} micro-batches had no text")

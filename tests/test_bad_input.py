@@ -444,12 +444,12 @@ def test_file_of_flags_and_flags_that_override_it():
     Path("args.yaml").write_text(
         "train_data: x.jsonl\nbatch_size: 8\nseed: 3\nmix_by: batch\nlearning_rate: 2e-5\n"
         "loss_kwargs: {symmetric: true}\nprompts: ['query: ', '']\nmax_length: null\ngrad_cache: true\n"
-        "num_negatives: -1\n"
+        "num_negatives: 3\n"
     )
     args = script.parse_args(["args.yaml", "--seed", "4", "--columns", "a", "b"])
     assert (args.train_data, args.batch_size, args.seed, args.mix_by) == (["x.jsonl"], 8, 4, "batch")
     assert (args.learning_rate, args.loss_kwargs, args.prompts) == (2e-5, {"symmetric": True}, ["query: ", ""])
-    assert (args.max_length, args.grad_cache, args.num_negatives, args.columns) == (None, True, -1, ["a", "b"])
+    assert (args.max_length, args.grad_cache, args.num_negatives, args.columns) == (None, True, 3, ["a", "b"])
     Path("args.json").write_text(json.dumps({"train_data": ["x", "y"], "streaming": True, "max_steps": 3}))
     assert script.parse_args(["args.json"]).train_data == ["x", "y"]
 
