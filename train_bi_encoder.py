@@ -232,7 +232,9 @@ def list_files(source):
 def open_files(files, streaming=True):
     """Return a Dataset or IterableDataset that hands out pyarrow Tables."""
     suffix = file_suffix(files[0])
-    kind, options = FORMATS[suffix], {"split": "train"} | ({"sep": "\t"} if suffix == ".tsv" else {})
+    # The record batches of a mapped table are kept in a list: make them few.
+    kind, options = FORMATS[suffix], {"split": "train", "writer_batch_size": 20_000}
+    options |= {"sep": "\t"} if suffix == ".tsv" else {}
     if kind == "arrow" and not streaming:
         with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped where it is, everything else a copy
             parts = [datasets.Dataset.from_file(file) for file in files]
@@ -243,8 +245,6 @@ def open_files(files, streaming=True):
         if pa.null() in schema.types:
             fields = [field.with_type(pa.string()) if pa.types.is_null(field.type) else field for field in schema]
             options["features"] = datasets.Features.from_arrow_schema(pa.schema(fields))
-    if not streaming:  # the record batches of a mapped table are kept in a list: make them few
-        options["writer_batch_size"] = 20_000
     return datasets.load_dataset(kind, data_files=files, streaming=streaming, **options).with_format("arrow")
 
 
@@ -1053,9 +1053,10 @@ def plot_metrics(metrics, path):
 
 def check_launch(accelerator):
     """Raise UserError for launches that this step was not made for: some would train wrongly."""
-    kind, plugin = accelerator.distributed_type, accelerator.state.fsdp_plugin
+    kind = accelerator.distributed_type
     unsupported = kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or accelerator.parallelism_config
     if kind == DistributedType.FSDP:
+        plugin = accelerator.state.fsdp_plugin
         offload = plugin.cpu_ram_efficient_loading or isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         unsupported = unsupported or plugin.fsdp_version != 2 or offload or accelerator.scaler
     if unsupported:
@@ -1131,15 +1132,14 @@ def main(args):
     model.train()
     features, _ = make_micro_batches(["a text"], model, max_tokens, device)[0][0]
     freeze_unused(model, encode(model, features, accelerator))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [{"params": [p for p in trained if (p.ndim > 1) == decay], "weight_decay": decay * args.weight_decay}
-              for decay in (True, False)]  # fmt: skip
-    optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, fused=True)
+    optimizer = torch.optim.AdamW(
+        [{"params": [p for p in model.parameters() if p.requires_grad and (p.ndim > 1) == decay],
+          "weight_decay": decay * args.weight_decay} for decay in (True, False)],
+        lr=args.learning_rate, fused=True)  # fmt: skip
     warmup = math.ceil(args.warmup_ratio * steps)
     with user_errors("--lr_scheduler_type"):  # lr_lambdas: functions of the step
         schedule = transformers.get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps).lr_lambdas[0]
-    parameters = sum(parameter.numel() for parameter in trained)
-    del trained, groups  # whole parameters, of which FSDP keeps parts
+    parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     sharded = accelerator.distributed_type == DistributedType.FSDP
     model_to_save = copy.deepcopy(model).cpu() if sharded and is_main else model
     model, optimizer = accelerator.prepare(model, optimizer)
