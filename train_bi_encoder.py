@@ -54,7 +54,6 @@ from accelerate.utils import DistributedType, gather_object
 from filelock import FileLock
 from matplotlib.figure import Figure
 from safetensors.torch import load_file, save_file
-from scipy.stats import pearsonr, spearmanr
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.modules import Pooling
@@ -432,9 +431,6 @@ def row_batches(sources, weights, args, state=None):
         state = after
 
 
-hash_ids = partial(pd.util.hash_array, categorize=False)  # array of str -> uint64, the same in every process
-
-
 class TextLookup:
     """Texts by id from a memory-mapped table. Its index (sorted 64-bit hashes of the ids, and the row of each) is a
     mapped file, too, made once: 16 bytes a text on disk, none in memory."""
@@ -454,7 +450,7 @@ class TextLookup:
 
     def build_index(self):
         """Return (2, rows) uint64: sorted hashes, and the row of each."""
-        hashes = np.concatenate([hash_ids(self.ids(table).to_numpy()) for table in self.dataset.iter(100_000)])
+        hashes = np.concatenate([self.hashes(self.ids(table)) for table in self.dataset.iter(100_000)])
         order = np.argsort(hashes, kind="stable").astype(np.uint64)
         hashes = hashes[order]
         for first in np.flatnonzero(hashes[1:] == hashes[:-1]):
@@ -464,7 +460,7 @@ class TextLookup:
 
     def texts(self, ids):
         """Return the texts of a column of ids, large_string; null for an unknown id."""
-        places = np.searchsorted(self.index[0], hash_ids(ids.to_numpy())).clip(max=len(self.dataset) - 1)
+        places = np.searchsorted(self.index[0], self.hashes(ids)).clip(max=len(self.dataset) - 1)
         table = self.dataset[self.index[1, places].tolist()]
         columns = [pc.fill_null(as_texts(table[name], name), "") for name in self.text_columns]
         texts = pc.utf8_trim_whitespace(pc.binary_join_element_wise(*columns, pa.scalar(" ", pa.large_string())))
@@ -472,6 +468,9 @@ class TextLookup:
 
     def ids(self, table):
         return as_texts(table[self.id_column], self.id_column, ids=True)
+
+    def hashes(self, ids):
+        return pd.util.hash_array(ids.to_numpy(), categorize=False)  # uint64, the same in every process
 
 
 def data_fingerprint(files):
@@ -568,8 +567,7 @@ class LocalBatch:
     """What one process encodes of N texts or pairs, and where those of all processes are once gathered."""
 
     local_indices: torch.Tensor  # (n,) indices of this process' texts
-    max_local_size: int  # texts of the largest part; the others are padded to it to be gathered
-    gather_index: torch.Tensor  # (N,) row of each text among the gathered (processes * max_local_size) rows
+    gather_index: torch.Tensor  # (N,) row of each text among those gathered, where each part has ceil(N / P) rows
     micro_batches: list  # (features, indices in local_indices), longest first
     tokens: int  # of this part
     padded: int  # the same with padding
@@ -587,7 +585,7 @@ def make_local_batch(texts, model, max_tokens, accelerator):
     gather_index[order] = torch.from_numpy(owner * size + turn)
     local_texts = [part.take(local).to_pylist() for part in texts]
     micro_batches = make_micro_batches(*local_texts, model, max_tokens, accelerator.device)
-    return LocalBatch(torch.from_numpy(local), size, gather_index, *micro_batches)
+    return LocalBatch(torch.from_numpy(local), gather_index, *micro_batches)
 
 
 def pad_micro_batches(encodings, model, max_tokens, device):
@@ -634,7 +632,7 @@ def equalize_micro_batches(local, accelerator):
 def gather_outputs(parts, local, accelerator):
     """Return (N, D) detached outputs for all texts, in their order, from the (n, D) parts of this process."""
     indices = torch.tensor([index for _, cut in local.micro_batches for index in cut], device=parts[0].device)
-    padded = parts[0].new_zeros(local.max_local_size, parts[0].shape[1])
+    padded = parts[0].new_zeros(-(-len(local.gather_index) // accelerator.num_processes), parts[0].shape[1])
     padded[indices] = torch.cat(parts).detach()
     return accelerator.gather(padded)[local.gather_index.to(padded.device)]
 
@@ -934,10 +932,8 @@ def evaluate(model, rows, max_tokens, args, accelerator):
     if model.similarity_fn_name != "dot":
         queries, documents = F.normalize(queries, dim=-1), F.normalize(documents, dim=-1)
     if args.label_column and not pa.types.is_list(rows["label"].type):
-        if len(rows) == 1:  # which correlates with nothing
-            return {}
-        scores, labels = (queries * documents).sum(-1).tolist(), rows["label"].to_pylist()
-        return {"Spearman": float(spearmanr(scores, labels)[0]), "Pearson": float(pearsonr(scores, labels)[0])}
+        frame = pd.DataFrame({"score": (queries * documents).sum(-1).cpu(), "label": rows["label"]})
+        return {name: float(frame.corr(name.lower()).iloc[0, 1]) for name in ("Spearman", "Pearson")}
     ranks, numbers = [], torch.arange(len(rows), device=queries.device)
     for targets in numbers[:, None].split(max(1, MAX_SCORES // len(rows))):
         scores = queries[targets[:, 0]] @ documents.T  # (targets, rows)
@@ -1155,8 +1151,7 @@ def main(args):
     if is_main:
         (output / "args.yaml").write_text(yaml.safe_dump(asdict(args), sort_keys=False))
         (output / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in progress.metrics))
-    if args.report_to:
-        accelerator.init_trackers("evenstep", {name: str(value) for name, value in asdict(args).items()})
+    accelerator.init_trackers("evenstep", {name: str(value) for name, value in asdict(args).items()})
     signal.signal(signal.SIGTERM, lambda *_: accelerator.set_trigger())
     rows = "streamed" if args.streaming else f"{sum(map(len, data.sources)):,}"
     accelerator.print(f"{parameters:,} parameters, {rows} rows, {held_out:,} held out; step {progress.step:,} of "

@@ -108,8 +108,8 @@ def test_two_ids_of_one_table_are_two_indexes():
 
 def test_ids_of_equal_hashes_are_told_apart_or_refused(monkeypatch):
     """Never the text of another id, nor an unknown one where there is a text."""
-    real = script.hash_ids
-    monkeypatch.setattr(script, "hash_ids", lambda ids: real(ids) % 5)
+    real = script.TextLookup.hashes
+    monkeypatch.setattr(script.TextLookup, "hashes", lambda self, ids: real(self, ids) % 5)
     write("c.jsonl", [{"_id": f"d{i}", "text": f"text {i}"} for i in range(40)])
     ids = [f"d{i}" for i in (3, 39, 0, 3)] + ["nobody"]
     try:
