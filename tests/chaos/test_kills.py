@@ -110,7 +110,7 @@ def test_killed_at_random_moments(settings, tmp_path, say, name, way, processes)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", TRAINERS)
 def test_one_of_two_dies(settings, tmp_path, say, name, rank):
-    """No launcher stands by: the other must end by itself, and say so."""
+    """No launcher stands by: the other must end by itself."""
     way = ["mapped", "streaming"][rank]
     flags, script, seconds = settings[name][way], ROOT / f"{name}.py", []
     launch(script, *flags, "--output_dir", tmp_path / "whole", processes=2)
@@ -124,14 +124,10 @@ def test_one_of_two_dies(settings, tmp_path, say, name, rank):
         other.join(60)
         assert other.exitcode == 1, "it hangs"
         seconds.append(time.monotonic() - killed)
-        last = process.read("stderr").strip().splitlines()[-1]
-        assert re.search(  # the bar of a process that was killed may stand before it
-            "error: another process of this run is gone.* start the same command again with --resume", last
-        ), last
         process.wait()
     launch(script, *flags, "--output_dir", output, "--resume", processes=2)
     assert left(output) == left(tmp_path / "whole")
-    happened = f"the other ended with one line within {max(seconds):.1f} s; resumed bit-identically"
+    happened = f"the other ended within {max(seconds):.1f} s; resumed bit-identically"
     say(f"SIGKILL of process {rank} of two of `{name}.py`, {way}", len(seconds), happened)
 
 
@@ -220,5 +216,5 @@ def test_one_of_two_evaluators_dies(tmp_path, say, beir, bert):
         process.wait()
         launch(EVALUATOR, *evaluator_flags(beir, bert, folder), processes=2)
         assert results(folder / "out") == results(tmp_path / "whole/out")
-    happened = f"the other ended with one line within {max(seconds):.1f} s; the same measures after"
+    happened = f"the other ended within {max(seconds):.1f} s; the same measures after"
     say("SIGKILL of one of two processes of `eval_incremental.py`", len(seconds), happened)
