@@ -255,6 +255,7 @@ class Source:
         self.name, self.number, self.clean, self.args = name, number, clean, args
         self.columns = list(dict.fromkeys(filter(None, [*args.columns, args.label_column])))
         self.window, self.held_out, self.files = args.shuffle_buffer or 1000, 0, list_files(name)
+        self.seek(None)
 
     def seek(self, state):
         """Continue after `state`, or from the beginning if it is None."""
@@ -356,8 +357,8 @@ def as_texts(column, name, ids=False):
     """Return a column of texts, or of `ids`, as large_string; null where there is none."""
     kind = column.type  # JSON is what `datasets` makes of a column of several types
     if pa.types.is_nested(kind) or isinstance(kind, pa.JsonType) or (pa.types.is_primitive(kind) and not ids):
-        raise UserError(f"column {name!r} holds {kind}, not texts: set --columns or --label_column, or rewrite it by "
-                        "prepare_corpus.py")  # fmt: skip
+        raise UserError(f"column {name!r} holds {kind}, not texts: set --label_column {name} or --columns, or rewrite "
+                        "it by prepare_corpus.py")  # fmt: skip
     return column.cast(pa.large_string())
 
 
@@ -368,7 +369,7 @@ def as_labels(column):
         with suppress(ValueError, TypeError):
             return np.asarray(json.loads(text), float).tolist()
 
-    if column.type in (pa.string(), pa.large_string()):
+    if column.type in (pa.string(), pa.large_string()) or isinstance(column.type, pa.JsonType):
         column = pa.chunked_array([[parse(text) for text in column.to_pylist()]])
     if not pa.types.is_nested(column.type):
         labels = column.cast(pa.float64()).combine_chunks()
@@ -1172,6 +1173,8 @@ def main(args):
         options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole, on the main process only
         weights, moments = dcp.get_state_dict(unwrapped, optimizer.optimizer, options=options)
         if is_main:
+            if not all(weight.isfinite().all() for weight in weights.values()):
+                raise UserError(f"step {progress.step}: a weight is not finite: lower --learning_rate, and --resume")
             if sharded:
                 model_to_save.load_state_dict(weights)
             states = moments["state"].items()

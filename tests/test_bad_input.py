@@ -510,12 +510,9 @@ def test_resume_with_changed_flags(finished, refusal, changed):
     assert snapshot("out") == before
 
 
-def test_resume_prints_what_may_change(finished, capsys):
+def test_resume_with_flags_that_may_change(finished):
     train(finished, "--resume", "--learning_rate", 1e-4, "--max_steps", 5, "--save_steps", 3)
-    printed = capsys.readouterr().out
-    for text in ("--learning_rate 0.0001 (was 2e-05)", "--max_steps 5 (was 4)", "--save_steps 3 (was 2)"):
-        assert text in printed
-    assert "--seed" not in printed and newest() == 5
+    assert newest() == 5
 
 
 @both_ways

@@ -74,15 +74,16 @@ def test_padded_features_are_those_of_the_tokenizer(bert, device, widths):
 def test_texts_that_are_equal_have_equal_ids(bert):
     """The masks of InfoNCE depend on it: in whichever column they are, prompts included."""
     model = SentenceTransformer(str(bert), device="cpu")
-    kind = pa.schema([(name, pa.large_string()) for name in "01"])
-    rows = pa.table({"0": ["x", "y", "x"], "1": ["y", "z", "z"]}, kind)
+    table = pa.table({"a": ["x", "y", "x"], "b": ["y", "z", "z"]})
     for prompts, ids in (([], [[0, 1, 0], [1, 2, 2]]), (["query: ", "text: "], [[0, 1, 0], [2, 3, 3]])):
         args = script.parse_args(["--train_data", "x", "--columns", "a", "b"])
         args.prompts = prompts
+        rows, _ = script.clean_pairs(table, "x", [None, None], args)
+        query, text = prompts or ["", ""]
+        assert rows["0"].to_pylist() == [query + letter for letter in "xyx"]
+        assert rows["1"].to_pylist() == [text + letter for letter in "yzz"]
         batch = next(script.make_batches([(rows, {})], model, 100, args, Accelerator(cpu=True)))
         assert batch.ids.tolist() == ids
-        texts = script.column_texts(rows, 2, args).to_pylist()
-        assert texts == [p + t for p, column in zip(prompts or ["", ""], ("xyx", "yzz")) for t in column]
 
 
 # ----------------------------------------------------------------------------------------------------------- losses
