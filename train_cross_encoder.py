@@ -35,7 +35,6 @@ import signal
 import sys
 import time
 import traceback
-import warnings
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
@@ -63,7 +62,6 @@ from matplotlib.figure import Figure
 from safetensors.torch import load_file, save_file
 from scipy.stats import pearsonr, spearmanr
 from sentence_transformers import CrossEncoder
-from tokenizers import Tokenizer
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm.auto import tqdm
@@ -781,21 +779,8 @@ def draw_negatives(rows, count, seed, args):
 
 
 def make_micro_batches(queries, documents, model, max_tokens, device):
-    """Return (micro-batches, tokens, tokens with padding) of n pairs; a micro-batch is (features, indices of pairs).
-    The document is truncated, and the query only if it leaves no room for a document."""
-    tokenizer, length = model.tokenizer.backend_tokenizer, model.max_seq_length
-    try:
-        encodings = tokenizer.encode_batch_fast(list(zip(queries, documents)))
-    except Exception:  # of tokenizers, which has no class of its own for a query without room
-        warnings.warn(f"a query leaves no room for its document in {length} tokens: both are truncated", stacklevel=1)
-        plain = Tokenizer.from_str(tokenizer.to_str())  # two threads use the other: its truncation must not change
-        plain.no_truncation()
-        offsets = [encoding.offsets for encoding in plain.encode_batch(queries, add_special_tokens=False)]
-        room = length - tokenizer.num_special_tokens_to_add(True)
-        queries = [q if len(o) < room else q[: o[room // 2][0]] for q, o in zip(queries, offsets)]
-        encodings = tokenizer.encode_batch_fast(list(zip(queries, documents)))
-    if any(len(encoding) == length and encoding.overflowing for encoding in encodings):
-        warnings.warn(f"a pair is longer than {length} tokens: its document is truncated", stacklevel=1)
+    """Return (micro-batches, tokens, tokens with padding) of pairs; a micro-batch is (features, indices of pairs)."""
+    encodings = model.tokenizer.backend_tokenizer.encode_batch_fast(list(zip(queries, documents)))
     return pad_micro_batches(encodings, model, max_tokens, device)
 
 
@@ -852,7 +837,8 @@ def load_model(args, checkpoint=None):
         if model.max_seq_length > limit:
             raise UserError(f"--max_length {model.max_seq_length}: the model has positions for {limit} tokens")
         model.tokenizer.backend_tokenizer.no_padding()  # here, not at each call: two threads use the tokenizer
-        model.tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length, strategy="only_second")
+        # Of a pair the longer text is truncated first, as by predict().
+        model.tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
     # What predict() applies: bce trains a probability, every other loss the logit itself.
     model.activation_fn = torch.nn.Sigmoid() if args.loss == "bce" else torch.nn.Identity()
     if args.dropout is not None:

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from statistics import fmean as mean
 
@@ -342,43 +341,21 @@ def token_ids(model, pairs):
     return [found[i] for i in range(len(pairs))]
 
 
-def test_a_long_document_is_truncated_and_the_query_kept(bert):
+def test_pairs_are_truncated_as_by_the_library(bert):
+    """The longer text first: up to half of the tokens are kept of each text, and no pair is refused."""
     model = script.load_model(parse("--model_name_or_path", bert, "--max_length", 32))
-    query, document = "read the file " * 5, "write a line of text " * 50
-    pairs = [(query, "a"), (query, document), ("a", document)]
-    with pytest.warns(UserWarning, match="a pair is longer than 32 tokens: its document is truncated"):
-        found = token_ids(model, pairs)
     tokenizer = AutoTokenizer.from_pretrained(bert)
-    wanted = tokenizer(*map(list, zip(*pairs)), truncation="only_second", max_length=32)
-    assert found == wanted["input_ids"] and list(map(len, found[1:])) == [32, 32]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        token_ids(model, [(query, "a"), ("a", "b " * 28)])
-
-
-def test_a_query_without_room_is_truncated_too(bert):
-    """And no pair beside it."""
-    model = script.load_model(parse("--model_name_or_path", bert, "--max_length", 32))
-    query, document = "read the file " * 5, "write a line of text " * 50
-    beside = [(query, "a"), (query, document), ("b " * 28, "a")]
-    alone = token_ids(model, beside)
-    separator, tokenizer = model.tokenizer.sep_token_id, AutoTokenizer.from_pretrained(bert)
-    for text in (document, "b " * 29, "b " * 5000):
-        pairs = [beside[0], (text, "a line"), beside[1], (text, document), beside[2]]
-        with pytest.warns(UserWarning, match="a query leaves no room for its document in 32 tokens: both are trunc"):
-            found = token_ids(model, pairs)
-        assert found[::2] == alone
-        for ids, own in ((found[1], "a line"), (found[3], document)):
-            assert ids.count(separator) == 2 and ids[-1] == separator and len(ids) <= 32
-            first = ids.index(separator)
-            assert 10 <= first <= 16 and ids[1:first] == tokenizer(text)["input_ids"][1:first]
-            assert ids[first + 1 : -1] == tokenizer(own)["input_ids"][1 : len(ids) - first - 1]
-    with warnings.catch_warnings(record=True) as said:  # once, not at each batch
-        warnings.simplefilter("default")
-        script.__warningregistry__.clear()
-        for _ in range(3):
-            token_ids(model, [(query, document)])
-    assert [str(one.message) for one in said] == ["a pair is longer than 32 tokens: its document is truncated"]
+    texts = ["a", "read the file", "b " * 14, "read the file " * 5, "b " * 28, "b " * 29, "write a line of text " * 50]
+    pairs = [(query, document) for query in texts for document in texts]
+    found = token_ids(model, pairs)
+    assert found == tokenizer(*map(list, zip(*pairs)), truncation=True, max_length=32)["input_ids"]
+    for (query, document), ids in zip(pairs, found):
+        first, second = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (query, document))
+        assert len(ids) == min(32, len(first) + len(second) + 3)
+        place = ids.index(tokenizer.sep_token_id)
+        kept = ids[1:place], ids[place + 1 : -1]
+        assert kept == (first[: len(kept[0])], second[: len(kept[1])])
+        assert len(kept[0]) >= min(14, len(first)) and len(kept[1]) >= min(14, len(second))
 
 
 # --------------------------------------------------------------------------------------------------------- measures
