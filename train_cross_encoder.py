@@ -826,12 +826,9 @@ def load_model(args, checkpoint=None):
     options = {"use_safetensors": True, "attn_implementation": args.attn_implementation}  # never a pickle
     torch.manual_seed(args.seed)  # of a new head, and of adapters
     with user_errors(f"--model_name_or_path {path}"):
-        config = transformers.AutoConfig.from_pretrained(path)
-        if "Classification" in str(config.architectures) and config.num_labels != 1:
-            raise UserError(f"the model gives {config.num_labels} labels a pair, and one is required")
-        model = CrossEncoder(path, device="cpu", num_labels=1, model_kwargs=options)
-        if len(model) > 1 or model.default_prompt_name:
-            raise UserError("the model is not a transformer with a classification head alone, or has a default prompt")
+        model = CrossEncoder(path, device="cpu", model_kwargs=options)
+        if (found := (len(model), model.num_labels, model.default_prompt_name)) != (1, 1, None):
+            raise UserError("{} modules, {} labels and default prompt {}, not 1, 1 and None".format(*found))
         limit = getattr(model.config, "max_position_embeddings", None) or math.inf
         model.max_seq_length = args.max_length or model.max_seq_length
         if model.max_seq_length > limit:
@@ -868,17 +865,12 @@ def listwise_ce(scores, labels, mask):
     return (losses.sum(1) / positive.sum(1)).mean()
 
 
-def pair_loss(scores, labels, mask, sigma, weights=1.0, kept=True):
-    """Return the bits that the order of two documents of a group costs, times weights, mean over the `kept` pairs of
-    unlike labels; weights and kept: (G, L, L)."""
+def ranknet(scores, labels, mask, weights=1.0, kept=True, /, sigma=1.0):
+    """Return the bits that the order of two documents of a group costs (Burges et al. 2005, equation 3), mean over the
+    pairs of unlike labels. weights and kept (G, L, L): of each pair, and which pairs are meant."""
     pairs = (labels[:, :, None] > labels[:, None, :]) & mask[:, :, None] & mask[:, None, :] & kept
     bits = -F.logsigmoid(sigma * (scores[:, :, None] - scores[:, None, :])) / math.log(2)
     return (bits * weights)[pairs].mean()
-
-
-def ranknet(scores, labels, mask, sigma=1.0):
-    """Burges et al. 2005, equation 3, whose logarithm is that of base 2."""
-    return pair_loss(scores, labels, mask, sigma)
 
 
 def lambdaloss(scores, labels, mask, k=None, sigma=1.0, mu=10.0):
@@ -892,7 +884,7 @@ def lambdaloss(scores, labels, mask, k=None, sigma=1.0, mu=10.0):
     by_distance = 1 / torch.log2(1.0 + distance) - 1 / torch.log2(2.0 + distance)
     by_rank = (1 / discounts[:, None] - 1 / discounts).abs()
     weights = (mu * by_distance + by_rank) * (gains[:, :, None] - gains[:, None, :]).abs()  # (G, L, L)
-    return pair_loss(scores, labels, mask, sigma, weights, top[:, None] | top)
+    return ranknet(scores, labels, mask, weights, top[:, None] | top, sigma=sigma)
 
 
 def margin_mse(scores, labels, mask):
@@ -915,10 +907,10 @@ LOSSES = {"listwise_ce": listwise_ce, "ranknet": ranknet, "lambdaloss": lambdalo
 def make_loss(args):
     """Return the loss, a function; set args.loss if it is not given."""
     if not args.loss:
-        args.loss = "listwise_ce"
-        with user_errors(f"{args.train_data[0]}: --label_column {args.label_column}"):
-            files, name = list_files(args.train_data[0])[:1], args.label_column
-            if name and not str(next(open_files(files).select_columns([name]).iter(1))[name][0]).startswith("["):
+        args.loss, name = "listwise_ce", args.label_column
+        with user_errors(f"{args.train_data[0]}: --label_column {name}"):
+            stream = open_files(list_files(args.train_data[0])[:1])
+            if name and not str(next(stream.select_columns([name]).iter(1))[name][0]).startswith("["):
                 args.loss = "bce"  # one label a row
     loss = (MEANS_OVER_PAIRS | LOSSES)[args.loss]
     with user_errors(f"--loss_kwargs of {args.loss}"):
