@@ -62,6 +62,8 @@ from matplotlib.figure import Figure
 from safetensors.torch import load_file, save_file
 from scipy.stats import pearsonr, spearmanr
 from sentence_transformers import CrossEncoder
+from sentence_transformers.sentence_transformer.evaluation import BinaryClassificationEvaluator
+from sklearn.metrics import average_precision_score
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm.auto import tqdm
@@ -987,40 +989,28 @@ def evaluate(model, rows, max_tokens, args, accelerator):
     parts = [score(model, features, accelerator)[: len(cut)] for features, cut in batch.local.micro_batches]
     model.train()
     scores = gather_outputs(parts, batch.local, accelerator).view(-1).cpu().double().numpy()  # (N,)
-    labels, groups = flatten(rows["labels"])[1].to_numpy(), batch.groups.numpy()
+    labels, ends = batch.labels.double().numpy(), batch.groups.bincount().cumsum(0)[:-1]
     if len(labels) > len(rows):
-        measures = ranking_measures(scores, labels, groups, args.loss in TEACHER_LOSSES)
-    elif set(labels) <= {0, 1}:
-        measures = class_measures(scores, labels)
+        groups = zip(np.split(scores, ends), np.split(labels, ends))
+        measures = pd.DataFrame([ranking_measures(*group, args.loss in TEACHER_LOSSES) for group in groups]).mean()
+    elif set(labels) <= {0, 1}:  # accuracy and F1 at the best threshold of each
+        accuracy, _ = BinaryClassificationEvaluator.find_best_acc_and_threshold(scores, labels, True)
+        f1, *_ = BinaryClassificationEvaluator.find_best_f1_and_threshold(scores, labels, True)
+        measures = {"accuracy": accuracy, "F1": f1, "average precision": average_precision_score(labels, scores)}
     else:
         measures = {"Spearman": spearmanr(scores, labels)[0], "Pearson": pearsonr(scores, labels)[0]}
     return {name: float(value) for name, value in measures.items()}
 
 
-def ranking_measures(scores, labels, groups, from_teacher=False):
-    """Return MRR@10 and nDCG@10, means over groups; scores, labels and groups (ascending): (N,). A label above 0 is
-    relevant and its own gain; a teacher's best document is relevant. Of equal scores the worse document is first."""
-    firsts = np.searchsorted(groups, groups)  # (N,) place of the first document of the group
-    if from_teacher:
-        labels = labels == np.maximum.reduceat(labels, np.unique(firsts))[groups]
-    gains, ranks = np.maximum(labels, 0), np.arange(1, len(groups) + 1) - firsts
-    ranked, ideal = gains[np.lexsort((gains, -scores, groups))], gains[np.lexsort((-gains, groups))]
-    dcg, best = (np.bincount(groups, (ranks <= 10) * part / np.log2(1 + ranks)) for part in (ranked, ideal))
-    reciprocal = np.zeros(len(dcg))
-    np.maximum.at(reciprocal, groups, (ranked > 0) * (ranks <= 10) / ranks)
-    return {"MRR@10": reciprocal.mean(), "nDCG@10": (dcg / np.maximum(best, 1e-10)).mean()}
-
-
-def class_measures(scores, labels):
-    """Return accuracy and F1, each at its best threshold, and average precision; labels: (N,) of 0 and 1."""
-    order = np.argsort(-scores)
-    scores, labels = scores[order], labels[order]
-    ends = np.append(scores[1:] != scores[:-1], True)  # a threshold cannot separate equal scores
-    taken, hits, positives = np.arange(1, len(labels) + 1)[ends], labels.cumsum()[ends], labels.sum()
-    right = np.append(2 * hits - taken, 0).max() + len(labels) - positives
-    precision = (np.diff(hits, prepend=0) * hits / taken).sum() / max(positives, 1)
-    f1 = (2 * hits / (taken + positives)).max()
-    return {"accuracy": right / len(labels), "F1": f1, "average precision": precision}
+def ranking_measures(scores, labels, from_teacher=False):
+    """Return MRR@10 and nDCG@10 of a group of n documents, (n,) each. A label above 0 is relevant and its own gain; a
+    teacher's best document is relevant. Of equal scores the worse document is first."""
+    gains = (labels == labels.max() if from_teacher else labels.clip(0)).tolist()
+    ranked = [gain for _, gain in sorted(zip((-scores).tolist(), gains))]
+    dcg, ideal = (sum(gain / math.log2(1 + rank) for rank, gain in enumerate(order[:10], 1))
+                  for order in (ranked, sorted(gains, reverse=True)))  # fmt: skip
+    first = next((rank for rank, gain in enumerate(ranked[:10], 1) if gain > 0), math.inf)
+    return {"MRR@10": 1 / first, "nDCG@10": dcg / (ideal or 1)}
 
 
 # ---- checkpoints and outputs (same in train_bi_encoder.py)
