@@ -35,7 +35,6 @@ import signal
 import sys
 import time
 import traceback
-import warnings
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
@@ -63,7 +62,8 @@ from matplotlib.figure import Figure
 from safetensors.torch import load_file, save_file
 from scipy.stats import pearsonr, spearmanr
 from sentence_transformers import CrossEncoder
-from tokenizers import Tokenizer
+from sentence_transformers.sentence_transformer.evaluation import BinaryClassificationEvaluator
+from sklearn.metrics import average_precision_score
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import CPUOffloadPolicy
 from tqdm.auto import tqdm
@@ -773,21 +773,8 @@ def draw_negatives(rows, count, seed, args):
 
 
 def make_micro_batches(queries, documents, model, max_tokens, device):
-    """Return (micro-batches, tokens, tokens with padding) of n pairs; a micro-batch is (features, indices of pairs).
-    The document is truncated, and the query only if it leaves no room for a document."""
-    tokenizer, length = model.tokenizer.backend_tokenizer, model.max_seq_length
-    try:
-        encodings = tokenizer.encode_batch_fast(list(zip(queries, documents)))
-    except Exception:  # of tokenizers, which has no class of its own for a query without room
-        warnings.warn(f"a query leaves no room for its document in {length} tokens: both are truncated", stacklevel=1)
-        plain = Tokenizer.from_str(tokenizer.to_str())  # two threads use the other: its truncation must not change
-        plain.no_truncation()
-        offsets = [encoding.offsets for encoding in plain.encode_batch(queries, add_special_tokens=False)]
-        room = length - tokenizer.num_special_tokens_to_add(True)
-        queries = [q if len(o) < room else q[: o[room // 2][0]] for q, o in zip(queries, offsets)]
-        encodings = tokenizer.encode_batch_fast(list(zip(queries, documents)))
-    if any(len(encoding) == length and encoding.overflowing for encoding in encodings):
-        warnings.warn(f"a pair is longer than {length} tokens: its document is truncated", stacklevel=1)
+    """Return (micro-batches, tokens, tokens with padding) of pairs; a micro-batch is (features, indices of pairs)."""
+    encodings = model.tokenizer.backend_tokenizer.encode_batch_fast(list(zip(queries, documents)))
     return pad_micro_batches(encodings, model, max_tokens, device)
 
 
@@ -827,18 +814,16 @@ def load_model(args, checkpoint=None):
     options = {"use_safetensors": True, "attn_implementation": args.attn_implementation}  # never a pickle
     torch.manual_seed(args.seed)  # of a new head, and of adapters
     with user_errors(f"--model_name_or_path {path}"):
-        config = transformers.AutoConfig.from_pretrained(path)
-        if "Classification" in str(config.architectures) and config.num_labels != 1:
-            raise UserError(f"the model gives {config.num_labels} labels a pair, and one is required")
-        model = CrossEncoder(path, device="cpu", num_labels=1, model_kwargs=options)
-        if len(model) > 1 or model.default_prompt_name:
-            raise UserError("the model is not a transformer with a classification head alone, or has a default prompt")
+        model = CrossEncoder(path, device="cpu", model_kwargs=options)
+        if (found := (len(model), model.num_labels, model.default_prompt_name)) != (1, 1, None):
+            raise UserError("{} modules, {} labels and default prompt {}, not 1, 1 and None".format(*found))
         limit = getattr(model.config, "max_position_embeddings", None) or math.inf
         model.max_seq_length = args.max_length or model.max_seq_length
         if model.max_seq_length > limit:
             raise UserError(f"--max_length {model.max_seq_length}: the model has positions for {limit} tokens")
         model.tokenizer.backend_tokenizer.no_padding()  # here, not at each call: two threads use the tokenizer
-        model.tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length, strategy="only_second")
+        # Of a pair the longer text is truncated first, as by predict().
+        model.tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
     # What predict() applies: bce trains a probability, every other loss the logit itself.
     model.activation_fn = torch.nn.Sigmoid() if args.loss == "bce" else torch.nn.Identity()
     if args.dropout is not None:
@@ -868,17 +853,12 @@ def listwise_ce(scores, labels, mask):
     return (losses.sum(1) / positive.sum(1)).mean()
 
 
-def pair_loss(scores, labels, mask, sigma, weights=1.0, kept=True):
-    """Return the bits that the order of two documents of a group costs, times weights, mean over the `kept` pairs of
-    unlike labels; weights and kept: (G, L, L)."""
+def ranknet(scores, labels, mask, weights=1.0, kept=True, /, sigma=1.0):
+    """Return the bits that the order of two documents of a group costs (Burges et al. 2005, equation 3), mean over the
+    pairs of unlike labels. weights and kept (G, L, L): of each pair, and which pairs are meant."""
     pairs = (labels[:, :, None] > labels[:, None, :]) & mask[:, :, None] & mask[:, None, :] & kept
     bits = -F.logsigmoid(sigma * (scores[:, :, None] - scores[:, None, :])) / math.log(2)
     return (bits * weights)[pairs].mean()
-
-
-def ranknet(scores, labels, mask, sigma=1.0):
-    """Burges et al. 2005, equation 3, whose logarithm is that of base 2."""
-    return pair_loss(scores, labels, mask, sigma)
 
 
 def lambdaloss(scores, labels, mask, k=None, sigma=1.0, mu=10.0):
@@ -892,7 +872,7 @@ def lambdaloss(scores, labels, mask, k=None, sigma=1.0, mu=10.0):
     by_distance = 1 / torch.log2(1.0 + distance) - 1 / torch.log2(2.0 + distance)
     by_rank = (1 / discounts[:, None] - 1 / discounts).abs()
     weights = (mu * by_distance + by_rank) * (gains[:, :, None] - gains[:, None, :]).abs()  # (G, L, L)
-    return pair_loss(scores, labels, mask, sigma, weights, top[:, None] | top)
+    return ranknet(scores, labels, mask, weights, top[:, None] | top, sigma=sigma)
 
 
 def margin_mse(scores, labels, mask):
@@ -915,10 +895,10 @@ LOSSES = {"listwise_ce": listwise_ce, "ranknet": ranknet, "lambdaloss": lambdalo
 def make_loss(args):
     """Return the loss, a function; set args.loss if it is not given."""
     if not args.loss:
-        args.loss = "listwise_ce"
-        with user_errors(f"{args.train_data[0]}: --label_column {args.label_column}"):
-            files, name = list_files(args.train_data[0])[:1], args.label_column
-            if name and not str(next(open_files(files).select_columns([name]).iter(1))[name][0]).startswith("["):
+        args.loss, name = "listwise_ce", args.label_column
+        with user_errors(f"{args.train_data[0]}: --label_column {name}"):
+            stream = open_files(list_files(args.train_data[0])[:1])
+            if name and not str(next(stream.select_columns([name]).iter(1))[name][0]).startswith("["):
                 args.loss = "bce"  # one label a row
     loss = (MEANS_OVER_PAIRS | LOSSES)[args.loss]
     with user_errors(f"--loss_kwargs of {args.loss}"):
@@ -995,40 +975,28 @@ def evaluate(model, rows, max_tokens, args, accelerator):
     parts = [score(model, features, accelerator)[: len(cut)] for features, cut in batch.local.micro_batches]
     model.train()
     scores = gather_outputs(parts, batch.local, accelerator).view(-1).cpu().double().numpy()  # (N,)
-    labels, groups = flatten(rows["labels"])[1].to_numpy(), batch.groups.numpy()
+    labels, ends = batch.labels.double().numpy(), batch.groups.bincount().cumsum(0)[:-1]
     if len(labels) > len(rows):
-        measures = ranking_measures(scores, labels, groups, args.loss in TEACHER_LOSSES)
-    elif set(labels) <= {0, 1}:
-        measures = class_measures(scores, labels)
+        groups = zip(np.split(scores, ends), np.split(labels, ends))
+        measures = pd.DataFrame([ranking_measures(*group, args.loss in TEACHER_LOSSES) for group in groups]).mean()
+    elif set(labels) <= {0, 1}:  # accuracy and F1 at the best threshold of each
+        accuracy, _ = BinaryClassificationEvaluator.find_best_acc_and_threshold(scores, labels, True)
+        f1, *_ = BinaryClassificationEvaluator.find_best_f1_and_threshold(scores, labels, True)
+        measures = {"accuracy": accuracy, "F1": f1, "average precision": average_precision_score(labels, scores)}
     else:
         measures = {"Spearman": spearmanr(scores, labels)[0], "Pearson": pearsonr(scores, labels)[0]}
     return {name: float(value) for name, value in measures.items()}
 
 
-def ranking_measures(scores, labels, groups, from_teacher=False):
-    """Return MRR@10 and nDCG@10, means over groups; scores, labels and groups (ascending): (N,). A label above 0 is
-    relevant and its own gain; a teacher's best document is relevant. Of equal scores the worse document is first."""
-    firsts = np.searchsorted(groups, groups)  # (N,) place of the first document of the group
-    if from_teacher:
-        labels = labels == np.maximum.reduceat(labels, np.unique(firsts))[groups]
-    gains, ranks = np.maximum(labels, 0), np.arange(1, len(groups) + 1) - firsts
-    ranked, ideal = gains[np.lexsort((gains, -scores, groups))], gains[np.lexsort((-gains, groups))]
-    dcg, best = (np.bincount(groups, (ranks <= 10) * part / np.log2(1 + ranks)) for part in (ranked, ideal))
-    reciprocal = np.zeros(len(dcg))
-    np.maximum.at(reciprocal, groups, (ranked > 0) * (ranks <= 10) / ranks)
-    return {"MRR@10": reciprocal.mean(), "nDCG@10": (dcg / np.maximum(best, 1e-10)).mean()}
-
-
-def class_measures(scores, labels):
-    """Return accuracy and F1, each at its best threshold, and average precision; labels: (N,) of 0 and 1."""
-    order = np.argsort(-scores)
-    scores, labels = scores[order], labels[order]
-    ends = np.append(scores[1:] != scores[:-1], True)  # a threshold cannot separate equal scores
-    taken, hits, positives = np.arange(1, len(labels) + 1)[ends], labels.cumsum()[ends], labels.sum()
-    right = np.append(2 * hits - taken, 0).max() + len(labels) - positives
-    precision = (np.diff(hits, prepend=0) * hits / taken).sum() / max(positives, 1)
-    f1 = (2 * hits / (taken + positives)).max()
-    return {"accuracy": right / len(labels), "F1": f1, "average precision": precision}
+def ranking_measures(scores, labels, from_teacher=False):
+    """Return MRR@10 and nDCG@10 of a group of n documents, (n,) each. A label above 0 is relevant and its own gain; a
+    teacher's best document is relevant. Of equal scores the worse document is first."""
+    gains = (labels == labels.max() if from_teacher else labels.clip(0)).tolist()
+    ranked = [gain for _, gain in sorted(zip((-scores).tolist(), gains))]
+    dcg, ideal = (sum(gain / math.log2(1 + rank) for rank, gain in enumerate(order[:10], 1))
+                  for order in (ranked, sorted(gains, reverse=True)))  # fmt: skip
+    first = next((rank for rank, gain in enumerate(ranked[:10], 1) if gain > 0), math.inf)
+    return {"MRR@10": 1 / first, "nDCG@10": dcg / (ideal or 1)}
 
 
 # ---- checkpoints and outputs (same in train_bi_encoder.py)

@@ -56,7 +56,7 @@ def gradients_of(flags, settings, accumulation=1):
 model = script.load_model(parse())
 with torch.no_grad():  # freshly initialised, documents hardly differ, and the gradient of a group cancels to 0.0005
     for parameter in model.parameters():
-        parameter.mul_(5 if parameter.ndim > 1 else 1)
+        parameter.mul_(10 if parameter.ndim > 1 else 1)
 features, _ = script.make_micro_batches(["a query"], ["a document"], model, 100, accelerator.device)[0][0]
 script.freeze_unused(model, script.score(model, features, accelerator))
 prepared = accelerator.prepare(model).eval()  # no dropout: it differs from micro-batch to micro-batch
