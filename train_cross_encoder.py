@@ -227,8 +227,8 @@ def list_files(source):
         path, config, split = path.split(":") if path.count(":") == 2 else (path, config, split)
         builder = datasets.load_dataset_builder(path, name=config or None)
     files = builder.config.data_files
-    if split not in files:
-        raise UserError(f"{source}: no split {split!r}; the splits are: {', '.join(files)}")
+    if not files.get(split):
+        raise UserError(f"no file of split {split!r}; the splits are: {', '.join(files)}")
     if not file_suffix(files[split][0]):
         raise UserError(f"{files[split][0]}: not one of {' '.join(FORMATS)}, with or without .gz or .zst")
     return list(files[split])
