@@ -713,7 +713,7 @@ def clean_labels(column, sizes, args):
         labels.append(row)
         invalid.append(not (0 < len(row) == size and is_valid(row)))
     problem = f"--loss {args.loss} takes a label for each document, {required}; not so"
-    return labels, {f"{args.label_column!r} has no finite number": bad, problem: pa.array(invalid)}
+    return labels, {f"{args.label_column!r} has no finite number": bad, problem: pa.array(invalid, pa.bool_())}
 
 
 def clean_groups(table, source, lookups, args):
@@ -746,9 +746,8 @@ def clean_groups(table, source, lookups, args):
 
 
 def draw_negatives(rows, seed, args):
-    """Return `rows` with --num_negatives documents of other rows as negatives (fewer if there are not as many) in each
-    row without a label and a second document; never one that appears with the same query in `rows`. A pure function
-    of its arguments; seed: ints."""
+    """Return `rows` with up to --num_negatives documents of other rows as negatives in each row without a label and a
+    second document; never one that appears with the same query in `rows`. A pure function of its arguments."""
     if args.label_column or pc.min(pc.list_value_length(rows["documents"])).as_py() > 1:
         return rows
     count = NUM_NEGATIVES if args.num_negatives < 0 else args.num_negatives
@@ -830,8 +829,7 @@ def load_model(args, checkpoint=None):
 
 
 def pad_groups(sizes, *values):
-    """Return (G, L) of each of the values, (N,), a row a group, padded with 0, and the (G, L) mask of what is not.
-    sizes: (G,)."""
+    """Return each of the values, (N,), as (G, L), padded with 0, and the mask of what is not padded; sizes: (G,)."""
     mask = (torch.arange(int(sizes.max())) < sizes[:, None]).to(values[0].device)
     return *(value.new_zeros(mask.shape).masked_scatter(mask, value) for value in values), mask
 
