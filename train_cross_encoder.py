@@ -35,14 +35,15 @@ import signal
 import sys
 import time
 import traceback
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from random import Random
 from typing import Literal
 
 import datasets
@@ -60,7 +61,6 @@ from accelerate.utils import DistributedType, gather_object
 from filelock import FileLock
 from matplotlib.figure import Figure
 from safetensors.torch import load_file, save_file
-from scipy.stats import pearsonr, spearmanr
 from sentence_transformers import CrossEncoder
 from sentence_transformers.sentence_transformer.evaluation import BinaryClassificationEvaluator
 from sklearn.metrics import average_precision_score
@@ -684,92 +684,76 @@ def freeze_unused(model, output):
 # ---- from rows to batches
 
 NUM_NEGATIVES = 4  # drawn for a row that has none, unless --num_negatives is given
+REQUIRED = {  # of the labels of a row, which would train wrongly or as NaN without it
+    "bce": ("of 0 to 1 (or: mse)", lambda labels: min(labels) >= 0 and max(labels) <= 1),
+    "mse": ("any", bool),
+    "listwise_ce": ("one above 0 and one of 0 or less", lambda labels: min(labels) <= 0 < max(labels)),
+    "ranknet": ("not all equal", lambda labels: min(labels) < max(labels)),
+    "lambdaloss": ("of 0 to 100, not all equal", lambda labels: 0 <= min(labels) < max(labels) <= 100),
+} | dict.fromkeys(TEACHER_LOSSES, ("two or more", lambda labels: len(labels) > 1))
 
 
-def flatten(column):
-    """Return (values of each row, (n,) int64; all values, row after row) of a column of lists or of single values."""
-    if isinstance(column.type, pa.JsonType):  # what `datasets` makes of a column of lists and single values
-        cells = [json.loads(cell or "[]") for cell in column.to_pylist()]
-        cells = [[t if isinstance(t, str | int) else None for t in (c if isinstance(c, list) else [c])] for c in cells]
-        column = pa.chunked_array([[[None if t is None else str(t) for t in cell] for cell in cells]])
-    if not pa.types.is_list(column.type):
-        return np.ones(len(column), np.int64), column
-    return pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64), pc.list_flatten(column)
-
-
-def as_lists(sizes, values):
-    """Return an array of lists of so many values each: the inverse of `flatten`."""
-    return pa.ListArray.from_arrays(np.append(0, np.cumsum(sizes)).astype(np.int32), values)
+def clean_labels(column, sizes, args):
+    """Return (lists of float, problems as of drop_bad_rows) of the labels of rows of `sizes` documents."""
+    (cells, bad), (required, is_valid) = as_labels(column), REQUIRED[args.loss]
+    labels, invalid = [], []
+    for cell, is_bad, size in zip(cells.to_pylist(), pc.fill_null(bad, True).to_pylist(), sizes):
+        row = [] if is_bad else cell if isinstance(cell, list) else [cell]
+        if args.loss == "margin_mse" and len(row) == size - 1:  # margins of the first document over the others
+            row = [0.0, *(-margin for margin in row)]
+        labels.append(row)
+        invalid.append(not (0 < len(row) == size and is_valid(row)))
+    problem = f"--loss {args.loss} takes a label for each document, {required}; not so"
+    return labels, {f"{args.label_column!r} has no finite number": bad, problem: pa.array(invalid, pa.bool_())}
 
 
 def clean_groups(table, source, lookups, args):
-    """Return (Table of the valid rows, number of the others) of a Table as read from `source`. Its columns: "labels":
-    list of float64, without --label_column 1 for the first document and 0 for the others; "query": large_string;
-    "documents": list of large_string; "length": characters."""
-    problems, texts, owners, lengths, rows = {}, [], [], 0, np.arange(len(table))
+    """Return (Table of the valid rows, number of the others) of a Table as read from `source`. Its columns: "query":
+    large_string; "documents": list of large_string; "labels": list of float64, without --label_column 1 for the first
+    document and 0 for the others; "length": characters."""
+    rows, lengths, owners, texts, problems = np.arange(len(table)), 0, [], [], {}
     for i, name in enumerate(args.columns):
-        lookup, (sizes, column) = lookups[min(i, 1)], flatten(table[name]) if i else (np.ones_like(rows), table[name])
+        column, owner, lookup = table[name], rows, lookups[min(i, 1)]
+        if i and pa.types.is_list(column.type):
+            column, owner = pc.list_flatten(column), pc.list_parent_indices(column).to_numpy()  # the row of each text
         column = as_texts(column, name, ids=bool(lookup))
-        texts.append((lookup.texts(column) if lookup else column).combine_chunks())
-        owners.append(np.repeat(rows, sizes))  # the row of each text
-        blank = pc.fill_null(pc.or_(pc.equal(pc.binary_length(texts[i]), 0), pc.utf8_is_space(texts[i])), True)
+        column = (lookup.texts(column) if lookup else column).combine_chunks()
+        blank = pc.fill_null(pc.or_(pc.equal(pc.binary_length(column), 0), pc.utf8_is_space(column)), True)
         problem = f"no text has the id in {name!r}" if lookup else f"{name!r} has no text"
-        problems[problem] = (sizes == 0) | (np.bincount(owners[i], blank.to_numpy(False), len(rows)) > 0)
-        lengths += np.bincount(owners[i], pc.fill_null(pc.utf8_length(texts[i]), 0).to_numpy(), len(rows))
+        problems[problem] = pa.array(~np.isin(rows, owner) | np.isin(rows, owner[blank]))
+        lengths += np.bincount(owner, pc.fill_null(pc.utf8_length(column), 0), len(rows))
+        owners, texts = [*owners, owner], [*texts, column]
     owners, documents = np.concatenate(owners[1:]), pa.concat_arrays(texts[1:])
     documents = documents.take(np.argsort(owners, kind="stable"))  # row after row
-    counts = sizes = np.bincount(owners, minlength=len(rows))
-    labels = (np.diff(np.sort(owners), prepend=-1) > 0).astype(float)
+    sizes = np.bincount(owners, minlength=len(rows))
+    labels = [[1.0] + [0.0] * (size - 1) for size in sizes]
     if args.label_column:
-        labels, problems[f"{args.label_column!r} has no finite number"] = as_labels(table[args.label_column])
-        counts, labels = flatten(labels)
-        # One label less than documents: the margins of the first document over the others. Its own is 0.
-        margins = (counts == sizes - 1) & (args.loss == "margin_mse")
-        owners, given = np.repeat(rows, counts), labels.to_numpy(zero_copy_only=False)
-        labels, counts = np.zeros(len(given) + margins.sum()), counts + margins
-        labels[np.arange(len(given)) + np.cumsum(margins)[owners]] = np.where(margins[owners], -given, given)
-        lowest, highest = pd.Series(labels).groupby(np.repeat(rows, counts)).agg(["min", "max"]).reindex(rows).values.T
-        low, high = {"bce": (0, 1), "lambdaloss": (0, 100)}.get(args.loss, (-math.inf, math.inf))
-        takes = f"--loss {args.loss} takes"  # lambdaloss' gains are 2**label
-        problems["as many labels as documents are required, which is not so"] = counts != sizes
-        problems[f"{takes} labels of {low} to {high} (or: mse), not those"] = (lowest < low) | (high < highest)
-        if args.loss == "listwise_ce":
-            problems["no positive label (above 0)"] = highest <= 0
-            problems["no negative label (0 or less)"] = lowest > 0
-        elif args.loss in ("ranknet", "lambdaloss"):
-            problems[f"{takes} labels that differ, not those"] = lowest == highest
-        elif args.loss in TEACHER_LOSSES:
-            problems[f"{takes} two documents or more, not those"] = sizes < 2
-    columns = {"labels": as_lists(counts, labels), "query": texts[0], "documents": as_lists(sizes, documents)}
-    problems = {text: pa.array(where) for text, where in problems.items()}
-    return drop_bad_rows(pa.table(columns | {"length": lengths}), problems, table, source, args)
+        labels, found = clean_labels(table[args.label_column], sizes, args)
+        problems |= found
+    documents = pa.ListArray.from_arrays(np.append(0, sizes.cumsum()), documents)
+    labels = pa.array(labels, pa.list_(pa.float64()))
+    columns = {"query": texts[0], "documents": documents, "labels": labels, "length": lengths}
+    return drop_bad_rows(pa.table(columns), problems, table, source, args)
 
 
-def draw_negatives(rows, count, seed, args):
-    """Return `rows` with up to `count` documents of other rows as negatives in each row without a label and a second
-    document; never one that appears with the same query in `rows`. A pure function of its arguments. seed: ints."""
-    sizes, documents = flatten(rows["documents"])
-    lone = np.flatnonzero(sizes == 1)
-    if args.label_column or not len(lone):
+def draw_negatives(rows, seed, args):
+    """Return `rows` with up to --num_negatives documents of other rows as negatives in each row without a label and a
+    second document; never one that appears with the same query in `rows`. A pure function of its arguments."""
+    if args.label_column or pc.min(pc.list_value_length(rows["documents"])).as_py() > 1:
         return rows
-    encoded, queries = documents.combine_chunks().dictionary_encode(), rows["query"].combine_chunks()
-    queries, pool = queries.dictionary_encode().indices.to_numpy().astype(np.int64), encoded.dictionary
-    owners, ids = np.repeat(np.arange(len(rows)), sizes), encoded.indices.to_numpy()  # of each document
-    known = np.unique(queries[owners] * len(pool) + ids)  # a number for each query and document of it
-    # Of a shuffled pool each row takes the documents after a random place, and as many to spare as a query may know.
-    random, spare = np.random.default_rng(seed), np.bincount(known // len(pool)).max()
-    offsets = random.integers(len(pool), size=(len(lone), 1)) + np.arange(min(len(pool), count + spare))
-    drawn = random.permutation(len(pool))[offsets % len(pool)]  # (lone, count + spare), distinct in a row
-    free = ~np.isin(queries[lone, None] * len(pool) + drawn, known)
-    free &= free.cumsum(1) <= count
-    owners, ids = np.append(owners, lone[np.nonzero(free)[0]]), np.append(ids, drawn[free])
-    if len(owners) == len(rows):
+    count = NUM_NEGATIVES if args.num_negatives is None else args.num_negatives
+    columns, known, random = rows.to_pydict(), defaultdict(set), Random(str(seed))
+    for query, documents in zip(columns["query"], columns["documents"]):
+        known[query].update(documents)
+    pool = list(dict.fromkeys(chain(*columns["documents"])))
+    for query, documents, labels in zip(columns["query"], columns["documents"], columns["labels"]):
+        if len(documents) == 1:  # as many to spare as are known
+            drawn = random.sample(pool, min(len(pool), count + len(known[query])))
+            documents += [document for document in drawn if document not in known[query]][:count]
+            labels += [0.0] * (len(documents) - 1)
+    if max(map(len, columns["documents"])) == 1:
         raise UserError("no other row has a negative to draw: raise --num_negatives, --batch_size or --eval_rows")
-    order, sizes = np.argsort(owners, kind="stable"), np.bincount(owners)
-    labels = flatten(rows["labels"])[1].to_numpy()
-    labels = np.append(labels, np.zeros(len(owners) - len(labels)))[order]
-    columns = {"labels": as_lists(sizes, labels), "documents": as_lists(sizes, pool.take(ids[order]))}
-    return pa.table({"query": rows["query"], **columns})
+    return pa.table(columns, rows.schema)
 
 
 def make_micro_batches(queries, documents, model, max_tokens, device):
@@ -782,27 +766,22 @@ def make_micro_batches(queries, documents, model, max_tokens, device):
 class Batch:
     """The rows of one loss, the same on every process, and the part of their pairs that this process scores."""
 
-    rows: pa.Table
-    state: dict | None  # of row_batches, after this batch
-    groups: torch.Tensor  # (N,) int64 row of each pair, ascending
+    rows: pa.Table  # with negatives
+    state: dict  # of row_batches, after this batch
+    sizes: torch.Tensor  # (G,) documents of each row
     labels: torch.Tensor  # (N,)
     local: LocalBatch
 
 
-def make_batch(rows, state, model, max_tokens, accelerator):
-    """Return the Batch of rows, negatives included, with this process' part of it tokenized."""
-    (sizes, documents), (_, labels), queries = flatten(rows["documents"]), flatten(rows["labels"]), rows["query"]
-    groups = np.repeat(np.arange(len(rows)), sizes)
-    local = make_local_batch([queries.take(groups), documents], model, max_tokens, accelerator)
-    return Batch(rows, state, torch.from_numpy(groups), torch.tensor(labels.to_numpy()).float(), local)
-
-
 def make_batches(rows_and_states, model, max_tokens, args, accelerator):
     """Yield each Batch with this process' part of it tokenized; runs in a background thread."""
-    count = NUM_NEGATIVES if args.num_negatives is None else args.num_negatives
     for rows, state in rows_and_states:
-        rows = draw_negatives(rows, count, [args.seed, *state["drawn"], state["cut"]], args)
-        yield make_batch(rows, state, model, max_tokens, accelerator)
+        rows = draw_negatives(rows, [args.seed, *state["drawn"], state["cut"]], args)
+        queries = rows["query"].take(pc.list_parent_indices(rows["documents"]))
+        sizes = torch.tensor(pc.list_value_length(rows["documents"]).to_numpy())
+        labels = torch.tensor(pc.list_flatten(rows["labels"]).to_numpy()).float()
+        local = make_local_batch([queries, pc.list_flatten(rows["documents"])], model, max_tokens, accelerator)
+        yield Batch(rows, state, sizes, labels, local)
 
 
 # ---- model and loss
@@ -835,10 +814,9 @@ def load_model(args, checkpoint=None):
     return model
 
 
-def pad_groups(groups, *values):
-    """Return (G, L) of each of the values, (N,), a row a group, padded with 0, and the (G, L) mask of what is not."""
-    sizes = torch.bincount(groups)  # (G,)
-    mask = torch.arange(int(sizes.max()), device=groups.device) < sizes[:, None]
+def pad_groups(sizes, *values):
+    """Return each of the values, (N,), as (G, L), padded with 0, and the mask of what is not padded; sizes: (G,)."""
+    mask = (torch.arange(int(sizes.max())) < sizes[:, None]).to(values[0].device)
     return *(value.new_zeros(mask.shape).masked_scatter(mask, value) for value in values), mask
 
 
@@ -942,7 +920,7 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator):
         parts = [score_part(number) for number in range(last + 1)]
     # Gathered, they are a leaf: the loss of the whole batch needs no graph through collectives.
     logits = gather_outputs(parts, local, accelerator).requires_grad_()  # (N, 1)
-    groups = pad_groups(batch.groups.to(device), logits.view(-1), batch.labels.to(device))
+    groups = pad_groups(batch.sizes, logits.view(-1), batch.labels.to(device))
     loss = loss_fn(*groups)  # the same on every process
     loss.backward()
     # DDP averages over the processes what is a sum here: each sends back the gradient of its own pairs.
@@ -969,13 +947,13 @@ def evaluate(model, rows, max_tokens, args, accelerator):
     a label a row is a class if all are 0 or 1, else a score."""
     model = accelerator.unwrap_model(model)
     model.eval()
-    rows = draw_negatives(rows, CANDIDATES - 1, [args.seed], args)
-    batch = make_batch(rows, None, model, max_tokens, accelerator)
+    args = replace(args, num_negatives=CANDIDATES - 1)
+    batch = next(make_batches([(rows, {"drawn": [], "cut": 0})], model, max_tokens, args, accelerator))
     equalize_micro_batches(batch.local, accelerator)
     parts = [score(model, features, accelerator)[: len(cut)] for features, cut in batch.local.micro_batches]
     model.train()
     scores = gather_outputs(parts, batch.local, accelerator).view(-1).cpu().double().numpy()  # (N,)
-    labels, ends = batch.labels.double().numpy(), batch.groups.bincount().cumsum(0)[:-1]
+    labels, ends = batch.labels.double().numpy(), batch.sizes.cumsum(0)[:-1]
     if len(labels) > len(rows):
         groups = zip(np.split(scores, ends), np.split(labels, ends))
         measures = pd.DataFrame([ranking_measures(*group, args.loss in TEACHER_LOSSES) for group in groups]).mean()
@@ -984,7 +962,8 @@ def evaluate(model, rows, max_tokens, args, accelerator):
         f1, *_ = BinaryClassificationEvaluator.find_best_f1_and_threshold(scores, labels, True)
         measures = {"accuracy": accuracy, "F1": f1, "average precision": average_precision_score(labels, scores)}
     else:
-        measures = {"Spearman": spearmanr(scores, labels)[0], "Pearson": pearsonr(scores, labels)[0]}
+        frame = pd.DataFrame({"score": scores, "label": labels})
+        measures = {name: frame.corr(name.lower()).iloc[0, 1] for name in ("Spearman", "Pearson")}
     return {name: float(value) for name, value in measures.items()}
 
 

@@ -54,16 +54,16 @@ def write(name, rows):
 # ----------------------------------------------------------------------------------------------------------- losses
 
 SIZES = [3, 1, 5, 2, 4]  # documents of each group
-GROUPS = torch.arange(5).repeat_interleave(torch.tensor(SIZES))
+GROUPS = torch.arange(5).repeat_interleave(torch.tensor(SIZES))  # of each document
 GRADES = torch.tensor([2, 0, 1, 1, 0, 0, 3, 1, 0, 1, 0, 0, 0, 1, 2], dtype=torch.float32)
 LOGITS = torch.randn(15, generator=torch.Generator().manual_seed(1)) * 3
 
 
-def loss_of(loss, logits, labels, groups=GROUPS, **loss_kwargs):
+def loss_of(loss, logits, labels, sizes=SIZES, **loss_kwargs):
     """Return the loss that --loss and --loss_kwargs choose."""
     made = script.make_loss(parse("--loss", loss, "--label_column", "y", "--loss_kwargs", json.dumps(loss_kwargs)))
     mean_over_pairs = loss in script.MEANS_OVER_PAIRS
-    return made(logits, labels) if mean_over_pairs else made(*script.pad_groups(groups, logits, labels))
+    return made(logits, labels) if mean_over_pairs else made(*script.pad_groups(torch.tensor(sizes), logits, labels))
 
 
 def by_group(*tensors):
@@ -173,14 +173,14 @@ def test_losses_are_those_of_sentence_transformers():
     lists = [["query"] * 5, [[str(i) for i in range(15) if GROUPS[i] == group] for group in range(5)]]
     lists = lists, list(GRADES.split(SIZES))
     threes = [["query"] * 5, *([str(3 * group + i) for group in range(5)] for i in range(3))]  # groups of one size
-    threes, by_three = (threes, list(GRADES.view(5, 3))), torch.arange(5).repeat_interleave(3)
+    threes = threes, list(GRADES.view(5, 3))
     for found, wanted in (
         (loss_of("bce", LOGITS, classes), losses.BinaryCrossEntropyLoss(model)(pairs, classes)),
         (loss_of("mse", LOGITS, GRADES), losses.MSELoss(model)(pairs, GRADES)),
         (loss_of("ranknet", LOGITS, GRADES), losses.RankNetLoss(model)(*lists)),
         (loss_of("lambdaloss", LOGITS, GRADES), losses.LambdaLoss(model)(*lists)),
         (loss_of("lambdaloss", LOGITS, GRADES, k=2), losses.LambdaLoss(model, k=2)(*lists)),
-        (loss_of("margin_mse", LOGITS, GRADES, by_three), losses.MarginMSELoss(model)(*threes)),
+        (loss_of("margin_mse", LOGITS, GRADES, [3] * 5), losses.MarginMSELoss(model)(*threes)),
     ):
         assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
 
@@ -280,8 +280,9 @@ def groups_of(rows):
 def test_drawn_negatives():
     table, args = groups_of([(f"query {i // 2}", f"document {i % 17}") for i in range(40)])
 
-    def draw(seed, count=4):
-        return script.draw_negatives(table, count, seed, args).to_pylist()
+    def draw(seed, count=-1):  # -1: 4
+        args.num_negatives = count
+        return script.draw_negatives(table, seed, args).to_pylist()
 
     found = draw([1, 2])
     assert found == draw([1, 2]) != draw([1, 3])
@@ -297,15 +298,15 @@ def test_drawn_negatives():
 
 def test_negatives_are_drawn_for_lone_positives_only():
     table, args = groups_of([("a", ["b", "c"]), ("d", ["e"]), ("f", ["g"])])
-    found = script.draw_negatives(table, 4, [0], args).to_pylist()
+    found = script.draw_negatives(table, [0], args).to_pylist()
     assert [row["documents"] for row in found[:1]] == [["b", "c"]]
     assert [sorted(row["documents"][1:]) for row in found[1:]] == [["b", "c", "g"], ["b", "c", "e"]]
     assert [row["labels"] for row in found] == [[1, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
     args.label_column = "y"
-    assert script.draw_negatives(table, 4, [0], args) is table
+    assert script.draw_negatives(table, [0], args) is table
     for rows in ([("a", "b"), ("a", "c")], [("a", "b"), ("d", "b")]):
         with pytest.raises(script.UserError, match="no other row has a negative to draw"):
-            script.draw_negatives(groups_of(rows)[0], 4, [0], parse())
+            script.draw_negatives(groups_of(rows)[0], [0], parse())
 
 
 def test_ids_in_lists():
@@ -416,7 +417,8 @@ def test_held_out_rows_are_measured_as_predict_scores_them(rows, reranker, kind)
     data, model = script.open_data(args, script.clean_groups), script.load_model(args).train()
     found = script.evaluate(model, data.eval_rows, 700, args, Accelerator(cpu=True))
     assert model.training
-    held_out = script.draw_negatives(data.eval_rows, script.CANDIDATES - 1, [args.seed], args).to_pylist()
+    args.num_negatives = script.CANDIDATES - 1
+    held_out = script.draw_negatives(data.eval_rows, [args.seed, 0], args).to_pylist()
     if kind == "drawn":
         assert all(len(set(row["documents"])) == 50 for row in held_out)
         documents = {document for row in held_out for document in row["documents"]}
@@ -586,13 +588,13 @@ def refusal(rows, *flags):
 
 
 BAD_GROUPS = [
-    ({"y": [0, 0]}, "", "no positive"),
-    ({"y": [1, 1]}, "", "no negative"),
-    ({"y": [1, 1]}, "--loss lambdaloss", "--loss lambdaloss takes labels that differ"),
-    ({"y": [0, 0]}, "--loss ranknet", "--loss ranknet takes labels that differ"),
-    ({"y": [1, -1]}, "--loss lambdaloss", "--loss lambdaloss takes labels of 0 to 100"),
-    ({"y": [1, 0, 0]}, "", "as many labels as documents"),
-    ({"y": []}, "", "as many labels as documents"),
+    ({"y": [0, 0]}, "", "a label for each document, one above 0 and one of 0 or less"),
+    ({"y": [1, 1]}, "", "one above 0 and one of 0 or less"),
+    ({"y": [1, 1]}, "--loss lambdaloss", "of 0 to 100, not all equal"),
+    ({"y": [0, 0]}, "--loss ranknet", "--loss ranknet takes a label for each document, not all equal"),
+    ({"y": [1, -1]}, "--loss lambdaloss", "of 0 to 100"),
+    ({"y": [1, 0, 0]}, "", "a label for each document"),
+    ({"y": []}, "", "a label for each document"),
     ({"y": None}, "", "in the row"),
     ({"y": 1}, "", "in the row"),
     ({"y": [None, 0]}, "", "'y' has no finite number"),
@@ -604,12 +606,12 @@ BAD_GROUPS = [
     ({"d": ["one", ""]}, "", "'d' has no text"),
     ({"d": ["one", 3]}, "", "'d' has no text"),
     ({"d": "a text"}, "", "in the row"),
-    ({"d": ["one"], "y": [1]}, "--loss kl", "two documents"),
+    ({"d": ["one"], "y": [1]}, "--loss kl", "--loss kl takes a label for each document, two or more"),
 ]
 BAD_POINTS = [
     ({"d": " \t"}, "", "'d' has no text"),
-    ({"y": 5}, "", "--loss bce takes labels of 0 to 1 (or: mse)"),
-    ({"y": -0.5}, "", "--loss bce takes labels of 0 to 1 (or: mse)"),
+    ({"y": 5}, "", "--loss bce takes a label for each document, of 0 to 1 (or: mse)"),
+    ({"y": -0.5}, "", "--loss bce takes a label for each document, of 0 to 1 (or: mse)"),
     ({"y": "high"}, "", "'y' has no finite number"),
 ]
 
