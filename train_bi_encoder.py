@@ -693,7 +693,8 @@ def clean_pairs(table, source, lookups, args):
         columns[str(i)] = texts
     columns["length"] = sum(pc.fill_null(pc.utf8_length(texts), 0).to_numpy() for texts in columns.values())
     if label:
-        labels, problems[f"{label!r} has no finite number"] = as_labels(table[label])
+        with user_errors(f"--label_column {label}"):
+            labels, problems[f"{label!r} has no finite number"] = as_labels(table[label])
         columns["label"] = labels
         if args.loss in TEACHER_LOSSES and not pa.types.is_list(labels.type):
             raise UserError(f"--loss {args.loss}: --label_column {label} must hold lists of scores, not numbers")

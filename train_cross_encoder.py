@@ -728,7 +728,8 @@ def clean_groups(table, source, lookups, args):
     sizes = np.bincount(owners, minlength=len(rows))
     labels = [[1.0] + [0.0] * (size - 1) for size in sizes]
     if args.label_column:
-        labels, found = clean_labels(table[args.label_column], sizes, args)
+        with user_errors(f"--label_column {args.label_column}"):
+            labels, found = clean_labels(table[args.label_column], sizes, args)
         problems |= found
     documents = pa.ListArray.from_arrays(np.append(0, sizes.cumsum()), documents)
     labels = pa.array(labels, pa.list_(pa.float64()))
