@@ -3,6 +3,7 @@
     python train_bi_encoder.py --batch_size 2048 --learning_rate 5e-3 --num_train_epochs 4   # the demo, on a CPU
     python train_bi_encoder.py --model_name_or_path BAAI/bge-base-en-v1.5 --train_data 'pairs/*.parquet' \
         --output_dir runs/bge --batch_size 1024 --grad_cache                                 # one GPU
+    torchrun --nproc_per_node 2 train_bi_encoder.py args.yaml --resume           # two processes, on GPUs or CPUs
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_bi_encoder.py args.yaml --resume
 
 A row is an anchor, its positive, and as many hard negatives as there are further columns (and optionally a label):
@@ -60,7 +61,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from tokenizers import Tokenizer
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recompute
 from tqdm.auto import tqdm
 
 # Shapes: B rows of a batch, C text columns, D embedding dimensions, N = C * B texts of a batch, column after column.
@@ -139,7 +140,7 @@ class Args:
     loss_kwargs: str = flag("{}", 'JSON of its arguments; margin_mse, kl: {"infonce": 1} adds infonce at that weight')
     matryoshka_dims: list[int] = flag([], "sum the loss over the first so many dimensions of each embedding")
     # schedule
-    learning_rate: float = flag(2e-5, "peak learning rate of AdamW")
+    learning_rate: float = flag(2e-5, "peak learning rate")
     weight_decay: float = flag(0.01, "weight decay of matrices; biases and norms have none")
     warmup_ratio: float = flag(0.1, "share of the steps over which the learning rate rises from 0")
     lr_scheduler_type: str = flag("linear", "schedule of transformers.get_scheduler: linear, cosine, constant, ...")
@@ -408,7 +409,7 @@ def draw_sources(drawn, weights, count):
 
 def row_batches(sources, weights, args, state=None):
     """Yield (Table of the rows of a batch, state after it) for ever: a pure function of sources, seed and batch size.
-    The state (JSON) travels with its batch: prefetching loses no row. `cut`: batches used of a length window."""
+    The state (JSON) travels with its batch: prefetching loses no row. `cut`: batches taken from a length window."""
     state = state or {"drawn": [0] * len(sources), "sources": [None] * len(sources), "cut": 0}
     for source, saved in zip(sources, state["sources"]):
         source.seek(saved)
@@ -782,8 +783,8 @@ MAX_SCORES = 2**26  # of a score matrix held at once (256 MB); larger ones are c
 def softmax_loss(queries, documents, query_keys, document_keys, scale, rows):
     """Return the sum over `rows` of -log softmax of a row's own document (the i-th for query i) among its candidates.
 
-    queries (B, D), documents (M, D); keys are (anchor ids, text ids), int64, -1 for a document without an anchor. A
-    document with the anchor or the text of another row is no negative for that row."""
+    queries (B, D), documents (M, D); keys are (anchor ids, text ids), int64. A document whose anchor or text is also
+    that of the query is masked: it would be a false negative. Hard negatives have no anchor, and -1 for it."""
 
     def chunk(targets, queries, documents):
         scores = queries[targets] @ documents.T * scale  # (targets, M)
@@ -795,12 +796,13 @@ def softmax_loss(queries, documents, query_keys, document_keys, scale, rows):
     chunks = rows.split(max(1, MAX_SCORES // len(documents)))
     if len(chunks) == 1:
         return chunk(rows, queries, documents)
-    return sum(checkpoint(chunk, part, queries, documents, use_reentrant=False) for part in chunks)
+    return sum(recompute(chunk, part, queries, documents, use_reentrant=False) for part in chunks)
 
 
-# A loss returns the part of some `rows`, (n,) indices, in the mean over the batch: processes share the rows. columns:
-# C of (B, D), anchors, positives, negatives..., normalized if the model compares by cosine; ids: (C, B) int64, equal
-# where texts are equal; labels: (B,), (B, C - 1) or None.
+# A loss, by its name in LOSSES, takes the embeddings of the whole batch, gathered from all processes, and returns the
+# sum of the losses of `rows`, (n,) indices, divided by B: added up over the processes, the mean over the batch.
+# columns: C of (B, D), anchors, positives, negatives..., normalized if the model compares by cosine; ids: (C, B) int64,
+# equal where texts are; labels: (B,), (B, C - 1) or None. Further arguments are --loss_kwargs.
 
 
 def infonce(columns, ids, labels, rows, temperature=0.05, symmetric=False):
@@ -857,7 +859,7 @@ def make_loss(args, model):
         if any(not name.startswith("model.") for name, _ in module.named_parameters()):
             raise UserError(f"--loss {args.loss}: has weights of its own, which would not be trained")
 
-        def base(columns, ids, labels, rows):  # the same on every process, which counts its share of it
+        def base(columns, ids, labels, rows):  # each process takes the same loss of the batch, and its share of it
             return module.compute_loss_from_embeddings(columns, labels) * len(rows) / ids.shape[1]
 
     def matryoshka(columns, *rest):  # Kusupati et al. 2022, equation 1, with equal weights
@@ -970,12 +972,14 @@ def save_atomically(folder, write):
 
 
 def load_optimizer(path, model, optimizer):
-    """Restore a checkpoint's AdamW moments, sharded as their parameters are."""
-    state = dcp.get_optimizer_state_dict(model, optimizer) | {"state": {}}
+    """Restore an optimizer's tensors, sharded as their parameters are; its hyperparameters are those of the flags."""
+    groups, state = dcp.get_optimizer_state_dict(model, optimizer)["param_groups"], {}
     for name, tensor in load_file(path / "optimizer.safetensors").items():
         parameter, _, key = name.rpartition(".")
-        state["state"].setdefault(parameter, {})[key] = tensor
-    dcp.set_optimizer_state_dict(model, optimizer, state, options=dcp.StateDictOptions(full_state_dict=True))
+        state.setdefault(parameter, {})[key] = tensor
+    if state:  # plain SGD has none
+        state, options = {"state": state, "param_groups": groups}, dcp.StateDictOptions(full_state_dict=True)
+        dcp.set_optimizer_state_dict(model, optimizer, state, options=options)
 
 
 @dataclass
@@ -1063,7 +1067,7 @@ def check_launch(accelerator):
 
 # ---- training
 
-# A run that is resumed with another value of one of these would be another experiment.
+# Flags that change what a step does: resumed with another value of one, a run would be another experiment.
 RESUME_ARGS = """train_data eval_data eval_rows streaming columns num_negatives label_column mixing_weights mix_by
 corpus queries query_columns corpus_columns shuffle_buffer length_window model_name_or_path lora_rank max_length
 pooling dropout prompts batch_size gradient_accumulation_steps loss loss_kwargs matryoshka_dims seed"""
@@ -1146,7 +1150,8 @@ def main(args):
     # ---- resume
     progress = Progress()
     if saved:
-        load_optimizer(checkpoint, unwrapped, optimizer.optimizer)
+        with user_errors(f"{checkpoint}: not of this model and optimizer"):
+            load_optimizer(checkpoint, unwrapped, optimizer.optimizer)
         progress = Progress(**{name: saved[name] for name in asdict(progress)})
         if accelerator.scaler:
             accelerator.scaler.load_state_dict(progress.scaler)
@@ -1172,13 +1177,13 @@ def main(args):
     def save():
         """Write a checkpoint; under FSDP every process must call it."""
         options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole, on the main process only
-        weights, moments = dcp.get_state_dict(unwrapped, optimizer.optimizer, options=options)
+        weights, states = dcp.get_state_dict(unwrapped, optimizer.optimizer, options=options)
         if is_main:
             if not all(weight.isfinite().all() for weight in weights.values()):
                 raise UserError(f"step {progress.step}: a weight is not finite: lower --learning_rate, and --resume")
             if sharded:
                 model_to_save.load_state_dict(weights)
-            states = moments["state"].items()
+            states = states["state"].items()  # of the optimizer, by parameter
             tensors = {f"{name}.{key}": tensor for name, state in states for key, tensor in state.items()}
             progress.scaler = accelerator.scaler and accelerator.scaler.state_dict()
             state = asdict(progress) | {"args": asdict(args), "data": data.description}
@@ -1191,7 +1196,7 @@ def main(args):
     rows = row_batches(data.sources, data.weights, args, progress.data_state)
     batches = prefetch(make_batches(rows, unwrapped, max_tokens, args, accelerator))
     bar = tqdm(total=steps, initial=progress.step, disable=not is_main, unit="step", mininterval=1)
-    meter, stopping = Counter(), False  # sums since the last line of metrics.jsonl
+    meter, stopping = Counter(), False  # sums of this process since the last line of metrics.jsonl, or since its start
     model.train()
     while progress.step < steps and not stopping:
         # one optimizer step

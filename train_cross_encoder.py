@@ -3,6 +3,7 @@
     python train_cross_encoder.py --batch_size 32 --learning_rate 5e-4 --max_steps 200       # the demo, on a CPU
     python train_cross_encoder.py --model_name_or_path BAAI/bge-small-en-v1.5 --train_data 'pairs/*.parquet' \
         --output_dir runs/reranker --batch_size 256 --grad_cache                             # one GPU
+    torchrun --nproc_per_node 2 train_cross_encoder.py args.yaml --resume           # two processes, on GPUs or CPUs
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_cross_encoder.py args.yaml --resume
 
 A row is a query and its documents, in one of these shapes; --label_column names the column of labels or scores:
@@ -143,7 +144,7 @@ class Args:
     )
     loss_kwargs: str = flag("{}", "JSON: of lambdaloss k, sigma and mu; of ranknet sigma; of kl temperature")
     # schedule
-    learning_rate: float = flag(2e-5, "peak learning rate of AdamW")
+    learning_rate: float = flag(2e-5, "peak learning rate")
     weight_decay: float = flag(0.01, "weight decay of matrices; biases and norms have none")
     warmup_ratio: float = flag(0.1, "share of the steps over which the learning rate rises from 0")
     lr_scheduler_type: str = flag("linear", "schedule of transformers.get_scheduler: linear, cosine, constant, ...")
@@ -414,7 +415,7 @@ def draw_sources(drawn, weights, count):
 
 def row_batches(sources, weights, args, state=None):
     """Yield (Table of the rows of a batch, state after it) for ever: a pure function of sources, seed and batch size.
-    The state (JSON) travels with its batch: prefetching loses no row. `cut`: batches used of a length window."""
+    The state (JSON) travels with its batch: prefetching loses no row. `cut`: batches taken from a length window."""
     state = state or {"drawn": [0] * len(sources), "sources": [None] * len(sources), "cut": 0}
     for source, saved in zip(sources, state["sources"]):
         source.seek(saved)
@@ -1001,12 +1002,14 @@ def save_atomically(folder, write):
 
 
 def load_optimizer(path, model, optimizer):
-    """Restore a checkpoint's AdamW moments, sharded as their parameters are."""
-    state = dcp.get_optimizer_state_dict(model, optimizer) | {"state": {}}
+    """Restore an optimizer's tensors, sharded as their parameters are; its hyperparameters are those of the flags."""
+    groups, state = dcp.get_optimizer_state_dict(model, optimizer)["param_groups"], {}
     for name, tensor in load_file(path / "optimizer.safetensors").items():
         parameter, _, key = name.rpartition(".")
-        state["state"].setdefault(parameter, {})[key] = tensor
-    dcp.set_optimizer_state_dict(model, optimizer, state, options=dcp.StateDictOptions(full_state_dict=True))
+        state.setdefault(parameter, {})[key] = tensor
+    if state:  # plain SGD has none
+        state, options = {"state": state, "param_groups": groups}, dcp.StateDictOptions(full_state_dict=True)
+        dcp.set_optimizer_state_dict(model, optimizer, state, options=options)
 
 
 @dataclass
@@ -1094,7 +1097,7 @@ def check_launch(accelerator):
 
 # ---- training
 
-# A run that is resumed with another value of one of these would be another experiment.
+# Flags that change what a step does: resumed with another value of one, a run would be another experiment.
 RESUME_ARGS = """train_data eval_data eval_rows streaming columns num_negatives label_column mixing_weights mix_by
 corpus queries query_columns corpus_columns shuffle_buffer length_window model_name_or_path lora_rank max_length
 dropout batch_size gradient_accumulation_steps loss loss_kwargs seed"""
@@ -1176,7 +1179,8 @@ def main(args):
     # ---- resume
     progress = Progress()
     if saved:
-        load_optimizer(checkpoint, unwrapped, optimizer.optimizer)
+        with user_errors(f"{checkpoint}: not of this model and optimizer"):
+            load_optimizer(checkpoint, unwrapped, optimizer.optimizer)
         progress = Progress(**{name: saved[name] for name in asdict(progress)})
         if accelerator.scaler:
             accelerator.scaler.load_state_dict(progress.scaler)
@@ -1202,13 +1206,13 @@ def main(args):
     def save():
         """Write a checkpoint; under FSDP every process must call it."""
         options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole, on the main process only
-        weights, moments = dcp.get_state_dict(unwrapped, optimizer.optimizer, options=options)
+        weights, states = dcp.get_state_dict(unwrapped, optimizer.optimizer, options=options)
         if is_main:
             if not all(weight.isfinite().all() for weight in weights.values()):
                 raise UserError(f"step {progress.step}: a weight is not finite: lower --learning_rate, and --resume")
             if sharded:
                 model_to_save.load_state_dict(weights)
-            states = moments["state"].items()
+            states = states["state"].items()  # of the optimizer, by parameter
             tensors = {f"{name}.{key}": tensor for name, state in states for key, tensor in state.items()}
             progress.scaler = accelerator.scaler and accelerator.scaler.state_dict()
             state = asdict(progress) | {"args": asdict(args), "data": data.description}
@@ -1221,7 +1225,7 @@ def main(args):
     rows = row_batches(data.sources, data.weights, args, progress.data_state)
     batches = prefetch(make_batches(rows, unwrapped, max_tokens, args, accelerator))
     bar = tqdm(total=steps, initial=progress.step, disable=not is_main, unit="step", mininterval=1)
-    meter, stopping = Counter(), False  # sums since the last line of metrics.jsonl
+    meter, stopping = Counter(), False  # sums of this process since the last line of metrics.jsonl, or since its start
     model.train()
     while progress.step < steps and not stopping:
         # one optimizer step
