@@ -46,14 +46,15 @@ def peer(source, args):
 
     def start(state=None):
         data = load_dataset("parquet", data_files=source, split="train", streaming="stream" in args.side)
+        data = data.with_format("arrow")
         if "stream" in args.side:
             data = data.shuffle(seed=0, buffer_size=args.buffer)
             if state:
                 data.load_state_dict(state)
-            return ((rows["question"], data) for rows in data.with_format("arrow").iter(BATCH))
+            return ((rows["question"], data) for rows in data.iter(BATCH))
         data = data.shuffle(seed=0)
         first = state or 0
-        rows = (data.select(range(first, len(data))) if first else data).with_format("arrow").iter(BATCH)
+        rows = (data.select(range(first, len(data))) if first else data).iter(BATCH)
         return ((table["question"], first + (i + 1) * BATCH) for i, table in enumerate(rows))
 
     return start
