@@ -801,7 +801,7 @@ def softmax_loss(queries, documents, query_keys, document_keys, scale, rows):
 
 # A loss, by its name in LOSSES, takes the embeddings of the whole batch, gathered from all processes, and returns the
 # sum of the losses of `rows`, (n,) indices, divided by B: added up over the processes, the mean over the batch.
-# columns: C of (B, D), anchors, positives, negatives..., normalized if the model compares by cosine; ids: (C, B), equal
+# columns: C of (B, D), anchor, positive, negatives..., normalized if the model compares by cosine; ids: (C, B), equal
 # where texts are; labels: (B,), (B, C - 1) or None. Further arguments are --loss_kwargs.
 
 
