@@ -280,7 +280,7 @@ class Source:
         while True:
             found = self.state["window"] or self.state["used"]
             for table, stream in self.read_epoch():
-                table, bad = self.clean(table.combine_chunks(), self.name)
+                table, bad = self.clean_rows(table)
                 if self.args.shuffle_buffer:
                     table = table.take(self.random(self.state["window"]).permutation(len(table)))
                 if not self.state["used"]:  # else they were counted before the resume
@@ -291,6 +291,11 @@ class Source:
             if not found:
                 raise UserError(f"no valid row is left to train on beside --eval_rows {self.args.eval_rows}")
             self.state.update(epoch=self.state["epoch"] + 1, window=0, used=0, stream=None)
+
+    def clean_rows(self, table):
+        """Return clean() of a Table as read."""
+        table.validate(full=True)  # a damaged Arrow file has offsets that lead anywhere
+        return self.clean(table.combine_chunks(), self.name)
 
     def random(self, *keys):
         """Return the random generator of this source, its epoch and `keys`."""
@@ -310,7 +315,7 @@ class MappedSource(Source):
     def hold_out(self, count):
         """Return clean() of the first `count` rows, which are then not trained on."""
         self.held_out = min(count, len(self.dataset))
-        return self.clean(self.dataset[: self.held_out], self.name)
+        return self.clean_rows(self.dataset[: self.held_out])
 
     def read_epoch(self):
         block = min(BLOCK, self.window)
@@ -339,7 +344,7 @@ class StreamSource(Source):
             stream = open_files(self.files[: self.pinned]).select_columns(self.columns)
             table = pa.concat_tables(stream.take(count).iter(count))
         self.held_out = len(table)
-        return self.clean(table.combine_chunks(), self.name)
+        return self.clean_rows(table)
 
     def read_epoch(self):
         files = self.files[self.pinned :]
@@ -469,6 +474,7 @@ class TextLookup:
         return pc.if_else(pc.equal(self.ids(table), ids), texts, None)
 
     def ids(self, table):
+        table.validate(full=True)
         return as_texts(table[self.id_column], self.id_column, ids=True)
 
     def hashes(self, ids):
@@ -566,7 +572,7 @@ def cut_micro_batches(lengths, max_tokens):
 
 @dataclass
 class LocalBatch:
-    """What one process encodes of N texts or pairs, and where those of all processes are once gathered."""
+    """The part of N texts or pairs that this process encodes, and the order of the gathered outputs of all parts."""
 
     local_indices: torch.Tensor  # (n,) indices of this process' texts
     gather_index: torch.Tensor  # (N,) row of each text among those gathered, where each part has ceil(N / P) rows
@@ -669,7 +675,7 @@ def add_lora(model, rank, checkpoint, task=None):
 
 def freeze_unused(model, output):
     """Freeze the parameters on which an `output` of the model does not depend, such as BERT's pooler under mean
-    pooling. DDP would wait for their gradients, and silently reduce no others."""
+    pooling. DDP waits for the gradient of every parameter: if one has none, it silently reduces none."""
     output.sum().backward()
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.grad is not None)
@@ -896,7 +902,7 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator):
 
     with torch.set_grad_enabled(not args.grad_cache):
         parts = [embed(number) for number in range(last + 1)]
-    # Gathered, they are a leaf: the loss of the whole batch needs no graph through collectives.
+    # The gathered outputs are a leaf: the loss of the whole batch needs no gradient through collectives.
     embeddings = gather_outputs(parts, local, accelerator).requires_grad_()  # (N, D)
     columns = list(embeddings.view(*batch.ids.shape, -1))  # C of (B, D)
     labels = batch.labels if batch.labels is None else batch.labels.to(device)
@@ -904,7 +910,7 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator):
     with user_errors(f"--loss {args.loss}"):  # which may not take these columns, labels or --loss_kwargs
         loss = loss_fn(columns, batch.ids.to(device), labels, rows)  # the part of these rows
         loss.backward()
-    # DDP averages over the processes what is a sum here: each sends back the gradient of its own texts.
+    # Times the number of processes, over which DDP averages: each sends back the gradient of its own texts.
     gradient = accelerator.reduce(embeddings.grad)[local.local_indices.to(device)] * processes  # (n, D)
     if args.grad_cache:  # Gao et al. 2021, section 3.2: one graph at a time
         for number, (_, cut) in enumerate(local.micro_batches):
@@ -1013,7 +1019,7 @@ def save_checkpoint(folder, model, tensors, state, keep):
 
     save_atomically(folder, write)
     steps = sorted(folder.parent.glob("step_*"))
-    newest = steps.index(folder) + 1  # later ones are damaged: a resume skipped them
+    newest = steps.index(folder) + 1  # later ones are damaged, since a resume did not use them
     for path in [*steps[: max(0, newest - keep)], *steps[newest:], *folder.parent.glob(".step_*")]:
         shutil.rmtree(path)
 
@@ -1143,7 +1149,7 @@ def main(args):
         schedule = transformers.get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps).lr_lambdas[0]
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     sharded = accelerator.distributed_type == DistributedType.FSDP
-    model_to_save = copy.deepcopy(model).cpu() if sharded and is_main else model
+    model_to_save = copy.deepcopy(model).cpu() if sharded and is_main else model  # FSDP keeps parts of the other
     model, optimizer = accelerator.prepare(model, optimizer)
     unwrapped = accelerator.unwrap_model(model)
 
@@ -1152,7 +1158,7 @@ def main(args):
     if saved:
         with user_errors(f"{checkpoint}: not of this model and optimizer"):
             load_optimizer(checkpoint, unwrapped, optimizer.optimizer)
-        progress = Progress(**{name: saved[name] for name in asdict(progress)})
+        progress = Progress(**{name: saved[name] for name in asdict(progress) if name in saved})
         if accelerator.scaler:
             accelerator.scaler.load_state_dict(progress.scaler)
     if is_main:
@@ -1201,7 +1207,7 @@ def main(args):
     while progress.step < steps and not stopping:
         # one optimizer step
         started, loss = time.perf_counter(), 0.0
-        for group in optimizer.param_groups:  # warmup starts above 0
+        for group in optimizer.param_groups:  # the first step of a warmup has a rate above 0
             group["lr"] = args.learning_rate * schedule(progress.step + (progress.step < warmup))
         for number in range(accumulation):
             requested = time.perf_counter()
