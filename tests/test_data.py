@@ -2,7 +2,10 @@
 
 import csv
 import gzip
+import http.server
 import json
+import os
+import threading
 from collections import Counter
 from functools import partial
 from itertools import combinations, islice
@@ -435,6 +438,43 @@ def test_rows_of_an_epoch_of_mixed_sources(shards, strategy, rows):
     found = Counter(numbers(next(batches_of(data, args))[0]))
     full = set(range(197)) if strategy == "first_exhausted" else {*range(197), *range(1000, 1200)}
     assert full <= set(found)
+
+
+@pytest.mark.parametrize("streaming, shares", [(False, [20, 10]), (True, [15, 15])])
+def test_shares_without_weights(streaming, shares):
+    """Those of the rows; of streams, whose length is unknown, equal ones."""
+    sources = [write("x.jsonl", table(200)), write("y.jsonl", table(100, 1000))]
+    data, args = open_data(train_data=sources, batch_size=30, eval_rows=0, streaming=streaming, max_steps=1)
+    batch = numbers(next(batches_of(data, args))[0])
+    assert [sum(number < 1000 for number in batch), sum(number >= 1000 for number in batch)] == shares
+
+
+@both_kinds
+def test_urls(kind, tmp_path, monkeypatch):
+    """A URL gives the rows of the file behind it; nothing else is asked for."""
+    monkeypatch.setattr(script.datasets.config, "HF_HUB_OFFLINE", False)
+    write("x.parquet", table(60))
+    handler = partial(http.server.SimpleHTTPRequestHandler, directory=os.getcwd())
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_address[1]}/x.parquet"
+        remote, local = open_source(kind, url), open_source(kind, "x.parquet")
+        assert remote.take(60).equals(local.take(60))
+        assert script.data_fingerprint(remote.files) == script.data_fingerprint(local.files)
+    finally:
+        server.shutdown()
+
+
+@both_kinds
+def test_an_arrow_file_with_wrong_offsets(kind):
+    """It would lead a reader anywhere in memory, and end the process without a word."""
+    write("x.arrow", table(60))
+    data, offsets = Path("x.arrow").read_bytes(), np.cumsum([0] + [len(row["a"].encode()) for row in table(60)][:36])
+    place = data.index(offsets[1:9].astype(np.int32).tobytes())
+    Path("x.arrow").write_bytes(data[:place] + b"\x7f" * 8 + data[place + 8 :])
+    with pytest.raises(script.UserError, match="x.arrow: .*[Oo]ffset"):
+        open_source(kind, "x.arrow").take(60)
 
 
 def test_bytes_that_are_no_text(tmp_path):

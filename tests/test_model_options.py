@@ -1,10 +1,13 @@
 """LoRA adapters, the choice of attention, dropout, pooling, prompts and truncation."""
 
+import importlib
 import shutil
+import signal
 
 import pytest
 import torch
 from conftest import ROOT, TRAINERS, launch, metrics
+from forked import last_of
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 
@@ -139,3 +142,29 @@ def test_weights_are_float32_whatever_the_folder_holds(bert, tmp_path):
     """Autocast, if any, needs float32 weights to update."""
     SentenceTransformer(str(bert), device="cpu").bfloat16().save_pretrained(str(tmp_path))
     assert {parameter.dtype for parameter in load(tmp_path).parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_bf16(name, corpus, bert, tmp_path, monkeypatch):
+    """The losses are near those of float32, and not the same; the weights that are saved are float32."""
+    launch(ROOT / f"{name}.py", *flags_for(name, corpus, bert, tmp_path / "fp32"))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    launch(ROOT / f"{name}.py", *flags_for(name, corpus, bert, tmp_path / "bf16"))
+    assert losses(tmp_path / "bf16") == pytest.approx(losses(tmp_path / "fp32"), rel=0.05)
+    assert losses(tmp_path / "bf16") != losses(tmp_path / "fp32")
+    saved = load_file(tmp_path / "bf16/model/model.safetensors")
+    assert {tensor.dtype for tensor in saved.values() if tensor.is_floating_point()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name, output", [("train_bi_encoder", "encode"), ("train_cross_encoder", "score")])
+def test_grad_cache_runs_each_forward_pass_twice(name, output, corpus, bert, tmp_path, monkeypatch):
+    """First all of them without a graph, then one at a time with its own."""
+    script, seen = importlib.import_module(name), []
+    real = getattr(script, output)
+    monkeypatch.setattr(script, output, lambda *args: seen.append(torch.is_grad_enabled()) or real(*args))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    flags = [*flags_for(name, corpus, bert, tmp_path, "--micro_batch_tokens", 200, "--max_steps", 1), "--grad_cache"]
+    script.main(script.parse_args(list(map(str, last_of([*flags, "--eval_rows", 0])))))
+    assert seen[0] is True  # the pass that finds what gets no gradient
+    passes = seen[1:]
+    assert len(passes) > 4 and passes == [False] * (len(passes) // 2) + [True] * (len(passes) // 2)
