@@ -241,6 +241,7 @@ def open_files(files, streaming=True):
     # The record batches of a mapped table are kept in a list: make them few.
     kind, options = FORMATS[suffix], {"split": "train", "writer_batch_size": 20_000}
     options |= {"sep": "\t"} if suffix == ".tsv" else {}
+    options |= {"batch_size": 2000} if kind == "parquet" else {}  # pyarrow reads ahead, and less in small batches
     if kind == "arrow" and not streaming:
         with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped where it is, everything else a copy
             parts = [datasets.Dataset.from_file(file) for file in files]
@@ -1306,10 +1307,14 @@ def main(args):
 
 
 if __name__ == "__main__":
+    status = 0
     try:
         main(parse_args(sys.argv[1:]))
     except UserError as error:
         traceback.clear_frames(error.__traceback__)  # ends the line of a progress bar
         # Every process meets the same error; the first one reports it, and the others only if that one has not.
         time.sleep(5 if int(os.environ.get("RANK", 0)) else 0)
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        status = 1
+    sys.stdout.flush()
+    os._exit(status)  # pyarrow threads that still read ahead can hang or abort a normal exit (apache/arrow 45214)
