@@ -223,7 +223,7 @@ def list_files(source):
         builder = datasets.load_dataset_builder(path, name=config or None)
     files = builder.config.data_files
     if not files.get(split):
-        raise UserError(f"no file of split {split!r}; the splits are: {', '.join(files)}")
+        raise UserError(f"no file of a split {split!r}; its splits: {', '.join(files) or 'none'}")
     if not file_suffix(files[split][0]):
         raise UserError(f"{files[split][0]}: not one of {' '.join(FORMATS)}, with or without .gz or .zst")
     return list(files[split])
@@ -257,7 +257,24 @@ class Source:
         self.name, self.number, self.clean, self.args = name, number, clean, args
         self.columns = list(dict.fromkeys(filter(None, [*args.columns, args.label_column])))
         self.window, self.held_out, self.files = args.shuffle_buffer or 1000, 0, list_files(name)
+        self.pinned = 0  # files of a stream with held-out rows; they stay the first, where skip() skips these rows
+        self.dataset = None if args.streaming else self.open(self.files)
         self.seek(None)
+
+    def __len__(self):  # of a stream unknown: streams are mixed in equal shares unless weights are given
+        return 1 if self.args.streaming else len(self.dataset) - self.held_out
+
+    def open(self, files):
+        return open_files(files, self.args.streaming).select_columns(self.columns)
+
+    def hold_out(self, count):
+        """Return clean() of the first `count` rows, which are then not trained on."""
+        table = [] if self.args.streaming else self.dataset[:count]
+        while self.args.streaming and len(table) < count and self.pinned < len(self.files):
+            self.pinned += 1
+            table = pa.concat_tables(self.open(self.files[: self.pinned]).take(count).iter(count))
+        self.held_out = len(table)
+        return self.clean_rows(table)
 
     def seek(self, state):
         """Continue after `state`, or from the beginning if it is None."""
@@ -280,7 +297,7 @@ class Source:
         """Yield the windows of all epochs, from that of `state` on, which is kept in step."""
         while True:
             found = self.state["window"] or self.state["used"]
-            for table, stream in self.read_epoch():
+            for table, stream in self.read_stream() if self.args.streaming else self.read_blocks():
                 table, bad = self.clean_rows(table)
                 if self.args.shuffle_buffer:
                     table = table.take(self.random(self.state["window"]).permutation(len(table)))
@@ -293,32 +310,8 @@ class Source:
                 raise UserError(f"no valid row is left to train on beside --eval_rows {self.args.eval_rows}")
             self.state.update(epoch=self.state["epoch"] + 1, window=0, used=0, stream=None)
 
-    def clean_rows(self, table):
-        """Return clean() of a Table as read."""
-        table.validate(full=True)  # a damaged Arrow file has offsets that lead anywhere
-        return self.clean(table.combine_chunks(), self.name)
-
-    def random(self, *keys):
-        """Return the random generator of this source, its epoch and `keys`."""
-        return np.random.default_rng([self.args.seed, self.number, self.state["epoch"], *keys])
-
-
-class MappedSource(Source):
-    """A memory-mapped table: a window is random blocks of neighbouring rows, so that a resume is a seek."""
-
-    def __init__(self, name, number, clean, args):
-        super().__init__(name, number, clean, args)
-        self.dataset = open_files(self.files, streaming=False).select_columns(self.columns)
-
-    def __len__(self):
-        return len(self.dataset) - self.held_out
-
-    def hold_out(self, count):
-        """Return clean() of the first `count` rows, which are then not trained on."""
-        self.held_out = min(count, len(self.dataset))
-        return self.clean_rows(self.dataset[: self.held_out])
-
-    def read_epoch(self):
+    def read_blocks(self):
+        """Yield the windows of an epoch: random blocks of neighbouring rows of a mapped table. A resume is a seek."""
         block = min(BLOCK, self.window)
         blocks, count = np.arange(math.ceil(len(self) / block)), self.window // block
         if self.args.shuffle_buffer:
@@ -327,37 +320,28 @@ class MappedSource(Source):
             starts = (self.held_out + blocks[first : first + count] * block).tolist()
             yield pa.concat_tables([self.dataset[start : start + block] for start in starts]), None
 
-
-class StreamSource(Source):
-    """Files read front to back, in a new order each epoch. The state is that of the stream before the window, which a
-    resume reads again: `datasets` resumes a stream exactly if it does not shuffle."""
-
-    pinned = 0  # files with held-out rows; they stay the first, where skip() skips these rows
-
-    def __len__(self):
-        return 1  # unknown; streams are mixed in equal shares unless weights are given
-
-    def hold_out(self, count):
-        """Return clean() of the first `count` rows, which are then not trained on."""
-        table = []
-        while len(table) < count and self.pinned < len(self.files):
-            self.pinned += 1
-            stream = open_files(self.files[: self.pinned]).select_columns(self.columns)
-            table = pa.concat_tables(stream.take(count).iter(count))
-        self.held_out = len(table)
-        return self.clean_rows(table)
-
-    def read_epoch(self):
+    def read_stream(self):
+        """Yield the windows of an epoch, and the stream's state before each, from which a resume reads it again. The
+        files come in a new order; `datasets` resumes a stream exactly if it does not shuffle."""
         files = self.files[self.pinned :]
         if self.args.shuffle_buffer:
             files = [files[i] for i in self.random().permutation(len(files))]
-        stream = open_files(self.files[: self.pinned] + files).select_columns(self.columns).skip(self.held_out)
+        stream = self.open(self.files[: self.pinned] + files).skip(self.held_out)
         if self.state["stream"]:
             stream.load_state_dict(self.state["stream"])
         before = self.state["stream"] or stream.state_dict()  # which knows of a loaded state from the first row on
         for table in stream.iter(self.window):
             yield table, before
             before = stream.state_dict()
+
+    def clean_rows(self, table):
+        """Return clean() of a Table as read."""
+        table.validate(full=True)  # a damaged Arrow file has offsets that lead anywhere
+        return self.clean(table.combine_chunks(), self.name)
+
+    def random(self, *keys):
+        """Return the random generator of this source, its epoch and `keys`."""
+        return np.random.default_rng([self.args.seed, self.number, self.state["epoch"], *keys])
 
 
 def as_texts(column, name, ids=False):
@@ -521,11 +505,11 @@ def open_data(args, clean):
     for tables, columns in ((args.queries, args.query_columns), (args.corpus, args.corpus_columns)):
         with user_errors(" ".join(tables)):
             lookups.append(TextLookup(tables, columns) if tables else None)
-    clean, kind = partial(clean, lookups=lookups, args=args), StreamSource if args.streaming else MappedSource
+    clean = partial(clean, lookups=lookups, args=args)
     for opened, use, names in ((sources, "train", args.train_data), (eval_sources, "eval", args.eval_data)):
         for number, name in enumerate(names):
             with user_errors(f"--{use}_data {name}"):
-                opened.append(kind(name, number, clean, args))
+                opened.append(Source(name, number, clean, args))
     description = [[source.name, len(source), data_fingerprint(source.files)] for source in sources]
     description += [[lookup.name, len(lookup.dataset), lookup.fingerprint] for lookup in lookups if lookup]
     if args.eval_rows is None:
@@ -696,7 +680,8 @@ def clean_pairs(table, source, lookups, args):
         texts = lookup.texts(texts) if lookup else texts
         problem = f"no text has the id in {name!r}" if lookup else f"{name!r} has no text"
         problems[problem] = pc.or_(pc.equal(pc.binary_length(texts), 0), pc.utf8_is_space(texts))
-        for prompt in args.prompts[: i + 1][-1:]:
+        if args.prompts:
+            prompt = args.prompts[min(i, len(args.prompts) - 1)]
             texts = pc.binary_join_element_wise(pa.scalar(prompt, texts.type), texts, pa.scalar("", texts.type))
         columns[str(i)] = texts
     columns["length"] = sum(pc.fill_null(pc.utf8_length(texts), 0).to_numpy() for texts in columns.values())
@@ -1019,9 +1004,7 @@ def save_checkpoint(folder, model, tensors, state, keep):
         (part / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in checksums(part).items()))
 
     save_atomically(folder, write)
-    steps = sorted(folder.parent.glob("step_*"))
-    newest = steps.index(folder) + 1  # later ones are damaged, since a resume did not use them
-    for path in [*steps[: max(0, newest - keep)], *steps[newest:], *folder.parent.glob(".step_*")]:
+    for path in [*sorted(folder.parent.glob("step_*"), key=os.path.getmtime)[:-keep], *folder.parent.glob(".step_*")]:
         shutil.rmtree(path)
 
 
@@ -1125,7 +1108,7 @@ def main(args):
 
     # ---- data
     data = open_data(args, clean_pairs)
-    held_out = len(data.eval_rows) if data.eval_rows else 0
+    held_out = len(data.eval_rows or [])
     if args.batch_size < processes or 0 < held_out < processes:
         raise UserError(f"--batch_size {args.batch_size}, --eval_rows {held_out}: fewer than {processes} processes")
     if saved:

@@ -31,10 +31,10 @@ def ours(source, args):
              "--batch_size", BATCH]  # fmt: skip
     options = script.parse_args(list(map(str, flags)))
     clean = functools.partial(script.clean_pairs, lookups=[None, None], args=options)
-    kind = script.StreamSource if "stream" in args.side else script.MappedSource
+    options.streaming = "stream" in args.side
 
     def start(state=None):
-        batches = script.row_batches([kind(source, 0, clean, options)], [1], options, state)
+        batches = script.row_batches([script.Source(source, 0, clean, options)], [1], options, state)
         return ((rows["0"], after) for rows, after in batches)
 
     return start

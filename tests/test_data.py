@@ -20,8 +20,7 @@ import zstandard
 
 import train_bi_encoder as script
 
-KINDS = [script.MappedSource, script.StreamSource]
-both_kinds = pytest.mark.parametrize("kind", KINDS)
+both_kinds = pytest.mark.parametrize("streaming", [False, True], ids=["mapped", "streaming"])
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +37,9 @@ def options(**changed):
     return args
 
 
-def open_source(kind, name, number=0, **changed):
-    args = options(**changed)
-    return kind(str(name), number, partial(script.clean_pairs, lookups=[None, None], args=args), args)
+def open_source(streaming, name, number=0, **changed):
+    args = options(streaming=streaming, **changed)
+    return script.Source(str(name), number, partial(script.clean_pairs, lookups=[None, None], args=args), args)
 
 
 def open_data(**changed):
@@ -107,8 +106,8 @@ SUFFIXES = ["parquet", "stream.arrow", "file.arrow", "json", "jsonl", "jsonl.gz"
 
 @both_kinds
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_every_format_gives_the_same_rows(kind, suffix):
-    source = open_source(kind, write(f"part.{suffix}", table(130)), shuffle_buffer=0)
+def test_every_format_gives_the_same_rows(streaming, suffix):
+    source = open_source(streaming, write(f"part.{suffix}", table(130)), shuffle_buffer=0)
     assert texts(source.take(131)) == table(130) + table(1)
 
 
@@ -125,7 +124,7 @@ configs:
 
 
 @both_kinds
-def test_folders_globs_and_configurations(kind, tmp_path):
+def test_folders_globs_and_configurations(streaming, tmp_path):
     Path("folder").mkdir()
     for number in range(3):
         write(f"folder/{number}.jsonl", table(20, 20 * number))
@@ -139,48 +138,48 @@ def test_folders_globs_and_configurations(kind, tmp_path):
         "saved/*.arrow": 130, "./configs:one:train": 5, "configs:two:train": 14, f"{tmp_path}/configs:two:dev": 9,
     }.items():  # fmt: skip
         wanted = table(40, 20) if count < 0 else table(count)
-        assert texts(open_source(kind, name, shuffle_buffer=0).take(len(wanted))) == wanted, name
+        assert texts(open_source(streaming, name, shuffle_buffer=0).take(len(wanted))) == wanted, name
     wrong = {"configs:two:test": "'test'.*train, dev", "configs:three:train": "configs:three.*one.*two"}
     for name, hint in wrong.items():
         with pytest.raises(script.UserError, match=hint):
-            open_data(train_data=[name], streaming=kind is script.StreamSource)
+            open_data(train_data=[name], streaming=streaming)
 
 
 @both_kinds
 @pytest.mark.parametrize("suffix", ["txt", "txt.gz", "txt.zst"])
-def test_text_lines_with_the_column_named_twice(kind, suffix):
+def test_text_lines_with_the_column_named_twice(streaming, suffix):
     lines = [{"text": f"line {i}, é"} for i in range(70)]
-    source = open_source(kind, write(f"lines.{suffix}", lines), shuffle_buffer=0, columns=["text", "text"])
+    source = open_source(streaming, write(f"lines.{suffix}", lines), shuffle_buffer=0, columns=["text", "text"])
     assert texts(source.take(70)) == [{"a": line["text"], "b": line["text"]} for line in lines]
 
 
 @both_kinds
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_several_compressed_frames_in_one_file(kind, suffix):
+def test_several_compressed_frames_in_one_file(streaming, suffix):
     """Logs are appended to frame by frame (cat a.gz b.gz); reading only the first frame would lose rows silently."""
     parts = [write(f"{i}.jsonl.{suffix}", table(60, 60 * i)) for i in range(3)]
     Path(f"all.jsonl.{suffix}").write_bytes(b"".join(Path(part).read_bytes() for part in parts))
-    source = open_source(kind, f"all.jsonl.{suffix}", shuffle_buffer=0)
+    source = open_source(streaming, f"all.jsonl.{suffix}", shuffle_buffer=0)
     assert numbers(source.take(181)) == [*range(180), 0]
 
 
 @both_kinds
 @pytest.mark.parametrize("suffix", ["parquet", "stream.arrow", "jsonl", "csv"])
-def test_labels(kind, suffix):
+def test_labels(streaming, suffix):
     """A number, and a list of numbers, which is its JSON in a CSV file."""
     for label in (lambda i: i / 8, lambda i: [i / 8, 1.0]):
         rows = [{"score": label(i), **row} for i, row in enumerate(table(60))]
         if suffix == "csv":
             rows = [{**row, "score": json.dumps(row["score"])} for row in rows]
         file = write(f"{type(label(0)).__name__}.{suffix}", rows)
-        found = open_source(kind, file, shuffle_buffer=0, label_column="score").take(60)
+        found = open_source(streaming, file, shuffle_buffer=0, label_column="score").take(60)
         assert found["label"].to_pylist() == [label(i) for i in range(60)]
         assert texts(found) == table(60)
 
 
 def test_a_changed_file_is_read_again():
     for first in (0, 100):
-        source = open_source(script.MappedSource, write("part.jsonl", table(20, first)), shuffle_buffer=0)
+        source = open_source(False, write("part.jsonl", table(20, first)), shuffle_buffer=0)
         assert numbers(source.take(20)) == list(range(first, first + 20))
 
 
@@ -188,48 +187,48 @@ def test_a_changed_file_is_read_again():
 
 
 @both_kinds
-def test_a_column_that_is_null_in_the_first_chunk(kind):
+def test_a_column_that_is_null_in_the_first_chunk(streaming):
     """`datasets` types it as null, and its first text would fail: 12 MB of rows come before it here."""
     rows = [{"note": None, "a": f"row {i}: " + "x" * 60_000, "b": "y"} for i in range(200)]
     rows += [{"note": "a note", "a": f"row {i}: z", "b": "y"} for i in range(200, 220)]
     file = write("x.jsonl", rows)
-    assert numbers(open_source(kind, file, shuffle_buffer=0).take(220)) == list(range(220))
+    assert numbers(open_source(streaming, file, shuffle_buffer=0).take(220)) == list(range(220))
     skipping = {"columns": ["a", "note"], "on_bad_row": "skip", "shuffle_buffer": 0}
-    source = open_source(kind, file, **skipping)
+    source = open_source(streaming, file, **skipping)
     assert numbers(source.take(20)) == list(range(200, 220)) and source.state["skipped"] == 200
 
 
 @both_kinds
-def test_a_column_of_texts_and_numbers(kind):
+def test_a_column_of_texts_and_numbers(streaming):
     """`datasets` makes JSON of it, in which texts stand in quotes: not trained on, and the message says what helps."""
     values = ['say "hi"', 3, None, {"x": 1}, ["y"], "7 days", True, "", "last"]
     file = write("x.jsonl", [{"a": f"row {i}: ", "b": "y"} | {"b": value} for i, value in enumerate(values)])
     with pytest.raises(script.UserError, match="x.jsonl: column 'b' holds .*json.*, not texts: .*prepare_corpus.py"):
-        open_source(kind, file, shuffle_buffer=0, on_bad_row="skip").take(1)
+        open_source(streaming, file, shuffle_buffer=0, on_bad_row="skip").take(1)
 
 
 @both_kinds
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
 @pytest.mark.parametrize("value", [5, 2.5, True, ["one", "two"], {"x": "y"}])
-def test_a_column_that_holds_no_texts(kind, suffix, value):
+def test_a_column_that_holds_no_texts(streaming, suffix, value):
     """Whatever the format, a number or a list of negatives is not trained on as its letters."""
     if suffix == "csv" and not isinstance(value, int | float):
         return
     file = write(f"x.{suffix}", [{"a": row["a"], "b": value} for row in table(60)])
     with pytest.raises(script.UserError, match=f"x.{suffix}: column 'b' .*--label_column b"):
-        open_source(kind, file).take(1)
+        open_source(streaming, file).take(1)
 
 
 @both_kinds
-def test_labels_that_are_not_finite_numbers(kind):
+def test_labels_that_are_not_finite_numbers(streaming):
     for number, labels in enumerate([[0.5, None, float("nan"), 1.0], [[0.5, 1.0], [0.5, None], [1.0], [1.0, 0.5]],
                                      [0.5, "high", None, 1.0]]):  # fmt: skip
         rows = [{**row, "score": label} for row, label in zip(table(4), labels)]
         file, skip = write(f"{number}.jsonl", rows), {"on_bad_row": "skip", "shuffle_buffer": 0}
-        source = open_source(kind, file, label_column="score", **skip)
+        source = open_source(streaming, file, label_column="score", **skip)
         assert numbers(source.take(2)) == [0, 3] and source.state["skipped"] == 2, labels
         with pytest.raises(script.UserError, match=f"{number}.jsonl: 'score' has no.* in the row .*row 1: .*skip"):
-            open_source(kind, file, label_column="score", shuffle_buffer=0).take(4)
+            open_source(streaming, file, label_column="score", shuffle_buffer=0).take(4)
 
 
 # ------------------------------------------------------------------------------------------------------------ order
@@ -237,18 +236,18 @@ def test_labels_that_are_not_finite_numbers(kind):
 
 @both_kinds
 @pytest.mark.parametrize("buffer", [1, 3, 60, 196, 197, 198, 10_000])
-def test_each_epoch_holds_every_row_once_in_another_order(shards, kind, buffer):
-    order = numbers(open_source(kind, shards, shuffle_buffer=buffer).take(3 * 197))
+def test_each_epoch_holds_every_row_once_in_another_order(shards, streaming, buffer):
+    order = numbers(open_source(streaming, shards, shuffle_buffer=buffer).take(3 * 197))
     epochs = [order[i : i + 197] for i in range(0, len(order), 197)]
     assert all(sorted(epoch) == list(range(197)) for epoch in epochs)
-    if kind is script.MappedSource or buffer > 1:  # a stream with a buffer of one row shuffles its shards alone
+    if not streaming or buffer > 1:  # a stream with a buffer of one row shuffles its shards alone
         assert all(one != other for one, other in combinations([list(range(197)), *epochs], 2))
 
 
 @both_kinds
-def test_the_order_is_a_function_of_seed_and_number_of_the_source(shards, kind):
+def test_the_order_is_a_function_of_seed_and_number_of_the_source(shards, streaming):
     def order(number, **changed):
-        return numbers(open_source(kind, shards, number, shuffle_buffer=60, **changed).take(197))
+        return numbers(open_source(streaming, shards, number, shuffle_buffer=60, **changed).take(197))
 
     assert order(0) == order(0)
     assert order(0) != order(1)
@@ -256,14 +255,14 @@ def test_the_order_is_a_function_of_seed_and_number_of_the_source(shards, kind):
 
 
 def test_without_a_shuffle_buffer_rows_keep_the_order_of_the_files(shards):
-    for kind in KINDS:
-        assert numbers(open_source(kind, shards, shuffle_buffer=0).take(400)) == [i % 197 for i in range(400)]
+    for streaming in (False, True):
+        assert numbers(open_source(streaming, shards, shuffle_buffer=0).take(400)) == [i % 197 for i in range(400)]
 
 
 def test_rows_of_a_mapped_batch_come_from_far_apart(monkeypatch):
     monkeypatch.setattr(script, "BLOCK", 100)
     file = write("large.parquet", table(10_000, 1000))
-    order = numbers(open_source(script.MappedSource, file, shuffle_buffer=2000).take(10_000))
+    order = numbers(open_source(False, file, shuffle_buffer=2000).take(10_000))
     for first in range(0, 9_984, 64):
         batch = sorted(order[first : first + 64])
         assert batch[-1] - batch[0] > 3_000
@@ -276,9 +275,9 @@ def test_rows_of_a_mapped_batch_come_from_far_apart(monkeypatch):
 
 @both_kinds
 @pytest.mark.parametrize("held", [1, 30, 101, 120, 196])
-def test_held_out_rows_are_never_trained_on(shards, kind, held):
+def test_held_out_rows_are_never_trained_on(shards, streaming, held):
     """Within the first file, all of it, and more than it."""
-    source = open_source(kind, shards, shuffle_buffer=60)
+    source = open_source(streaming, shards, shuffle_buffer=60)
     rows, bad = source.hold_out(held)
     assert (numbers(rows), bad) == (list(range(held)), 0)
     for epoch in np.array_split(numbers(source.take(3 * (197 - held))), 3):
@@ -286,9 +285,9 @@ def test_held_out_rows_are_never_trained_on(shards, kind, held):
 
 
 @both_kinds
-def test_held_out_rows_are_the_first_of_each_source_in_proportion(shards, kind):
+def test_held_out_rows_are_the_first_of_each_source_in_proportion(shards, streaming):
     other = write("other.jsonl", table(100, 1000))
-    given = {"mixing_weights": [3, 1], "eval_rows": 40, "streaming": kind is script.StreamSource}
+    given = {"mixing_weights": [3, 1], "eval_rows": 40, "streaming": streaming}
     data, args = open_data(train_data=[shards, other], shuffle_buffer=60, batch_size=50, **given)
     assert sorted(numbers(data.eval_rows)) == [*range(30), *range(1000, 1010)]
     trained = {number for rows, _ in islice(batches_of(data, args), 10) for number in numbers(rows)}
@@ -307,9 +306,9 @@ def test_held_out_by_default(shards):
 
 @both_kinds
 @pytest.mark.parametrize("count", [197, 1000])
-def test_all_rows_held_out(shards, kind, count):
+def test_all_rows_held_out(shards, streaming, count):
     with pytest.raises(script.UserError, match=r"parquet: .*--eval_rows"):
-        data, args = open_data(train_data=[shards], eval_rows=count, streaming=kind is script.StreamSource)
+        data, args = open_data(train_data=[shards], eval_rows=count, streaming=streaming)
         next(batches_of(data, args))
 
 
@@ -347,17 +346,17 @@ def assert_resumes(open_batches, count, cuts):
 
 @both_kinds
 @pytest.mark.parametrize("buffer, held", [(0, 0), (20, 0), (60, 30), (10_000, 110)])
-def test_resume_of_one_source(shards, kind, buffer, held):
+def test_resume_of_one_source(shards, streaming, buffer, held):
     """Batches of 5 rows end in windows, at their ends, in all shards and epochs; held-out rows stay out."""
 
     def open_batches(state):
-        source = open_source(kind, shards, shuffle_buffer=buffer, batch_size=5)
+        source = open_source(streaming, shards, shuffle_buffer=buffer, batch_size=5)
         if held:
             source.hold_out(held)
         return script.row_batches([source], [1], source.args, state)
 
     epoch = (197 - held) // 5
-    step = 5 if kind is script.MappedSource else 12
+    step = 12 if streaming else 5
     cuts = {1, 2, 3, 4, 5, epoch - 1, epoch, epoch + 1, *range(7, epoch, step)}
     assert_resumes(open_batches, 2 * epoch + 20, cuts)
 
@@ -365,7 +364,7 @@ def test_resume_of_one_source(shards, kind, buffer, held):
 @both_kinds
 @pytest.mark.parametrize("mix_by", ["row", "batch"])
 @pytest.mark.parametrize("length_window", [1, 3])
-def test_resume_of_mixed_sources(kind, mix_by, length_window):
+def test_resume_of_mixed_sources(streaming, mix_by, length_window):
     """Three and more epochs of each source, of two files and one, with bad rows to skip."""
     bad = {0, 77, 78, 149}
     rows = [{**row, "a": "" if i in bad else row["a"]} for i, row in enumerate(table(150))]
@@ -374,7 +373,8 @@ def test_resume_of_mixed_sources(kind, mix_by, length_window):
     changed = {"mix_by": mix_by, "length_window": length_window, "on_bad_row": "skip", "shuffle_buffer": 40}
 
     def open_batches(state):
-        sources = [open_source(kind, name, i, batch_size=8, **changed) for i, name in enumerate(("x", "y.jsonl.gz"))]
+        named = enumerate(("x", "y.jsonl.gz"))
+        sources = [open_source(streaming, name, i, batch_size=8, **changed) for i, name in named]
         return script.row_batches(sources, [2, 1], sources[0].args, state)
 
     whole = assert_resumes(open_batches, 90, (1, 2, 3, 5, 10, 17, 29, 45, 61, 85))
@@ -407,7 +407,7 @@ def test_length_window_groups_rows_by_length_and_loses_none():
     file = write("lengths.jsonl", rows)
 
     def batches(window):
-        source = open_source(script.MappedSource, file, length_window=window, batch_size=8, shuffle_buffer=40)
+        source = open_source(False, file, length_window=window, batch_size=8, shuffle_buffer=40)
         return [rows for rows, _ in islice(script.row_batches([source], [1], source.args), 30)]
 
     def spread(batch):
@@ -450,7 +450,7 @@ def test_shares_without_weights(streaming, shares):
 
 
 @both_kinds
-def test_urls(kind, tmp_path, monkeypatch):
+def test_urls(streaming, tmp_path, monkeypatch):
     """A URL gives the rows of the file behind it; nothing else is asked for."""
     monkeypatch.setattr(script.datasets.config, "HF_HUB_OFFLINE", False)
     write("x.parquet", table(60))
@@ -459,7 +459,7 @@ def test_urls(kind, tmp_path, monkeypatch):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         url = f"http://127.0.0.1:{server.server_address[1]}/x.parquet"
-        remote, local = open_source(kind, url), open_source(kind, "x.parquet")
+        remote, local = open_source(streaming, url), open_source(streaming, "x.parquet")
         assert remote.take(60).equals(local.take(60))
         assert script.data_fingerprint(remote.files) == script.data_fingerprint(local.files)
     finally:
@@ -467,14 +467,14 @@ def test_urls(kind, tmp_path, monkeypatch):
 
 
 @both_kinds
-def test_an_arrow_file_with_wrong_offsets(kind):
+def test_an_arrow_file_with_wrong_offsets(streaming):
     """It would lead a reader anywhere in memory, and end the process without a word."""
     write("x.arrow", table(60))
     data, offsets = Path("x.arrow").read_bytes(), np.cumsum([0] + [len(row["a"].encode()) for row in table(60)][:36])
     place = data.index(offsets[1:9].astype(np.int32).tobytes())
     Path("x.arrow").write_bytes(data[:place] + b"\x7f" * 8 + data[place + 8 :])
     with pytest.raises(script.UserError, match="x.arrow: .*[Oo]ffset"):
-        open_source(kind, "x.arrow").take(60)
+        open_source(streaming, "x.arrow").take(60)
 
 
 def test_bytes_that_are_no_text(tmp_path):
