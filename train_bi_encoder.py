@@ -235,7 +235,7 @@ def open_files(files, streaming=True):
     # The record batches of a mapped table are kept in a list: make them few.
     kind, options = FORMATS[suffix], {"split": "train", "writer_batch_size": 20_000}
     options |= {"sep": "\t"} if suffix == ".tsv" else {}
-    options |= {"batch_size": 2000} if kind == "parquet" else {}  # pyarrow reads ahead, and less in small batches
+    options |= {"batch_size": 1000} if kind == "parquet" else {}  # pyarrow reads ahead, and less in small batches
     if kind == "arrow" and not streaming:
         with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped where it is, everything else a copy
             parts = [datasets.Dataset.from_file(file) for file in files]
