@@ -386,14 +386,14 @@ def drop_bad_rows(table, problems, original, source, args):
 def draw_sources(drawn, weights, count):
     """Return the sources of the next `count` rows, and count them in `drawn`, by the quota method (Balinski and Young
     1975): each has its share to within a row at every moment, and the counts are the only state."""
-    choices, total, rows = [0] * count, sum(weights), sum(drawn)
     if len(weights) == 1:
         drawn[0] += count
-        return choices
-    for row in range(rows + 1, rows + count + 1):
+        return [0] * count
+    choices, total = [], sum(weights)
+    for row in range(sum(drawn) + 1, sum(drawn) + count + 1):
         below = [source for source, weight in enumerate(weights) if drawn[source] < weight * row / total]
-        choices[row - rows - 1] = source = min(below, key=lambda source: (drawn[source] + 1) / weights[source])
-        drawn[source] += 1
+        choices.append(min(below, key=lambda source: (drawn[source] + 1) / weights[source]))
+        drawn[choices[-1]] += 1
     return choices
 
 
