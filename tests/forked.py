@@ -93,9 +93,9 @@ class Forked:
             time.sleep(0.01)
         return status
 
-    def send(self, number):
-        """A signal to each that still runs."""
-        for process in self.processes:
+    def send(self, number, ranks=slice(None)):
+        """A signal to each that still runs, or to those of `ranks`."""
+        for process in self.processes[ranks]:
             if process.exitcode is None:
                 os.kill(process.pid, number)
 

@@ -14,13 +14,13 @@ SCRIPT = ROOT / "train_bi_encoder.py"
 STEPS = 60
 
 
-def signal_when(process, output_dir, steps, number):
-    """Send `number` to all processes once metrics.jsonl has reached `steps`; return the exit status."""
+def signal_when(process, output_dir, steps, number, ranks=slice(None)):
+    """Send `number` to the processes of `ranks` once metrics.jsonl has reached `steps`; return the exit status."""
     while process.poll() is None:
         lines = metrics(output_dir) if (output_dir / "metrics.jsonl").exists() else []
         if lines and lines[-1]["step"] >= steps:
             time.sleep(random.random() * 0.05)  # of a step's 0.05 to 0.1 seconds
-            process.send(number)
+            process.send(number, ranks)
             break
         time.sleep(0.01)
     return process.wait()
@@ -87,10 +87,12 @@ def test_resumed_past_a_bad_row_by_skipping_it(rows, bert, tmp_path, name, proce
     assert (out / last / "model.safetensors").read_bytes() == (whole / last / "model.safetensors").read_bytes()
 
 
-def test_sigterm_finishes_the_step_and_exits_cleanly(settings, tmp_path):
+@pytest.mark.parametrize("processes, ranks", [(1, slice(None)), (2, slice(1, 2))], ids=["one", "second of two"])
+def test_sigterm_finishes_the_step_and_exits_cleanly(settings, tmp_path, processes, ranks):
+    """All processes stop after the same step, whichever of them got the signal."""
     flags = [*settings["mapped"], "--max_steps", STEPS, "--output_dir", tmp_path / "out", "--save_steps", 0]
-    process = Forked(SCRIPT, flags)
-    assert signal_when(process, tmp_path / "out", 3, signal.SIGTERM) == 0
+    process = Forked(SCRIPT, flags, processes, timeout=60)
+    assert signal_when(process, tmp_path / "out", 3, signal.SIGTERM, ranks) == 0
     last = metrics(tmp_path / "out")[-1]["step"]
     assert 3 <= last < STEPS
     assert [folder.name for folder in (tmp_path / "out/checkpoints").iterdir()] == [f"step_{last:08}"]
