@@ -160,6 +160,27 @@ def test_full_disk_during_a_checkpoint(flags, tmp_path, say):
         subprocess.run(["umount", "--lazy", "out"], check=True)  # weights read from it may still be mapped
 
 
+def test_what_gets_its_name_is_on_disk(flags, monkeypatch):
+    """Each file of a checkpoint and of the model as it stays, and their folders, are synced before the rename."""
+    synced, at_rename, fsync, rename = {}, {}, os.fsync, Path.rename
+
+    def record_fsync(descriptor):
+        synced[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
+        fsync(descriptor)
+
+    def record_rename(part, target):
+        sizes = {str(path): path.stat().st_size for path in [part.resolve(), *part.resolve().rglob("*")]}
+        at_rename[target.name] = sizes, {path: synced.get(path) for path in sizes}
+        return rename(part, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(Path, "rename", record_rename)
+    train(flags, "--train_data", jsonl("x.jsonl"))
+    assert list(at_rename) == ["step_00000002", "step_00000004", "model"]
+    for sizes, sizes_when_synced in at_rename.values():
+        assert sizes_when_synced == sizes and len(sizes) > 4
+
+
 @pytest.mark.parametrize("what", ["checkpoint", "model"])
 def test_files_that_cannot_grow(flags, monkeypatch, what):
     """RLIMIT_FSIZE stands for a full disk: no file may pass 40 kB from the second checkpoint, or the model, on."""
