@@ -181,8 +181,9 @@ def test_what_gets_its_name_is_on_disk(flags, monkeypatch):
         assert sizes_when_synced == sizes and len(sizes) > 4
 
 
-@pytest.mark.parametrize("what", ["checkpoint", "model"])
-def test_files_that_cannot_grow(flags, monkeypatch, what):
+@pytest.mark.parametrize("what, more", [("checkpoint", []), ("checkpoint", ["--save_total_limit", 1]), ("model", [])],
+                         ids=["checkpoint", "the only checkpoint", "model"])  # fmt: skip
+def test_files_that_cannot_grow(flags, monkeypatch, what, more):
     """RLIMIT_FSIZE stands for a full disk: no file may pass 40 kB from the second checkpoint, or the model, on."""
     real, calls = script.save_atomically, []
 
@@ -195,7 +196,7 @@ def test_files_that_cannot_grow(flags, monkeypatch, what):
     monkeypatch.setattr(script, "save_atomically", limited)
     try:
         with pytest.raises(script.UserError) as caught:
-            train(flags, "--train_data", jsonl("x.jsonl"))
+            train(flags, "--train_data", jsonl("x.jsonl"), *more)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert ("step_00000004" if what == "checkpoint" else "out/model") in str(caught.value)
