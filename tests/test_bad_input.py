@@ -1,6 +1,7 @@
 """Bad input gets one clear line that names the source, row, column or flag; and nothing already written is lost."""
 
 import gzip
+import importlib
 import json
 import os
 import resource
@@ -8,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +19,7 @@ import pytest
 import torch
 import yaml
 import zstandard
-from conftest import ROOT, launch, metrics, write_jsonl
+from conftest import ROOT, TRAINERS, launch, metrics, write_jsonl
 from safetensors.torch import load_file, save_file
 
 import train_bi_encoder as script
@@ -530,6 +533,23 @@ def test_resume_with_changed_flags(finished, refusal, changed):
     message = refusal(finished, "--resume", *changed.split(" "))
     assert message.startswith("--resume: ") and f"{changed.split()[0]} " in message and "(was " in message
     assert snapshot("out") == before
+
+
+MAY_CHANGE = """accept_changed_data attn_implementation eval_steps grad_cache learning_rate logging_steps
+lr_scheduler_type max_grad_norm max_steps micro_batch_tokens num_train_epochs on_bad_row output_dir report_to resume
+rows_per_epoch save_steps save_total_limit stopping_strategy warmup_ratio weight_decay"""
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_every_flag_is_for_resume_or_may_change(name):
+    """A new flag has to be put down on one of the two lists; each of the former is compared."""
+    trainer, data = importlib.import_module(name), SimpleNamespace(description=[])
+    args, kept = trainer.Args(), trainer.RESUME_ARGS.split()
+    assert sorted(set(asdict(args)) - set(kept)) == MAY_CHANGE.split()
+    trainer.check_resume({"args": asdict(args), "data": []}, args, data)
+    for flag in kept:
+        with pytest.raises(trainer.UserError, match=rf"^--resume: --{flag} [^;]*\(was another\); restore"):
+            trainer.check_resume({"args": asdict(args) | {flag: "another"}, "data": []}, args, data)
 
 
 def test_resume_with_flags_that_may_change(finished):
