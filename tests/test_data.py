@@ -10,6 +10,7 @@ from collections import Counter
 from functools import partial
 from itertools import combinations, islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -175,6 +176,18 @@ def test_labels(streaming, suffix):
         found = open_source(streaming, file, shuffle_buffer=0, label_column="score").take(60)
         assert found["label"].to_pylist() == [label(i) for i in range(60)]
         assert texts(found) == table(60)
+
+
+def test_hub_ids(monkeypatch):
+    """ID, and ID:config:split, where config may be empty."""
+    files = {split: [f"hf://datasets/o/n@abc/{split}.parquet"] for split in ("train", "dev")}
+    asked, builder = [], SimpleNamespace(config=SimpleNamespace(data_files=files))
+    monkeypatch.setattr(
+        script.datasets, "load_dataset_builder", lambda path, name: asked.append((path, name)) or builder
+    )
+    for source, split in {"o/n": "train", "o/n:cfg:dev": "dev", "o/n::dev": "dev"}.items():
+        assert script.list_files(source) == files[split]
+    assert asked == [("o/n", None), ("o/n", "cfg"), ("o/n", None)]
 
 
 def test_a_changed_file_is_read_again():
