@@ -1,11 +1,14 @@
 """The parts of a step, each against a plain loop or the library: partition, micro-batches, losses."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
+import ir_measures
 import numpy as np
 import pyarrow as pa
 import pytest
+import scipy.stats
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -181,6 +184,39 @@ def test_parts_of_the_rows_add_up_to_the_loss_of_the_batch(case):
     given = embeddings(7, 3), with_duplicates(3), torch.arange(14.0).view(7, 2)
     parts = [loss_of(*given, torch.arange(first, 7, 3), **CASES[case]) for first in range(3)]
     assert sum(parts).item() == pytest.approx(loss_of(*given, **CASES[case]).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["bert", "static"])
+def test_held_out_measures_are_those_of_libraries(kind, rows, request, monkeypatch):
+    """Of ir_measures and SciPy, from encoded texts. Of equal scores the earlier row's is first: the static model gives
+    them to documents 7 and 40, which are one text, as query 40 is. The script takes 7 queries at a time."""
+    folder = str(request.getfixturevalue(kind))
+    model = SentenceTransformer(folder, device="cpu")
+    texts = np.array([[row["docstring"], row["code"]] for row in rows[:150]], object)
+    queries, documents = (model.encode(column.tolist(), normalize_embeddings=True) for column in texts.T)
+    scores = queries @ documents.T
+    clear = np.abs(scores - scores.diagonal()[:, None]) + np.eye(150) > 1e-5  # other ranks depend on rounding
+    kept = np.flatnonzero(clear.all(1))[:60]
+    texts, queries, documents = texts[kept], queries[kept], documents[kept]
+    if kind == "static":
+        texts[40], queries[40], documents[40] = texts[7, 1], documents[7], documents[7]
+    scores = queries @ documents.T
+    scores[:, 40] = scores[:, 7] if kind == "static" else scores[:, 40]
+    ranked = np.argsort(-scores, kind="stable").tolist()
+    run = {str(i): {str(j): -float(rank) for rank, j in enumerate(row)} for i, row in enumerate(ranked)}
+    measures = {"MRR@10": ir_measures.RR @ 10, "nDCG@10": ir_measures.nDCG @ 10, "accuracy@1": ir_measures.P @ 1}
+    found = ir_measures.calc_aggregate(measures.values(), {name: {name: 1} for name in run}, run)
+
+    monkeypatch.setattr(script, "MAX_SCORES", 7 * 60)
+    labels = [len(text) % 9 / 9 for text in texts[:, 1]]
+    table = pa.table({"0": texts[:, 0], "1": texts[:, 1], "label": labels})
+    args = script.parse_args(["--train_data", "x", "--model_name_or_path", folder])
+    evaluate = partial(script.evaluate, script.load_model(args), table, 600, args, Accelerator(cpu=True))
+    assert evaluate() == pytest.approx({name: found[measure] for name, measure in measures.items()}, abs=1e-9)
+    args.label_column = "label"
+    scores = scores.diagonal()
+    wanted = {"Spearman": scipy.stats.spearmanr(scores, labels)[0], "Pearson": scipy.stats.pearsonr(scores, labels)[0]}
+    assert evaluate() == pytest.approx(wanted, abs=3e-3)  # two scores that are nearly equal may change places
 
 
 def test_matryoshka_is_the_sum_over_cut_embeddings():
