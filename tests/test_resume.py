@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from conftest import ROOT, launch, metrics, write_jsonl
+from conftest import ROOT, TRAINERS, launch, metrics, write_jsonl
 from forked import Forked
 
 SCRIPT = ROOT / "train_bi_encoder.py"
@@ -48,15 +48,17 @@ def settings(tmp_path_factory, rows, bert):
 
 
 @pytest.mark.parametrize("way", ["mapped", "streaming"])
-def test_resumed_on_another_process_count(settings, tmp_path, way):
+@pytest.mark.parametrize("name", TRAINERS)
+def test_resumed_on_another_process_count(settings, tmp_path, name, way):
     """The remaining batches are the same rows: without dropout, the same losses."""
-    flags = [*settings[way], "--max_steps", 9, "--save_steps", 4, "--save_total_limit", 3, "--dropout", 0]
+    script, few = ROOT / f"{name}.py", ["--eval_rows", 10] * (name == "train_cross_encoder")  # each ranks 10 documents
+    flags = [*settings[way], *few, "--max_steps", 9, "--save_steps", 4, "--save_total_limit", 3, "--dropout", 0]
     flags += ["--output_dir", tmp_path]
-    launch(SCRIPT, *flags, processes=1)
+    launch(script, *flags, processes=1)
     data_state, before = state(tmp_path, 9)["data_state"], losses(tmp_path)
     for step in (8, 9):
         shutil.rmtree(tmp_path / f"checkpoints/step_{step:08}")
-    launch(SCRIPT, *flags, "--resume", processes=2)
+    launch(script, *flags, "--resume", processes=2)
     after = losses(tmp_path)
     assert list(after) == list(before) == list(range(1, 10))
     assert list(after.values()) == pytest.approx(list(before.values()), rel=1e-3)
