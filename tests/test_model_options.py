@@ -168,3 +168,12 @@ def test_grad_cache_runs_each_forward_pass_twice(name, output, corpus, bert, tmp
     assert seen[0] is True  # the pass that finds what gets no gradient
     passes = seen[1:]
     assert len(passes) > 4 and passes == [False] * (len(passes) // 2) + [True] * (len(passes) // 2)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_grad_cache_repeats_the_dropout(name, corpus, bert, tmp_path):
+    """The second forward pass of a micro-batch is that of the first: the losses of later steps are the same."""
+    for how in ([], ["--grad_cache"]):
+        flags = flags_for(name, corpus, bert, tmp_path / f"{how}", "--dropout", 0.1, "--max_steps", 3, *how)
+        launch(ROOT / f"{name}.py", *flags, "--micro_batch_tokens", 200)
+    assert losses(tmp_path / "['--grad_cache']") == pytest.approx(losses(tmp_path / "[]"), rel=1e-5)
