@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from conftest import ROOT, TRAINERS, launch, metrics
+from conftest import ROOT, TRAINERS, launch, metrics, write_jsonl
 from forked import last_of
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
@@ -177,3 +177,17 @@ def test_grad_cache_repeats_the_dropout(name, corpus, bert, tmp_path):
         flags = flags_for(name, corpus, bert, tmp_path / f"{how}", "--dropout", 0.1, "--max_steps", 3, *how)
         launch(ROOT / f"{name}.py", *flags, "--micro_batch_tokens", 200)
     assert losses(tmp_path / "['--grad_cache']") == pytest.approx(losses(tmp_path / "[]"), rel=1e-5)
+
+
+@pytest.mark.parametrize("name, loss", [("train_bi_encoder", "CosineSimilarityLoss"), ("train_cross_encoder", "bce")])
+def test_accumulated_batches_are_a_larger_batch(name, loss, rows, bert, tmp_path):
+    """Of a loss that is a mean over rows: 4 batches of 8 rows train what one of 32 does."""
+    write_jsonl(tmp_path / "x.jsonl", [row | {"label": len(row["code"]) % 7 / 7} for row in rows])
+    found = []
+    for size, count in ((32, 1), (8, 4)):
+        flags = flags_for(name, tmp_path / "x.jsonl", bert, tmp_path / f"{count}", "--loss", loss, "--max_steps", 3)
+        flags += ["--label_column", "label", "--batch_size", size, "--gradient_accumulation_steps", count]
+        launch(ROOT / f"{name}.py", *flags, "--shuffle_buffer", 0)
+        lines = [line for line in metrics(tmp_path / f"{count}") if "loss" in line]
+        found.append([line[measure] for line in lines for measure in ("loss", "grad_norm")])
+    assert found[1] == pytest.approx(found[0], rel=1e-4) and len(found[0]) == 6
