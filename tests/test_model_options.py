@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from conftest import ROOT, TRAINERS, launch, metrics, write_jsonl
+from conftest import ROOT, TRAINERS, launch, metrics, weights, write_jsonl
 from forked import last_of
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
@@ -191,3 +191,19 @@ def test_accumulated_batches_are_a_larger_batch(name, loss, rows, bert, tmp_path
         lines = [line for line in metrics(tmp_path / f"{count}") if "loss" in line]
         found.append([line[measure] for line in lines for measure in ("loss", "grad_norm")])
     assert found[1] == pytest.approx(found[0], rel=1e-4) and len(found[0]) == 6
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_an_optimizer_without_state(name, corpus, bert, tmp_path, monkeypatch):
+    """Plain SGD in place of AdamW: a resumed run trains the weights of one that was not stopped."""
+    script = importlib.import_module(name)
+    monkeypatch.setattr(torch.optim, "AdamW", lambda groups, lr, fused: torch.optim.SGD(groups, lr=lr))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    flags = flags_for(name, corpus, bert, tmp_path, "--save_steps", 3)
+    script.main(script.parse_args(last_of(flags)))
+    assert not load_file(tmp_path / "checkpoints/step_00000003/optimizer.safetensors")
+    wanted = weights(tmp_path / "model")
+    for folder in ("checkpoints/step_00000006", "model"):
+        shutil.rmtree(tmp_path / folder)
+    script.main(script.parse_args(last_of([*flags, "--resume"])))
+    assert torch.equal(weights(tmp_path / "model"), wanted)
