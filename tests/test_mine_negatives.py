@@ -1,0 +1,257 @@
+"""Rows of hard negatives from run files: those of the library; what is never a negative; training on them; errors."""
+
+import gzip
+import json
+import resource
+import runpy
+import signal
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT, metrics, write_jsonl
+
+import mine_negatives as script
+
+NAMES = "queries.jsonl", "corpus.jsonl"
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(monkeypatch, tmp_path):
+    """The trainers' main leaves a SIGTERM handler behind, which later tests must not have."""
+    monkeypatch.chdir(tmp_path)
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def mine(tmp_path, *flags):
+    """Return the rows that the script writes for flags."""
+    script.main(script.parse_args([*map(str, flags), "--output", str(tmp_path / "rows/mined.jsonl")]))
+    return read(tmp_path / "rows/mined.jsonl")
+
+
+def write_run(path, scores):
+    """A run file of {(query, document): score}, in an order that says nothing."""
+    path.write_text("".join(f"{q} Q0 {d} 1 {value:.9g} x\n" for (q, d), value in sorted(scores.items())))
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory, bert, beir):
+    """scores.npy, (60, 293), of the collection `beir` by SentenceTransformer, and its positives' in judged.run."""
+    from sentence_transformers import SentenceTransformer
+
+    folder, model = tmp_path_factory.mktemp("embedded"), SentenceTransformer(str(bert), device="cpu")
+    texts = [[row["text"].strip() for row in read(beir / name)] for name in NAMES]
+    queries, documents = (model.encode(part, normalize_embeddings=True) for part in texts)
+    np.save(folder / "scores.npy", scores := queries @ documents.T)
+    pairs = [(i, i) for i in range(60)] + [(1, 7)]
+    write_run(folder / "judged.run", {(f"q{q}", f"d{d}"): scores[q, d] for q, d in pairs})
+    return folder
+
+
+def by_library(bert, beir, **options):
+    """Return {(query, positive): (negatives, scores)} by sentence_transformers.util.mine_hard_negatives."""
+    from datasets import Dataset
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.util import mine_hard_negatives
+
+    queries, documents = ([row["text"].strip() for row in read(beir / name)] for name in NAMES)
+    pairs = [(i, i) for i in range(60)] + [(1, 7)]
+    data = {"query": [queries[q] for q, _ in pairs], "positive": [documents[d] for _, d in pairs]}
+    model = SentenceTransformer(str(bert), device="cpu")
+    found = mine_hard_negatives(Dataset.from_dict(data), model, corpus=documents, num_negatives=3, verbose=False,
+                                output_format="n-tuple", output_scores=True, **options)  # fmt: skip
+    names = [f"negative_{i}" for i in (1, 2, 3)]
+    return {(row["query"], row["positive"]): ([row[name] for name in names], row["scores"]) for row in found}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"range_min": 3, "range_max": 17},
+        {"absolute_margin": -0.02},
+        {"relative_margin": -0.03, "range_min": 1, "range_max": 40},
+    ],
+)
+def test_rows_are_those_of_the_library(embedded, bert, beir, tmp_path, options, monkeypatch):
+    monkeypatch.setattr(script, "LINES", 100), monkeypatch.setattr(script, "TEXTS", 50)  # several of each
+    scores, options = np.load(embedded / "scores.npy"), {"range_max": 100, **options}
+    best = np.argsort(-scores, axis=1)[:, : options["range_max"] + 2]  # as deep as the library looks
+    write_run(tmp_path / "x.run", {(f"q{q}", f"d{d}"): scores[q, d] for q in range(60) for d in best[q]})
+    flags = [word for name, value in options.items() for word in (f"--{name}", value)]
+    rows = mine(tmp_path, "--beir", beir, "--split", "test", "--run", tmp_path / "x.run", "--judged",
+                embedded / "judged.run", "--num_negatives", 3, *flags)  # fmt: skip
+    expected, equal = by_library(bert, beir, **options), 0
+    assert {(row["query"], row["positive"]) for row in rows} == set(expected) and len(rows) == len(expected) > 20
+    for row in rows:  # up to ties: scores that differ in the last digit only, by how the texts were batched
+        negatives, scores = expected[row["query"], row["positive"]]
+        assert row["scores"] == pytest.approx(scores, abs=2e-6)
+        equal += [row[f"negative_{i}"] for i in (1, 2, 3)] == negatives
+    assert equal > 0.9 * len(rows)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Queries d0 to d4 and documents d0 to d9, of which d5 to d9 are copies of d0 to d4 but for spaces, and e0 to e3.
+    The query dI is answered by d(I+1), and every query ranks all documents, e3 first and d0 last."""
+    texts = {f"d{i}": f"text number {i % 5}" + " " * (i > 4) for i in range(10)}
+    texts |= {f"e{i}": f"another text {i}" for i in range(4)}
+    write_jsonl(tmp_path / "s/corpus.jsonl", [{"_id": i, "title": "", "text": text} for i, text in texts.items()])
+    write_jsonl(tmp_path / "s/queries.jsonl", [{"_id": f"d{i}", "text": f"query {i}"} for i in range(5)])
+    (tmp_path / "s/qrels").mkdir()
+    judged = "".join(f"d{i}\td{(i + 1) % 5}\t1\nd{i}\te0\t0\n" for i in range(5))
+    (tmp_path / "s/qrels/train.tsv").write_text("query-id\tcorpus-id\tscore\n" + judged)
+    write_run(tmp_path / "s/x.run", {(f"d{i}", d): n + 1 for i in range(5) for n, d in enumerate(texts)})
+    return tmp_path / "s"
+
+
+def test_what_is_never_a_negative(small, tmp_path, capsys):
+    """Neither a positive nor the query's own document nor a copy of either; and no two are equal."""
+    flags = ["--beir", small, "--run", small / "x.run"]
+    rows = mine(tmp_path, *flags, "--num_negatives", 7)
+    for i, row in enumerate(rows):
+        left = [f"text number {n}" for n in (4, 3, 2, 1, 0) if n not in (i, (i + 1) % 5)]
+        assert [row[f"negative_{n}"] for n in range(1, 8)] == [f"another text {n}" for n in (3, 2, 1, 0)] + left
+        assert row["scores"][1:5] == [14, 13, 12, 11] and row["positive"] == f"text number {(i + 1) % 5}"
+    said = capsys.readouterr().out
+    for count, rule in ((10, "the query's own"), (5, "known positives"), (5 + 15, "equal to a positive or a better")):
+        assert f"{count:12}  {rule}" in said
+    assert "70 candidates of 5 queries" in said and "5 rows of 5 queries are in" in said
+    rows = mine(tmp_path, *flags, "--num_negatives", 8, "--keep_same_id")
+    assert all(f"text number {i}" in [row[f"negative_{n}"] for n in range(1, 9)] for i, row in enumerate(rows))
+    write_run(small / "ties.run", {("d0", f"e{i}"): 5 for i in range(4)})  # as in trec_eval: by id, last first
+    (row,) = mine(tmp_path, "--beir", small, "--run", small / "ties.run")
+    assert [row[f"negative_{n}"] for n in range(1, 5)] == [f"another text {n}" for n in (3, 2, 1, 0)]
+    random = [*flags, "--num_negatives", 3, "--sampling_strategy", "random"]
+    rows, again, other = mine(tmp_path, *random), mine(tmp_path, *random), mine(tmp_path, *random, "--seed", 1)
+    assert rows == again != other and all(row["scores"][1:] == sorted(row["scores"][1:])[::-1] for row in rows)
+
+
+def test_equal_queries_are_one(small, tmp_path, capsys):
+    """Their positives are positives of both, and a positive that is empty or missing is left out."""
+    write_jsonl(small / "queries.jsonl", [{"_id": f"d{i}", "text": "same query"} for i in range(2)])
+    with open(small / "qrels/train.tsv", "a") as file:
+        file.write("d0\tnowhere\t1\n")
+    rows = mine(tmp_path, "--beir", small, "--run", small / "x.run", "--num_negatives", 6)
+    assert [row["positive"] for row in rows] == ["text number 2"]  # text number 1 has the id of the same query
+    said = capsys.readouterr().out
+    assert "3 judged queries are not in --queries" in said and "1 positives are not in the corpus" in said
+    assert "3 queries of --run are unknown" in said
+
+
+def test_allow_fewer(small, tmp_path, capsys):
+    lines = (small / "x.run").read_text().splitlines()
+    with gzip.open(small / "x.run.gz", "wt") as file:  # d0: one negative; d1: none; d2 is not ranked
+        few = [line for line in lines if line.startswith(("d3", "d4", "d0 Q0 e0", "d0 Q0 d1 ", "d1 Q0 d2 "))]
+        file.write("\n".join(few) + "\n\n")
+    flags = ["--beir", small, "--run", small / "x.run.gz", "--num_negatives", 5]
+    assert [row["query"] for row in mine(tmp_path, *flags)] == ["query 3", "query 4"]
+    said = capsys.readouterr().out
+    assert "1 queries left out: not in --run" in said and "2 queries left out: fewer than --num_negatives 5" in said
+    rows = mine(tmp_path, *flags, "--allow_fewer")
+    assert rows[0] == {"query": "query 0", "documents": ["text number 1", "another text 0"], "labels": [1, 0],
+                       "scores": [2, 11]}  # fmt: skip
+    assert [row["query"] for row in rows] == ["query 0", "query 3", "query 4"] and len(rows[1]["documents"]) == 6
+    assert "1 queries left out: fewer than" in capsys.readouterr().out
+
+
+def test_positives_without_a_score(small, tmp_path, capsys):
+    lines = (small / "x.run").read_text().splitlines(keepends=True)
+    (small / "y.run").write_text("".join(line for line in lines if not line.startswith("d0 Q0 d1 ")))
+    flags = ["--beir", small, "--run", small / "y.run", "--num_negatives", 2]
+    rows = mine(tmp_path, *flags)
+    assert len(rows) == 5 and not any("scores" in row for row in rows)
+    assert "no scores: those of 1 of 5 positives are not in --run" in capsys.readouterr().out
+    rows = mine(tmp_path, *flags, "--absolute_margin", -20)
+    assert len(rows) == 4 and all("scores" in row for row in rows)
+    said = capsys.readouterr().out
+    assert "1 queries left out: a positive has no score" in said
+    assert f"{7:12}  of queries with a positive that has no score" in said
+    (small / "judged.run").write_text("d0 Q0 d1 1 13 x\n")
+    flags += ["--judged", small / "judged.run"]
+    assert mine(tmp_path, *flags)[0]["scores"] == [13, 14, 13]
+    rows = mine(tmp_path, *flags, "--absolute_margin", 1)  # the others' positives are below all that is left
+    assert [row["scores"] for row in rows] == [[13, 12, 11]]
+
+
+def test_both_trainers_read_the_rows(embedded, beir, bert, tmp_path):
+    import train_bi_encoder
+    import train_cross_encoder
+
+    scores = np.load(embedded / "scores.npy")
+    write_run(tmp_path / "x.run", {(f"q{q}", f"d{d}"): scores[q, d] for q in range(60) for d in range(293)})
+    flags = ["--beir", beir, "--split", "test", "--run", tmp_path / "x.run", "--num_negatives", 2]
+    for trainer, extra, columns in (
+        (train_bi_encoder, [], ["--label_column", "scores", "--loss", "kl"]),
+        (train_cross_encoder, ["--allow_fewer"], ["--columns", "query", "documents", "--label_column", "labels"]),
+    ):
+        mine(tmp_path, *flags, *extra)
+        words = ["--model_name_or_path", bert, "--train_data", tmp_path / "rows/mined.jsonl", "--eval_rows", 8,
+                 "--batch_size", 16, "--max_steps", 2, "--output_dir", tmp_path / trainer.__name__]  # fmt: skip
+        trainer.main(trainer.parse_args([*map(str, words), *columns]))
+        assert np.isfinite(metrics(tmp_path / trainer.__name__)[-1]["loss"])
+
+
+def test_errors(small, tmp_path, capsys, monkeypatch):
+    common = ["--beir", small, "--run", small / "x.run"]
+    mine(tmp_path, *common)
+    before = (tmp_path / "rows/mined.jsonl").read_bytes()
+    for name, text in (("words", "d0 Q0 e1 1 high x\n"), ("short", "\nd0 Q0 e1 1 2.5 x\nd0 e1 2.5\n"),
+                       ("others", "x Q0 e1 1 2 x\n"), ("nan", "d0 Q0 e1 1 nan x\n"),
+                       ("bad.tsv", "header\nd0 d1 1\nd0 d1\n"), ("none.tsv", "d0 d1 0\n")):  # fmt: skip
+        (tmp_path / name).write_text(text)
+    corpus = ["--run", small / "x.run", "--corpus", small / "corpus.jsonl", "--queries", small / "queries.jsonl"]
+    for flags, said in (
+        (
+            ["--beir", small, "--run", "words"],
+            "--run words: line 1 must be 'query Q0 document rank score tag', not 'd0 Q",
+        ),
+        (["--beir", small, "--run", "short"], "--run short: line 3 must be"),
+        (["--beir", small, "--run", "nan"], "--run nan: line 1 must be"),
+        (["--beir", small, "--run", "others"], "--run others: ranks documents for none of the judged queries"),
+        (["--beir", small, "--run", "missing.run"], "--run missing.run: .*No such file"),
+        ([*corpus, "--qrels", "bad.tsv"], "--qrels bad.tsv: line 3 must be"),
+        ([*corpus, "--qrels", "none.tsv"], "--qrels none.tsv: judges no document relevant"),
+        ([*common, "--absolute_margin", 50], "mined.jsonl: not written, since every query is left out"),
+        ([*common, "--corpus_columns", "id", "text"], "corpus.jsonl: .*id"),
+    ):
+        with pytest.raises(script.UserError, match=said) as error:
+            mine(tmp_path, *flags)
+        assert "\n" not in str(error.value)
+    with pytest.raises(script.UserError, match="corpus.jsonl: is one of the sources"):
+        script.main(script.parse_args([*map(str, common), "--output", str(small / "corpus.jsonl")]))
+    for flags, said in (
+        (["--run", "x"], "requires --run, and either --beir or"),
+        ([*corpus, "--beir", small, "--qrels", "x"], "requires --run, and either --beir or"),
+        (corpus, "requires --run, and either --beir or"),
+        ([*common, "--run", "y"], "--run: given twice"),
+        ([*common, "--relative_margin", "nan"], "--relative_margin nan: must be finite"),
+        ([*common, "--seed", "-1"], "--seed -1: must be finite, and 0 or more"),
+        ([*common, "--range_max", "3"], "--num_negatives 4: must be 1 or more, at most --range_max"),
+    ):
+        with pytest.raises(SystemExit):
+            script.parse_args(list(map(str, flags)))
+        assert said in capsys.readouterr().err
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))  # of a file: a full disk
+    try:
+        with pytest.raises(script.UserError, match="--output .*mined.jsonl: .*File too large"):
+            mine(tmp_path, *common, "--num_negatives", 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "rows/mined.jsonl").read_bytes() == before and len(list((tmp_path / "rows").iterdir())) == 1
+
+
+def test_command_line(small, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", list(map(str, ["x", "--beir", small, "--run", small / "x.run"])))
+    runpy.run_path(str(ROOT / "mine_negatives.py"), run_name="__main__")
+    assert "5 rows of 5 queries are in mined.jsonl" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], "y.run"])
+    with pytest.raises(SystemExit, match="^error: --run y.run: .*No such file"):
+        runpy.run_path(str(ROOT / "mine_negatives.py"), run_name="__main__")
