@@ -114,13 +114,13 @@ def test_help_prints_each_flag_once(capsys):
 def test_readme_commands_are_real():
     """The flags that the README names exist, and the files it launches are there."""
     import eval_incremental
+    import mine_negatives
     import train_bi_encoder
     import train_cross_encoder
 
     text = (ROOT / "README.md").read_text()
-    fields = {
-        m.__name__: set(m.Args.__dataclass_fields__) for m in (eval_incremental, train_bi_encoder, train_cross_encoder)
-    }
+    scripts = eval_incremental, mine_negatives, train_bi_encoder, train_cross_encoder
+    fields = {script.__name__: set(script.Args.__dataclass_fields__) for script in scripts}
     fields["prepare_corpus"] = set(re.findall(r'"--(\w+)"', (ROOT / "prepare_corpus.py").read_text()))
     for flag in set(re.findall(r"--([a-z_0-9]+)", text)) - {"config_file", "help"}:
         assert any(flag in known for known in fields.values()), flag
