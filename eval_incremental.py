@@ -147,16 +147,7 @@ class Args:
     export_vectors: str | None = flag(
         None, "write the corpus as Parquet shards of _id and vector into this folder instead of evaluating"
     )
-    # hard negatives
-    negatives_out: str | None = flag(
-        None, "write rows of query, positive, negatives and their scores here (.jsonl) instead of evaluating"
-    )
-    num_negatives: int = flag(4, "negatives of a row; a query that has fewer is left out")
-    negative_ranks: list[int] = flag([0, 100], "first rank to take them from and the one to stop before")
-    negative_margin: float | None = flag(None, "they score at least so much below the lowest positive of the query")
-    negative_relative_margin: float | None = flag(None, "the same as a share of that positive's score, such as 0.05")
-    negative_sampling: Literal["top", "random"] = flag("top", "the best of those that are left, or any")
-    seed: int = flag(0, "of --negative_sampling random")
+    judged: bool = flag(False, "write judged.trec beside run.trec: the scores of all judged documents, for mining")
     output_dir: str = flag("runs/eval", "folder for the results")
 
 
@@ -213,8 +204,7 @@ def parse_args(argv):
         except Exception as error:  # parsing, or whatever a provider raises that cannot compute it here
             reason = (str(error) or type(error).__name__).splitlines()[0]
             parser.error(f"--metrics {name}: {reason}; there are such as nDCG@10 RR@10 R@100 AP P@5 Success@1")
-        measured = not unjudged and not args.negatives_out
-        if cutoff > args.top_k and measured and (args.model_name_or_path or not args.run):
+        if cutoff > args.top_k and not unjudged and (args.model_name_or_path or not args.run):
             parser.error(f"--metrics {name}: cut deeper than --top_k {args.top_k}; raise it")
     if sum(map(bool, (args.beir, args.corpus, args.pairs))) > 1:
         parser.error("--beir, --corpus, --pairs: name one of them")
@@ -243,25 +233,12 @@ def parse_args(argv):
     if args.rerank_k and args.rerank_k > args.top_k and args.model_name_or_path:
         parser.error(f"--rerank_k {args.rerank_k}: more than --top_k {args.top_k}; raise that too")
     args.rerank_k = args.rerank_k or (100 if args.run else min(100, args.top_k))
-    if args.negatives_out is not None:
-        if args.query or args.run or args.streaming or args.bm25 or len(args.model_name_or_path) > 1:
-            parser.error("--negatives_out: wants one --model_name_or_path and a mapped corpus; leave --query, --run, "
-                         "--bm25 and --streaming out")  # fmt: skip
-        if not args.negatives_out.endswith((".jsonl", ".json")) or Path(args.negatives_out).is_dir():
-            parser.error(f"--negatives_out {args.negatives_out!r}: name a file that ends in .jsonl")
-    others = args.query or args.run or args.cross_encoder or args.bm25 or args.negatives_out is not None
+    others = args.query or args.run or args.cross_encoder or args.bm25 or args.judged
     if args.export_vectors is not None and (others or len(args.model_name_or_path) > 1):
         parser.error("--export_vectors: wants one --model_name_or_path; leave --query, --run, --cross_encoder, --bm25 "
-                     "and --negatives_out out")  # fmt: skip
-    for name in ("negative_margin", "negative_relative_margin"):
-        if not math.isfinite(getattr(args, name) or 0):
-            parser.error(f"--{name} {getattr(args, name)}: must be a number")
-    if args.seed < 0:
-        parser.error(f"--seed {args.seed}: must be 0 or more")
-    low, high = args.negative_ranks if len(args.negative_ranks) == 2 else (0, 0)
-    if not 0 <= low < low + args.num_negatives <= high:
-        ranks = " ".join(map(str, args.negative_ranks))
-        parser.error(f"--negative_ranks {ranks}: a first rank and a later one, --num_negatives or more apart")
+                     "and --judged out")  # fmt: skip
+    if args.judged and (args.query or not (args.model_name_or_path or args.cross_encoder)):
+        parser.error("--judged: wants judgments, and --model_name_or_path or --cross_encoder to score what they judge")
     if any("\ud800" <= letter <= "\udfff" for text in args.query for letter in text):  # how Python takes other bytes
         parser.error("--query: not UTF-8")
     if args.query and len(args.model_name_or_path) > 1:
@@ -520,10 +497,9 @@ def arrow_copy(file, wanted, label, folder, ids=False):
     return str(copy)
 
 
-# same in train_bi_encoder.py, train_cross_encoder.py
-def arrow_index(path):
-    """(schema, [(byte offset, rows) of each record batch]) of an Arrow file, stream or file format."""
-    size, offsets, schema = os.path.getsize(path), [], None
+def arrow_rows(path):
+    """Number of rows of an Arrow file, stream or file format."""
+    size, rows, schema = os.path.getsize(path), 0, None
     with open(path, "rb") as raw:
         position = 8 if raw.read(6) == b"ARROW1" else 0  # the file format is the stream format behind eight bytes
     while position < size:
@@ -537,15 +513,15 @@ def arrow_index(path):
                 except EOFError:
                     if size - position < 8:
                         raise pa.ArrowInvalid("truncated: the end-of-stream mark is missing") from None
-                    return schema, offsets  # the mark was read; only a file format's footer comes after it
+                    return rows  # the mark was read; only a file format's footer comes after it
                 if message.type == "schema":
                     schema = pa.ipc.read_schema(message)
                 elif message.type == "record batch":
-                    offsets.append((position, pa.ipc.read_record_batch(message, schema).num_rows))
+                    rows += pa.ipc.read_record_batch(message, schema).num_rows
                 else:
                     raise BadInput(f"{path}: holds a {message.type}; convert it: python prepare_corpus.py {path} ...")
             position = source.tell()
-    return schema, offsets
+    return rows
 
 
 @dataclass
@@ -556,18 +532,6 @@ class Chunk:
     ids: pa.Array  # (n,) strings
     texts: pa.Array  # (n,) strings, each behind the prompt; or structs of a query and a document
     hashes: np.ndarray  # (n, 2) uint64, of the texts
-
-
-# same in train_bi_encoder.py, train_cross_encoder.py
-def read_rows(path, offset, schema, first, count):
-    """Rows `first` to `first + count` of the record batch at a byte `offset` of an Arrow file; BadInput if damaged."""
-    try:
-        with pa.OSFile(path) as source:
-            source.seek(offset)
-            return validated(pa.ipc.read_record_batch(pa.ipc.read_message(source), schema).slice(first, count))
-    except (OSError, EOFError, pa.ArrowException) as error:
-        reason = str(error).partition("\n")[0]
-        raise BadInput(f"{path}: damaged at byte {offset} ({reason}); replace the file, or remove a copy") from None
 
 
 def text_hashes(texts):
@@ -602,11 +566,7 @@ class Table:
         if not args.streaming:
             self.files = [arrow_copy(file, self.wanted, self.id, args.data_cache) for file in self.sources]
             try:
-                index = [arrow_index(file) for file in self.files]
-                self.schemas = [schema for schema, _ in index]
-                self.places = [(file, at) for file, (_, batches) in enumerate(index) for at, _ in batches]
-                self.first = np.cumsum([0] + [rows for _, batches in index for _, rows in batches])
-                self.rows = int(self.first[-1])
+                self.rows = sum(map(arrow_rows, self.files))
             except (OSError, pa.ArrowException) as error:
                 raise BadInput(f"{sources[0]}: not whole Arrow files ({error}); replace them") from None
 
@@ -622,16 +582,6 @@ class Table:
                 yield Chunk(first, ids, texts, text_hashes(texts))
                 first += len(head)
                 held = table.slice(rows).to_batches()
-
-    def texts_of(self, rows):
-        """{row: text} of rows of a mapped table, which are read alone."""
-        found = {}
-        for row in rows:
-            at = int(np.searchsorted(self.first, row, side="right")) - 1
-            file, offset = self.places[at]
-            batch = read_rows(self.files[file], offset, self.schemas[file], row - self.first[at], 1)
-            found[row] = self._text(batch)[0].as_py()
-        return found
 
     def _text(self, batch):
         """(n,) strings: the text columns of a RecordBatch, joined."""
@@ -692,10 +642,6 @@ class Collection:
 
 def open_collection(args):
     """The Collection to evaluate on, or to search."""
-    if args.negatives_out:
-        for file in chain.from_iterable(map(list_files, args.corpus + args.queries + args.pairs)):
-            if Path(file).resolve() == Path(args.negatives_out).resolve():
-                raise BadInput(f"--negatives_out {args.negatives_out}: is one of the sources; name another file")
     if args.pairs:
         columns = args.columns
         if not columns:
@@ -773,9 +719,7 @@ class Run:
     scores: list  # Q lists of floats
     texts: dict  # {document id: text}, in a search
     about: dict  # what metrics.json says of it
-    positives: list = field(default_factory=list)  # Q dicts {document id: score}, to mine negatives
-    places: dict = field(default_factory=dict)  # {document id: (row, hash)} of all these documents, to mine negatives
-    same_id: dict = field(default_factory=dict)  # {query number: hash of its own, omitted document}, to mine negatives
+    judged: list | None = None  # Q dicts {document id: score} of the judged documents, with --judged
 
 
 def read_run(args, collection):
@@ -1590,24 +1534,19 @@ def retrieve(path, collection, args, accelerator):
     parts = (texts.slice(i, args.chunk_rows) for i in range(0, len(texts), args.chunk_rows))
     chunks = [Chunk(0, part, part, text_hashes(part)) for part in parts]
     queries = torch.cat([for_search(embed([chunk], 0)) for chunk in chunks])  # (Q, D)
-    depth = args.top_k
-    relevant = defaultdict(list)  # {document id: numbers of its queries}, to mine negatives
-    empty = text_hashes(pa.array([prompt]))[0].tobytes()
-    if args.negatives_out:
-        wanted = positives_of(collection)
-        for query, names in enumerate(wanted):
-            for name in names:
-                relevant[name].append(query)
-        depth = args.negative_ranks[1] + max(map(len, wanted))
-    positive_ids = pa.array(relevant, pa.string())
+    relevant = defaultdict(list)  # {document id: numbers of the queries that it is judged for}, with --judged
+    for query, names in enumerate(judged_ids(collection) if args.judged else ()):
+        for name in names:
+            relevant[name].append(query)
+    relevant_ids = pa.array(relevant, pa.string())
     numbers = {name: query for query, name in enumerate(collection.query_ids) if collection.omit_same_id}
-    query_ids, same_id = pa.array(numbers, pa.string()), {}  # {query number: hash of its own document}
-    top = TopK(queries, min(depth, collection.corpus.rows or depth))
+    query_ids, same_id = pa.array(numbers, pa.string()), set()  # numbers of queries with an own document
+    top = TopK(queries, min(args.top_k, collection.corpus.rows or args.top_k))
 
     # Documents, a chunk for each process at a time
     judged = pa.array(sorted({name for known in collection.qrels.values() for name in known}), pa.string())
     found, doubles = set(), set()  # judged documents that are there; ids that are there twice
-    kept, positives = {}, {}  # {row: (id, text, hash)} of the best; {(query, row): (id, hash, score)}
+    kept, scored = {}, {}  # {row: (id, text)} of the best; {(query, id): score} of the judged
     reader = prefetch(collection.corpus.chunks(args.chunk_rows, prompt))
     open_bar(embed, path, collection.corpus.rows)
     documents = 0
@@ -1623,7 +1562,7 @@ def retrieve(path, collection, args, accelerator):
             for chunk in chunks:
                 same = places_in(chunk.ids, query_ids) if numbers else ()
                 omitted.append([(numbers[chunk.ids[row].as_py()], row + chunk.first) for row in same])
-                same_id |= {query: chunk.hashes[row - chunk.first].tobytes() for query, row in omitted[-1]}
+                same_id.update(query for query, _ in omitted[-1])
             if own is not None:
                 chunk = chunks[own]
                 vectors = for_search(vectors)
@@ -1632,14 +1571,11 @@ def retrieve(path, collection, args, accelerator):
                 picked = pa.array(rows.cpu().numpy())
                 ids = chunk.ids.take(picked).to_pylist()
                 texts = chunk.texts.take(picked).to_pylist() if args.query else [""] * len(ids)
-                kept |= {row + chunk.first: (i, t[len(prompt) :], chunk.hashes[row].tobytes())
-                         for row, i, t in zip(picked.tolist(), ids, texts)}  # fmt: skip
-                for row in places_in(chunk.ids, positive_ids) if relevant else ():
-                    name, digest = chunk.ids[row].as_py(), chunk.hashes[row].tobytes()
-                    values = queries[relevant[name]] @ vectors[row]
-                    for query, value in zip(relevant[name], values.tolist()):
-                        if digest != empty:
-                            positives[query, row + chunk.first] = (name, digest, value)
+                kept |= {row + chunk.first: (i, t[len(prompt) :]) for row, i, t in zip(picked.tolist(), ids, texts)}
+                for row in places_in(chunk.ids, relevant_ids) if relevant else ():
+                    name = chunk.ids[row].as_py()
+                    for query, value in zip(relevant[name], (queries[relevant[name]] @ vectors[row]).tolist()):
+                        scored[query, name] = max(value, scored.get((query, name), value))
                 if len(kept) > 4 * top.rows.numel():  # most are no longer among the best
                     kept = {row: kept[row] for row in torch.unique(top.rows).tolist() if row >= 0}
             for chunk in chunks:
@@ -1654,7 +1590,7 @@ def retrieve(path, collection, args, accelerator):
     with clock(seconds, "search"):
         top.merge(accelerator)
     kept = dict(item for part in gather_object([kept]) for item in part.items())
-    positives = dict(item for part in gather_object([positives]) for item in part.items())
+    scored = sorted(item for part in gather_object([scored]) for item in part.items())
 
     # Names of the documents; an id that stands twice keeps its best score
     names, scores = [], []
@@ -1669,7 +1605,7 @@ def retrieve(path, collection, args, accelerator):
     about["texts"] |= {"documents": documents, "queries": len(names)}
     about["per_second"]["searched"] = documents / seconds["search"]
     for count, what in (
-        (depth - documents, f"fewer documents than the {depth} to be ranked; all of them are"),
+        (args.top_k - documents, f"fewer documents than the {args.top_k} to be ranked; all of them are"),
         (len(doubles), "ids stand at several documents, going by the judged and the best; each counts once, with its "
                        "best score"),
         (len(judged) - len(found), "judged documents are not in the corpus; they count as not found"),
@@ -1677,25 +1613,19 @@ def retrieve(path, collection, args, accelerator):
     ):  # fmt: skip
         about["notes"] += [f"{count:,} {what}"] * (count > 0)
     report_same_id(about, [collection.query_ids[query] for query in same_id], collection)
-    texts = {name: text for name, text, _ in kept.values()} if args.query else {}
+    texts = dict(kept.values()) if args.query else {}
     run = Run(path, names, scores, texts, about)
-    if args.negatives_out:
-        if not positives:
-            hint = ", or set --keep_same_id: documents with the id of their query are left out" if same_id else ""
-            raise BadInput(
-                f"{args.qrels or args.pairs[0]}: no query has a relevant document in the corpus; check the ids{hint}"
-            )
-        run.positives, run.same_id = [{} for _ in names], same_id
-        for (query, row), (name, digest, value) in sorted(positives.items()):
-            kept[row] = (name, "", digest)
-            run.positives[query][name] = value
-        for row, (name, _, digest) in sorted(kept.items()):
-            if run.places.setdefault(name, (row, digest)) != (row, digest):
-                raise BadInput(f"{collection.corpus.sources[0]}: id {name!r} stands twice; make the ids differ")
-        for found, values in zip(names, scores):  # an empty text is no negative
-            there = [place for place, name in enumerate(found) if run.places[name][1] != empty]
-            found[:], values[:] = [found[place] for place in there], [values[place] for place in there]
+    if args.judged:
+        run.judged = [{} for _ in names]
+        for (query, name), value in scored:  # of an id that stands twice the best score is the last
+            run.judged[query][name] = value
     return run
+
+
+def judged_ids(collection):
+    """Q lists of the ids of the documents that are judged for a query, but its own where that is left out."""
+    return [[document for document in collection.qrels[name] if not (collection.omit_same_id and document == name)]
+            for name in collection.query_ids]  # fmt: skip
 
 
 def places_in(ids, wanted):
@@ -1760,7 +1690,9 @@ def rerank(run, collection, args, accelerator):
     """
     name = "+".join(chain(short_names([run.name]), short_names([args.cross_encoder])))
     first = [documents[: args.rerank_k] for documents in run.documents]
-    found, about = score_pairs(first, name, collection, args, accelerator)
+    judged = judged_ids(collection) if args.judged else [[] for _ in first]
+    wanted = [list(dict.fromkeys(chain(*both))) for both in zip(first, judged)]
+    found, about = score_pairs(wanted, name, collection, args, accelerator)
     documents, scores = [], []
     for known, before in zip(found, run.documents):
         order = sorted(before[: args.rerank_k], key=known.get, reverse=True)
@@ -1769,119 +1701,8 @@ def rerank(run, collection, args, accelerator):
         values = [known[document] for document in order]
         scores.append(values + [values[-1] - place for place in range(1, len(behind) + 1)])
     about["same_id_left_out"] = run.about["same_id_left_out"]
-    return Run(name, documents, scores, run.texts, about)
-
-
-# --------------------------------------------------------------------------------------------------- hard negatives
-
-
-def positives_of(collection):
-    """Q lists of the ids of the documents that are relevant to a query, or to another of the same text.
-
-    Without the query's own document, unless --keep_same_id.
-    """
-    found = defaultdict(dict)
-    for name, text in zip(collection.query_ids, collection.query_texts):
-        found[text].update((document, 1) for document, grade in collection.qrels[name].items() if grade > 0)
-    return [
-        [document for document in found[text] if not (collection.omit_same_id and document == name)]
-        for name, text in zip(collection.query_ids, collection.query_texts)
-    ]
-
-
-def rescore(run, collection, args, accelerator):
-    """The Run and its positives with the scores of --cross_encoder, every candidate ranked by them.
-
-    With a margin, as in mine_hard_negatives; without one that leaves scores and ranks to the bi-encoder.
-    """
-    wanted = [list(dict.fromkeys([*documents, *known])) for documents, known in zip(run.documents, run.positives)]
-    found, run.about["rescored"] = score_pairs(wanted, "candidates", collection, args, accelerator)
-    run.documents = [sorted(documents, key=known.get, reverse=True) for documents, known in zip(run.documents, found)]
-    run.scores = [[known[name] for name in documents] for documents, known in zip(run.documents, found)]
-    run.positives = [{name: known[name] for name in mine} for mine, known in zip(run.positives, found)]
-    return run
-
-
-def pick_negatives(run, collection, args):
-    """(Q lists of (document id, score), {rule: candidates that it removed}) of the candidates of a Run.
-
-    The rules are those of sentence_transformers.util.mine_hard_negatives: positives, and texts equal to one, go; then
-    what scores too near to the lowest positive; ranks are counted among what is left.
-    """
-    removed, picked = Counter(), []
-    low, high = args.negative_ranks
-    known = positives_of(collection)
-    for query, (documents, scores, positives) in enumerate(zip(run.documents, run.scores, run.positives)):
-        if not positives or not collection.query_texts[query]:
-            removed["of queries that are empty or have no positive in the corpus"] += len(documents)
-            picked.append([])
-            continue
-        seen = {run.places[name][1] for name in positives}
-        left, lowest = [], min(positives.values())
-        for name, value in zip(documents, scores):
-            if run.places[name][1] == run.same_id.get(query):
-                removed["texts equal to the query's own document"] += 1
-            elif name in known[query] or run.places[name][1] in seen:
-                removed["positives, and texts equal to one or to a better candidate"] += 1
-            elif args.negative_margin is not None and value + args.negative_margin > lowest:
-                removed[f"within {args.negative_margin} of the lowest positive"] += 1
-            elif (
-                args.negative_relative_margin is not None
-                and value > lowest - abs(lowest) * args.negative_relative_margin
-            ):
-                removed[f"within {args.negative_relative_margin:.0%} of the lowest positive"] += 1
-            else:
-                left.append((name, value))
-            seen.add(run.places[name][1])
-        removed[f"outside of the ranks {low} to {high}"] += len(left) - len(left[low:high])
-        left = left[low:high]
-        if args.negative_sampling == "random" and len(left) > args.num_negatives:
-            dice = np.random.default_rng([args.seed, query])
-            left = [left[i] for i in sorted(dice.choice(len(left), args.num_negatives, replace=False))]
-        removed["not needed"] += max(0, len(left) - args.num_negatives)
-        picked.append(left[: args.num_negatives])
-    return picked, dict(removed)
-
-
-def write_negatives(run, collection, args):
-    """--negatives_out, a row a query and positive, and metrics.json; says what each rule removed."""
-    picked, removed = pick_negatives(run, collection, args)
-    path, output, rows, fewer = Path(args.negatives_out), Path(args.output_dir), 0, 0
-    part = path.with_suffix(f".{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        output.mkdir(parents=True, exist_ok=True)
-        with open(part, "w") as file:
-            for query, (negatives, positives) in enumerate(zip(picked, run.positives)):
-                if len(negatives) < args.num_negatives:
-                    fewer += len(positives)
-                    continue
-                names = [*positives, *(name for name, _ in negatives)]
-                texts = collection.corpus.texts_of([run.places[name][0] for name in names])
-                texts = {name: texts[run.places[name][0]] for name in names}
-                for positive, value in positives.items():
-                    if collection.qrels[collection.query_ids[query]].get(positive, 0) < 1:
-                        continue  # of another query with the same text, which has a row of its own
-                    row = {"query": collection.query_texts[query], "positive": texts[positive]}
-                    row |= {f"negative_{i}": texts[name] for i, (name, _) in enumerate(negatives, start=1)}
-                    file.write(json.dumps({**row, "scores": [value, *(score for _, score in negatives)]}) + "\n")
-                    rows += 1
-        os.replace(part, path)
-        about = {"rows": rows, "rows_left_out": fewer, "candidates": sum(map(len, run.documents)), "removed": removed}
-        about = {"model": run.name, "negatives": about, **run.about, "notes": collection.notes + run.about["notes"]}
-        (output / "metrics.json").write_text(json.dumps(about, indent=1))
-    except OSError as error:
-        raise BadInput(f"--negatives_out {path}: {error}; make room or name another; no vector is lost") from None
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-    print(f"{about['negatives']['candidates']:,} candidates for {len(picked):,} queries; removed:")
-    for rule, count in removed.items():
-        print(f"{count:12,}  {rule}")
-    if fewer:
-        print(f"{fewer:,} rows left out: fewer than --num_negatives {args.num_negatives} candidates remain; widen "
-              "--negative_ranks or lower a margin")  # fmt: skip
-    print(f"{rows:,} rows of {args.num_negatives} negatives are in {path}")
+    judged = [{name: known[name] for name in names if name in known} for names, known in zip(judged, found)]
+    return Run(name, documents, scores, run.texts, about, judged if args.judged else None)
 
 
 def bm25_run(collection, args):
@@ -2108,6 +1929,15 @@ def short_names(paths):
     return [name if names.count(name) == 1 else f"{name}_{i + 1}" for i, name in enumerate(names)]
 
 
+def write_run(path, name, collection, documents, scores):
+    """Q lists of document ids and of their scores, best first, as a TREC run file."""
+    with open(path, "w") as file:
+        for query, *ranked in zip(collection.query_ids, documents, scores):
+            for rank, (document, score) in enumerate(zip(*ranked), start=1):
+                fields = (query, "Q0", document, str(rank), f"{score:.9g}", name)
+                file.write(" ".join(re.sub(r"\s", "_", field) for field in fields) + "\n")
+
+
 def write_results(runs, names, values, collection, args):
     """metrics.json, per_query.csv, the runs and report.png in --output_dir; prints the table."""
     output, results = Path(args.output_dir), []
@@ -2127,11 +1957,11 @@ def write_results(runs, names, values, collection, args):
         for run, name in zip(runs, names):
             folder = output if len(runs) == 1 else output / name
             folder.mkdir(parents=True, exist_ok=True)
-            with open(folder / "run.trec", "w") as file:
-                for query, documents, scores in zip(collection.query_ids, run.documents, run.scores):
-                    for rank, (document, score) in enumerate(zip(documents, scores), start=1):
-                        fields = (query, "Q0", document, str(rank), f"{score:.9g}", name)
-                        file.write(" ".join(re.sub(r"\s", "_", field) for field in fields) + "\n")
+            write_run(folder / "run.trec", name, collection, run.documents, run.scores)
+            if run.judged is not None:
+                ranked = [sorted(known.items(), key=lambda item: -item[1]) for known in run.judged]
+                columns = [[[pair[part] for pair in pairs] for pairs in ranked] for part in (0, 1)]
+                write_run(folder / "judged.trec", name, collection, *columns)
         with open(output / "per_query.csv", "w", newline="") as file:
             table = csv.writer(file)
             table.writerow(["query", *([] if len(runs) == 1 else ["model"]), *args.metrics])
@@ -2243,17 +2073,13 @@ def main(args):
         return accelerator.end_training()
     runs = [read_run(args, collection)] if args.run else []
     runs += [retrieve(path, collection, args, accelerator) for path in args.model_name_or_path]
-    if args.cross_encoder and args.negatives_out:
-        runs = [rescore(runs[0], collection, args, accelerator)]
-    elif args.cross_encoder:
+    if args.cross_encoder:
         runs += [rerank(run, collection, args, accelerator) for run in runs]
     if accelerator.is_main_process:
         for note in dict.fromkeys(chain(collection.notes, *(run.about["notes"] for run in runs))):
             print(f"note: {note}", file=sys.stderr)
         if args.query:
             print_hits(runs[-1], collection)
-        elif args.negatives_out:
-            write_negatives(runs[0], collection, args)
         else:
             runs += [bm25_run(collection, args)] if args.bm25 else []
             values = [measure(run, collection, args) for run in runs]

@@ -67,7 +67,7 @@ def main():
                 "streaming, cached": ["--streaming"],
                 "mapped, cached, with the Arrow copy made": [],
                 "mapped, cached": [],
-                "mapped, cached, mining negatives": ["--negatives_out", folder / "mined.jsonl", "--num_negatives", 5],
+                "mapped, cached, judged documents scored": ["--judged"],
             }.items():
                 command = [sys.executable, ROOT / "eval_incremental.py", "--model_name_or_path", work / "model"]
                 command += ["--corpus", folder / "corpus.parquet", "--queries", folder / "queries.jsonl"]

@@ -2,7 +2,8 @@
 
     python benchmarks/negatives.py MODEL_FOLDER BEIR_FOLDER [--split train] [--num_negatives 4]
 
-Mines the training queries by both, with the same ranks and margins, three ways; ours encodes in the first call only.
+Mines the training queries by both, with the same ranks and margins, three ways. Ours is an evaluation that writes its
+run and the judged documents' scores, then mine_negatives.py; texts are encoded in the first call only.
 Rows are compared by query and positive: equal if the negatives are the same texts, tied if those that differ have
 scores within 1e-5 of the library's. Writes negatives.json.
 """
@@ -47,14 +48,17 @@ def main():
     table = []
     with tempfile.TemporaryDirectory() as folder:
         for name, (ranks, margins) in WAYS.items():
-            flags = ["--beir", args.beir, "--split", args.split, "--model_name_or_path", args.model,
-                     "--cache_dir", folder, "--data_cache", folder, "--output_dir", folder, "--cache_dtype", "float32",
-                     "--negatives_out", f"{folder}/rows.jsonl", "--num_negatives", args.num_negatives,
-                     "--negative_ranks", *ranks]  # fmt: skip
-            for flag, value in margins.items():
-                flags += ["--negative_" + flag.replace("absolute_", ""), value]
+            data_flags = ["--beir", args.beir, "--split", args.split]
+            rank = ["eval_incremental.py", *data_flags, "--model_name_or_path", args.model, "--top_k", ranks[1] + 20,
+                    "--judged", "--cache_dir", folder, "--data_cache", folder, "--output_dir", folder,
+                    "--cache_dtype", "float32"]  # fmt: skip
+            mine = ["mine_negatives.py", *data_flags, "--run", f"{folder}/run.trec", "--judged",
+                    f"{folder}/judged.trec", "--range_min", ranks[0], "--range_max", ranks[1], "--num_negatives",
+                    args.num_negatives, "--output", f"{folder}/rows.jsonl"]  # fmt: skip
+            mine += [word for name, value in margins.items() for word in (f"--{name}", value)]
             started = time.perf_counter()
-            subprocess.run([sys.executable, ROOT / "eval_incremental.py", *map(str, flags)], check=True)
+            for script, *flags in (rank, mine):
+                subprocess.run([sys.executable, ROOT / script, *map(str, flags)], check=True)
             seconds = time.perf_counter() - started
             encoded = json.loads(Path(folder, "metrics.json").read_text())["texts"]["encoded"]
             rows = {

@@ -283,7 +283,7 @@ def test_foreign_folder(export, tmp_path, beir, bert):
         ["--query", "x"],
         ["--run", "r"],
         ["--cross_encoder", "c"],
-        ["--negatives_out", "n.jsonl"],
+        ["--judged"],
     ],
 )
 def test_usage(flags, capsys):

@@ -1,4 +1,4 @@
-"""A document with the id of the query is left out, as in BEIR: in search, BM25, run files, reranking and mining."""
+"""A document with the id of the query is left out, as in BEIR: in search, BM25, run files and reranking."""
 
 import json
 
@@ -153,38 +153,13 @@ def test_bm25_still_ranks_top_k(evaluate, tmp_path):
         assert len(found) == 3 and query not in found
 
 
-def test_mined_rows_never_contain_the_query(evaluate, sixty, tmp_path, capsys):
-    """Not as a negative, nor as a positive that it is judged to be, nor as a copy of it under another id."""
-    folder, rows = tmp_path / "copied", {}
-    records = [json.loads(line) for line in (sixty / "corpus.jsonl").read_text().splitlines()]
-    copies = [{"_id": f"copy{i}", "text": record["text"]} for i, record in enumerate(records[:5])]
-    write_jsonl(folder / "corpus.jsonl", records + copies)
-    flags = ["--corpus", folder / "corpus.jsonl", "--queries", sixty / "queries.jsonl",
-             "--qrels", sixty / "qrels/test.tsv", "--num_negatives", 3]  # fmt: skip
-    for name, extra in (("left_out", []), ("kept", ["--keep_same_id"])):
-        about = evaluate(*flags, "--negatives_out", tmp_path / f"{name}.jsonl", *extra)
-        rows[name] = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
-        assert about["same_id_left_out"] == (60 if name == "left_out" else 0)
-    for row in rows["left_out"]:
-        assert row["query"] not in [value for column, value in row.items() if column != "query"]
-    assert len(rows["left_out"]) > 200
-    assert sum(row["query"] == row["negative_1"] for row in rows["kept"]) > 100
-    assert sum(row["query"] == row["positive"] for row in rows["kept"]) == 6
-    assert "texts equal to the query's own document" in capsys.readouterr().out
-
-
-def test_mining_with_a_cross_encoder(evaluate, four, reranker, tmp_path):
-    flags = "--beir", four, "--negatives_out", tmp_path / "n.jsonl", "--num_negatives", 2, "--negative_ranks", 0, 2
-    about = evaluate(*flags, "--cross_encoder", reranker)
-    assert about["rescored"]["pairs"]["total"] == 12 and about["negatives"]["rows"] == 4
-    for line in (tmp_path / "n.jsonl").read_text().splitlines():
-        assert len({json.loads(line)[n] for n in ("query", "positive", "negative_1", "negative_2")}) == 4
-
-
-def test_every_positive_left_out_names_the_flag(evaluate, tmp_path, rows):
-    folder = write_collection(tmp_path / "own", {f"d{i}": rows[i]["code"] for i in range(5)}, [("d1", "d1", 1)])
-    with pytest.raises(script.BadInput, match="no query has a relevant document .* set --keep_same_id"):
-        evaluate("--beir", folder, "--negatives_out", tmp_path / "n.jsonl")
+def test_judged_documents_are_scored_without_it(evaluate, sixty, tmp_path):
+    """Six queries are judged to be answered by themselves."""
+    for name, extra, count in (("left_out", [], 0), ("kept", ["--keep_same_id"], 6)):
+        evaluate("--beir", sixty, "--judged", *extra, output=name)
+        judged = read_run(tmp_path / name / "judged.trec")
+        assert sum(query in found for query, found in judged.items()) == count
+        assert sum(map(len, judged.values())) > 200
 
 
 def test_numbers_of_rows_are_no_ids(evaluate, tmp_path, rows):
