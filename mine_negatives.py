@@ -15,10 +15,9 @@ The rules are those of sentence_transformers.util.mine_hard_negatives; all docum
 Left out on purpose: models (whatever writes a run file can rank), several runs, near duplicates.
 """
 
-import hashlib
+import json
 import os
 import sys
-import traceback
 from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -33,7 +32,6 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import transformers
-from filelock import FileLock
 from tqdm.auto import tqdm
 
 # ---- errors and options (same in train_bi_encoder.py)
@@ -178,181 +176,120 @@ def as_texts(column, name, ids=False):
     return column.cast(pa.large_string())
 
 
-# ---- texts by id (same in train_bi_encoder.py)
+# ---- runs, judgments and texts
 
-
-class TextLookup:
-    """Texts by id from a memory-mapped table. Its index (sorted 64-bit hashes of the ids, and the row of each) is a
-    mapped file, too, made once: 16 bytes a text on disk, none in memory."""
-
-    def __init__(self, sources, columns):
-        files = [file for source in sources for file in list_files(source)]
-        self.name, self.fingerprint = sources[0], data_fingerprint(files)
-        self.id_column, *self.text_columns = columns
-        self.dataset = open_files(files, streaming=False).select_columns(columns)
-        os.makedirs(datasets.config.HF_DATASETS_CACHE, exist_ok=True)
-        path = f"{datasets.config.HF_DATASETS_CACHE}/evenstep-{self.fingerprint}-{self.id_column}.npy"
-        with FileLock(f"{path}.lock"):  # one process builds the index, the others wait
-            if not os.path.exists(path):
-                np.save(f"{path}.part.npy", self.build_index())
-                os.rename(f"{path}.part.npy", path)
-        self.index = np.load(path, mmap_mode="r")
-
-    def build_index(self):
-        """Return (2, rows) uint64: sorted hashes, and the row of each."""
-        hashes = np.concatenate([self.hashes(self.ids(table)) for table in self.dataset.iter(100_000)])
-        order = np.argsort(hashes, kind="stable").astype(np.uint64)
-        hashes = hashes[order]
-        for first in np.flatnonzero(hashes[1:] == hashes[:-1]):
-            pair = self.ids(self.dataset[order[first : first + 2].tolist()]).to_pylist()
-            raise UserError(f"ids {pair} are the same, or have the same 64-bit hash: change one")
-        return np.stack([hashes, order])
-
-    def texts(self, ids):
-        """Return the texts of a column of ids, large_string; null for an unknown id."""
-        places = np.searchsorted(self.index[0], self.hashes(ids)).clip(max=len(self.dataset) - 1)
-        table = self.dataset[self.index[1, places].tolist()]
-        columns = [pc.fill_null(as_texts(table[name], name), "") for name in self.text_columns]
-        texts = pc.utf8_trim_whitespace(pc.binary_join_element_wise(*columns, pa.scalar(" ", pa.large_string())))
-        return pc.if_else(pc.equal(self.ids(table), ids), texts, None)
-
-    def ids(self, table):
-        table.validate(full=True)
-        return as_texts(table[self.id_column], self.id_column, ids=True)
-
-    def hashes(self, ids):
-        return pd.util.hash_array(ids.to_numpy(), categorize=False)  # uint64, the same in every process
-
-
-def data_fingerprint(files):
-    """Return a hash of the names and sizes of files, and of both ends of the first and the last."""
-    digest = hashlib.sha256()
-    for number, file in enumerate(files):
-        fs, path = fsspec.core.url_to_fs(file)
-        digest.update(f"{os.path.basename(path)} {fs.size(path)} ".encode())
-        if number in (0, len(files) - 1):
-            digest.update(fs.head(path, 2**16) + fs.tail(path, 2**16))
-    return digest.hexdigest()[:16]
-
-
-# ---- runs and judgments
-
-LINES, TEXTS = 200_000, 10_000  # in memory at once
+LINES = 200_000  # in memory at once
 NUMBER = r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"  # neither nan nor inf
 RUN = rf"^\s*(?P<query>\S+)\s+\S+\s+(?P<document>\S+)\s+\S+\s+(?P<value>{NUMBER})\s+\S+\s*$"
 QRELS = rf"^\s*(?P<query>\S+)\s+(?:\S+\s+)?(?P<document>\S+)\s+(?P<value>{NUMBER})\s*$"  # of TREC, and of BEIR
 
 
 def read_trec(path, name, pattern):
-    """Return a Table (query, document, value) of the lines of a file, which must match the pattern or be empty."""
+    """Return a DataFrame (query, document, value) of the lines of a file that are not empty.
+    Every line must match the pattern, except for the header of BEIR's judgments."""
     parts, count = [], 0
-    with user_errors(f"--{name} {path}"), fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
-        reader = iter(tqdm(file, desc=f"reading --{name}", unit="line", unit_scale=True, delay=2))
-        while lines := list(islice(reader, LINES)):
+    with (
+        user_errors(f"--{name} {path}"),
+        fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file,
+        tqdm(desc=f"reading --{name}", unit="line", unit_scale=True, delay=2) as bar,
+    ):
+        while lines := list(islice(file, LINES)):
             fields = pc.extract_regex(pa.array(lines), pattern)
             for row in np.flatnonzero(pc.is_null(fields)).tolist():
-                if lines[row].strip() and (count + row or pattern is RUN):  # BEIR's judgments have a header
+                if lines[row].strip() and (count + row or pattern is RUN):
                     form = "query Q0 document rank score tag" if pattern is RUN else "query [0] document grade"
                     raise UserError(f"line {count + row + 1:,} must be '{form}', not {lines[row].strip()[:80]!r}")
             parts.append(fields.drop_null())
             count += len(lines)
+            bar.update(len(lines))
         table = pa.Table.from_struct_array(pa.chunked_array(parts))
-        return table.set_column(2, "value", table["value"].cast(pa.float64()))
+        return table.set_column(2, "value", table["value"].cast(pa.float64())).to_pandas()
 
 
-def read_run(path, name, numbers):
-    """Return a DataFrame (query, document, value) of a run, the best of a query first. numbers: Series by query id."""
-    run = read_trec(path, name, RUN)
-    places = pc.index_in(run["query"], pa.array(numbers.index, pa.string()))
-    unknown = run["query"].filter(pc.is_null(places)).unique()
-    run = run.set_column(0, "query", pa.array(numbers).take(places)).filter(pc.is_valid(places))
-    if not len(run):
-        raise UserError(f"--{name} {path}: ranks documents for none of the judged queries; check the ids and --split")
-    if len(unknown):
-        print(f"{len(unknown):,} queries of --{name} are unknown, or have no positive; ignored")
-    order = [("query", "ascending"), ("value", "descending"), ("document", "descending")]  # ties: as in trec_eval
-    return run.sort_by(order).to_pandas()
-
-
-def read_queries(args):
-    """Return (texts of the queries, Series of their numbers by id, DataFrame of query and document of the positives).
-    Queries of equal texts are one."""
-    qrels = read_trec(args.qrels, "qrels", QRELS).to_pandas().drop_duplicates(["query", "document"], keep="last")
-    qrels = qrels[qrels["value"] > 0]
-    ids = pa.chunked_array([qrels["query"].unique()], pa.large_string())
-    with user_errors(f"--queries {args.queries[0]}"):
-        texts = TextLookup(args.queries, args.query_columns).texts(ids).to_pandas()
-    numbers, texts = pd.factorize(texts.mask(texts == ""))
-    numbers = pd.Series(numbers, ids.to_pandas())[numbers >= 0]
-    if len(numbers) < len(ids):
-        print(f"{len(ids) - len(numbers):,} judged queries are not in --queries, or empty; left out")
-    if not len(numbers):
-        raise UserError(f"--qrels {args.qrels}: judges no document relevant to a query of {args.queries[0]}")
-    positives = qrels.assign(query=qrels["query"].map(numbers)).dropna().astype({"query": int})
-    return texts, numbers, positives[["query", "document"]].drop_duplicates()
+def read_texts(name, sources, columns, ids):
+    """Return (for each of `ids` the index of its text, -1 if that is missing or empty; the distinct texts)."""
+    positions, ids = pd.factorize(ids)
+    requested, parts = pa.array(ids, pa.large_string()), []
+    id_column, *text_columns = columns
+    with user_errors(f"--{name} {sources[0]}"):
+        dataset = open_files([file for source in sources for file in list_files(source)], streaming=False)
+        for table in tqdm(dataset.select_columns(columns).iter(100_000), desc=f"reading --{name}", delay=2):
+            table.validate(full=True)
+            keys = as_texts(table[id_column], id_column, ids=True)
+            texts = [pc.fill_null(as_texts(table[column], column), "") for column in text_columns]
+            texts = pc.utf8_trim_whitespace(pc.binary_join_element_wise(*texts, pa.scalar(" ", pa.large_string())))
+            kept = pc.and_(pc.is_in(keys, requested), pc.not_equal(texts, ""))
+            parts.append(pa.table({"id": keys, "text": texts}).filter(kept))
+        found = pa.concat_tables(parts).to_pandas()
+        indices, texts = pd.factorize(found["text"])
+        indices = pd.Series(indices, found["id"]).reindex(ids, fill_value=-1)  # fails if an id occurs twice
+    return indices.to_numpy()[positions], texts.to_numpy(object)
 
 
 # ---- negatives
 
 
+def pairs(frame, column):
+    """Return a Series of integers, each for a query and its document or text."""
+    return frame["query"] * 2**32 + frame[column]
+
+
+def remove(run, rows, rule):
+    """Return `run` without `rows`; print how many a rule removes, and how many queries are left."""
+    run = run[~rows]
+    print(f"{rows.sum():12,} {run['query'].nunique():12,}  {rule}")
+    return run
+
+
 def pick_negatives(run, positives, own, args):
-    """Return (rows of `run` that are negatives, {rule: candidates it removed}). Columns: query, value, document, text;
-    integers, the last two never the same for two queries; -1: no text. own: documents with the ids of the queries."""
-    removed = {}
-
-    def remove(rule, rows):
-        nonlocal run
-        removed[rule], run = int(rows.sum()), run[~rows]
-
+    """Return the rows of `run` that are negatives. Columns: query, document and text (integers; -1: no text), value.
+    own: the documents with the ids of the queries."""
+    print(f"{len(run):,} candidates in --run\n{'removed':>12} {'queries left':>12}  rule")
     lowest = positives["value"].fillna(-np.inf).groupby(positives["query"]).min()
     run = run.assign(lowest=run["query"].map(lowest))
-    remove("not in the corpus, or empty", run["text"] < 0)
-    remove("of queries without a positive in the corpus", run["lowest"].isna())
-    if not args.keep_same_id:
-        remove("the query's own document, or equal to it", run["text"].isin(own["text"]))
-    remove("known positives", run["document"].isin(positives["document"]))
-    remove("equal to a positive or a better candidate", run["text"].isin(positives["text"]) | run.duplicated("text"))
-    if {args.absolute_margin, args.relative_margin} != {None}:
-        remove("of queries with a positive that has no score", run["lowest"] == -np.inf)
+    run = remove(run, run["lowest"].isna(), "of queries without a text, or without a positive")
+    run = remove(run, run["text"] < 0, "not in the corpus, or empty")
+    run = remove(run, pairs(run, "text").isin(pairs(own, "text")), "the query's own document, or equal to it")
+    run = remove(run, pairs(run, "document").isin(pairs(positives, "document")), "known positives")
+    copies = pairs(run, "text").isin(pairs(positives, "text")) | run.duplicated(["query", "text"])
+    run = remove(run, copies, "equal to a positive or a better candidate")
+    # Below, "not <=" also holds where a positive has no score: the lowest is -inf, the limit -inf or nan.
     if (margin := args.absolute_margin) is not None:
-        remove(f"within {margin} of the lowest positive", run["value"] + margin > run["lowest"])
+        above = ~(run["value"] + margin <= run["lowest"])
+        run = remove(run, above, f"within {margin} of the lowest positive, or that has no score")
     if (margin := args.relative_margin) is not None:
-        limit = run["lowest"] - run["lowest"].abs() * margin
-        remove(f"within {margin:.1%} of the lowest positive", run["value"] > limit)
+        above = ~(run["value"] <= run["lowest"] - run["lowest"].abs() * margin)
+        run = remove(run, above, f"within {margin:.1%} of the lowest positive, or that has no score")
     inside = run.groupby("query").cumcount().between(args.range_min, args.range_max - 1)
-    remove(f"outside of the ranks {args.range_min} to {args.range_max}", ~inside)
+    run = remove(run, ~inside, f"outside of the ranks {args.range_min} to {args.range_max}")
     order = run.groupby("query").sample(frac=1, random_state=args.seed) if args.sampling_strategy == "random" else run
-    remove("more than --num_negatives", ~run.index.isin(order.groupby("query").head(args.num_negatives).index))
-    return run, removed
+    chosen = order.groupby("query").head(args.num_negatives).index
+    run = remove(run, ~run.index.isin(chosen), "more than --num_negatives")
+    few = (run.groupby("query")["text"].transform("size") < args.num_negatives) & (not args.allow_fewer)
+    return remove(run, few, "of queries with fewer than --num_negatives")
 
 
-def write_rows(rows, negatives, queries, ids, lookup, args):
-    """Write --output: a line for each of `rows`, the positives."""
-    path, scored = Path(args.output), rows["value"].notna().all()
+def write_rows(rows, queries, texts, args):
+    """Write a line for each of `rows`: a positive with the lists `texts` and `values` of its query's negatives."""
+    path = Path(args.output)
     part = path.with_name(f".{path.name}.part")
-    columns = ["positive", *(f"negative_{i + 1}" for i in range(args.num_negatives))]
-    try:
+    scored = rows["value"].notna().all()
+    with user_errors(f"--output {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, "w", encoding="utf-8") as file:
-            for start in tqdm(range(0, len(rows), 1000), desc="writing", unit_scale=1000, unit="row", delay=2):
-                block = rows[start : start + 1000].reset_index(names="row")
-                cells = pd.concat([block, block[["row", "query"]].merge(negatives, on="query")])  # positives first
-                cells["text"] = lookup.texts(ids.take(pa.array(cells["document"] % len(ids)))).to_numpy(False)
-                lists = cells.groupby("row")[["text", "value"]].agg(list)
-                table = pd.DataFrame({"query": queries[block["query"]]})
-                if args.allow_fewer:
-                    table["documents"] = lists["text"].array
-                    table["labels"] = [[1] + [0] * (len(texts) - 1) for texts in lists["text"]]
-                else:
-                    table[columns] = lists["text"].tolist()
-                if scored:
-                    table["scores"] = lists["value"].array
-                table.to_json(file, orient="records", lines=True, force_ascii=False, double_precision=15)
-        os.replace(part, path)
-    except OSError as error:
-        raise UserError(f"--output {path}: {error}") from error
-    finally:
-        with suppress(OSError):
+        try:
+            with open(part, "w", encoding="utf-8") as file:
+                for row in tqdm(rows.itertuples(), desc="writing", unit="row", total=len(rows), delay=2):
+                    positive, *negatives = texts[[row.text, *row.texts]].tolist()
+                    if args.allow_fewer:
+                        cells = {"documents": [positive, *negatives], "labels": [1] + [0] * len(negatives)}
+                    else:
+                        cells = {"positive": positive}
+                        cells |= {f"negative_{number}": text for number, text in enumerate(negatives, 1)}
+                    if scored:
+                        cells["scores"] = [row.value, *row.values]
+                    file.write(json.dumps({"query": queries[row.query], **cells}, ensure_ascii=False) + "\n")
+            os.replace(part, path)
+        finally:
             part.unlink(missing_ok=True)
 
 
@@ -363,62 +300,45 @@ def main(args):
     sources += [args.run, args.judged or args.run, args.qrels]
     if Path(args.output).resolve() in map(Path.resolve, map(Path, sources)):
         raise UserError(f"--output {args.output}: is one of the sources; name another file")
-    queries, numbers, positives = read_queries(args)
-    run = read_run(args.run, "run", numbers)
-    judged = read_run(args.judged, "judged", numbers) if args.judged else run[:0]
-    own = pd.DataFrame({"query": numbers.array, "document": numbers.index})
-    if not args.keep_same_id:
-        positives = positives.merge(own, "left", indicator="same").query("same == 'left_only'")
 
-    # documents and texts as integers, which differ between queries
-    frames = [run, judged, positives, own]
-    codes, ids = pd.factorize(pd.concat([frame["document"] for frame in frames]))
-    ids = pa.chunked_array([ids], pa.large_string())
-    with user_errors(f"--corpus {args.corpus[0]}"):
-        lookup = TextLookup(args.corpus, args.corpus_columns)
-        hashes = np.zeros(len(ids), np.uint64)  # of the texts; 0: the text is unknown, or empty
-        for start in tqdm(range(0, len(ids), TEXTS), desc="comparing texts", unit_scale=TEXTS, delay=2):
-            texts = lookup.texts(ids[start : start + TEXTS]).to_pandas().fillna("").to_numpy(object)
-            hashes[start : start + TEXTS] = np.where(texts == "", 0, pd.util.hash_array(texts, categorize=False))
-    texts = np.where(hashes == 0, -1, pd.factorize(hashes)[0])
-    for i, code in enumerate(np.split(codes, np.cumsum([len(frame) for frame in frames[:-1]]))):
-        first = frames[i]["query"] * len(ids)
-        frames[i] = frames[i].assign(document=first + code, text=np.where(texts[code] < 0, -1, first + texts[code]))
-    run, judged, positives, own = frames
-    scores = pd.concat([run, judged]).drop_duplicates("document").set_index("document")["value"]
-    positives = positives.assign(value=positives["document"].map(scores))
-    if missing := (positives["text"] < 0).sum():
-        print(f"{missing:,} positives are not in the corpus, or empty; left out")
-        positives = positives[positives["text"] >= 0]
+    # judgments and scores; `own` are the documents with the ids of the queries
+    qrels = read_trec(args.qrels, "qrels", QRELS).drop_duplicates(["query", "document"], keep="last")
+    positives = qrels[qrels["value"] > 0][["query", "document"]]
+    own = positives[["query"]].drop_duplicates().assign(document=lambda frame: frame["query"])
+    frames = {"positives": positives, "own": own, "run": read_trec(args.run, "run", RUN)}
+    if args.judged:
+        frames["judged"] = read_trec(args.judged, "judged", RUN)
 
-    negatives, removed = pick_negatives(run, positives, own, args)
-    print(f"{len(run):,} candidates of {run['query'].nunique():,} queries; removed:")
-    for rule, count in removed.items():
-        print(f"{count:12,}  {rule}")
-    left, counts = set(range(len(queries))), negatives["query"].value_counts()
-    unscored = positives["query"][positives["value"].isna()]
-    for reason, kept in {
-        "not in --run": run["query"],
-        "no positive in the corpus": positives["query"],
-        "a positive has no score, so no margin applies; give it by --judged":
-            left - set(unscored if {args.absolute_margin, args.relative_margin} != {None} else []),
-        f"fewer than --num_negatives {args.num_negatives} candidates are left; widen the ranks, or --allow_fewer":
-            counts.index[counts >= (1 if args.allow_fewer else args.num_negatives)],
-    }.items():  # fmt: skip
-        if count := len(left) - len(left := left & set(kept)):
-            print(f"{count:,} queries left out: {reason}")
-    rows = positives[positives["query"].isin(left)]
+    # integers instead of ids; queries of the same text become one, and -1 is a query without a text
+    table = pd.concat([frame.assign(source=name) for name, frame in frames.items()], ignore_index=True)
+    table["query"], queries = read_texts("queries", args.queries, args.query_columns, table["query"])
+    table["text"], texts = read_texts("corpus", args.corpus, args.corpus_columns, table["document"])
+    table["document"] = pd.factorize(table["document"], sort=True)[0]
+    positives, own, run, judged = (table[table["source"] == name] for name in ("positives", "own", "run", "judged"))
+    run = run.sort_values(["value", "document"], ascending=False)  # ties: as in trec_eval
+
+    # positives and their scores
+    if args.keep_same_id:
+        own = own[:0]
+    positives = positives[(positives["query"] >= 0) & (positives["text"] >= 0)].drop(columns=["value", "source"])
+    positives = positives[~pairs(positives, "document").isin(pairs(own, "document"))].drop_duplicates()
+    scores = pd.concat([run, judged])[["query", "document", "value"]].drop_duplicates(["query", "document"])
+    positives = positives.merge(scores, "left", on=["query", "document"])
+    num_queries, num_scores = positives["query"].nunique(), positives["value"].count()
+    print(f"{len(positives):,} positives of {num_queries:,} queries; {num_scores:,} have a score (see --judged)")
+
+    # negatives and rows
+    negatives = pick_negatives(run, positives, own, args)
+    lists = negatives.groupby("query").agg(texts=("text", list), values=("value", list))
+    rows = positives.merge(lists, on="query")
     if rows.empty:
-        raise UserError(f"--output {args.output}: not written, since every query is left out")
-    if unscored := rows["value"].isna().sum():
-        print(f"no scores: those of {unscored:,} of {len(rows):,} positives are not in --run; give them by --judged")
-    write_rows(rows, negatives, queries, ids, lookup, args)
-    print(f"{len(rows):,} rows of {len(left):,} queries are in {args.output}")
+        raise UserError(f"--output {args.output}: not written, since no row is left; check the ids and --split")
+    write_rows(rows, queries, texts, args)
+    print(f"{len(rows):,} rows of {rows['query'].nunique():,} queries are in {args.output}")
 
 
 if __name__ == "__main__":
     try:
         main(parse_args(sys.argv[1:]))
     except UserError as error:
-        traceback.clear_frames(error.__traceback__)  # ends the line of a progress bar
         sys.exit(f"error: {error}")

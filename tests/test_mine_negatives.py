@@ -70,17 +70,12 @@ def by_library(bert, beir, **options):
     return {(row["query"], row["positive"]): ([row[name] for name in names], row["scores"]) for row in found}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"range_min": 3, "range_max": 17},
-        {"absolute_margin": -0.02},
-        {"relative_margin": -0.03, "range_min": 1, "range_max": 40},
-    ],
-)
+MARGINS = {"absolute_margin": -0.02}, {"relative_margin": -0.03, "range_min": 1, "range_max": 40}
+
+
+@pytest.mark.parametrize("options", [{}, {"range_min": 3, "range_max": 17}, *MARGINS])
 def test_rows_are_those_of_the_library(embedded, bert, beir, tmp_path, options, monkeypatch):
-    monkeypatch.setattr(script, "LINES", 100), monkeypatch.setattr(script, "TEXTS", 50)  # several of each
+    monkeypatch.setattr(script, "LINES", 100)  # several parts
     scores, options = np.load(embedded / "scores.npy"), {"range_max": 100, **options}
     best = np.argsort(-scores, axis=1)[:, : options["range_max"] + 2]  # as deep as the library looks
     write_run(tmp_path / "x.run", {(f"q{q}", f"d{d}"): scores[q, d] for q in range(60) for d in best[q]})
@@ -121,8 +116,9 @@ def test_what_is_never_a_negative(small, tmp_path, capsys):
         assert row["scores"][1:5] == [14, 13, 12, 11] and row["positive"] == f"text number {(i + 1) % 5}"
     said = capsys.readouterr().out
     for count, rule in ((10, "the query's own"), (5, "known positives"), (5 + 15, "equal to a positive or a better")):
-        assert f"{count:12}  {rule}" in said
-    assert "70 candidates of 5 queries" in said and "5 rows of 5 queries are in" in said
+        assert f"{count:12} {5:12}  {rule}" in said
+    assert "70 candidates" in said and "5 positives of 5 queries; 5 have a score" in said
+    assert "5 rows of 5 queries are in" in said
     rows = mine(tmp_path, *flags, "--num_negatives", 8, "--keep_same_id")
     assert all(f"text number {i}" in [row[f"negative_{n}"] for n in range(1, 9)] for i, row in enumerate(rows))
     write_run(small / "ties.run", {("d0", f"e{i}"): 5 for i in range(4)})  # as in trec_eval: by id, last first
@@ -140,9 +136,8 @@ def test_equal_queries_are_one(small, tmp_path, capsys):
         file.write("d0\tnowhere\t1\n")
     rows = mine(tmp_path, "--beir", small, "--run", small / "x.run", "--num_negatives", 6)
     assert [row["positive"] for row in rows] == ["text number 2"]  # text number 1 has the id of the same query
-    said = capsys.readouterr().out
-    assert "3 judged queries are not in --queries" in said and "1 positives are not in the corpus" in said
-    assert "3 queries of --run are unknown" in said
+    said = capsys.readouterr().out  # of the run's 5 queries 3 have no text
+    assert "1 positives of 1 queries" in said and f"{3 * 14:12} {1:12}  of queries without a text" in said
 
 
 def test_allow_fewer(small, tmp_path, capsys):
@@ -153,12 +148,12 @@ def test_allow_fewer(small, tmp_path, capsys):
     flags = ["--beir", small, "--run", small / "x.run.gz", "--num_negatives", 5]
     assert [row["query"] for row in mine(tmp_path, *flags)] == ["query 3", "query 4"]
     said = capsys.readouterr().out
-    assert "1 queries left out: not in --run" in said and "2 queries left out: fewer than --num_negatives 5" in said
+    assert f"{0:12} {4:12}  of queries without" in said and f"{1:12} {2:12}  of queries with fewer than" in said
     rows = mine(tmp_path, *flags, "--allow_fewer")
     assert rows[0] == {"query": "query 0", "documents": ["text number 1", "another text 0"], "labels": [1, 0],
                        "scores": [2, 11]}  # fmt: skip
     assert [row["query"] for row in rows] == ["query 0", "query 3", "query 4"] and len(rows[1]["documents"]) == 6
-    assert "1 queries left out: fewer than" in capsys.readouterr().out
+    assert f"{0:12} {3:12}  of queries with fewer than" in capsys.readouterr().out
 
 
 def test_positives_without_a_score(small, tmp_path, capsys):
@@ -167,12 +162,12 @@ def test_positives_without_a_score(small, tmp_path, capsys):
     flags = ["--beir", small, "--run", small / "y.run", "--num_negatives", 2]
     rows = mine(tmp_path, *flags)
     assert len(rows) == 5 and not any("scores" in row for row in rows)
-    assert "no scores: those of 1 of 5 positives are not in --run" in capsys.readouterr().out
+    assert "5 positives of 5 queries; 4 have a score" in capsys.readouterr().out
     rows = mine(tmp_path, *flags, "--absolute_margin", -20)
     assert len(rows) == 4 and all("scores" in row for row in rows)
-    said = capsys.readouterr().out
-    assert "1 queries left out: a positive has no score" in said
-    assert f"{7:12}  of queries with a positive that has no score" in said
+    assert f"{7:12} {4:12}  within -20.0 of the lowest positive, or that has no score" in capsys.readouterr().out
+    rows = mine(tmp_path, *flags, "--relative_margin", -20)
+    assert len(rows) == 4 and all("scores" in row for row in rows)
     (small / "judged.run").write_text("d0 Q0 d1 1 13 x\n")
     flags += ["--judged", small / "judged.run"]
     assert mine(tmp_path, *flags)[0]["scores"] == [13, 14, 13]
@@ -206,20 +201,18 @@ def test_errors(small, tmp_path, capsys, monkeypatch):
                        ("others", "x Q0 e1 1 2 x\n"), ("nan", "d0 Q0 e1 1 nan x\n"),
                        ("bad.tsv", "header\nd0 d1 1\nd0 d1\n"), ("none.tsv", "d0 d1 0\n")):  # fmt: skip
         (tmp_path / name).write_text(text)
-    corpus = ["--run", small / "x.run", "--corpus", small / "corpus.jsonl", "--queries", small / "queries.jsonl"]
+    corpus = ["--run", small / "x.run", "--queries", small / "queries.jsonl", "--corpus", small / "corpus.jsonl"]
     for flags, said in (
-        (
-            ["--beir", small, "--run", "words"],
-            "--run words: line 1 must be 'query Q0 document rank score tag', not 'd0 Q",
-        ),
+        (["--beir", small, "--run", "words"], "--run words: line 1 must be 'query Q0 .* score tag', not 'd0 Q"),
         (["--beir", small, "--run", "short"], "--run short: line 3 must be"),
         (["--beir", small, "--run", "nan"], "--run nan: line 1 must be"),
-        (["--beir", small, "--run", "others"], "--run others: ranks documents for none of the judged queries"),
+        (["--beir", small, "--run", "others"], "mined.jsonl: not written, since no row is left"),
         (["--beir", small, "--run", "missing.run"], "--run missing.run: .*No such file"),
         ([*corpus, "--qrels", "bad.tsv"], "--qrels bad.tsv: line 3 must be"),
-        ([*corpus, "--qrels", "none.tsv"], "--qrels none.tsv: judges no document relevant"),
-        ([*common, "--absolute_margin", 50], "mined.jsonl: not written, since every query is left out"),
+        ([*corpus, "--qrels", "none.tsv"], "mined.jsonl: not written, since no row is left"),
+        ([*common, "--absolute_margin", 50], "mined.jsonl: not written, since no row is left"),
         ([*common, "--corpus_columns", "id", "text"], "corpus.jsonl: .*id"),
+        ([*corpus, small / "corpus.jsonl", "--qrels", small / "qrels/train.tsv"], "corpus.jsonl: .*duplicate"),
     ):
         with pytest.raises(script.UserError, match=said) as error:
             mine(tmp_path, *flags)
