@@ -1004,7 +1004,9 @@ def save_checkpoint(folder, model, tensors, state, keep):
         (part / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in checksums(part).items()))
 
     save_atomically(folder, write)
-    for path in [*sorted(folder.parent.glob("step_*"), key=os.path.getmtime)[:-keep], *folder.parent.glob(".step_*")]:
+    steps = sorted(folder.parent.glob("step_*"))
+    newest = steps.index(folder) + 1  # later ones are damaged, since a resume did not use them
+    for path in [*steps[: max(0, newest - keep)], *steps[newest:], *folder.parent.glob(".step_*")]:
         shutil.rmtree(path)
 
 
