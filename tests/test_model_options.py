@@ -179,6 +179,21 @@ def test_grad_cache_repeats_the_dropout(name, corpus, bert, tmp_path):
     assert losses(tmp_path / "['--grad_cache']") == pytest.approx(losses(tmp_path / "[]"), rel=1e-5)
 
 
+@pytest.mark.parametrize("name", TRAINERS)
+def test_dropout_differs_from_step_to_step(name, rows, bert, tmp_path):
+    """The same batch twice, at a learning rate that changes nothing: only the masks can change the loss."""
+    negatives = [{**row, "negative": other["code"]} for row, other in zip(rows[:16], rows[16:])]
+    write_jsonl(tmp_path / "x.jsonl", negatives)
+    for dropout in (0.0, 0.1):
+        flags = flags_for(name, tmp_path / "x.jsonl", bert, tmp_path / f"{dropout}", "--dropout", dropout)
+        launch(ROOT / f"{name}.py", *flags, "--max_steps", 2, "--eval_rows", 0, "--shuffle_buffer", 0,
+               "--learning_rate", 1e-12)  # fmt: skip
+    one, two = losses(tmp_path / "0.0")
+    assert one == pytest.approx(two, rel=1e-6)
+    one, two = losses(tmp_path / "0.1")
+    assert abs(one - two) > 1e-4
+
+
 @pytest.mark.parametrize("name, loss", [("train_bi_encoder", "CosineSimilarityLoss"), ("train_cross_encoder", "bce")])
 def test_accumulated_batches_are_a_larger_batch(name, loss, rows, bert, tmp_path):
     """Of a loss that is a mean over rows: 4 batches of 8 rows train what one of 32 does."""
