@@ -1,810 +1,479 @@
-"""Evaluate bi-encoders and rerankers on retrieval, over a corpus of any size, never encoding the same text twice.
+"""Evaluate bi-encoders and rerankers on retrieval, over corpora of any size, without encoding any text twice.
 
     python eval_incremental.py                                         # runs/bi_encoder/model, on held-out demo pairs
-    python eval_incremental.py --model_name_or_path BAAI/bge-base-en-v1.5 --beir scifact --output_dir runs/scifact
+    python eval_incremental.py --model_name_or_path BAAI/bge-base-en-v1.5 runs/bge/model --beir scifact nfcorpus
     python eval_incremental.py --query "read a gzip file"              # search instead; a second query takes seconds
-    python eval_incremental.py --corpus docs.parquet --export_vectors vectors       # for an index or a vector database
     python eval_incremental.py --beir scifact --run bm25.run --cross_encoder runs/cross_encoder/model   # rerank
+    python eval_incremental.py --corpus docs.parquet --export_vectors vectors       # for an index or a vector database
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml eval_incremental.py args.yaml
 
-A collection is a corpus, queries and judgments (qrels), in the BEIR folder layout or each named on its own, or pairs:
+A collection is a corpus, queries and judgments (qrels), in BEIR's layout or each given by its own flag, or pairs:
 
     corpus.jsonl   {"_id": "4983", "title": "Microstructural ...", "text": "Alterations of ..."}
     queries.jsonl  {"_id": "1", "text": "0-dimensional biomaterials lack ..."}
     qrels/test.tsv query-id <tab> corpus-id <tab> score
 
-The corpus passes by in chunks. Of each, the vectors that the cache holds are read, the missing texts are encoded and
-stored, and every query keeps its best documents so far. Memory is bounded by the chunk, and by queries and judgments
-(--pairs: all its texts); search is exact, and a run that was killed goes on where it stopped. A vector's key is the
-text and a fingerprint of all that made the vector. A cross-encoder scores the best documents of each query, found by
-the models or in a run file, and its scores are kept in the same way, by both texts.
+The corpus is read in chunks. The vectors of a chunk come from the cache, or else are encoded and stored; every query
+keeps its best documents so far. Memory is bounded by the chunk, the queries and the judgments; search is exact; a run
+that was killed resumes by the same command. The key of a vector is its text and a fingerprint of the model. A
+cross-encoder reranks the best documents of each query; its scores are cached in the same way, by both texts.
 
---output_dir receives metrics.json, per_query.csv and report.png, and run.trec (several rankings: NAME/run.trec).
---export_vectors receives Parquet shards of (_id, vector) in corpus order, then _vectors.json, which says of what.
-
-Left out on purpose: approximate search, asymmetric models (Router), similarities other than cosine and dot.
+Output: metrics.json, report.png, and for each ranking run.trec and per_query.csv.
+Left out on purpose: approximate search, asymmetric models (Router), similarities other than cosine and dot product.
 """
 
 import csv
-import glob
 import hashlib
-import io
 import json
 import math
 import os
 import re
 import shlex
 import shutil
-import sqlite3
 import sys
-import tempfile
-import threading
 import time
 import traceback
-import warnings
-import zlib
 from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
 
 import datasets
 import diskcache
-import evaluate
 import fsspec
 import ir_measures
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
+import transformers
 import xxhash
 import yaml
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import gather_object
+from matplotlib.figure import Figure
 from scipy.stats import bootstrap, permutation_test
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 from tokenizers import Tokenizer
 from tqdm.auto import tqdm
-from transformers import AutoConfig, HfArgumentParser
 
-# Shapes: Q queries, n documents of a chunk, D embedding dimensions, K results a query (--top_k), P processes.
+# Shapes: Q queries, n documents of a chunk, D embedding dimensions, K results of a query (--top_k), P processes.
 
-DEMO = "data/python_code"
-
-
-# same in train_bi_encoder.py, train_cross_encoder.py
-class BadInput(ValueError):
-    """Something the user can mend; shown as one line, without a traceback."""
+# ---- errors and options (same in train_bi_encoder.py)
 
 
-# ------------------------------------------------------------------------------------------------------ options
+class UserError(ValueError):
+    """Something the user can fix; printed as one line, without a traceback."""
 
 
-# same in train_bi_encoder.py, train_cross_encoder.py
+@contextmanager
+def user_errors(name):
+    """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause."""
+    try:
+        yield
+    except Exception as error:
+        cause = error
+        while cause.__cause__ and not isinstance(cause, UserError):
+            cause = cause.__cause__
+        reason = "contains no row" if isinstance(cause, StopIteration) else str(cause).strip() or repr(cause)
+        reason = reason.splitlines()[0][:500]
+        if "cast" in reason.lower():  # `datasets` takes the type of a column from its first rows
+            reason += "; prepare_corpus.py can rewrite rows of irregular types"
+        raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
+
+
 def flag(default, help):
-    """One command-line option: its default and the line that --help prints."""
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+    """Return the dataclass field of a command-line option."""
+    kind = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return field(**kind, metadata={"help": help})
+
+
+# ---- options
+
+DEMO = "data/python_code"  # where prepare_corpus.py writes the demo corpus
+ABOVE_ZERO = "rerank_k rerank_max_length max_length truncate_dim micro_batch_tokens corpus_chunk_size top_k"
 
 
 @dataclass
 class Args:
     # data
-    model_name_or_path: list[str] = flag(
-        [], "Hub ids or folders; several are compared; default: runs/bi_encoder/model, or --run alone"
-    )
-    run: str | None = flag(None, "a ranking in TREC format to evaluate or rerank: query Q0 document rank score tag")
-    cross_encoder: str | None = flag(None, "Hub id or folder of a model that reranks what the models or --run found")
-    rerank_k: int | None = flag(
-        None, "documents of each query that --cross_encoder reranks, the others stay behind; default: 100, or --top_k"
-    )
-    beir: str | None = flag(None, "folder with corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv")
-    split: str = flag("test", "the qrels of --beir to use")
-    corpus: list[str] = flag([], "paths, globs, folders or URLs of the documents")
-    queries: list[str] = flag([], "the same of the queries")
-    qrels: str | None = flag(None, "judgments: TREC qrels, or query, document and score by tabs")
-    corpus_columns: list[str] = flag(
-        [], "id column (# for the row number), then texts, joined; default: _id title text"
-    )
-    query_columns: list[str] = flag([], "the same of the queries; default: _id text")
-    pairs: list[str] = flag([], f"sources of (query, document) rows instead; default: {DEMO}/heldout")
-    columns: list[str] = flag([], "the query and the document column of --pairs; default: the first two")
-    keep_same_id: bool = flag(
-        False, "rank a document for the query of the same id too; default: leave it out, as BEIR does (not in --pairs)"
-    )
-    streaming: bool = flag(False, "read the corpus as it stands instead of from an on-disk table made once")
-    data_cache: str = flag("~/.cache/evenstep", "folder for the Arrow copies of mapped Parquet, JSON, CSV and text")
-    # embeddings
-    cache_dir: str = flag(
-        "~/.cache/evenstep/embeddings", "folder of the embedding cache, a folder in it for each model"
-    )
-    cache_dtype: Literal["float32", "float16", "int8"] = flag("float16", "how vectors are stored, and searched")
-    cache_size_limit: float = flag(0, "GB of a model's cache at most; the oldest vectors go first (0: no limit)")
-    cache_info: bool = flag(False, "list what --cache_dir holds for each model, and end")
-    cache_clear: str | None = flag(None, "remove what --cache_dir holds for this model (name or fingerprint), and end")
-    cache_rebuild: str | None = flag(None, "index a model's vectors anew where cache.db is damaged, alone, and end")
-    max_length: int | None = flag(None, "tokens that a text, or a pair, is cut to; default: the model's own")
-    prompts: list[str] = flag([], "prefix of queries, then of documents; default: the model's own")
-    truncate_dim: int | None = flag(None, "search with the first so many dimensions, for Matryoshka models")
-    micro_batch_tokens: int | None = flag(
-        None, "tokens a forward pass, with padding; default: 2,048 on a CPU, else 16,384; static models 2**20"
-    )
-    chunk_rows: int = flag(4096, "documents held at once; the most that a killed run encodes again")
-    # search and metrics
+    beir: list[str] = flag([], "folders or Hub ids of collections in the layout of BEIR or NanoBEIR")
+    split: str = flag("test", "judgments of --beir to use")
+    corpus: list[str] = flag([], "sources of the documents, instead of --beir: paths, globs, folders, URLs, Hub ids")
+    queries: list[str] = flag([], "sources of the queries of --corpus")
+    qrels: str | None = flag(None, "judgments of --corpus: TREC qrels, or query, document and grade")
+    corpus_columns: list[str] = flag([], "id column (# for the row number), then text columns; none: _id title text")
+    query_columns: list[str] = flag([], "the same of the queries; none: _id text")
+    pairs: list[str] = flag([], f"sources of (query, document) rows instead; none of all: {DEMO}/heldout")
+    columns: list[str] = flag([], "query and document column of --pairs; none: the first two")
+    keep_same_id: bool = flag(False, "rank the document with the query's own id, too, which BEIR leaves out")
+    streaming: bool = flag(False, "read the corpus front to back instead of from a memory-mapped table made once")
+    # rankings
+    model_name_or_path: list[str] = flag([], "bi-encoders to compare; none: runs/bi_encoder/model, or --run alone")
+    run: list[str] = flag([], "rankings to evaluate or rerank, in TREC format: query Q0 document rank score tag")
+    bm25: bool = flag(False, "compare with BM25 (requires bm25s, and the corpus in memory)")
+    cross_encoder: str | None = flag(None, "model that reranks what the bi-encoders or --run found")
+    rerank_k: int | None = flag(None, "documents of a query to rerank, the others stay behind; None: at most 100")
+    rerank_max_length: int | None = flag(None, "tokens a pair is truncated to; None: the model's own")
     top_k: int = flag(100, "documents ranked for each query")
-    metrics: list[str] = flag(["nDCG@10", "RR@10", "R@100", "AP"], "measures, by their names in ir_measures")
-    bm25: bool = flag(False, "compare with BM25 (needs the package bm25s, and the corpus in memory)")
     query: list[str] = flag([], "print the best documents for these texts instead of evaluating")
-    export_vectors: str | None = flag(
-        None, "write the corpus as Parquet shards of _id and vector into this folder instead of evaluating"
-    )
+    # embeddings
+    max_length: int | None = flag(None, "tokens a text is truncated to; None: the model's own")
+    prompts: list[str] = flag([], "prefix of queries, then of documents; none: the model's own")
+    truncate_dim: int | None = flag(None, "search with the first so many dimensions, for Matryoshka models")
+    micro_batch_tokens: int | None = flag(None, "tokens of a forward pass; None: 2,048 on a CPU, else 16,384")
+    corpus_chunk_size: int = flag(2048, "documents held at once; the most that a killed run encodes again")
+    cache_dir: str = flag("~/.cache/evenstep/embeddings", "folder of the embedding caches, one for each model")
+    cache_dtype: Literal["float32", "float16", "int8"] = flag("float16", "how vectors are stored, and searched")
+    cache_size_limit: float = flag(0, "GB of a model's cache, from which the oldest vectors go first; 0: no limit")
+    cache_info: bool = flag(False, "list the models in --cache_dir, and exit")
+    cache_clear: str | None = flag(None, "remove the cache of this model (name or fingerprint), and exit")
+    # output
+    metrics: list[str] = flag(["nDCG@10", "RR@10", "R@100", "AP"], "measures, by their names in ir_measures")
     judged: bool = flag(False, "write judged.trec beside run.trec: the scores of all judged documents, for mining")
+    export_vectors: str | None = flag(
+        None, "write the vectors of the corpus as Parquet shards into this folder instead"
+    )
     output_dir: str = flag("runs/eval", "folder for the results")
 
 
-# same in train_bi_encoder.py, train_cross_encoder.py
-def flags_of(given):
-    """Command-line words for {flag: value}: lists in several words, objects as JSON, nothing for None and []."""
-    words = []
-    for name, value in given.items():
-        if value not in (None, []):
-            values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
-            words += [f"--{name}", *map(str, values)]
-    return words
-
-
-# same in train_bi_encoder.py, train_cross_encoder.py, prepare_corpus.py
-def flags_given_twice(words):
-    """Return the flags that stand more than once among the words of a command line: argparse keeps the last."""
-    names = [word.partition("=")[0].replace("-", "_").strip("_") for word in words if word.startswith("--")]
-    return [f"--{name}" for name, count in Counter(names).items() if count > 1]
-
-
 def parse_args(argv):
-    """Args from flags, or from a YAML or JSON file and flags that override it; ends the program on a usage error."""
-    parser = HfArgumentParser(Args, description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    words = argv
+    """Return Args from flags, or from a YAML or JSON file and flags that override it; exit on a wrong value."""
+    parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], allow_abbrev=False)
+    for action in parser._actions:  # --help prints each flag once, without its alias with dashes
+        action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
+    flags = Counter(word.partition("=")[0].replace("-", "_") for word in argv if word.startswith("--"))
+    if repeated := [name for name, times in flags.items() if times > 1]:
+        parser.error(f"{' '.join(repeated).replace('__', '--')}: given twice; list all values after one flag")
     if argv and argv[0].endswith((".yaml", ".yml", ".json")):
-        try:
-            given = yaml.safe_load(Path(argv[0]).read_text())
-            if unknown := set(given) - set(Args.__dataclass_fields__):
-                parser.error(f"{argv[0]}: no such flag: {', '.join(map(str, unknown))}")
-        except (OSError, yaml.YAMLError, TypeError, UnicodeError, RecursionError) as error:
-            parser.error(f"{argv[0]}: not a file of flags ({' '.join(str(error).split())})")
-        argv, words = flags_of(given) + argv[1:], argv[1:]
-    if twice := flags_given_twice(words):
-        parser.error(f"{', '.join(twice)}: given twice; give all its values to one")
-    args, strange = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
-    if strange:
-        parser.error(f"no such flag: {' '.join(strange)}; --help lists them")
-    for name in ("max_length", "truncate_dim", "micro_batch_tokens", "chunk_rows", "top_k", "rerank_k"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)}: must be above 0")
-    if not 0 <= args.cache_size_limit < math.inf:
-        parser.error(f"--cache_size_limit {args.cache_size_limit}: must be 0 or more")
-    if args.cache_clear and args.cache_rebuild:
-        parser.error("--cache_clear, --cache_rebuild: name one of them")
-    unjudged = bool(args.query) or args.export_vectors is not None  # wants the corpus only
+        words = []
+        with user_errors(f"{argv[0]}: not a file of flags"):
+            for name, value in dict(yaml.safe_load(Path(argv[0]).read_text())).items():
+                values = value if isinstance(value, list) else [value]
+                words += [f"--{name}", *map(str, values)] if values not in ([], [None]) else []
+        argv = words + argv[1:]
+    with user_errors("flags"):
+        (args,) = parser.parse_args_into_dataclasses(argv)
+    for name, value in asdict(args).items():
+        low, relation = (1, "above 0") if name in ABOVE_ZERO.split() else (0, "0 or more")
+        if isinstance(value, int | float) and not low <= value < math.inf:
+            parser.error(f"--{name} {value}: must be finite, and {relation}")
+    searching, exporting = bool(args.query), args.export_vectors is not None
     for name in args.metrics:
-        try:
+        with user_errors(f"--metrics {name}"):
             measure = ir_measures.parse_measure(name)
-            cutoff = measure.params.get("cutoff", 1)
-            if not isinstance(cutoff, int) or cutoff < 1:
-                raise ValueError("a cutoff is a whole number above 0")
-            list(ir_measures.iter_calc([measure], {"query": {"a": 1}}, {"query": {"a": 1.0}}))
-        except Exception as error:  # parsing, or whatever a provider raises that cannot compute it here
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            parser.error(f"--metrics {name}: {reason}; there are such as nDCG@10 RR@10 R@100 AP P@5 Success@1")
-        if cutoff > args.top_k and not unjudged and (args.model_name_or_path or not args.run):
-            parser.error(f"--metrics {name}: cut deeper than --top_k {args.top_k}; raise it")
+            cutoff = int(measure.params.get("cutoff", 1))
+            if cutoff < 1:  # which crashes trec_eval
+                raise UserError("a cutoff is above 0")
+            list(ir_measures.iter_calc([measure], {"query": {"a": 1}}, {"query": {"a": 1.0}}))  # is it computable?
+        if cutoff > args.top_k and not (searching or exporting or args.run):
+            parser.error(f"--metrics {name}: deeper than --top_k {args.top_k}: raise it")
     if sum(map(bool, (args.beir, args.corpus, args.pairs))) > 1:
-        parser.error("--beir, --corpus, --pairs: name one of them")
+        parser.error("--beir, --corpus, --pairs: give one of them")
+    if args.corpus and not (searching or exporting or (args.queries and args.qrels)):
+        parser.error("--corpus: requires --queries and --qrels, or --query or --export_vectors")
     if (args.queries or args.qrels) and not args.corpus:
-        parser.error("--queries, --qrels: belong to --corpus; name it too")
-    if args.beir:
-        args.corpus, args.queries = [f"{args.beir}/corpus.jsonl"], [f"{args.beir}/queries.jsonl"]
-        args.qrels = f"{args.beir}/qrels/{args.split}.tsv"
-    elif args.corpus and not unjudged and not (args.queries and args.qrels):
-        parser.error("--corpus: evaluating wants --queries and --qrels too; searching wants --query")
-    elif not args.corpus and not args.pairs:
-        # an evaluation is of the held-out functions; a search is more fun over all of them
-        args.pairs = [f"{DEMO}/heldout/*.parquet"] + [f"{DEMO}/train/*.parquet"] * unjudged
-        if not Path(DEMO).is_dir() and not (args.cache_info or args.cache_clear or args.cache_rebuild):
-            parser.error(f"no --beir, --corpus or --pairs, and no demo corpus in {DEMO}: make it with: "
-                         "python prepare_corpus.py")  # fmt: skip
-    if args.columns and len(args.columns) != 2:
-        parser.error(f"--columns {' '.join(args.columns)}: name the query and the document column")
-    for name in ("corpus_columns", "query_columns"):
-        if len(getattr(args, name)) == 1:
-            parser.error(f"--{name}: name the id column (# for the row number), then the text columns")
-    if args.query and args.run:
-        parser.error("--run: holds the queries that it answers; leave --query out")
+        parser.error("--queries, --qrels: require --corpus")
+    if not (args.beir or args.corpus or args.pairs or args.cache_info or args.cache_clear):
+        # An evaluation is of the held-out functions; a search is more fun over all of them.
+        args.pairs = [f"{DEMO}/heldout/*.parquet"] + [f"{DEMO}/train/*.parquet"] * (searching or exporting)
+        if not Path(DEMO).is_dir():
+            parser.error(f"no --beir, --corpus or --pairs, and no demo corpus in {DEMO}: run python prepare_corpus.py")
+    if len(args.columns) not in (0, 2) or 1 in (len(args.corpus_columns), len(args.query_columns)):
+        parser.error("--columns takes two names; --corpus_columns, --query_columns an id column and text columns")
     if not args.model_name_or_path and not args.run:
         args.model_name_or_path = ["runs/bi_encoder/model"]
-    if args.rerank_k and args.rerank_k > args.top_k and args.model_name_or_path:
-        parser.error(f"--rerank_k {args.rerank_k}: more than --top_k {args.top_k}; raise that too")
+    alone = "--run, --query, --export_vectors: take one"
+    if len(args.beir) > 1 and (args.run or searching or exporting):
+        parser.error(f"{alone} collection")
+    if bool(args.run) + searching + exporting > 1:
+        parser.error(f"{alone} of them")
+    if (searching or exporting) and (args.bm25 or args.judged or len(args.model_name_or_path) > 1):
+        parser.error("--query, --export_vectors: take one --model_name_or_path, without --bm25 and --judged")
+    if (args.rerank_k or 0) > args.top_k and args.model_name_or_path:
+        parser.error(f"--rerank_k {args.rerank_k}: more than --top_k {args.top_k}: raise that, too")
     args.rerank_k = args.rerank_k or (100 if args.run else min(100, args.top_k))
-    others = args.query or args.run or args.cross_encoder or args.bm25 or args.judged
-    if args.export_vectors is not None and (others or len(args.model_name_or_path) > 1):
-        parser.error("--export_vectors: wants one --model_name_or_path; leave --query, --run, --cross_encoder, --bm25 "
-                     "and --judged out")  # fmt: skip
-    if args.judged and (args.query or not (args.model_name_or_path or args.cross_encoder)):
-        parser.error("--judged: wants judgments, and --model_name_or_path or --cross_encoder to score what they judge")
-    if any("\ud800" <= letter <= "\udfff" for text in args.query for letter in text):  # how Python takes other bytes
-        parser.error("--query: not UTF-8")
-    if args.query and len(args.model_name_or_path) > 1:
-        parser.error("--query: searches with one --model_name_or_path")
     return args
 
 
-# --------------------------------------------------------------------------------------------------------- data
+# ---- file formats (same in train_bi_encoder.py)
 
-SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".ndjson": "json",
-            ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # of JSON Lines, CSV, TSV and text
-READ_ROWS = 1000  # rows of a record batch, the unit of reading: some 100 kB to 1 MB of text
-MOST_LINE = 2**26  # characters of a line; more is damage, or a small file made to fill the memory
-MOST_TEXT = 2**30  # bytes of text in READ_ROWS rows; the same
-TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".ndjson": "json",
+           ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
+
+# ---- files (same in train_bi_encoder.py)
 
 
-# same in train_bi_encoder.py, train_cross_encoder.py
-def file_kind(file):
-    """(format, compression or None) by the file's suffixes; BadInput for what cannot be read."""
-    stem, suffix = os.path.splitext(file.lower())
-    inner = os.path.splitext(stem)[1]
-    if suffix in COMPRESSIONS and SUFFIXES.get(inner) in ("json", "csv", "text"):
-        return SUFFIXES[inner], COMPRESSIONS[suffix]
-    if suffix not in SUFFIXES:
-        known = " ".join([*SUFFIXES, *(f".jsonl{c}" for c in COMPRESSIONS)])
-        raise BadInput(f"{file}: unknown suffix; what can be read ends in one of {known}")
-    return SUFFIXES[suffix], None
+def file_suffix(file):
+    """Return the key of FORMATS that a file name ends in, before .gz or .zst; None if there is none."""
+    suffix = Path(file.lower().removesuffix(".gz").removesuffix(".zst")).suffix
+    return suffix if suffix in FORMATS else None
 
 
-# same in train_bi_encoder.py, train_cross_encoder.py
 def list_files(source):
-    """The files of a source (path, glob, folder, URL or Hub id), sorted; BadInput when there are none."""
-    try:
-        fs, path = fsspec.core.url_to_fs(os.path.expanduser(source))
-    except (ValueError, ImportError) as error:
-        raise BadInput(f"{source}: {error}") from None
-    if not source:
-        raise BadInput("a source is empty; name a path, glob, folder, URL or Hub id")
-    if glob.has_magic(path) and not fs.exists(path):
-        found = fs.glob(path)
-    elif fs.isdir(path):
-        notes = ("dataset_info.json", "state.json", "dataset_dict.json")  # of Dataset.save_to_disk
-        known = tuple({**SUFFIXES, **COMPRESSIONS})
-        found = [name for name in fs.find(path) if name.lower().endswith(known) and not name.endswith(notes)]
-    elif fs.exists(path):
-        found = [path]
-    elif "://" in source or source.count("/") > 1 or os.path.splitext(source)[1] or source[0] in "./~":
-        found = []
-    else:  # neither here nor shaped like a path: a Hub dataset, which names the files of its train split itself
-        from datasets import load_dataset_builder  # a second to import, and wanted here only
-
-        try:
-            found = load_dataset_builder(source).config.data_files["train"]
-        except Exception as error:
-            reason = str(error).partition("\n")[0]
-            raise BadInput(f"{source}: no such file or folder here, nor a dataset on the Hub ({reason})") from None
-    if not found:
-        raise BadInput(f"{source}: no file matches (in folder {os.getcwd()}); check the path")
-    files = sorted(name if "://" in name else fs.unstrip_protocol(name).removeprefix("file://") for name in found)
-    if len(kinds := {file_kind(name)[0]: name for name in files}) > 1:
-        raise BadInput(f"{source}: mixes formats ({', '.join(kinds.values())}); name them as sources of their own")
-    return files
+    """Return the files of a path, glob, folder, URL, Hub id or ID:config:split, as `datasets` resolves them."""
+    path, config, split = os.path.expanduser(source), None, "train"
+    if os.path.exists(os.path.join(path, "state.json")):  # of Dataset.save_to_disk
+        return sorted(map(str, Path(path).glob("*.arrow")))
+    if suffix := file_suffix(path):  # decided by name: a missing file is not to be taken for a Hub id
+        builder = datasets.load_dataset_builder(FORMATS[suffix], data_files=path)
+    else:
+        path, config, split = path.split(":") if path.count(":") == 2 else (path, config, split)
+        builder = datasets.load_dataset_builder(path, name=config or None)
+    files = builder.config.data_files
+    if not files.get(split):
+        raise UserError(f"no file of a split {split!r}; its splits: {', '.join(files) or 'none'}")
+    if not file_suffix(files[split][0]):
+        raise UserError(f"{files[split][0]}: not one of {' '.join(FORMATS)}, with or without .gz or .zst")
+    return list(files[split])
 
 
-# same in train_bi_encoder.py, train_cross_encoder.py
-def select_columns(there, wanted, file):
-    """`wanted`, or all columns `there` when none are; BadInput for one that is not there."""
-    for name in wanted:
-        if name not in there:
-            raise BadInput(f"{file}: no column {name!r}; the columns are: {', '.join(map(str, there))}")
-    return wanted or list(there)
+def open_files(files, streaming=True):
+    """Return a Dataset or IterableDataset that hands out pyarrow Tables."""
+    suffix = file_suffix(files[0])
+    # The record batches of a mapped table are kept in a list: make them few.
+    kind, options = FORMATS[suffix], {"split": "train", "writer_batch_size": 20_000}
+    options |= {"sep": "\t"} if suffix == ".tsv" else {}
+    options |= {"batch_size": 1000} if kind == "parquet" else {}  # pyarrow reads ahead, and less in small batches
+    if kind == "arrow" and not streaming:
+        with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped where it is, everything else a copy
+            parts = [datasets.Dataset.from_file(file) for file in files]
+            return datasets.concatenate_datasets(parts).with_format("arrow")
+    if kind in ("json", "csv"):  # a column of nulls at first would be typed null, and its first text fail
+        first = datasets.load_dataset(kind, data_files=files[:1], streaming=True, **options).with_format("arrow")
+        schema = next(first.iter(1)).schema
+        if pa.null() in schema.types:
+            fields = [field.with_type(pa.string()) if pa.types.is_null(field.type) else field for field in schema]
+            options["features"] = datasets.Features.from_arrow_schema(pa.schema(fields))
+    return datasets.load_dataset(kind, data_files=files, streaming=streaming, **options).with_format("arrow")
 
 
-# same in train_bi_encoder.py, train_cross_encoder.py
-def fits(cell, kind):
-    """Whether a cell is what a column of the Arrow type `kind` holds: a text, or a list of texts."""
-    if pa.types.is_list(kind):
-        return isinstance(cell, list) and all(isinstance(text, str) for text in cell)
-    return isinstance(cell, str)
+# ---- cells (same in train_bi_encoder.py)
 
 
-# same in train_bi_encoder.py, train_cross_encoder.py
-def text_batches(file, kind, lines, wanted, label, ids):
-    """Yield RecordBatches of strings from JSON Lines, CSV, TSV or plain text; a JSON label stays its JSON text.
-
-    A column of lists of strings is one where the first READ_ROWS records have a list. A whole number is no text,
-    unless the columns hold `ids`.
-    """
-
-    def bounded():
-        while line := lines.readline(MOST_LINE):
-            if len(line) == MOST_LINE:
-                raise BadInput(f"{file}: a line of more than {MOST_LINE:,} characters; split its text")
-            yield line
-
-    records = ((number, line, len(line)) for number, line in enumerate(bounded(), start=1))
-    if kind == "csv":
-        csv.field_size_limit(MOST_LINE)
-        table = csv.DictReader(bounded(), delimiter="\t" if ".tsv" in file.lower() else ",", strict=True)
-        records = ((table.line_num, record, sum(map(len, filter(None, record.values())))) for record in table)
-    elif kind == "text":
-        records = ((number, {"text": line.rstrip("\r\n")}, size) for number, line, size in records)
-    schema, rows, held = None, [], 0  # held: characters of the rows
-    for number, record, size in chain(records, [(None, None, 0)]):
-        if rows and (record is None or len(rows) == READ_ROWS or held > MOST_LINE):
-            if not schema:
-                there = dict.fromkeys(chain.from_iterable(rows)) if wanted else rows[0]  # JSON may leave a null out
-                kinds = {name: pa.string() for name in select_columns(there, wanted, file)}
-                kinds |= {n: pa.list_(pa.string()) for n in kinds if any(isinstance(row.get(n), list) for row in rows)}
-                schema = pa.schema(kinds.items())
-            # a cell that is missing, or does not fit, is null, and hence a bad row
-            cells = [[c if fits(c := row.get(f.name), f.type) else None for row in rows] for f in schema]
-            yield pa.record_batch([pa.array(column, f.type) for column, f in zip(cells, schema)], schema)
-            rows, held = [], 0
-        if record is None:
-            return
-        held += size
-        if kind == "json":
-            if not record.strip():
-                continue
-            try:
-                record = json.loads(record)
-            except (ValueError, RecursionError) as error:
-                raise BadInput(f"{file}, line {number}: not JSON ({error}); mend or remove the line") from None
-            if not isinstance(record, dict):
-                raise BadInput(f"{file}, line {number}: not a JSON object; one row a line is expected")
-        if None in record:  # where csv puts them
-            raise BadInput(f"{file}, line {number}: more cells than the header has; quote the cell with the separator")
-        if record.get(label) is not None and not isinstance(record[label], str):
-            record[label] = json.dumps(record[label])
-        if kind == "json" and ids:
-            for name, cell in record.items():
-                if type(cell) is int:
-                    record[name] = str(cell)
-                elif isinstance(cell, list):
-                    record[name] = [str(one) if type(one) is int else one for one in cell]
-        rows.append(record)
+def as_texts(column, name, ids=False):
+    """Return a column of texts, or of `ids`, as large_string; null where there is none."""
+    kind = column.type  # JSON is what `datasets` makes of a column of several types
+    if pa.types.is_nested(kind) or isinstance(kind, pa.JsonType) or (pa.types.is_primitive(kind) and not ids):
+        raise UserError(f"column {name!r} holds {kind}, not texts: set --label_column {name} or --columns, or rewrite "
+                        "it by prepare_corpus.py")  # fmt: skip
+    return column.cast(pa.large_string())
 
 
-# same in train_bi_encoder.py, train_cross_encoder.py
-def rows_at_once(raw, metadata, group, wanted):
-    """Rows of a Parquet row group to read at a time: READ_ROWS, or fewer where a dictionary repeats long texts."""
-    chunks = [metadata.row_group(group).column(number) for number in range(metadata.num_columns)]
-    large = [chunk.path_in_schema for chunk in chunks if chunk.total_uncompressed_size * READ_ROWS > MOST_TEXT]
-    schema, longest = metadata.schema.to_arrow_schema(), 1
-    texts = [n for n, type in zip(schema.names, schema.types) if n in wanted and n in large and type in TEXTS]
-    file = pq.ParquetFile(raw, metadata=metadata, buffer_size=2**20, read_dictionary=texts)
-    for batch in islice(file.iter_batches(1, [group], texts, use_threads=False), 1 if texts else 0):
-        for column in batch.columns:
-            if pa.types.is_dictionary(column.type):
-                longest = max(longest, pc.max(pc.binary_length(column.dictionary)).as_py() or 0)
-    return max(1, min(READ_ROWS, MOST_TEXT // 4 // longest))
-
-
-# same in train_bi_encoder.py, train_cross_encoder.py
-def validated(batch):
-    """A RecordBatch after a look at its offsets, indices and UTF-8: damaged ones would point anywhere."""
-    batch.validate(full=True)
-    return batch
-
-
-# same in train_bi_encoder.py, train_cross_encoder.py
-def decoded(column, file):
-    """A column without the dictionary in which it may hold each text once, however often it stands there."""
-    if not pa.types.is_dictionary(column.type):
-        return column
-    if column.type.value_type in TEXTS:
-        size = pc.sum(pc.binary_length(column.dictionary).take(column.indices)).as_py() or 0
-        if size > MOST_TEXT:
-            raise BadInput(f"{file}: {len(column):,} of its rows hold {size:,} bytes of text; split their texts")
-    return column.dictionary_decode()
-
-
-# same in train_bi_encoder.py, train_cross_encoder.py
-def read_batches(file, wanted=(), label=None, start=0, ids=False):
-    """Yield (number of the first row, RecordBatch of at most READ_ROWS rows) of one file, from row `start` on.
-
-    Memory is bounded by a record batch (Parquet: a row group) whatever the file's size. BadInput names the file, and
-    the line where there is one.
-    """
-    kind, compression = file_kind(file)
-    row = 0
-    try:
-        with fsspec.open(file, "rb") as raw:
-            if kind == "parquet":
-                table = pq.ParquetFile(raw, buffer_size=2**20)
-                wanted = select_columns(table.schema_arrow.names, wanted, file)
-                ends = np.cumsum([0] + [table.metadata.row_group(g).num_rows for g in range(table.num_row_groups)])
-                group = int(np.searchsorted(ends, start, side="right")) - 1  # earlier row groups are not even read
-                row = int(ends[group])
-                # one row group at a time: a reader of many opens them all, and its memory grows with their number
-                readers = (
-                    table.iter_batches(rows_at_once(raw, table.metadata, g, wanted), [g], wanted, use_threads=False)
-                    for g in range(group, table.num_row_groups)
-                )
-                batches = map(validated, chain.from_iterable(readers))
-            elif kind == "arrow":
-                is_stream = raw.read(6) != b"ARROW1"  # the format that `datasets` writes; else Arrow's file format
-                raw.seek(0)
-                table = pa.ipc.open_stream(raw) if is_stream else pa.ipc.open_file(raw)
-                wanted = select_columns(table.schema.names, wanted, file)
-                large = table if is_stream else map(table.get_batch, range(table.num_record_batches))
-                large = (validated(batch.select(wanted)) for batch in large)
-                batches = (batch.slice(i, READ_ROWS) for batch in large for i in range(0, len(batch), READ_ROWS))
-            else:
-                # pyarrow decompresses: it notices a truncated file, where Python's zstandard just ends
-                stream = pa.input_stream(raw, compression=compression)
-                lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
-                batches = text_batches(file, kind, lines, wanted, label, ids)
-            first, held = row, 0  # bytes of the rows since `first`, some READ_ROWS
-            for batch in batches:
-                batch = pa.record_batch([decoded(column, file) for column in batch.columns], batch.schema.names)
-                held += batch.nbytes
-                if held > MOST_TEXT and row > first:  # one batch is what the file holds, columns nobody wants among it
-                    raise BadInput(
-                        f"{file}: rows {first} to {row + len(batch)} hold {held:,} bytes; split their texts"
-                    )
-                if row + len(batch) > start:
-                    skip = max(start - row, 0)
-                    yield row + skip, batch.slice(skip)
-                row += len(batch)
-                if row - first >= READ_ROWS:
-                    first, held = row, 0
-    except (OSError, EOFError, pa.ArrowException, UnicodeError, csv.Error) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise BadInput(f"{file}: cannot be read after row {row} ({reason}); replace the file") from None
-
-
-# same in train_bi_encoder.py, train_cross_encoder.py
-def arrow_copy(file, wanted, label, folder, ids=False):
-    """Path of `file` as Arrow on this machine: the file itself, or a copy made once in `folder`, atomically."""
-    fs, path = fsspec.core.url_to_fs(file)
-    if file_kind(file)[0] == "arrow" and "file" in fs.protocol:
-        return path
-    key = hashlib.sha256(json.dumps([fs.ukey(path), sorted(wanted), label, ids]).encode()).hexdigest()[:32]
-    copy = Path(folder).expanduser() / f"{key}.arrow"
-    if not copy.exists():
-        part = copy.with_suffix(f".{os.getpid()}.part")
-        try:
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            with pa.OSFile(str(part), "wb") as sink, tqdm(unit=" rows", desc=f"mapping {file}", delay=2) as bar:
-                writer = None
-                for _, batch in read_batches(file, wanted, label, ids=ids):
-                    writer = writer or pa.ipc.new_stream(sink, batch.schema)
-                    writer.write_batch(batch)
-                    bar.update(len(batch))
-                (writer or pa.ipc.new_stream(sink, pa.schema([(name, pa.string()) for name in wanted]))).close()
-            os.replace(part, copy)
-        except OSError as error:
-            raise BadInput(f"--data_cache {folder}: {error}; make room, or name another folder") from None
-        finally:
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
-    return str(copy)
-
-
-def arrow_rows(path):
-    """Number of rows of an Arrow file, stream or file format."""
-    size, rows, schema = os.path.getsize(path), 0, None
-    with open(path, "rb") as raw:
-        position = 8 if raw.read(6) == b"ARROW1" else 0  # the file format is the stream format behind eight bytes
-    while position < size:
-        # The map is renewed, for it keeps the pages it touched resident: 60 kB around each record batch's header.
-        with pa.memory_map(path) as source:
-            source.seek(position)
-            for _ in range(200):
-                position = source.tell()
-                try:
-                    message = pa.ipc.read_message(source)
-                except EOFError:
-                    if size - position < 8:
-                        raise pa.ArrowInvalid("truncated: the end-of-stream mark is missing") from None
-                    return rows  # the mark was read; only a file format's footer comes after it
-                if message.type == "schema":
-                    schema = pa.ipc.read_schema(message)
-                elif message.type == "record batch":
-                    rows += pa.ipc.read_record_batch(message, schema).num_rows
-                else:
-                    raise BadInput(f"{path}: holds a {message.type}; convert it: python prepare_corpus.py {path} ...")
-            position = source.tell()
-    return rows
+# ---- collections
 
 
 @dataclass
 class Chunk:
-    """Consecutive rows of a collection, as they are encoded."""
+    """Consecutive rows of a corpus, as they are encoded."""
 
-    first: int  # number of the first row, over all files
-    ids: pa.Array  # (n,) strings
-    texts: pa.Array  # (n,) strings, each behind the prompt; or structs of a query and a document
+    first: int  # number of the first row
+    ids: pa.Array  # (n,) large_string
+    texts: pa.Array  # (n,) large_string with the prompt; or structs of a query and a document
     hashes: np.ndarray  # (n, 2) uint64, of the texts
 
 
 def text_hashes(texts):
-    """(n, 2) uint64: the 128-bit BLAKE2b hashes of an Arrow array of n strings."""
-    if not len(texts):
-        return np.empty((0, 2), np.uint64)
+    """Return (n, 2) uint64, the 128-bit BLAKE2b hashes of n texts, large_string."""
     _, offsets, data = texts.buffers()
-    ends = np.frombuffer(offsets, np.int32)[texts.offset : texts.offset + len(texts) + 1].tolist()
+    ends = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1].tolist()
     view = memoryview(data or b"")
     digests = [hashlib.blake2b(view[a:b], digest_size=16).digest() for a, b in zip(ends, ends[1:])]
     return np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
 
 
-class Table:
-    """Rows (id, text) of some sources, read front to back, chunk by chunk."""
+class TextReader:
+    """Ids and texts of some sources, front to back, in chunks."""
 
     def __init__(self, sources, columns, default, args):
-        self.sources = [file for source in sources for file in list_files(source)]
-        first = next((file for file in self.sources if next(read_batches(file), None)), None)
-        if first is None:
-            raise BadInput(f"{self.sources[0]}: holds no row; remove it")
-        if not columns:
-            columns = list(default)
-            try:
-                next(read_batches(first, default))
-            except BadInput:  # a title is usual, not certain
-                columns = [name for name in default if name != "title"]
-        self.id, self.texts = columns[0], columns[1:]
-        self.wanted = list(dict.fromkeys(name for name in columns if name != "#"))
-        next(read_batches(first, self.wanted, self.id))  # a wrong column is said now
-        self.files, self.rows, self.empty = self.sources, None, 0
-        if not args.streaming:
-            self.files = [arrow_copy(file, self.wanted, self.id, args.data_cache) for file in self.sources]
-            try:
-                self.rows = sum(map(arrow_rows, self.files))
-            except (OSError, pa.ArrowException) as error:
-                raise BadInput(f"{sources[0]}: not whole Arrow files ({error}); replace them") from None
+        self.name, self.size, self.empty = sources[0], args.corpus_chunk_size, 0
+        with user_errors(self.name):
+            files = [file for source in sources for file in list_files(source)]
+            available = next(open_files(files[:1]).iter(1)).column_names
+            # A title is usual, not certain.
+            columns = columns or [name for name in default if name in available or name != "title"]
+            self.id_column, *self.text_columns = columns
+            self.dataset = open_files(files, args.streaming)
+            self.dataset = self.dataset.select_columns(list(dict.fromkeys(name for name in columns if name != "#")))
+        self.rows = None if args.streaming else len(self.dataset)
 
-    def chunks(self, rows, prompt=""):
-        """Yield Chunks of `rows` rows, the last one of fewer."""
-        first, held = 0, []
-        for batch in chain(self.batches(prompt), [None]):
-            held += [batch] * (batch is not None)
-            while (have := sum(map(len, held))) >= rows or (batch is None and have):
-                table = pa.Table.from_batches(held).combine_chunks()
-                head = table.slice(0, rows)
-                ids, texts = (pa.concat_arrays(column.chunks) for column in head.columns)
-                yield Chunk(first, ids, texts, text_hashes(texts))
-                first += len(head)
-                held = table.slice(rows).to_batches()
+    def chunks(self, prompt="", process=0, processes=1):
+        """Yield the Chunks of one process: every P-th."""
+        with user_errors(self.name):
+            if self.rows is None:
+                tables = enumerate(self.dataset.iter(self.size))
+            else:
+                numbers = range(process, math.ceil(self.rows / self.size), processes)
+                tables = ((n, self.dataset[n * self.size : (n + 1) * self.size]) for n in numbers)
+            for number, table in tables:
+                if number % processes == process:
+                    table.validate(full=True)  # a damaged Arrow file has offsets that lead anywhere
+                    yield self.make_chunk(number * self.size, table.combine_chunks(), prompt)
 
-    def _text(self, batch):
-        """(n,) strings: the text columns of a RecordBatch, joined."""
-        parts = [pc.fill_null(pc.cast(batch.column(name), pa.string()), "") for name in self.texts]
-        return pc.utf8_trim_whitespace(pc.binary_join_element_wise(*parts, " "))
-
-    def batches(self, prompt):
-        """Yield RecordBatches of (id, prompt + text)."""
-        row, self.empty = 0, 0
-        for source, file in zip(self.sources, self.files):
-            for number, batch in read_batches(file, self.wanted, self.id):
-                try:
-                    texts = self._text(batch)
-                    if self.id == "#":
-                        ids = pa.array(map(str, range(row, row + len(batch))))
-                    else:
-                        ids = pc.fill_null(pc.cast(batch.column(self.id), pa.string()), "")
-                except pa.ArrowException as error:
-                    raise BadInput(f"{source}, after row {number}: not text ({error}); convert the column") from None
-                if (bad := pc.index(ids, "").as_py()) >= 0:
-                    raise BadInput(f"{source}, row {number + bad}: no id in column {self.id!r}; mend the row")
-                self.empty += pc.sum(pc.equal(texts, "")).as_py()
-                row += len(batch)
-                yield pa.record_batch([ids, pc.binary_join_element_wise(prompt, texts, "")], ["id", "text"])
+    def make_chunk(self, first, table, prompt):
+        """Return the Chunk of a Table as read: text columns joined, behind the prompt."""
+        columns = [pc.fill_null(as_texts(table[name], name), "") for name in self.text_columns]
+        texts = pc.utf8_trim_whitespace(pc.binary_join_element_wise(*columns, pa.scalar(" ", pa.large_string())))
+        self.empty += pc.sum(pc.equal(texts, "")).as_py()
+        texts = pc.binary_join_element_wise(pa.scalar(prompt, texts.type), texts, pa.scalar("", texts.type))
+        if self.id_column == "#":
+            ids = pa.array(np.arange(first, first + len(table))).cast(pa.large_string())
+        else:
+            ids = as_texts(table[self.id_column], self.id_column, ids=True).combine_chunks()
+        if (row := pc.index(pc.fill_null(ids, ""), "").as_py()) >= 0:
+            raise UserError(f"row {first + row}, counted from 0, has no id in column {self.id_column!r}")
+        texts = texts.combine_chunks()
+        return Chunk(first, ids, texts, text_hashes(texts))
 
 
-def read_qrels(path):
-    """{query id: {document id: relevance}} from TREC qrels (four fields) or BEIR's TSV (three, under a header)."""
-    qrels = defaultdict(dict)
-    try:
-        with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as lines:
-            for number, line in enumerate(lines, start=1):
-                fields = line.rstrip("\r\n").split("\t") if "\t" in line else line.split()
-                if len(fields) in (3, 4) and re.fullmatch(r"-?[0-9]{1,9}", fields[-1].strip()):
-                    qrels[fields[0]][fields[-2]] = int(fields[-1])
-                elif number > 1 and line.strip():
-                    raise BadInput(
-                        f"{path}, line {number}: not (query, document, score) nor TREC qrels; mend the line"
-                    )
-    except BadInput:
-        raise
-    except (OSError, EOFError, zlib.error, ValueError, ImportError) as error:
-        raise BadInput(f"{path}: cannot be read ({error}); check --qrels") from None
-    if not qrels:
-        raise BadInput(f"{path}: holds no judgment; check --qrels")
-    return dict(qrels)
+def read_trec(path, name):
+    """Return a DataFrame (query, document, score) of a run ("run") or of judgments ("qrels": of TREC, or of BEIR)."""
+    with user_errors(f"--{name} {path}"):
+        with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
+            separator = "\t" if "\t" in file.readline() else r"\s+"  # ids of BEIR may contain spaces
+        options = {"header": None, "dtype": str, "quoting": csv.QUOTE_NONE, "keep_default_na": False}
+        frame = pd.read_csv(path, sep=separator, encoding="utf-8-sig", **options)
+        columns = {3: (0, 1, 2), 4: (0, 2, 3)} if name == "qrels" else {6: (0, 2, 4)}
+        if frame.shape[1] not in columns:
+            raise UserError(f"lines of {frame.shape[1]} fields, not {' or '.join(map(str, columns))}")
+        frame = frame.iloc[:, list(columns[frame.shape[1]])].set_axis(["query", "document", "score"], axis=1)
+        scores = pd.to_numeric(frame["score"], errors="coerce")
+        if name == "qrels" and len(frame) and np.isnan(scores[0]):  # the header of BEIR
+            frame, scores = frame[1:], scores[1:]
+        if (bad := ~np.isfinite(scores)).any():
+            raise UserError(f"line {bad.idxmax() + 1} has no number: {' '.join(frame.loc[bad.idxmax()])}")
+        if frame.empty:
+            raise UserError("contains no line")
+        return frame.assign(score=scores)
 
 
 @dataclass
 class Collection:
-    corpus: Table
+    name: str
+    corpus: TextReader
     query_ids: list
     query_texts: list
-    qrels: dict  # {query id: {document id: relevance}}; empty in a search or an export
-    notes: list  # lines to say about the data
-    omit_same_id: bool = False  # whether a document is left out for the query of the same id
+    qrels: dict  # {query id: {document id: grade}}; empty in a search or an export
+    warnings: list
+    omit_same_id: bool = False  # leave the document with the query's own id out of its ranking
 
 
-def open_collection(args):
-    """The Collection to evaluate on, or to search."""
+def beir_sources(name, split):
+    """Return the sources of documents, queries and judgments of a folder or Hub id, in BEIR's or NanoBEIR's layout."""
+    if os.path.exists(f"{name}/corpus.jsonl"):
+        available = sorted(path.stem for path in Path(name, "qrels").glob("*.tsv"))
+        if split not in available:
+            raise UserError(f"--beir {name}: no judgments of --split {split}; available: {', '.join(available)}")
+        return [f"{name}/corpus.jsonl"], [f"{name}/queries.jsonl"], f"{name}/qrels/{split}.tsv"
+    with user_errors(f"--beir {name}"):
+        nano = "qrels" in datasets.get_dataset_config_names(name)
+        sources = []
+        for source, config in (
+            (name, "corpus"),
+            (name, "queries"),
+            (name, "qrels") if nano else (f"{name}-qrels", ""),
+        ):
+            splits = list(datasets.load_dataset_builder(source, config or None).config.data_files)
+            sources.append(f"{source}:{config}:{splits[0] if config else split}")  # the only one of a configuration
+    return sources[:1], sources[1:2], sources[2]
+
+
+def read_qrels(source):
+    """Return {query id: {document id: grade}} of a file, or of a source in the layouts of the Hub."""
+    if source.count(":") == 2 and "://" not in source:
+        with user_errors(f"--beir {source}"):
+            tables = open_files(list_files(source), streaming=False)[:]
+            frame = pd.DataFrame({"query": as_texts(tables["query-id"], "query-id", ids=True),
+                                  "document": as_texts(tables["corpus-id"], "corpus-id", ids=True)})  # fmt: skip
+            frame["score"] = tables["score"] if "score" in tables.column_names else 1  # NanoBEIR has none
+    else:
+        frame = read_trec(source, "qrels")
+    qrels = defaultdict(dict)
+    for query, document, grade in zip(frame["query"], frame["document"], frame["score"].astype(int).tolist()):
+        qrels[query][document] = grade
+    return qrels
+
+
+def open_collection(name, beir, args):
+    """Return the Collection of a value of --beir, or of --corpus or --pairs."""
+    searching = args.query or args.export_vectors is not None  # which need no judgments
+    ad_hoc = [f"query {i}" for i in range(1, len(args.query) + 1)], args.query, {}, []
     if args.pairs:
-        columns = args.columns
-        if not columns:
-            file = list_files(args.pairs[0])[0]
-            there = next(read_batches(file), (0, pa.record_batch({})))[1].schema.names
-            if len(there) < 2:
-                raise BadInput(f"{file}: has no two columns; a pair is a query and its document")
-            columns = there[:2]
-        corpus = Table(args.pairs, ["#", columns[1]], (), args)
-        if args.query or args.export_vectors is not None:
-            return Collection(corpus, [f"query {i}" for i in range(1, len(args.query) + 1)], args.query, {}, [])
-        queries = Table(args.pairs, ["#", columns[0]], (), args)
-        texts = [[t for chunk in table.chunks(args.chunk_rows) for t in chunk.texts.to_pylist()]
-                 for table in (queries, corpus)]  # fmt: skip
-        # equal queries are one query, and a document equal to an answer is an answer
-        rows, answers = defaultdict(list), defaultdict(set)
-        for row, (query, document) in enumerate(zip(*texts)):
-            rows[document].append(str(row))
-            if query and document:
-                answers[query].add(document)
-        if not answers:
-            raise BadInput(f"{args.pairs[0]}: holds no pair of texts; check --columns")
-        empty = sum(not (query and document) for query, document in zip(*texts))
-        notes = [f"{empty:,} pairs lack a text; left out of the queries"] * (empty > 0)
-        qrels = {str(i): {row: 1 for text in answers[q] for row in rows[text]} for i, q in enumerate(answers)}
-        return Collection(corpus, list(qrels), list(answers), qrels, notes)
-    corpus = Table(args.corpus, args.corpus_columns, ("_id", "title", "text"), args)
-    if args.query or args.export_vectors is not None:
-        return Collection(corpus, [f"query {i}" for i in range(1, len(args.query) + 1)], args.query, {}, [])
-    qrels, notes = read_qrels(args.qrels), []
-    table = Table(args.queries, args.query_columns, ("_id", "text"), args)
-    texts = {}
-    doubles = unjudged = 0
-    for chunk in table.chunks(args.chunk_rows):
-        for name, text in zip(chunk.ids.to_pylist(), chunk.texts.to_pylist()):
-            doubles += name in texts
-            unjudged += name not in qrels
-            if name in qrels:
-                texts.setdefault(name, text)
-    unknown = len(qrels) - len(texts)
-    for count, what in (
-        (doubles, "queries with the id of an earlier one left out"),
-        (unjudged, "queries without judgment left out"),
-        (unknown, f"judged queries are not among --queries; left out: {', '.join(islice(qrels.keys() - texts, 3))}"),
-        (table.empty, "queries are empty; encoded as the empty string"),
-    ):
-        notes += [f"{count:,} {what}"] * (count > 0)
+        return open_pairs(name, args, ad_hoc if searching else None)
+    documents, queries, qrels = beir_sources(beir, args.split) if beir else (args.corpus, args.queries, args.qrels)
+    corpus = TextReader(documents, args.corpus_columns, ("_id", "title", "text"), args)
+    if searching:
+        return Collection(name, corpus, *ad_hoc)
+    qrels, texts, counts = read_qrels(qrels), {}, Counter()
+    reader = TextReader(queries, args.query_columns, ("_id", "text"), args)
+    for chunk in reader.chunks():
+        for query, text in zip(chunk.ids.to_pylist(), chunk.texts.to_pylist()):
+            counts["queries with the id of an earlier one left out"] += query in texts
+            counts["queries without judgments left out"] += query not in qrels
+            if query in qrels:
+                texts.setdefault(query, text)
+    missing = sorted(qrels.keys() - texts)
+    counts[f"judged queries are not among the queries, such as {', '.join(missing[:3])}; left out"] = len(missing)
+    counts["queries are empty"] = reader.empty
     if not texts:
-        raise BadInput(f"{args.qrels}: judges none of the queries in {', '.join(args.queries)}; check the ids")
-    # row numbers identify nothing beyond their own table: the row of a query may well be that of its answer
-    omit_same_id = not args.keep_same_id and "#" not in (corpus.id, table.id)
-    qrels = {name: qrels[name] for name in texts}
-    return Collection(corpus, list(texts), list(texts.values()), qrels, notes, omit_same_id)
+        raise UserError(f"{reader.name}: has none of the judged queries; check the ids")
+    warnings = [f"{count:,} {what}" for what, count in counts.items() if count]
+    # Row numbers identify nothing beyond their own table: the row of a query may well be that of its answer.
+    omit_same_id = not args.keep_same_id and "#" not in (corpus.id_column, reader.id_column)
+    qrels = {query: qrels[query] for query in texts}
+    return Collection(name, corpus, list(texts), list(texts.values()), qrels, warnings, omit_same_id)
 
 
-def report_same_id(about, names, collection):
-    """Add to `about` how many queries have their own document left out, and the notes; names: ids of these queries."""
-    about["same_id_left_out"] = len(names)
-    relevant = sum(collection.qrels[name].get(name, 0) > 0 for name in names)
-    for count, what in (
-        (len(names), "queries share their id with a document, which is left out of their results; --keep_same_id "
-                     "keeps it"),
-        (relevant, "of these documents are judged relevant to the query of the same id; if ids coincide by chance, "
-                   "set --keep_same_id"),
-    ):  # fmt: skip
-        about["notes"] += [f"{count:,} {what}"] * (count > 0)
+def open_pairs(name, args, ad_hoc):
+    """Return the Collection of --pairs: equal queries are one, and a document equal to an answer is an answer."""
+    columns = args.columns
+    if not columns:
+        with user_errors(f"--pairs {args.pairs[0]}"):
+            columns = next(open_files(list_files(args.pairs[0])[:1]).iter(1)).column_names[:2]
+    corpus = TextReader(args.pairs, ["#", columns[-1]], (), args)
+    if ad_hoc:
+        return Collection(name, corpus, *ad_hoc)
+    readers = TextReader(args.pairs, ["#", columns[0]], (), args), corpus
+    queries, documents = (
+        [text for chunk in reader.chunks() for text in chunk.texts.to_pylist()] for reader in readers
+    )
+    rows, answers = defaultdict(list), defaultdict(set)
+    for row, (query, document) in enumerate(zip(queries, documents)):
+        rows[document].append(str(row))
+        if query and document:
+            answers[query].add(document)
+    if not answers:
+        raise UserError(f"--pairs {args.pairs[0]}: no pair has two texts; check --columns")
+    empty = sum(not (query and document) for query, document in zip(queries, documents))
+    warnings = [f"{empty:,} pairs lack a text; left out of the queries"] * (empty > 0)
+    qrels = {str(i): {row: 1 for text in answers[q] for row in rows[text]} for i, q in enumerate(answers)}
+    return Collection(name, corpus, list(qrels), list(answers), qrels, warnings)
 
 
-@dataclass
-class Run:
-    """Ranked documents of each query, by a model or from a file."""
-
-    name: str
-    documents: list  # Q lists of document ids, best first
-    scores: list  # Q lists of floats
-    texts: dict  # {document id: text}, in a search
-    about: dict  # what metrics.json says of it
-    judged: list | None = None  # Q dicts {document id: score} of the judged documents, with --judged
+# ---- the embedding cache
 
 
-def read_run(args, collection):
-    """The Run of --run, in the order of its scores (equal ones by document id, last first, as in trec_eval)."""
-    path, found, others, lines_of = args.run, {name: {} for name in collection.query_ids}, set(), {}
-    same = set()  # queries whose own document is left out
-    try:
-        with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not (fields := line.split()):
-                    continue
-                try:
-                    query, _, document, _, score, _ = fields
-                    if not math.isfinite(score := float(score)):
-                        raise ValueError
-                except ValueError:
-                    raise BadInput(
-                        f"{path}, line {number}: not 'query Q0 document rank score tag', with a number for score; "
-                        "mend the line"
-                    ) from None
-                if query not in found:
-                    others.add(query)
-                elif collection.omit_same_id and document == query:
-                    same.add(query)
-                elif document in found[query]:
-                    raise BadInput(f"{path}, line {number}: document {document!r} stands twice for query {query!r}; "
-                                   "remove a line")  # fmt: skip
-                else:
-                    found[query][document] = score
-                    lines_of.setdefault(document, number)
-    except BadInput:
-        raise
-    except (OSError, EOFError, zlib.error, ValueError, ImportError) as error:
-        raise BadInput(f"{path}: cannot be read ({error}); check --run") from None
-    if not lines_of and not same:
-        some = f", such as {min(others)!r}" if others else ""
-        raise BadInput(f"{path}: ranks documents for none of the judged queries{some}; check the ids")
-    wanted = pa.array(lines_of, pa.string())
-    for batch in collection.corpus.batches(""):
-        for name in batch["id"].filter(pc.is_in(batch["id"], wanted)).to_pylist():
-            lines_of.pop(name, None)
-    notes = []
-    for count, what in (
-        (len(others), f"queries of {path} are not judged, or unknown; left out"),
-        (sum(not found[name] for name in found.keys() - same), f"judged queries are not in {path}; they count as 0"),
-        (len(lines_of), f"documents of {path} are not in the corpus"),
-    ):
-        notes += [f"{count:,} {what}"] * (count > 0)
-    if lines_of and args.cross_encoder:
-        name, number = next(iter(lines_of.items()))
-        raise BadInput(f"{path}, line {number}: document {name!r} is not in the corpus, nor are "
-                       f"{len(lines_of) - 1:,} others; without their texts they cannot be reranked")  # fmt: skip
-    ranked = [sorted(documents.items(), key=lambda item: item[::-1], reverse=True) for documents in found.values()]
-    names, scores = ([[item[part] for item in documents] for documents in ranked] for part in (0, 1))
-    about = {"seconds": {}, "notes": notes}
-    report_same_id(about, same, collection)
-    return Run(path, names, scores, {}, about)
-
-
-# same in train_bi_encoder.py, train_cross_encoder.py
-def prefetch(iterator, depth=2):
-    """Run an iterator in a background thread, `depth` items ahead; its errors surface here."""
-    with ThreadPoolExecutor(1) as pool:
-        ahead = deque(pool.submit(next, iterator, None) for _ in range(depth))
-        while (item := ahead.popleft().result()) is not None:
-            ahead.append(pool.submit(next, iterator, None))
-            yield item
-
-
-# ---------------------------------------------------------------------------------------------- the embedding cache
-
-
-class BytesDisk(diskcache.Disk):
+class NoPickleDisk(diskcache.Disk):
     """diskcache without its pickles, which run code from a hostile folder (CVE-2025-69872), within its own folder."""
 
     NAME = re.compile(r"[0-9a-f]{2}[/\\][0-9a-f]{2}[/\\][0-9a-f]{28}\.val")  # of a value's file, as diskcache makes it
 
     def get(self, key, raw):
         if not raw:
-            raise sqlite3.DatabaseError("a key is a pickle")
+            raise UserError("a key is a pickle: remove the folder")
         return super().get(key, raw)
 
     def fetch(self, mode, filename, value, read):
         if mode == diskcache.core.MODE_PICKLE or (filename and not self.NAME.fullmatch(filename)):
-            raise sqlite3.DatabaseError("a value is a pickle, or lies outside the folder")
+            raise UserError("a value is a pickle, or outside of the folder: remove it")
         return super().fetch(mode, filename, value, read)
 
     def remove(self, file_path):
@@ -812,351 +481,134 @@ class BytesDisk(diskcache.Disk):
             super().remove(file_path)
 
 
-def row_bytes(dimensions, dtype):
-    """Bytes on disk of a text's hash and vector; an int8 vector has a float32 scale."""
-    return 16 + (dimensions + 4 if dtype == "int8" else dimensions * np.dtype(dtype).itemsize)
-
-
 class EmbeddingCache:
     """Vectors on disk by the hash of their text, for one model.
 
-    The texts that were encoded together lie in one value, a block: (n, 2) uint64 hashes, then n rows of vector bytes,
-    then a checksum; an entry a text says which block and row. Texts that come again in the same order, the usual case,
-    are found by the ends of a run and read a block at a time; the hashes in the block prove each one of them.
-    """
+    The texts that were encoded together are one value, a block: their hashes, their vectors, and a checksum. Its key
+    is the hash of these hashes, so that an unchanged chunk is one lookup; an entry for each text has block and row."""
 
-    def __init__(self, folder, name, dimensions, dtype, limit, rebuilding=False):
+    def __init__(self, folder, model, dimensions, dtype, limit=0):
         self.folder, self.dimensions, self.dtype, self.damaged, self.full = Path(folder), dimensions, dtype, 0, False
-        self.width = row_bytes(dimensions, dtype)
-        self.last = (None, None)  # the block read last: (id, (hashes, rows))
-        about = {"evenstep_cache": 1, "model": name, "dtype": dtype, "dimensions": dimensions, "row_bytes": self.width}
-        with self._errors():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            note = self.folder / "model.json"
-            if next(self.folder.iterdir(), None) and not note.exists() and not (self.folder / "cache.db").exists():
-                raise BadInput(f"{folder}: not an embedding cache; name another --cache_dir")
-            if (self.folder / "rebuilding").exists() and not rebuilding:
-                raise BadInput(f"{folder}: its rebuilding was stopped; go on: --cache_rebuild {self.folder.name}")
-            known = None
-            with suppress(FileNotFoundError, ValueError, TypeError, RecursionError):
-                known = dict(json.loads(note.read_text()), model=name)
-            if known != about:  # new, or damaged: what may lie here is known from the fingerprint, the folder's name
-                part = self.folder.with_suffix(f".{os.getpid()}.part")
-                part.write_text(json.dumps(about))
-                os.replace(part, note)
+        self.row_bytes = dimensions + 4 if dtype == "int8" else dimensions * np.dtype(dtype).itemsize
+        metadata = {"model": model, "dtype": dtype, "dimensions": dimensions, "bytes": self.row_bytes + 16}
+        with self.errors():
             self.cache = diskcache.Cache(
                 str(self.folder),
-                disk=BytesDisk,
+                disk=NoPickleDisk,
                 disk_min_file_size=25,  # blocks are files, the entries of texts are not
                 eviction_policy="least-recently-stored" if limit else "none",
                 size_limit=int(limit * 1e9) or 2**62,
                 sqlite_mmap_size=0,  # a memory-mapped index would count as memory and grow with the corpus
             )
+            (self.folder / "model.json").write_text(json.dumps(metadata))  # for --cache_info
 
-    @contextmanager
-    def _errors(self):
-        try:
-            yield
-        except (OSError, sqlite3.Error, diskcache.Timeout, ValueError, TypeError) as error:
-            if isinstance(error, BadInput):
-                raise
-            raise BadInput(
-                f"--cache_dir {self.folder}: {error or type(error).__name__}; what was stored is kept; make room or "
-                f"allow writing, name another folder, or mend a damaged one (--cache_rebuild {self.folder.name})"
-            ) from None
+    def errors(self):
+        return user_errors(f"--cache_dir {self.folder} (free space, or remove it if it is damaged)")
 
     def pack(self, vectors):
-        """(n, bytes) uint8 rows as they are stored, of (n, D) float32."""
+        """Return (n, bytes) uint8 rows as they are stored, of (n, D) float32."""
         if self.dtype == "int8":  # each vector scaled to its largest component
             scale = np.maximum(np.abs(vectors).max(1, keepdims=True), 1e-30).astype(np.float32) / 127
-            whole = np.round(vectors / scale).astype(np.int8)
-            return np.hstack([scale.view(np.uint8), whole.view(np.uint8)])
+            return np.hstack([scale.view(np.uint8), np.round(vectors / scale).astype(np.int8).view(np.uint8)])
         with np.errstate(over="ignore"):
             stored = vectors.astype(self.dtype)
         if not np.isfinite(stored).all():
-            raise BadInput(f"--cache_dtype {self.dtype}: cannot hold an embedding of this model; use float32")
+            raise UserError(f"--cache_dtype {self.dtype}: cannot hold an embedding of this model; use float32")
         return stored.view(np.uint8).reshape(len(vectors), -1)
 
     def unpack(self, rows):
-        """(n, D) float32 (int8) or the stored dtype, of (n, bytes) uint8 rows."""
+        """Return (n, D) vectors, float32 (of int8) or the stored dtype, of (n, bytes) uint8 rows."""
         if self.dtype == "int8":
             return np.ascontiguousarray(rows[:, :4]).view(np.float32) * rows[:, 4:].view(np.int8)
         return np.ascontiguousarray(rows).view(self.dtype)
 
-    def _place(self, digests, i):
-        """(block id, row, rows of the block) where the text with the i-th 16-byte digest lies, or None."""
-        entry = self.cache.get(digests[16 * i : 16 * i + 16])
-        if not isinstance(entry, bytes) or len(entry) != 24:
+    def read_block(self, block):
+        """Return ((n, 2) hashes, (n, bytes) rows) of a block, or None if it is missing or damaged."""
+        file = self.cache.get(b"block" + block, read=True)
+        if file is None:
             return None
-        return entry[:16], int.from_bytes(entry[16:20], "little"), int.from_bytes(entry[20:], "little")
-
-    def unwrap(self, file):
-        """((n, 2) hashes, (n, bytes) rows) of a block, given its file or path, or None where it is damaged."""
-        value = np.fromfile(file, np.uint8)
-        n = len(value) // self.width
-        if not n or len(value) % self.width != 8 or xxhash.xxh3_64_digest(value[:-8]) != value[-8:].tobytes():
+        with file:
+            value = np.fromfile(file, np.uint8)
+        n, rest = divmod(len(value) - 8, 16 + self.row_bytes)
+        if rest or n < 0 or xxhash.xxh3_64_digest(value[:-8]) != value[-8:].tobytes():
+            self.damaged += 1
+            tqdm.write(f"{self.folder}: a damaged block; what it held is computed again", file=sys.stderr)
+            self.cache.delete(b"block" + block)
             return None
         return value[: 16 * n].view(np.uint64).reshape(n, 2), value[16 * n : -8].reshape(n, -1)
 
-    def _block(self, block):
-        """((n, 2) hashes, (n, bytes) rows) of the block with this id, or None where it is gone or damaged."""
-        if self.last[0] != block:
-            content, file = None, self.cache.get(b"block" + block, read=True)
-            if isinstance(file, io.BufferedReader):
-                with file:
-                    content = self.unwrap(file)
-            if file is not None and content is None:
-                self.damaged += 1
-                tqdm.write(f"{self.folder}: a damaged block; what it held is computed again", file=sys.stderr)
-                self.cache.delete(b"block" + block)
-            self.last = (block, content)
-        return self.last[1]
-
-    def _runs(self, digests):
-        """[(block, row, i, n)]: texts i to i + n probably lie in a block from a row on, going by both ends."""
-        runs, at, count = [], 0, len(digests) // 16
-        while at < count:
-            if (here := self._place(digests, at)) is None:
-                at += 1
-                continue
-            block, row, size = here
-
-            def fits(n):
-                return self._place(digests, at + n - 1) == (block, row + n - 1, size)  # noqa: B023
-
-            n = min(size - row, count - at)
-            if n > 1 and not fits(n):
-                n = n // 2 if fits(2) else 1  # texts in disorder are given up at once
-                while n > 1 and not fits(n):
-                    n //= 2
-            runs.append((block, row, at, n := max(n, 1)))
-            at += n
-        return runs
-
     def lookup(self, hashes):
-        """((n, bytes) uint8 rows, (n,) bool found) of the texts with these (n, 2) uint64 hashes."""
-        count, digests = len(hashes), hashes.tobytes()
-        rows, found = None, np.zeros(count, bool)
-        with self._errors():
-            runs = self._runs(digests)
-            while runs:
-                astray = []
-                for block, row, at, n in sorted(runs):  # a block at a time
-                    same = np.zeros(n, bool)
-                    if content := self._block(block):
-                        same = (content[0][row : row + n] == hashes[at : at + n]).all(1)
-                        if n == count and len(same) == n and same.all():  # the usual case, without a copy
-                            return content[1][row : row + n], same
-                        rows = np.zeros((count, self.width - 16), np.uint8) if rows is None else rows
-                        rows[at : at + len(same)][same] = content[1][row : row + n][same]
-                        found[at : at + len(same)] |= same
-                    # within a run whose ends fit a text may have been changed; each is then looked for alone
-                    astray += [at + i for i in range(n) if n > 1 and not (i < len(same) and same[i])]
-                runs = [(*there[:2], i, 1) for i in astray if (there := self._place(digests, i))]
-        return np.zeros((count, self.width - 16), np.uint8) if rows is None else rows, found
+        """Return ((n, bytes) uint8 rows, (n,) bool found) of the texts with these (n, 2) uint64 hashes."""
+        with self.errors():
+            whole = self.read_block(block_of(hashes))
+            if whole and np.array_equal(whole[0], hashes):
+                return whole[1], np.ones(len(hashes), bool)
+            rows, found = np.zeros((len(hashes), self.row_bytes), np.uint8), np.zeros(len(hashes), bool)
+            places = defaultdict(list)  # {block: [(index in hashes, row in the block)]}
+            for index, key in enumerate(hashes.view("V16").ravel().tolist()):
+                entry = self.cache.get(key)
+                if entry is not None:
+                    places[entry[:16]].append((index, int.from_bytes(entry[16:], "little")))
+            for block, pairs in places.items():
+                if content := self.read_block(block):
+                    indices, numbers = np.array(pairs).T
+                    numbers = numbers.clip(max=len(content[0]) - 1)  # of a damaged entry
+                    same = (content[0][numbers] == hashes[indices]).all(1)
+                    rows[indices[same]], found[indices[same]] = content[1][numbers[same]], True
+            return rows, found
 
     def store(self, hashes, rows):
-        """Keep the (n, bytes) rows of n texts, all of them or, if the process is killed, none."""
-        digests, n = hashes.tobytes(), len(hashes)
-        block = hashlib.blake2b(digests, digest_size=16).digest()
-        body = digests + rows.tobytes()
-        self.last = (None, None)
-        with self._errors(), self.cache.transact(retry=True):
-            self.full |= self.cache.volume() + len(body) > self.cache.size_limit  # older vectors go
-            self.cache.set(b"block" + block, body + xxhash.xxh3_64_digest(body))
-            for i in range(n):
-                entry = block + i.to_bytes(4, "little") + n.to_bytes(4, "little")
-                self.cache.set(digests[16 * i : 16 * i + 16], entry)
+        """Keep the (n, bytes) rows of n texts: all of them or, if the process is killed, none."""
+        block, value = block_of(hashes), hashes.tobytes() + rows.tobytes()
+        with self.errors(), self.cache.transact(retry=True):
+            self.full |= self.cache.volume() + len(value) > self.cache.size_limit  # older vectors go
+            self.cache.set(b"block" + block, value + xxhash.xxh3_64_digest(value))
+            for row, key in enumerate(hashes.view("V16").ravel().tolist()):
+                self.cache.set(key, block + row.to_bytes(4, "little"))
 
 
-def cached_models(cache_dir):
-    """[(folder, its model.json, vectors held, bytes on disk)] of the caches in a folder."""
-    found = []
-    for note in sorted(Path(cache_dir).expanduser().glob("*/model.json")):
-        sizes = {path: path.stat().st_size for path in note.parent.rglob("*") if path.is_file()}
-        try:
-            about = json.loads(note.read_text())
-            sound = about["row_bytes"] == row_bytes(about["dimensions"], about["dtype"]) and about["dimensions"] > 0
-            if not sound or "model" not in about:
-                raise ValueError("damaged")
-            held = sum(size // about["row_bytes"] for path, size in sizes.items() if path.suffix == ".val")
-        except (ValueError, OSError, TypeError, KeyError, RecursionError):
-            about, held = {"model": "(damaged)", "dtype": "?", "dimensions": 0}, 0
-        found.append((note.parent, about, held, sum(sizes.values())))
-    return found
-
-
-def rebuild_cache(folder, about):
-    """Store a cache's blocks again in a new index, by the hashes that each holds; returns the vectors kept.
-
-    A block goes when its vectors lie in another one. What is damaged stays where it is, and is said.
-    """
-    if not about["dimensions"]:
-        raise BadInput(f"{folder}/model.json: damaged; evaluating with the model writes it again")
-    blocks = [path for path in folder.rglob("*.val") if BytesDisk.NAME.fullmatch(str(path.relative_to(folder)))]
-    blocks.sort(key=lambda path: path.stat().st_mtime)  # --cache_size_limit lets the oldest go first
-    (folder / "rebuilding").touch()  # until it is done, also by another call
-    for path in folder.glob("cache.db*"):
-        path.unlink()
-    cache = EmbeddingCache(folder, about["model"], about["dimensions"], about["dtype"], 0, rebuilding=True)
-    kept = damaged = 0
-    for path in tqdm(blocks, "rebuilding", unit=" blocks", delay=2):
-        try:
-            content = cache.unwrap(path)
-        except OSError:  # a bad sector
-            content = None
-        if content:
-            cache.store(*content)
-            kept += len(content[0])
-            path.unlink()
-        damaged += not content
-    cache.cache.close()
-    (folder / "rebuilding").unlink()
-    if damaged:
-        print(f"{folder}: {damaged:,} damaged files of vectors are left there", file=sys.stderr)
-    return kept
+def block_of(hashes):
+    """Return the 16-byte id of the block of texts with these (n, 2) hashes."""
+    return hashlib.blake2b(hashes.tobytes(), digest_size=16).digest()
 
 
 def manage_cache(args):
-    """--cache_info, --cache_clear and --cache_rebuild."""
-    models = cached_models(args.cache_dir)
-    if name := args.cache_clear or args.cache_rebuild:
-        chosen = [m for m in models if name == m[1]["model"] or (len(name) > 5 and m[0].name.startswith(name))]
-        if not chosen:
-            raise BadInput(f"--cache_dir {args.cache_dir}: holds no model {name}; --cache_info lists them")
-        for folder, about, texts, size in chosen:
-            what = f"{texts:,} vectors, {size / 1e6:,.1f} MB, of {about['model']} ({folder.name[:12]})"
-            try:
-                if args.cache_clear:
-                    shutil.rmtree(folder)
-                    print(f"removed {what}")
-                else:
-                    print(f"kept {rebuild_cache(folder, about):,} of {what}")
-            except OSError as error:
-                raise BadInput(f"{folder}: {error}; mend that, and call it again") from None
-        return
+    """List the caches of --cache_dir, or remove those of --cache_clear."""
     print(f"{'fingerprint':13} {'dtype':8} {'dims':>5} {'vectors':>12} {'MB':>10}  model ({args.cache_dir})")
-    for folder, about, texts, size in models:
-        shape = f"{about['dtype']:8} {about['dimensions']:5}"
-        print(f"{folder.name[:12]:13} {shape} {texts:12,} {size / 1e6:10,.1f}  {about['model']}")
+    name, cleared = args.cache_clear, 0
+    for note in sorted(Path(args.cache_dir).expanduser().glob("*/model.json")):
+        metadata = {"model": "(damaged)", "dtype": "?", "dimensions": 0, "bytes": 1e30}
+        with suppress(ValueError):
+            metadata |= json.loads(note.read_text())
+        sizes = {path: path.stat().st_size for path in note.parent.rglob("*") if path.is_file()}
+        vectors = sum(int(size // metadata["bytes"]) for path, size in sizes.items() if path.suffix == ".val")
+        if not name or name == metadata["model"] or (len(name) > 5 and note.parent.name.startswith(name)):
+            print(f"{note.parent.name[:12]:13} {metadata['dtype']:8} {metadata['dimensions']:5} {vectors:12,} "
+                  f"{sum(sizes.values()) / 1e6:10,.1f}  {metadata['model']}" + " (removed)" * bool(name))  # fmt: skip
+            if name:
+                with user_errors(f"--cache_clear {name}"):
+                    shutil.rmtree(note.parent)
+                cleared += 1
+    if name and not cleared:
+        raise UserError(f"--cache_clear {name}: no such model in {args.cache_dir}; --cache_info lists them")
 
 
-# ---------------------------------------------------------------------------------------------------- the model
+# ---- micro-batches (same in train_bi_encoder.py)
 
 
-# same in train_bi_encoder.py, train_cross_encoder.py
-def weight_options(path):
-    """Options that let transformers read no pickle; ValueError where weights lie outside of the model's folder."""
-    for index in Path(path).rglob("*.safetensors.index.json"):
-        for name in json.loads(index.read_text())["weight_map"].values():
-            if os.path.isabs(name) or os.path.normpath(name).startswith(".."):
-                raise ValueError(f"{index} names a file outside of the folder, {name}")
-    return {"use_safetensors": True}
+def cut_micro_batches(lengths, max_tokens):
+    """Return index lists, longest text first, each of at most `max_tokens` with padding; a longer text stands alone.
 
-
-def load_model(path, args):
-    """(SentenceTransformer on the CPU, dimensions to search with, prompt of queries, prompt of documents)."""
-    try:
-        model = SentenceTransformer(path, device="cpu", model_kwargs=weight_options(path))
-    except Exception as error:  # whatever a damaged file makes the libraries raise
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise BadInput(f"--model_name_or_path {path}: {reason}; check the path, or restore the folder") from None
-    if model.similarity_fn_name not in ("cosine", "dot"):
-        raise BadInput(f"{path}: its similarity is {model.similarity_fn_name}; cosine and dot can be searched")
-    if args.max_length:
-        most = getattr(model.config, "max_position_embeddings", None) or args.max_length
-        if args.max_length > most:
-            raise BadInput(f"--max_length {args.max_length}: the model has positions for {most} tokens")
-        if isinstance(model.tokenizer, Tokenizer):  # a static embedding model
-            model.tokenizer.enable_truncation(args.max_length)
-        else:
-            model.max_seq_length = args.max_length
-    dims, model.truncate_dim = args.truncate_dim or model.truncate_dim, None  # the cache keeps whole vectors
-    if (args.truncate_dim or 0) > model.get_embedding_dimension():
-        raise BadInput(f"--truncate_dim {args.truncate_dim}: {path} has {model.get_embedding_dimension()} dimensions")
-    own = [next((model.prompts[name] for name in names if model.prompts.get(name)), "")
-           for names in (("query",), ("document", "passage", "corpus"))]  # fmt: skip
-    prompts = [args.prompts[0], args.prompts[-1]] if args.prompts else own
-    if any(prompts) and any(isinstance(module, Pooling) and not module.include_prompt for module in model):
-        raise BadInput(f"{path}: leaves its prompt out of the pooling, which is not supported; use --prompts ''")
-    return model.eval(), dims, *prompts
-
-
-def load_reranker(path, args):
-    """The CrossEncoder of a Hub id or folder, on the CPU."""
-    try:
-        heads = str(AutoConfig.from_pretrained(path).architectures)
-        model = CrossEncoder(path, device="cpu", model_kwargs=weight_options(path))
-    except Exception as error:  # whatever a damaged file makes the libraries raise
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise BadInput(f"--cross_encoder {path}: {reason}; check the path, or restore the folder") from None
-    if "SequenceClassification" not in heads or len(model) > 1 or model.config.num_labels != 1:
-        raise BadInput(f"--cross_encoder {path}: not a transformer that gives a pair one score; "
-                       "train_cross_encoder.py makes one")  # fmt: skip
-    if model.default_prompt_name:
-        raise BadInput(
-            f"--cross_encoder {path}: puts a prompt before its texts, which is not supported; save it without"
-        )
-    if args.max_length:
-        most = getattr(model.config, "max_position_embeddings", None) or args.max_length
-        if args.max_length > most:
-            raise BadInput(f"--max_length {args.max_length}: --cross_encoder has positions for {most} tokens")
-        model.max_seq_length = args.max_length
-    return model.eval()
-
-
-def fingerprint_of(model, precision, dtype):
-    """Hex hash of all that makes a vector of a text: weights, tokenizer, modules, max length, autocast and dtype."""
-    config = model.config.to_dict() if model.config else {}
-    for name in ("_name_or_path", "transformers_version"):
-        config.pop(name, None)
-    tokenizer = model.tokenizer
-    if not isinstance(tokenizer, Tokenizer) and tokenizer.is_fast:
-        tokenizer = tokenizer.backend_tokenizer
-    words = json.loads(tokenizer.to_str()) if isinstance(tokenizer, Tokenizer) else tokenizer.get_vocab()
-    length = model.max_seq_length
-    if isinstance(model.tokenizer, Tokenizer):
-        length = (words["truncation"] or {}).get("max_length")
-    else:
-        # truncation and padding are what the last call asked for
-        words = {name: part for name, part in words.items() if name not in ("truncation", "padding")}
-        length = (length, model.tokenizer.truncation_side, model.tokenizer.padding_side)
-    modules = [(type(module).__name__, module.get_config_dict()) for module in model]
-    similarity = getattr(model, "similarity_fn_name", None)  # a cross-encoder has none
-    parts = [modules, config, words, length, precision, dtype, similarity]
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-# same in train_bi_encoder.py, train_cross_encoder.py
-def deal(lengths, processes):
-    """Index lists, one a process, even in count and in length: longest first, in snake order (0 1 1 0 0 1 ...)."""
-    shares = [[] for _ in range(processes)]
-    for place, text in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
-        turn, process = divmod(place, processes)
-        shares[process if turn % 2 == 0 else processes - 1 - process].append(text)
-    return shares
-
-
-# same in prepare_corpus.py, train_bi_encoder.py, train_cross_encoder.py
-def cut_micro_batches(lengths, budget):
-    """Index lists, longest text first, each of at most `budget` tokens with padding; a longer text stands alone.
-
-    Of all such cuts of the sorted texts the one with the fewest padded tokens, where a forward pass is taken to cost
-    32 tokens of its own at a budget of 2,048, as on CPUs, where 12 to 35 were measured, and 1,024 at 16,384, where it
-    is launched to a GPU. So short texts are not padded to long ones, nor encoded by twos and threes.
-    """
+    Of all such cuts that with the fewest padded tokens, where a forward pass counts as 32 tokens at 2,048 max_tokens
+    (12 to 35 measured on CPUs), and as 1,024 at 16,384 (GPUs)."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     sizes = np.array([max(lengths[i], 1) for i in order])
-    cost_of_a_pass = 32 * (budget / 2048) ** (5 / 3)
+    cost_of_a_pass = 32 * (max_tokens / 2048) ** (5 / 3)
     costs, begins = np.zeros(len(order) + 1), np.zeros(len(order) + 1, dtype=int)  # of the best cut of the first texts
     for end in range(1, len(order) + 1):
-        firsts = np.arange(max(0, min(end - 1, end - budget // sizes[end - 1])), end)  # of the last micro-batch
+        firsts = np.arange(max(0, min(end - 1, end - max_tokens // sizes[end - 1])), end)  # of the last micro-batch
         padded = (end - firsts) * sizes[firsts]
-        padded = np.where((padded <= budget) | (firsts == end - 1), padded, np.inf)
+        padded = np.where((padded <= max_tokens) | (firsts == end - 1), padded, np.inf)
         best = np.argmin(costs[firsts] + padded)
         costs[end], begins[end] = costs[firsts[best]] + padded[best] + cost_of_a_pass, firsts[best]
     cuts, end = [], len(order)
@@ -1166,260 +618,298 @@ def cut_micro_batches(lengths, budget):
     return cuts[::-1]
 
 
-# same in train_bi_encoder.py, train_cross_encoder.py
-def padded_length(length, model, device):
-    """Tokens that a text of `length` is padded to at least: on a GPU a multiple of 8, as its fast kernels want."""
-    return length if device.type == "cpu" else max(length, min(-(-length // 8) * 8, model.max_seq_length))
+# ---- padding (same in train_bi_encoder.py)
 
 
-# same in train_bi_encoder.py
-def make_micro_batches(texts, model, budget, device):
-    """(micro-batches, tokens, tokens with padding) of `texts`, tokenized, cut and padded, longest first.
-
-    A micro-batch is (features, places in `texts`).
-    """
-    tokenizer = model.tokenizer
-    if isinstance(tokenizer, Tokenizer):  # a static embedding model: texts lie end to end, there is no padding
-        ids = [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
-        lengths = [math.ceil(sum(map(len, ids)) / len(ids))] * len(ids)
-    else:
-        encodings = tokenizer(texts, truncation=True, max_length=model.max_seq_length)
-        ids = encodings["input_ids"]
-        lengths = [padded_length(len(i), model, device) for i in ids]
-    micro_batches, padded = [], 0
-    for cut in cut_micro_batches(lengths, budget):
-        if isinstance(tokenizer, Tokenizer):
-            offsets = np.cumsum([0] + [len(ids[i]) for i in cut[:-1]])
-            flat = np.fromiter((token for i in cut for token in ids[i]), np.int64)
-            features = {"input_ids": torch.from_numpy(flat), "offsets": torch.from_numpy(offsets)}
-        else:
-            picked = {name: [values[i] for i in cut] for name, values in encodings.items()}
-            features = dict(tokenizer.pad(picked, "max_length", lengths[cut[0]], return_tensors="pt"))
-        padded += features["input_ids"].numel()
+def pad_micro_batches(encodings, model, max_tokens, device):
+    """Return (micro-batches, tokens, tokens with padding) of tokenized texts or pairs; a micro-batch is (features,
+    indices in `encodings`)."""
+    tokenizer, flat, micro_batches = model.tokenizer, {}, []
+    lengths = np.array([len(encoding) for encoding in encodings], np.int64)
+    starts, widths, total = torch.from_numpy(np.cumsum(lengths) - lengths), lengths, int(lengths.sum())
+    if device.type != "cpu":  # fast kernels require multiples of 8
+        widths = np.maximum(lengths, np.minimum(-(-lengths // 8) * 8, model.max_seq_length))
+    fills = {"input_ids": ("ids", tokenizer.pad_token_id), "token_type_ids": ("type_ids", tokenizer.pad_token_type_id)}
+    for name in fills.keys() & set(tokenizer.model_input_names):  # (total,), text after text
+        tokens = chain.from_iterable(getattr(encoding, fills[name][0]) for encoding in encodings)
+        flat[name] = torch.from_numpy(np.fromiter(tokens, np.int64, total))
+    for cut in cut_micro_batches(widths.tolist(), max_tokens):
+        columns = torch.arange(int(widths[cut[0]]))
+        mask = columns < torch.from_numpy(lengths[cut])[:, None]  # (n, width)
+        places = (starts[cut, None] + columns).clamp_(max=total - 1)  # (n, width), in the flat arrays
+        features = {name: tokens[places].masked_fill_(~mask, fills[name][1]) for name, tokens in flat.items()}
+        features["attention_mask"] = mask.long()
         if device.type == "cuda":
             features = {name: tensor.pin_memory() for name, tensor in features.items()}
         micro_batches.append((features, cut))
-    return micro_batches, sum(map(len, ids)), padded
+    return micro_batches, total, sum(features["attention_mask"].numel() for features, _ in micro_batches)
 
 
-# same in train_bi_encoder.py
+def prefetch(iterator, depth=2):
+    """Run an iterator in a background thread, `depth` items ahead; its errors surface here."""
+    with ThreadPoolExecutor(1) as pool:
+        ahead = deque(pool.submit(next, iterator, None) for _ in range(depth))
+        while (item := ahead.popleft().result()) is not None:
+            ahead.append(pool.submit(next, iterator, None))
+            yield item
+
+
+# ---- texts (same in train_bi_encoder.py)
+
+
+def make_micro_batches(texts, model, max_tokens, device):
+    """Return (micro-batches, tokens, tokens with padding) of texts; a micro-batch is (features, indices in texts)."""
+    if not isinstance(model.tokenizer, Tokenizer):
+        encodings = model.tokenizer.backend_tokenizer.encode_batch_fast(texts)
+        return pad_micro_batches(encodings, model, max_tokens, device)
+    # A static embedding model: texts are concatenated, without padding.
+    encodings = model.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    ids = [torch.tensor(encoding.ids, dtype=torch.long) for encoding in encodings]
+    lengths, micro_batches = torch.tensor([len(text) for text in ids]), []
+    total = int(lengths.sum())
+    for cut in cut_micro_batches([math.ceil(total / len(ids))] * len(ids), max_tokens):
+        offsets = lengths[cut].cumsum(0) - lengths[cut]
+        micro_batches.append(({"input_ids": torch.cat([ids[i] for i in cut]), "offsets": offsets}, cut))
+    return micro_batches, total, total
+
+
+# ---- forward passes (same in train_bi_encoder.py and ...)
+
+
 def encode(model, features, accelerator):
-    """(n, D) float embeddings of one micro-batch."""
+    """Return (n, D) float embeddings of one micro-batch."""
     features = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in features.items()}
     return model(features)["sentence_embedding"].float()
 
 
-TOKENIZING = threading.Lock()  # how to truncate is a state of the tokenizer, which two threads use
-
-
-# same in train_cross_encoder.py
-def tokenize_pairs(pairs, model):
-    """{name: a list of ints a pair}; the document is cut to fit, and the query only where it leaves no room."""
-    queries, documents = map(list, zip(*pairs))
-    options = {"max_length": model.max_seq_length}
-    try:
-        encodings = model.tokenizer(queries, documents, truncation="only_second", **options)
-    except Exception:  # of tokenizers, which has no class of its own for it
-        if len(pairs) == 1:
-            room = f"a query leaves no room for its document in the {model.max_seq_length} tokens of the model"
-            warnings.warn(f"{room} and is cut too; train with a higher --max_length", stacklevel=1)
-            return dict(model.tokenizer(queries, documents, truncation="longest_first", **options))
-        halves = [tokenize_pairs(half, model) for half in (pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :])]
-        return {name: halves[0][name] + halves[1][name] for name in halves[0]}
-    if any(encoding.overflowing for encoding in encodings.encodings or []):
-        cut = f"a pair is longer than the {model.max_seq_length} tokens of the model"
-        warnings.warn(f"{cut}; its document is cut, its query kept whole", stacklevel=1)
-    return dict(encodings)
-
-
-# same in train_cross_encoder.py
-def make_pair_micro_batches(pairs, model, budget, device):
-    """(micro-batches, tokens, tokens with padding) of `pairs`, tokenized, cut and padded, longest first.
-
-    A micro-batch is (features, places in `pairs`).
-    """
-    with TOKENIZING:
-        encodings = tokenize_pairs(pairs, model)
-    lengths = [padded_length(len(ids), model, device) for ids in encodings["input_ids"]]
-    micro_batches, padded = [], 0
-    for cut in cut_micro_batches(lengths, budget):
-        picked = {name: [values[i] for i in cut] for name, values in encodings.items()}
-        features = dict(model.tokenizer.pad(picked, "max_length", lengths[cut[0]], return_tensors="pt"))
-        padded += features["input_ids"].numel()
-        if device.type == "cuda":
-            features = {name: tensor.pin_memory() for name, tensor in features.items()}
-        micro_batches.append((features, cut))
-    return micro_batches, sum(map(len, encodings["input_ids"])), padded
-
-
-# same in train_cross_encoder.py
 def score(model, features, accelerator):
-    """(n, 1) float logits of one micro-batch."""
+    """Return (n, 1) float logits of one micro-batch."""
     features = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in features.items()}
     return model(features)["scores"].float()
 
 
-class Embedder:
-    """Vectors of chunks of texts: from the cache, or encoded by all processes together and then stored."""
+# ---- models
 
-    unit, stage, done = "texts", "encode", "encoded"
 
-    def __init__(self, model, cache, budget, accelerator, seconds):
-        self.model, self.cache, self.budget, self.accelerator = model, cache, budget, accelerator
-        self.seconds, self.counts, self.bar = seconds, Counter(total=0, encoded=0), tqdm(disable=True)
-        self.longest = 6 * (model.max_seq_length or math.inf)  # characters, of which few texts need more to be cut
+def load_bi_encoder(path, args):
+    """Return (SentenceTransformer on the CPU, dimensions to search with, prompts of queries and of documents)."""
+    with user_errors(f"--model_name_or_path {path}"):
+        model = SentenceTransformer(path, device="cpu", model_kwargs={"use_safetensors": True})  # never a pickle
+        if "SequenceClassification" in str(getattr(model.config, "architectures", None)):
+            raise UserError("a cross-encoder: use --cross_encoder")
+        if model.similarity_fn_name not in ("cosine", "dot"):
+            raise UserError(f"its similarity is {model.similarity_fn_name}, neither cosine nor dot")
+        if isinstance(model.tokenizer, Tokenizer):  # a static embedding model
+            if args.max_length:
+                model.tokenizer.enable_truncation(args.max_length)
+        else:
+            set_max_length(model, args.max_length, "max_length")
+        dims, model.truncate_dim = args.truncate_dim or model.truncate_dim, None  # the cache keeps whole vectors
+        if (dims or 0) > model.get_embedding_dimension():
+            raise UserError(f"--truncate_dim {dims}: it has {model.get_embedding_dimension()} dimensions")
+        sides = ("query",), ("document", "passage", "corpus")
+        own = [next((model.prompts[name] for name in names if model.prompts.get(name)), "") for names in sides]
+        prompts = [args.prompts[0], args.prompts[-1]] if args.prompts else own
+        if any(prompts) and any(isinstance(module, Pooling) and not module.include_prompt for module in model):
+            raise UserError("leaves its prompt out of the pooling, which is not supported: pass --prompts ''")
+    return model.eval(), dims, prompts
 
-    def size(self, text):
-        """About how long a text is, before it is tokenized."""
-        return min(len(text), self.longest)
+
+def load_cross_encoder(path, args):
+    """Return a CrossEncoder on the CPU, which gives a pair one score."""
+    with user_errors(f"--cross_encoder {path}"):
+        config = transformers.AutoConfig.from_pretrained(path)
+        if "SequenceClassification" not in str(config.architectures):
+            raise UserError("not a cross-encoder: train_cross_encoder.py trains one")
+        model = CrossEncoder(path, device="cpu", model_kwargs={"use_safetensors": True})
+        if (found := (len(model), model.num_labels, model.default_prompt_name)) != (1, 1, None):
+            raise UserError("{} modules, {} labels and default prompt {}, not 1, 1 and None".format(*found))
+        set_max_length(model, args.rerank_max_length, "rerank_max_length")
+    return model.eval()
+
+
+def set_max_length(model, length, name):
+    """Truncate texts, and of a pair the longer text first, as sentence-transformers does."""
+    limit = getattr(model.config, "max_position_embeddings", None) or math.inf
+    model.max_seq_length = length or model.max_seq_length
+    if model.max_seq_length > limit:
+        raise UserError(f"--{name} {model.max_seq_length}: the model has positions for {limit} tokens")
+    model.tokenizer.backend_tokenizer.no_padding()  # here, not at each call: two threads use the tokenizer
+    model.tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
+
+
+def model_fingerprint(model, precision, dtype):
+    """Return a hash of all that makes a vector of a text: weights, tokenizer, modules, length, precision, dtype."""
+    config = model.config.to_dict() if model.config else {}
+    for name in ("_name_or_path", "transformers_version"):
+        config.pop(name, None)
+    tokenizer = model.tokenizer if isinstance(model.tokenizer, Tokenizer) else model.tokenizer.backend_tokenizer
+    modules = [(type(module).__name__, module.get_config_dict()) for module in model]
+    similarity = getattr(model, "similarity_fn_name", None)  # a cross-encoder has none
+    parts = ["second edition", modules, config, tokenizer.to_str(), model.max_seq_length, precision, dtype, similarity]
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()[:32]
+
+
+class CachedEncoder:
+    """Vectors of texts by a bi-encoder: from the cache, or else encoded and stored. Each process has its own chunks;
+    a text that two of them encounter at the same time is encoded by both."""
+
+    unit, verb = "texts", "encoded"
+
+    def __init__(self, path, args, accelerator):
+        self.path, self.accelerator, self.meter, self.bar = path, accelerator, Counter(), tqdm(disable=True)
+        with self.clock("load"):
+            shape = self.load(args)  # (dimensions, dtype) of the cached vectors
+            self.fingerprint = model_fingerprint(self.model, accelerator.mixed_precision, shape[1])
+            self.model.to(accelerator.device)
+        self.longest = 6 * (self.model.max_seq_length or math.inf)  # characters, of which few texts need more
+        default = 2048 if accelerator.device.type == "cpu" else 16_384
+        default = 2**20 if isinstance(self.model.tokenizer, Tokenizer) else default
+        self.max_tokens = args.micro_batch_tokens or default
+        folder = Path(args.cache_dir).expanduser() / self.fingerprint
+        self.cache = EmbeddingCache(folder, path, *shape, args.cache_size_limit)
+
+    def load(self, args):
+        self.model, self.dims, self.prompts = load_bi_encoder(self.path, args)
+        return self.model.get_embedding_dimension(), args.cache_dtype
+
+    @contextmanager
+    def clock(self, stage):
+        """Add the time spent within to that of a stage."""
+        started = time.perf_counter()
+        yield
+        self.meter[f"{stage} seconds"] += time.perf_counter() - started
+
+    def timed(self, iterator, stage):
+        """Yield the items, adding the time spent to wait for them to that of a stage."""
+        while True:
+            with self.clock(stage):
+                item = next(iterator, None)
+            if item is None:
+                return
+            yield item
+
+    def open_bar(self, name, rows):
+        """Show the progress of this process; in a log a line every ten seconds."""
+        options = {} if sys.stderr.isatty() else {"mininterval": 10, "ncols": 80}
+        self.bar = Bar(total=rows, unit=f" {self.unit}", desc=name, delay=1, **options,
+                       disable=not self.accelerator.is_main_process)  # fmt: skip
+
+    def sizes(self, texts):
+        return pc.utf8_length(texts).to_numpy()
 
     def micro_batches(self, texts):
-        return make_micro_batches(texts, self.model, self.budget, self.accelerator.device)
+        return make_micro_batches(texts.to_pylist(), self.model, self.max_tokens, self.accelerator.device)
 
     def forward(self, features):
-        """(n, D) vectors of one micro-batch."""
         return encode(self.model, features, self.accelerator)
 
-    def __call__(self, chunks, own):
-        """(n, D) vectors of chunks[own] (None where `own` is None).
-
-        A collective call: `chunks` is the same on all processes, each looks up its own one, and chunk i is stored by
-        process i. What is encoded together, hence every vector to its last bit, does not depend on the processes.
-        """
-        if own is not None:
-            with clock(self.seconds, "lookup"):
-                rows, found = self.cache.lookup(chunks[own].hashes)
-        known = self._agree(chunks, found if own is not None else None)
-        seen, new = {}, [[] for _ in chunks]  # {hash: number among the new texts}; new rows of each chunk
-        for chunk, flags, fresh in zip(chunks, known, new):
-            for row in np.flatnonzero(~flags):
-                if (digest := chunk.hashes[row].tobytes()) not in seen:
-                    seen[digest] = len(seen)
-                    fresh.append(row)
-        texts = sum(len(chunk.texts) for chunk in chunks)
-        self.counts["total"] += texts
-        self.counts["encoded"] += len(seen)
-        self.bar.set_postfix_str(f"{1 - self.counts['encoded'] / self.counts['total']:.0%} cached", refresh=False)
-        self.bar.update(texts - len(seen))
-        if seen:
-            with clock(self.seconds, self.stage):
-                vectors = self._encode(chunks, new)  # (texts, D) float32
-            with clock(self.seconds, "store"):
-                packed = self.cache.pack(vectors)
-                first = 0
-                for process, (chunk, fresh) in enumerate(zip(chunks, new)):
-                    if fresh and process == self.accelerator.process_index:
-                        self.cache.store(chunk.hashes[fresh], packed[first : first + len(fresh)])
-                    first += len(fresh)
-                if own is not None:
-                    for row in np.flatnonzero(~found):
-                        rows[row] = packed[seen[chunks[own].hashes[row].tobytes()]]
-            self.accelerator.wait_for_everyone()  # the next lookup, on any process, sees what was stored
-        return None if own is None else torch.from_numpy(self.cache.unpack(rows))
-
-    def _agree(self, chunks, found):
-        """For each chunk, (n,) bool: which rows are in the cache, according to the process that looked."""
-        width = max(len(chunk.texts) for chunk in chunks)
-        flags = torch.ones(1, width, dtype=torch.uint8, device=self.accelerator.device)
-        if found is not None:
-            flags[0, : len(found)] = torch.from_numpy(found)
-        flags = self.accelerator.gather(flags).cpu().numpy().astype(bool)  # (P, width)
-        if len(chunks) == 1:
-            flags = flags.all(0, keepdims=True)  # all processes may have looked up the one chunk
-        return [flags[i, : len(chunk.texts)] for i, chunk in enumerate(chunks)]
+    def __call__(self, chunk):
+        """Return (n, D) vectors of a chunk, as cached: float32 or --cache_dtype."""
+        with self.clock("lookup"):
+            rows, found = self.cache.lookup(chunk.hashes)
+        new = np.flatnonzero(~found)
+        codes, digests = pd.factorize(np.array(chunk.hashes[new].view("V16").ravel().tolist() + [None], object)[:-1])
+        self.meter.update(total=len(found), new=len(digests))
+        self.bar.update(len(found) - len(new))
+        if len(new):
+            texts = chunk.texts.take(new[np.unique(codes, return_index=True)[1]])  # each once, in order
+            with self.clock(self.verb):
+                vectors = self.compute(texts)
+            with self.clock("store"):
+                packed = self.cache.pack(vectors)[codes]
+                self.cache.store(chunk.hashes[new], packed)
+            rows[new] = packed
+        return torch.from_numpy(self.cache.unpack(rows))
 
     @torch.inference_mode()
-    def _encode(self, chunks, new):
-        """(texts, D) float32 vectors of the new rows of the chunks, in order, the same on every process."""
-        texts = [
-            text
-            for chunk, rows in zip(chunks, new)
-            for text in chunk.texts.take(pa.array(rows, pa.int64())).to_pylist()
-        ]
-        groups, first = [], 0  # of texts alike in length, some four micro-batches of them, dealt as a whole
-        for rows in new:
-            size = math.inf
-            for i in sorted(range(first, first + len(rows)), key=lambda i: -self.size(texts[i])):
-                if size > 16 * self.budget or len(groups[-1]) == 4096:  # characters; texts
-                    groups.append([])
-                    size = 0
-                groups[-1].append(i)
-                size += self.size(texts[i]) + 1
-            first += len(rows)
-        accelerator = self.accelerator
-        shares = deal([sum(self.size(texts[i]) for i in group) for group in groups], accelerator.num_processes)
-        order = [[i for group in share for i in groups[group]] for share in shares]  # texts of each process
-        local = torch.zeros(max(map(len, order)), self.cache.dimensions, device=accelerator.device)
-        mine = [groups[group] for group in shares[accelerator.process_index]]
-        ready = (self.micro_batches([texts[i] for i in group]) for group in mine)
-        first = 0
-        for group, (micro_batches, tokens, padded) in zip(mine, prefetch(ready)):
-            for features, places in micro_batches:
-                with accelerator.autocast():
-                    local[first + torch.tensor(places, device=local.device)] = self.forward(features)
-            first += len(group)
-            self.bar.update(len(texts) * len(group) / max(1, sum(map(len, mine))))  # the others are about as far
-            self.counts["tokens"] += tokens
-            self.counts["padded"] += padded
-        gathered = accelerator.gather(local).cpu().numpy()  # (P * width, D)
+    def compute(self, texts):
+        """Return (n, D) float32 vectors of texts, tokenized in the background by groups of similar length."""
+        sizes = np.minimum(self.sizes(texts), self.longest) + 1
+        order = np.argsort(-sizes, kind="stable")
+        ends = np.flatnonzero(np.diff(np.cumsum(sizes[order]) // (16 * self.max_tokens)))  # some four micro-batches
+        groups, outputs, indices = np.split(order, ends + 1), [], []
+        ready = (self.micro_batches(texts.take(group)) for group in groups)
+        for (micro_batches, tokens, padded), group in zip(prefetch(ready), groups):
+            for features, cut in micro_batches:
+                with self.accelerator.autocast():
+                    outputs.append(self.forward(features))
+                indices.append(group[cut])
+            self.meter.update(tokens=tokens, padded=padded)
+            self.bar.update(len(group))
         vectors = np.empty((len(texts), self.cache.dimensions), np.float32)
-        for process, places in enumerate(order):
-            vectors[places] = gathered[process * len(local) :][: len(places)]
-        if not np.isfinite(vectors).all():
-            bad = int(np.flatnonzero(~np.isfinite(vectors).all(1))[0])
-            raise BadInput(
-                f"the model's output for {str(texts[bad])[:60]!r} is not finite; check its weights and precision"
-            )
+        vectors[np.concatenate(indices)] = torch.cat(outputs).cpu().numpy()
+        if len(bad := np.flatnonzero(~np.isfinite(vectors).all(1))):
+            raise UserError(f"{self.path}: output for {str(texts[bad[0]])[:60]!r} is not finite; check its weights")
         return vectors
 
-    def about(self, fingerprint):
-        """What metrics.json says of the work done; a collective call."""
-        sums = [self.counts["tokens"], self.counts["padded"], self.cache.damaged]
-        full = ["--cache_size_limit is reached: what does not fit is computed again each time"]
-        tokens, padded, damaged = self.accelerator.reduce(torch.tensor(sums, device=self.accelerator.device)).tolist()
-        total, new = self.counts["total"], self.counts["encoded"]
+    def for_search(self, vectors):
+        """Return (n, D) float32 vectors whose dot product is the similarity."""
+        vectors = vectors.to(self.accelerator.device).float()[:, : self.dims]
+        return F.normalize(vectors, dim=1) if self.model.similarity_fn_name == "cosine" else vectors
+
+    def encode_queries(self, texts, size):
+        """Return (Q, D) vectors of all queries for the search, on every process."""
+        texts = pa.array([self.prompts[0] + text for text in texts], pa.large_string())
+        queries = torch.zeros(len(texts), self.cache.dimensions, device=self.accelerator.device)
+        for number, first in enumerate(range(0, len(texts), size)):
+            if number % self.accelerator.num_processes == self.accelerator.process_index:
+                part = pa.concat_arrays([texts.slice(first, size)])
+                queries[first : first + size] = self(Chunk(first, None, part, text_hashes(part))).to(queries)
+        return self.for_search(self.accelerator.reduce(queries))
+
+    def metadata(self):
+        """Return what metrics.json says of the work done since the last call; called by every process."""
+        self.bar.close()
+        meter = sum(gather_object([self.meter]), Counter())
+        self.meter = Counter()
+        seconds = {name.removesuffix(" seconds"): value for name, value in meter.items() if name.endswith(" seconds")}
+        total, new, padded = meter["total"], meter["new"], meter["padded"]
         return {
-            "fingerprint": fingerprint,
-            "cache": str(self.cache.folder),
-            self.unit: {"total": total, self.done: new, "cached": total - new, "damaged_blocks": damaged},
-            "padding_fraction": 1 - tokens / padded if padded else 0.0,
-            "seconds": {stage: round(value, 4) for stage, value in self.seconds.items()},
-            "per_second": {
-                self.done: new / self.seconds[self.stage] if new else 0.0,
-                "looked_up": total / self.seconds["lookup"] if total else 0.0,
-            },
-            "notes": full * self.cache.full,
+            "fingerprint": self.fingerprint,
+            self.unit: {"total": total, self.verb: new, "cached": total - new},
+            "padding_fraction": 1 - meter["tokens"] / padded if padded else 0.0,
+            "seconds": {name: round(value / self.accelerator.num_processes, 4) for name, value in seconds.items()},
         }
 
 
-class PairScorer(Embedder):
-    """The same for (query, document) pairs, whose scores are vectors of one dimension."""
+class CachedScorer(CachedEncoder):
+    """Scores of (query, document) pairs by a cross-encoder, as vectors of one dimension: logits, without the sigmoid
+    that would make the highest equal."""
 
-    unit, stage, done = "pairs", "score", "scored"
+    unit, verb = "pairs", "scored"
 
-    def size(self, pair):
-        return min(len(pair["query"]) + len(pair["document"]), self.longest)
+    def load(self, args):
+        self.model = load_cross_encoder(self.path, args)
+        return 1, "float32"
+
+    def sizes(self, pairs):
+        return sum(pc.utf8_length(part).to_numpy() for part in pairs.flatten())
 
     def micro_batches(self, pairs):
-        pairs = [(pair["query"], pair["document"]) for pair in pairs]
-        return make_pair_micro_batches(pairs, self.model, self.budget, self.accelerator.device)
+        pairs = list(zip(*(part.to_pylist() for part in pairs.flatten())))
+        encodings = self.model.tokenizer.backend_tokenizer.encode_batch_fast(pairs)
+        return pad_micro_batches(encodings, self.model, self.max_tokens, self.accelerator.device)
 
     def forward(self, features):
         return score(self.model, features, self.accelerator)
 
 
-@contextmanager
-def clock(seconds, stage):
-    """Add the time spent within to seconds[stage]."""
-    started = time.perf_counter()
-    yield
-    seconds[stage] += time.perf_counter() - started
+class Bar(tqdm):
+    """tqdm that prints lines into a log instead of overwriting one."""
+
+    @staticmethod
+    def status_printer(file):
+        return tqdm.status_printer(file) if file.isatty() else lambda line: print(line.strip(), file=file, flush=True)
 
 
-# ------------------------------------------------------------------------------------------------------- search
+# ---- search
 
-# A tile of scores at most: 2**24 floats are 64 MB.
-MAX_SCORES = 2**24
+MAX_SCORES = 2**24  # of a tile of scores: 64 MB
 
 
 class TopK:
@@ -1431,675 +921,549 @@ class TopK:
         self.rows = torch.full((len(queries), k), -1, device=queries.device)  # (Q, K) int64, -1: none yet
 
     def add(self, documents, first, omitted=()):
-        """Score (n, D) documents, rows `first` and on; they come after all that were added before.
-
-        omitted: (query number, row) pairs of these documents that are not to be ranked
-        """
-        omit_queries, omit_rows = torch.tensor(list(omitted), device=documents.device).view(-1, 2).long().T
-        # The last columns of a product are summed in another order, and equal documents would score unequally there.
+        """Score (n, D) documents, the first of which is row `first`, later than equal scores of earlier calls.
+        omitted: (query, index of a document) pairs that are not to be ranked."""
+        omitted = torch.tensor(omitted, device=documents.device, dtype=torch.long).view(-1, 2)
+        # The last columns of a product are summed in another order: pad, so that equal documents score equally.
         padded = F.pad(documents, (0, 0, 0, -len(documents) % 64))
         tile = max(1, MAX_SCORES // len(documents))
         for begin in range(0, len(self.queries), tile):
             best, rows = self.scores[begin : begin + tile], self.rows[begin : begin + tile]  # (q, K)
             scores = (self.queries[begin : begin + tile] @ padded.T)[:, : len(documents)]  # (q, n)
-            if omitted:
-                inside = (omit_queries >= begin) & (omit_queries < begin + tile)
-                scores[omit_queries[inside] - begin, omit_rows[inside] - first] = -torch.inf
-            # Few documents get past a query's K-th best; only they are sorted. An equal score comes too late.
-            passed = scores > best[:, -1:]
-            k = best.shape[1]
+            query, document = omitted[(omitted[:, 0] >= begin) & (omitted[:, 0] < begin + len(best))].T
+            scores[query - begin, document] = -torch.inf
+            # Few documents pass a query's K-th best; only they are sorted. An equal score comes too late.
+            passed, k = scores > best[:, -1:], best.shape[1]
             if len(documents) > k and passed.sum(1).max() > 2 * k:  # the first chunks
                 passed &= scores >= scores.topk(k).values[:, -1:]  # with all that equal the K-th
             query, document = torch.nonzero(passed, as_tuple=True)
-            if not len(query):
-                continue
-            counts = torch.bincount(query, minlength=len(best))
-            slot = torch.arange(len(query), device=query.device) - (counts.cumsum(0) - counts)[query]
-            more = best.new_full((len(best), int(counts.max())), -torch.inf)  # (q, m)
-            from_rows = rows.new_full(more.shape, -1)
-            more[query, slot] = scores[query, document]
-            from_rows[query, slot] = document + first
-            self._keep(begin, torch.cat([best, more], 1), torch.cat([rows, from_rows], 1))
+            if len(query):
+                counts = torch.bincount(query, minlength=len(best))
+                slot = torch.arange(len(query), device=query.device) - (counts.cumsum(0) - counts)[query]
+                more = best.new_full((len(best), int(counts.max())), -torch.inf)  # (q, m)
+                from_rows = rows.new_full(more.shape, -1)
+                more[query, slot], from_rows[query, slot] = scores[query, document], document + first
+                self.keep(begin, torch.cat([best, more], 1), torch.cat([rows, from_rows], 1))
 
     def merge(self, accelerator):
         """Make these the best over all processes, each of which has seen other documents."""
         shape = (accelerator.num_processes, *self.rows.shape)
         scores, rows = (accelerator.gather(t).view(shape).transpose(0, 1).flatten(1) for t in (self.scores, self.rows))
         order = rows.argsort(1)  # corpus order first, for a stable sort to keep among equal scores
-        self._keep(0, scores.gather(1, order), rows.gather(1, order))
+        self.keep(0, scores.gather(1, order), rows.gather(1, order))
 
-    def _keep(self, begin, scores, rows):
+    def keep(self, begin, scores, rows):
+        """Keep the K best of the scores (q, m) of queries `begin` and on."""
         order = scores.argsort(dim=1, descending=True, stable=True)[:, : self.scores.shape[1]]
         self.scores[begin : begin + len(scores)] = scores.gather(1, order)
         self.rows[begin : begin + len(scores)] = rows.gather(1, order)
 
 
-# same in train_bi_encoder.py, train_cross_encoder.py
-@cache
-def day_long_group():
-    """Return a gloo group of all processes, with a timeout of a day, for work that one process does for the others.
+@dataclass
+class Run:
+    """The ranked documents of each query, by a model or from a file."""
 
-    Such as the Arrow copy of a large corpus. The collectives of a step keep the 30 minutes of the default group.
-    """
-    return torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
-
-
-# same in train_bi_encoder.py, train_cross_encoder.py
-def main_first(accelerator, work):
-    """The result of work(), done by each machine's main process before the others; its BadInput reaches them all."""
-    group = day_long_group() if accelerator.num_processes > 1 else None  # by all processes, before any of them waits
-    if group and not accelerator.is_local_main_process:
-        torch.distributed.barrier(group)
-    try:
-        return work()
-    finally:  # after an error too: else the others would wait
-        if group and accelerator.is_local_main_process:
-            torch.distributed.barrier(group)
+    name: str
+    documents: list  # Q lists of document ids, best first
+    scores: list  # Q lists of floats
+    metadata: dict  # what metrics.json says of it
+    judged: list | None = None  # Q dicts {document id: score} of the judged documents, with --judged
+    texts: dict = field(default_factory=dict)  # {document id: text}, in a search
 
 
-def load_embedder(path, args, accelerator):
-    """(Embedder, function that makes its vectors those to search with, fingerprint, both prompts as in load_model)."""
-    seconds = defaultdict(float)
-    with clock(seconds, "load"):
-        model, dims, *prompts = load_model(path, args)
-        fingerprint = fingerprint_of(model, accelerator.mixed_precision, args.cache_dtype)
-        model.to(accelerator.device)
-    folder = Path(args.cache_dir).expanduser() / fingerprint[:32]
-    shape = (model.get_embedding_dimension(), args.cache_dtype, args.cache_size_limit)
-    cache = main_first(accelerator, lambda: EmbeddingCache(folder, path, *shape))
-    static = isinstance(model.tokenizer, Tokenizer)
-    budget = args.micro_batch_tokens or (2**20 if static else 2048 if accelerator.device.type == "cpu" else 16_384)
-
-    def for_search(vectors):
-        vectors = vectors.to(accelerator.device).float()[:, :dims]
-        return F.normalize(vectors, dim=1) if model.similarity_fn_name == "cosine" else vectors
-
-    return Embedder(model, cache, budget, accelerator, seconds), for_search, fingerprint, *prompts
+def report_same_id(metadata, names, collection):
+    """Add how many queries (`names`: their ids) have their own document left out, and the warnings, to metadata."""
+    metadata["same_id_left_out"] = len(names)
+    relevant = sum(collection.qrels[name].get(name, 0) > 0 for name in names)
+    own = "queries share their id with a document, which is left out of their results; --keep_same_id keeps it"
+    judged = "of these documents are judged relevant; if ids coincide by chance, set --keep_same_id"
+    metadata["warnings"] += [f"{len(names):,} {own}"] * (len(names) > 0) + [f"{relevant:,} {judged}"] * (relevant > 0)
 
 
-def open_bar(embed, path, rows):
-    """Show how far an Embedder is in a corpus of so many rows, or in a stream (None)."""
-    show = "{l_bar}{bar}| {n:,.0f}/{total:,.0f} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-    embed.bar = tqdm(total=rows, unit=" texts", desc=short_names([path])[0], delay=1,
-                     bar_format=show if rows else None, disable=not embed.accelerator.is_main_process)  # fmt: skip
+def read_run(path, name, collection):
+    """Return the Run of a file in the order of its scores, equal ones by document id, last first, as in trec_eval."""
+    frame = read_trec(path, "run")
+    if len(twice := frame[frame.duplicated(["query", "document"])]):
+        query, document, _ = twice.iloc[0]
+        raise UserError(f"--run {path}: document {document!r} occurs twice for query {query!r}")
+    judged = frame["query"].isin(collection.query_ids)
+    if not judged.any():
+        raise UserError(f"--run {path}: ranks documents for none of the judged queries, such as "
+                        f"{collection.query_ids[0]!r}; it has {frame['query'].iloc[0]!r}")  # fmt: skip
+    others, frame = frame.loc[~judged, "query"].nunique(), frame[judged]
+    same = frame["query"] == frame["document"] if collection.omit_same_id else np.zeros(len(frame), bool)
+    own, frame = frame.loc[same, "query"], frame[~same].sort_values(["score", "document"], ascending=False)
+    found = frame.groupby("query").agg(list)
+    empty = len(collection.query_ids) - len(set(found.index) | set(own))
+    warnings = [f"{others:,} queries of {path} are not judged, or unknown; left out"] * (others > 0)
+    warnings += [f"{empty:,} judged queries are not in {path}; they count as 0"] * (empty > 0)
+    metadata = {"seconds": {}, "warnings": warnings}
+    report_same_id(metadata, list(own), collection)
+    ranked = {query: lists for query, *lists in found.itertuples()}
+    documents, scores = zip(*(ranked.get(query, ([], [])) for query in collection.query_ids))
+    return Run(name, list(documents), list(scores), metadata)
 
 
-def retrieve(path, collection, args, accelerator):
-    """The Run of a model over a collection, complete on the main process."""
-    embed, for_search, fingerprint, query_prompt, prompt = load_embedder(path, args, accelerator)
-    seconds = embed.seconds
-
-    # Queries, all of them on every process
-    texts = pa.array([query_prompt + text for text in collection.query_texts], pa.string())
-    parts = (texts.slice(i, args.chunk_rows) for i in range(0, len(texts), args.chunk_rows))
-    chunks = [Chunk(0, part, part, text_hashes(part)) for part in parts]
-    queries = torch.cat([for_search(embed([chunk], 0)) for chunk in chunks])  # (Q, D)
-    relevant = defaultdict(list)  # {document id: numbers of the queries that it is judged for}, with --judged
-    for query, names in enumerate(judged_ids(collection) if args.judged else ()):
-        for name in names:
-            relevant[name].append(query)
-    relevant_ids = pa.array(relevant, pa.string())
-    numbers = {name: query for query, name in enumerate(collection.query_ids) if collection.omit_same_id}
-    query_ids, same_id = pa.array(numbers, pa.string()), set()  # numbers of queries with an own document
+def retrieve(encoder, name, collection, args, accelerator):
+    """Return the Run of a bi-encoder over a collection, complete on the main process."""
+    queries = encoder.encode_queries(collection.query_texts, args.corpus_chunk_size)
     top = TopK(queries, min(args.top_k, collection.corpus.rows or args.top_k))
+    numbers = {name: query for query, name in enumerate(collection.query_ids) if collection.omit_same_id}
+    queries_by_doc = defaultdict(list)  # the queries that a document is judged for
+    for query, documents in enumerate(judged_ids(collection)):
+        for document in documents:
+            queries_by_doc[document].append(query)
+    query_ids, judged = (pa.array(names, pa.large_string()) for names in (numbers, queries_by_doc))
+    found, same_id = Counter(), set()  # how often each judged document occurs; queries with a document of their id
+    kept, judged_scores = {}, [{} for _ in collection.query_ids]  # {row: (id, text)} of the best documents so far
 
-    # Documents, a chunk for each process at a time
-    judged = pa.array(sorted({name for known in collection.qrels.values() for name in known}), pa.string())
-    found, doubles = set(), set()  # judged documents that are there; ids that are there twice
-    kept, scored = {}, {}  # {row: (id, text)} of the best; {(query, id): score} of the judged
-    reader = prefetch(collection.corpus.chunks(args.chunk_rows, prompt))
-    open_bar(embed, path, collection.corpus.rows)
-    documents = 0
-    while True:
-        with clock(seconds, "read"):
-            chunks = list(islice(reader, accelerator.num_processes))
-        if not chunks:
-            break
-        own = accelerator.process_index if accelerator.process_index < len(chunks) else None
-        vectors = embed(chunks, own)
-        with clock(seconds, "search"):
-            omitted = []  # of each chunk, the (query number, row) pairs of equal ids
-            for chunk in chunks:
-                same = places_in(chunk.ids, query_ids) if numbers else ()
-                omitted.append([(numbers[chunk.ids[row].as_py()], row + chunk.first) for row in same])
-                same_id.update(query for query, _ in omitted[-1])
-            if own is not None:
-                chunk = chunks[own]
-                vectors = for_search(vectors)
-                top.add(vectors, chunk.first, omitted[own])
-                rows = torch.unique(top.rows[top.rows >= chunk.first]) - chunk.first
-                picked = pa.array(rows.cpu().numpy())
-                ids = chunk.ids.take(picked).to_pylist()
-                texts = chunk.texts.take(picked).to_pylist() if args.query else [""] * len(ids)
-                kept |= {row + chunk.first: (i, t[len(prompt) :]) for row, i, t in zip(picked.tolist(), ids, texts)}
-                for row in places_in(chunk.ids, relevant_ids) if relevant else ():
-                    name = chunk.ids[row].as_py()
-                    for query, value in zip(relevant[name], (queries[relevant[name]] @ vectors[row]).tolist()):
-                        scored[query, name] = max(value, scored.get((query, name), value))
-                if len(kept) > 4 * top.rows.numel():  # most are no longer among the best
-                    kept = {row: kept[row] for row in torch.unique(top.rows).tolist() if row >= 0}
-            for chunk in chunks:
-                there = chunk.ids.filter(pc.is_in(chunk.ids, judged)).to_pylist()
-                doubles.update(found.intersection(there), (i for i, n in Counter(there).items() if n > 1))
-                found.update(there)
-        documents += sum(len(chunk.texts) for chunk in chunks)
-    embed.bar.close()
-    embed.cache.cache.close()
-    if not documents:
-        raise BadInput(f"{collection.corpus.files[0]}: no document; check --corpus")
-    with clock(seconds, "search"):
+    # The chunks of this process
+    process = accelerator.process_index, accelerator.num_processes
+    encoder.open_bar(f"{name} {collection.name}", collection.corpus.rows)
+    for chunk in encoder.timed(prefetch(collection.corpus.chunks(encoder.prompts[1], *process)), "read"):
+        vectors = encoder(chunk)
+        with encoder.clock("search"):
+            vectors = encoder.for_search(vectors)
+            omitted = [(numbers[chunk.ids[row].as_py()], row) for row in rows_of(chunk.ids, query_ids)]
+            same_id.update(query for query, _ in omitted)
+            top.add(vectors, chunk.first, omitted)
+            rows = top.rows[top.rows >= chunk.first].unique().cpu().numpy() - chunk.first
+            texts = chunk.texts.take(rows).to_pylist() if args.query else [""] * len(rows)
+            kept.update(zip((rows + chunk.first).tolist(), zip(chunk.ids.take(rows).to_pylist(), texts)))
+            if len(kept) > 4 * top.rows.numel():  # most are no longer among the best
+                kept = {row: kept[row] for row in top.rows.unique().tolist() if row >= 0}
+            for row in rows_of(chunk.ids, judged):
+                document = chunk.ids[row].as_py()
+                found[document] += 1
+                if args.judged:
+                    values = (queries[queries_by_doc[document]] @ vectors[row]).tolist()
+                    for query, value in zip(queries_by_doc[document], values):
+                        judged_scores[query][document] = max(value, judged_scores[query].get(document, value))
+
+    # The best over all processes, by their ids
+    with encoder.clock("search"):
         top.merge(accelerator)
-    kept = dict(item for part in gather_object([kept]) for item in part.items())
-    scored = sorted(item for part in gather_object([scored]) for item in part.items())
-
-    # Names of the documents; an id that stands twice keeps its best score
-    names, scores = [], []
+    metadata = encoder.metadata()
+    parts = gather_object([(kept, found, same_id, judged_scores, collection.corpus.empty)])
+    kept = {row: item for part in parts for row, item in part[0].items()}
+    found, empty = sum((part[1] for part in parts), Counter()), sum(part[4] for part in parts)
+    judged_scores = merge_scores([part[3] for part in parts]) if args.judged else None
+    documents, scores, repeated = [], [], {name for name, count in found.items() if count > 1}
     for rows, values in zip(top.rows.tolist(), top.scores.tolist()):
         best = {}
         for row, value in zip(rows, values):
             if row >= 0 and best.setdefault(kept[row][0], value) is not value:
-                doubles.add(kept[row][0])
-        names.append(list(best))
+                repeated.add(kept[row][0])
+        documents.append(list(best))
         scores.append(list(best.values()))
-    about = embed.about(fingerprint)
-    about["texts"] |= {"documents": documents, "queries": len(names)}
-    about["per_second"]["searched"] = documents / seconds["search"]
-    for count, what in (
-        (args.top_k - documents, f"fewer documents than the {args.top_k} to be ranked; all of them are"),
-        (len(doubles), "ids stand at several documents, going by the judged and the best; each counts once, with its "
-                       "best score"),
-        (len(judged) - len(found), "judged documents are not in the corpus; they count as not found"),
-        (collection.corpus.empty, "documents are empty; encoded as the empty string"),
-    ):  # fmt: skip
-        about["notes"] += [f"{count:,} {what}"] * (count > 0)
-    report_same_id(about, [collection.query_ids[query] for query in same_id], collection)
-    texts = dict(kept.values()) if args.query else {}
-    run = Run(path, names, scores, texts, about)
-    if args.judged:
-        run.judged = [{} for _ in names]
-        for (query, name), value in scored:  # of an id that stands twice the best score is the last
-            run.judged[query][name] = value
-    return run
+    missing = len(queries_by_doc) - len(found)
+    counts = {"ids occur at several documents; each counts once, with its best score": len(repeated),
+              "judged documents are not in the corpus; they count as not found": missing,
+              "documents are empty; encoded as the empty string": empty}  # fmt: skip
+    metadata["warnings"] = [f"{count:,} {what}" for what, count in counts.items() if count]
+    metadata["warnings"] += ["--cache_size_limit is reached: what does not fit is computed again"] * encoder.cache.full
+    report_same_id(
+        metadata, [collection.query_ids[query] for query in set().union(*(p[2] for p in parts))], collection
+    )
+    texts = {document: text[len(encoder.prompts[1]) :] for document, text in kept.values()} if args.query else {}
+    return Run(name, documents, scores, metadata, judged_scores, texts)
 
 
 def judged_ids(collection):
-    """Q lists of the ids of the documents that are judged for a query, but its own where that is left out."""
-    return [[document for document in collection.qrels[name] if not (collection.omit_same_id and document == name)]
-            for name in collection.query_ids]  # fmt: skip
+    """Return Q lists of the ids of the judged documents, but the query's own where that is left out."""
+    omitted = collection.query_ids if collection.omit_same_id else [None] * len(collection.query_ids)
+    judged = (collection.qrels.get(query, ()) for query in collection.query_ids)
+    return [[document for document in known if document != own] for known, own in zip(judged, omitted)]
 
 
-def places_in(ids, wanted):
-    """Places in an Arrow array of ids of those that are among the wanted ones, another Arrow array."""
-    return np.flatnonzero(pc.is_in(ids, wanted).to_numpy(zero_copy_only=False)).tolist()
+def rows_of(ids, requested):
+    """Return the rows of an Arrow array of ids that are among the requested ones, another Arrow array."""
+    return np.flatnonzero(pc.is_in(ids, requested).to_numpy(zero_copy_only=False)).tolist()
 
 
-def candidate_pairs(asked, collection, args):
-    """Yield (query number, document id, document, hash of both texts), in corpus order.
+def rerank(run, scorer, collection, args, accelerator):
+    """Return the Run with the first --rerank_k documents of each query in the order of a cross-encoder's scores.
+    The documents after them stay behind, in their order, so that deeper measures lose nothing."""
+    judged = judged_ids(collection) if args.judged else [[]] * len(run.documents)
+    queries_by_doc = defaultdict(list)
+    for query, (documents, others) in enumerate(zip(run.documents, judged)):
+        for document in dict.fromkeys([*documents[: args.rerank_k], *others]):
+            queries_by_doc[document].append(query)
+    scorer.open_bar(f"{run.name} {scorer.path}", sum(map(len, queries_by_doc.values())))
+    scores = [{} for _ in run.documents]
+    pairs = prefetch(candidate_pairs(queries_by_doc, collection, accelerator))
+    while part := list(islice(pairs, args.corpus_chunk_size)):
+        queries, names, documents, hashes = zip(*part)
+        columns = [[collection.query_texts[query] for query in queries], documents]
+        columns = [pa.array(column, pa.large_string()) for column in columns]
+        structs = pa.StructArray.from_arrays(columns, ["query", "document"])
+        chunk = Chunk(0, None, structs, np.frombuffer(b"".join(hashes), np.uint64).reshape(-1, 2))
+        for query, name, value in zip(queries, names, scorer(chunk)[:, 0].tolist()):
+            scores[query][name] = max(value, scores[query].get(name, value))  # an id may occur twice
+    metadata = scorer.metadata()
+    scores = merge_scores(gather_object([scores]))
+    documents, values = [], []
+    for known, before in zip(scores, run.documents):
+        order = sorted((name for name in before[: args.rerank_k] if name in known), key=known.get, reverse=True)
+        behind = [name for name in before if name not in order]
+        documents.append(order + behind)
+        lowest = known[order[-1]] if order else 0.0
+        values.append([known[name] for name in order] + [lowest - place for place in range(1, len(behind) + 1)])
+    missing = len(queries_by_doc) - len(set().union(*scores))
+    metadata["warnings"] = [f"{missing:,} documents to rerank are not in the corpus; they stay behind"] * (missing > 0)
+    metadata["same_id_left_out"] = run.metadata["same_id_left_out"]
+    judged = [{name: known[name] for name in names if name in known} for names, known in zip(judged, scores)]
+    name = f"{run.name}+{short_names([scorer.path])[0]}"
+    return Run(name, documents, values, metadata, judged if args.judged else None, run.texts)
 
-    asked: {document id: the numbers of the queries that it is to be scored for}
-    """
-    queries = text_hashes(pa.array(collection.query_texts, pa.string()))  # (Q, 2)
-    wanted = pa.array(asked, pa.string())
-    for batch in prefetch(collection.corpus.batches("")):
-        names, texts = (column.take(pa.array(places_in(batch["id"], wanted), pa.int64())) for column in batch.columns)
-        for name, text, document in zip(names.to_pylist(), texts.to_pylist(), text_hashes(texts)):
-            for query in asked[name]:
-                both = queries[query].tobytes() + document.tobytes()
+
+def candidate_pairs(queries_by_doc, collection, accelerator):
+    """Yield (query number, document id, document, hash of both texts) of the chunks of this process."""
+    queries = text_hashes(pa.array(collection.query_texts, pa.large_string()))  # (Q, 2)
+    requested = pa.array(queries_by_doc, pa.large_string())
+    for chunk in collection.corpus.chunks("", accelerator.process_index, accelerator.num_processes):
+        for row in rows_of(chunk.ids, requested):
+            name, text = chunk.ids[row].as_py(), chunk.texts[row].as_py()
+            for query in queries_by_doc[name]:
+                both = queries[query].tobytes() + chunk.hashes[row].tobytes()
                 yield query, name, text, hashlib.blake2b(both, digest_size=16).digest()
 
 
-def score_pairs(wanted, name, collection, args, accelerator):
-    """(Q dicts {document id: score by --cross_encoder}, about) of Q lists of document ids.
-
-    A score is the model's logit, without the sigmoid that would make the highest equal.
-    """
-    seconds = defaultdict(float)
-    with clock(seconds, "load"):
-        model = load_reranker(args.cross_encoder, args)
-        fingerprint = fingerprint_of(model, accelerator.mixed_precision, "logit")
-        model.to(accelerator.device)
-    folder = Path(args.cache_dir).expanduser() / fingerprint[:32]
-    shape = (1, "float32", args.cache_size_limit)
-    cache = main_first(accelerator, lambda: EmbeddingCache(folder, args.cross_encoder, *shape))
-    budget = args.micro_batch_tokens or (2048 if accelerator.device.type == "cpu" else 16_384)
-    embed = PairScorer(model, cache, budget, accelerator, seconds)
-    asked = defaultdict(list)
-    for query, documents in enumerate(wanted):
-        for document in documents:
-            asked[document].append(query)
-    embed.bar = tqdm(total=sum(map(len, asked.values())), unit=" pairs", desc=name, delay=1,
-                     disable=not accelerator.is_main_process)  # fmt: skip
-    found = [{} for _ in wanted]
-    pairs = candidate_pairs(asked, collection, args)
-    while part := list(islice(pairs, args.chunk_rows)):
-        queries, ids, texts, hashes = zip(*part)
-        columns = pa.array([collection.query_texts[query] for query in queries]), pa.array(texts)
-        structs = pa.StructArray.from_arrays(columns, ["query", "document"])
-        chunk = Chunk(0, None, structs, np.frombuffer(b"".join(hashes), np.uint64).reshape(-1, 2))
-        for query, document, value in zip(queries, ids, embed([chunk], 0)[:, 0].tolist()):
-            found[query][document] = max(value, found[query].get(document, value))  # an id may stand twice
-    embed.bar.close()
-    cache.cache.close()
-    return found, embed.about(fingerprint)
-
-
-def rerank(run, collection, args, accelerator):
-    """The Run with the first --rerank_k documents of each query in the order of their scores by --cross_encoder.
-
-    The documents after them stay behind, in their order, so that measures deeper than that lose nothing.
-    """
-    name = "+".join(chain(short_names([run.name]), short_names([args.cross_encoder])))
-    first = [documents[: args.rerank_k] for documents in run.documents]
-    judged = judged_ids(collection) if args.judged else [[] for _ in first]
-    wanted = [list(dict.fromkeys(chain(*both))) for both in zip(first, judged)]
-    found, about = score_pairs(wanted, name, collection, args, accelerator)
-    documents, scores = [], []
-    for known, before in zip(found, run.documents):
-        order = sorted(before[: args.rerank_k], key=known.get, reverse=True)
-        behind = before[args.rerank_k :]
-        documents.append(order + behind)
-        values = [known[document] for document in order]
-        scores.append(values + [values[-1] - place for place in range(1, len(behind) + 1)])
-    about["same_id_left_out"] = run.about["same_id_left_out"]
-    judged = [{name: known[name] for name in names if name in known} for names, known in zip(judged, found)]
-    return Run(name, documents, scores, run.texts, about, judged if args.judged else None)
+def merge_scores(parts):
+    """Return Q dicts {document id: score}, the best of those of all processes: an id may occur twice."""
+    merged = [{} for _ in parts[0]]
+    for query, known in chain.from_iterable(map(enumerate, parts)):
+        for name, value in known.items():
+            merged[query][name] = max(value, merged[query].get(name, value))
+    return merged
 
 
 def bm25_run(collection, args):
-    """The Run of BM25 (Robertson and Zaragoza 2009; bm25s' default, Lucene's variant), its corpus in memory."""
-    try:
-        import bm25s
-    except ImportError:
-        raise BadInput("--bm25: needs the package bm25s: pip install bm25s") from None
-    seconds = defaultdict(float)
-    with clock(seconds, "index"):
-        chunks = list(collection.corpus.chunks(args.chunk_rows))
-        ids = [name for chunk in chunks for name in chunk.ids.to_pylist()]
-        texts = [text for chunk in chunks for text in chunk.texts.to_pylist()]
-        words, queries = (
-            bm25s.tokenize(part, stopwords="en", return_ids=False, show_progress=False)
-            for part in (texts, collection.query_texts)
-        )
-        if not any(words):
-            raise BadInput("--bm25: the corpus holds no word; leave it out")
+    """Return the Run of BM25 (Robertson and Zaragoza 2009; bm25s' default, Lucene's variant), its corpus in memory."""
+    started = time.perf_counter()
+    chunks = list(collection.corpus.chunks())
+    ids = pa.concat_arrays([chunk.ids for chunk in chunks]).to_pylist()
+    texts = pa.concat_arrays([chunk.texts for chunk in chunks]).to_pylist()
+    with user_errors("--bm25 requires the package bm25s, and words in the corpus"):
+        import bm25s  # optional
+
+        options = {"stopwords": "en", "return_ids": False, "show_progress": False}
+        words, queries = (bm25s.tokenize(part, **options) for part in (texts, collection.query_texts))
         index = bm25s.BM25()
         index.index(words, show_progress=False)
+    names = set(collection.query_ids) if collection.omit_same_id else set()
+    same = Counter(name for name in ids if name in names)
+    depth = min(args.top_k + max(same.values(), default=0), len(ids))  # room for a query's own documents
+    rows, scores = index.retrieve(queries, k=depth, show_progress=False)
     hits = [{} for _ in queries]
-    with clock(seconds, "search"):
-        names = set(collection.query_ids) if collection.omit_same_id else ()
-        same = Counter(name for name in ids if name in names)
-        depth = min(args.top_k + max(same.values(), default=0), len(ids))  # room for a query's own documents
-        rows, scores = index.retrieve(queries, k=depth, show_progress=False)
-        for query, hit, *found in zip(collection.query_ids, hits, rows.tolist(), scores.tolist()):
-            others = (pair for pair in zip(*found) if not (query in same and ids[pair[0]] == query))
-            for row, score in islice(others, args.top_k):
-                if score > 0:
-                    hit.setdefault(ids[row], score)  # an id that stands twice keeps its best score
-    about = {"seconds": {stage: round(value, 4) for stage, value in seconds.items()}, "notes": []}
-    report_same_id(about, same, collection)
-    return Run("BM25", [list(hit) for hit in hits], [list(hit.values()) for hit in hits], {}, about)
+    for query, hit, *found in zip(collection.query_ids, hits, rows.tolist(), scores.tolist()):
+        for row, value in zip(*found):
+            if value > 0 and len(hit) < args.top_k and not (ids[row] == query and query in names):
+                hit.setdefault(ids[row], value)  # an id that occurs twice keeps its best score
+    metadata = {"seconds": {"search": round(time.perf_counter() - started, 4)}, "warnings": []}
+    report_same_id(metadata, list(same), collection)
+    return Run("BM25", [list(hit) for hit in hits], [list(hit.values()) for hit in hits], metadata)
 
 
-# ------------------------------------------------------------------------------------------------- vectors to a file
-
-EXPORTED = re.compile(r"vectors-\d{12}\.parquet|_vectors\.json|\..*")  # names in an export's folder, or hidden
+# ---- vectors for other programs
 
 
-@contextmanager
-def whole_file(path):
-    """A binary file to write, that gets its name when all of it is on disk."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with open(part, "wb") as sink:
-            yield sink
-            sink.flush()
-            os.fsync(sink.fileno())
-        os.replace(part, path)
-    except OSError as error:
-        raise BadInput(f"--export_vectors {path.parent}: {error}; make room, then the same command goes on, or name "
-                       "another folder") from None  # fmt: skip
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-
-
-def shard_note(file):
-    """What a shard says in its footer that it was made of; None where it is not there, or not whole."""
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        return json.loads(pq.read_metadata(file).metadata[b"evenstep"])
-
-
-def open_export(folder, about):
-    """Make a folder for the export that `about` describes; BadInput where it holds something else."""
-    try:
+def export_vectors(encoder, collection, args, accelerator):
+    """Write a Parquet shard of (_id, vector) for each chunk, and at the end _vectors.json, which describes them. The
+    underscore hides it from what reads a folder of Parquet. An export that was killed starts again, from the cache."""
+    folder, corpus, model = Path(args.export_vectors), collection.corpus, encoder.model
+    length, similarity = args.max_length or model.max_seq_length, model.similarity_fn_name
+    metadata = {"model": encoder.path, "fingerprint": encoder.fingerprint, "query_prompt": encoder.prompts[0],
+                "document_prompt": encoder.prompts[1], "max_length": None if length == math.inf else length,
+                "dimensions": encoder.dims or encoder.cache.dimensions, "dtype": "float32", "similarity": similarity,
+                "normalized": similarity == "cosine", "corpus": args.corpus or args.pairs or args.beir,
+                "columns": [corpus.id_column, *corpus.text_columns]}  # fmt: skip
+    with user_errors(f"--export_vectors {folder}: not written, choose an empty folder"):
         folder.mkdir(parents=True, exist_ok=True)
-        names = sorted(file.name for file in folder.iterdir())
-        for name in names:
-            if not EXPORTED.fullmatch(name):
-                raise BadInput(f"--export_vectors {folder}: holds {name}, which is no export's; name an empty folder")
-        held = next(filter(None, (shard_note(folder / name) for name in names)), about)
-        if other := [name for name in about if held.get(name) != about[name]]:
-            raise BadInput(f"--export_vectors {folder}: holds an export of another {', another '.join(other)}; name "
-                           "another folder, or remove this one")  # fmt: skip
-        (folder / "_vectors.json").unlink(missing_ok=True)  # until the shards are those of this corpus
-    except OSError as error:
-        raise BadInput(f"--export_vectors {folder}: {error}; name a folder that can be written") from None
+        for path in sorted(folder.iterdir()) if accelerator.is_main_process else ():
+            if not re.fullmatch(r"vectors-\d{12}\.parquet(\.part)?|_vectors\.json", path.name):
+                raise UserError(f"{path.name} is of no export")
+            before = json.loads(path.read_text()) if path.suffix == ".json" else metadata
+            if other := [name for name in metadata if before.get(name) != metadata[name]]:
+                raise UserError(f"it contains an export of another {', another '.join(other)}")
+            path.unlink()
+        accelerator.wait_for_everyone()
+        encoder.open_bar(encoder.path, corpus.rows)
+        rows, process = 0, (accelerator.process_index, accelerator.num_processes)
+        for chunk in encoder.timed(prefetch(corpus.chunks(encoder.prompts[1], *process)), "read"):
+            vectors = encoder.for_search(encoder(chunk)).cpu().numpy()
+            columns = {"_id": chunk.ids.cast(pa.string())}
+            columns["vector"] = pa.FixedSizeListArray.from_arrays(vectors.reshape(-1), vectors.shape[1])
+            shard = folder / f"vectors-{chunk.first:012}.parquet"
+            options = {
+                "compression": "none",
+                "use_dictionary": False,
+                "write_statistics": False,
+            }  # floats do not shrink
+            pq.write_table(pa.table(columns), f"{shard}.part", **options)
+            os.rename(f"{shard}.part", shard)
+            rows += len(chunk.ids)
+        work, rows = encoder.metadata(), sum(gather_object([rows]))
+        if accelerator.is_main_process:
+            metadata |= {"rows": rows, "command": shlex.join(sys.argv)}
+            (folder / "_vectors.json").write_text(json.dumps(metadata, indent=1))
+            print(f"{work['texts']['encoded']:,} of {rows:,} texts encoded; their vectors are in {folder}")
 
 
-def export_vectors(corpus, args, accelerator):
-    """--export_vectors: a Parquet shard of (_id, vector) for each chunk, and _vectors.json when all are there.
-
-    The underscore hides that file from what reads a folder of Parquet. A shard that is there for the same chunk stays.
-    """
-    path, folder = args.model_name_or_path[0], Path(args.export_vectors)
-    embed, for_search, fingerprint, query_prompt, prompt = load_embedder(path, args, accelerator)
-    dimensions = for_search(torch.zeros(1, embed.cache.dimensions)).shape[1]
-    sources = [source if "://" in source else os.path.abspath(source) for source in args.corpus or args.pairs]
-    about = {"fingerprint": fingerprint, "dimensions": dimensions, "document_prompt": prompt, "corpus": sources,
-             "columns": [corpus.id, *corpus.texts]}  # fmt: skip
-    main_first(accelerator, lambda: open_export(folder, about))
-    open_bar(embed, path, corpus.rows)
-    rows = shards = kept = 0
-    reader = prefetch(corpus.chunks(args.chunk_rows, prompt))
-    while chunks := list(islice(reader, accelerator.num_processes)):
-        todo = []  # the same on every process: shards are written only after all have met in embed()
-        for chunk in chunks:
-            digest = hashlib.blake2b(chunk.hashes.tobytes() + text_hashes(chunk.ids).tobytes(), digest_size=16)
-            file, note = folder / f"vectors-{chunk.first:012}.parquet", {**about, "chunk": digest.hexdigest()}
-            if shard_note(file) != note:
-                todo.append((chunk, file, note))
-            else:
-                embed.bar.update(len(chunk.ids))
-            rows, shards = rows + len(chunk.ids), shards + 1
-        kept += len(chunks) - len(todo)
-        own = accelerator.process_index if accelerator.process_index < len(todo) else None
-        vectors = embed([chunk for chunk, _, _ in todo], own) if todo else None
-        if own is not None:
-            chunk, file, note = todo[own]
-            values = pa.array(for_search(vectors).cpu().numpy().reshape(-1))  # (n * D,) float32
-            table = pa.table([chunk.ids, pa.FixedSizeListArray.from_arrays(values, dimensions)], ["_id", "vector"])
-            with whole_file(file) as sink:  # floats of vectors neither repeat nor shrink
-                pq.write_table(table.replace_schema_metadata({"evenstep": json.dumps(note)}), sink,
-                               compression="none", use_dictionary=False, write_statistics=False)  # fmt: skip
-    embed.bar.close()
-    embed.cache.cache.close()
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        similarity, length = embed.model.similarity_fn_name, args.max_length or embed.model.max_seq_length
-        about |= {"model": path, "query_prompt": query_prompt, "max_length": None if length == math.inf else length,
-                  "similarity": similarity, "normalized": similarity == "cosine", "dtype": "float32", "rows": rows,
-                  "shards": shards, "command": shlex.join(sys.argv)}  # fmt: skip
-        with whole_file(folder / "_vectors.json") as sink:
-            for file in folder.glob("vectors-*"):  # of a longer corpus, or of chunks of other sizes
-                if (first := int(file.name[8:20])) >= rows or first % args.chunk_rows:
-                    file.unlink()
-            sink.write(json.dumps(about, indent=1).encode())
-        if corpus.empty:
-            print(f"note: {corpus.empty:,} documents are empty; encoded as the empty string", file=sys.stderr)
-        print(f"{embed.counts['encoded']:,} of {rows:,} texts encoded, {kept:,} of {shards:,} shards kept; vectors of "
-              f"{dimensions} dimensions are in {folder}")  # fmt: skip
-    accelerator.wait_for_everyone()
+# ---- measures
 
 
-# ------------------------------------------------------------------------------------------------------ metrics
+def compute_metrics(run, collection, measures):
+    """Return {measure: (Q,) values} of a Run, by ir_measures. As in trec_eval, a document without judgment is not
+    relevant, and equal scores rank by document id, last first."""
+    # Some providers of ir_measures rank equal scores otherwise than trec_eval; ranks for scores leave no ties.
+    ranks = {query: {document: -float(rank) for rank, (_, document) in enumerate(sorted(zip(*found), reverse=True))}
+             for query, *found in zip(collection.query_ids, run.scores, run.documents)}  # fmt: skip
+    parsed = {name: ir_measures.parse_measure(name) for name in measures}  # two names may mean one measure
+    values = defaultdict(dict)
+    for value in ir_measures.iter_calc(list(dict.fromkeys(parsed.values())), collection.qrels, ranks):
+        values[value.measure][value.query_id] = value.value
+    return {name: np.array([values[measure].get(query, 0.0) for query in ranks]) for name, measure in parsed.items()}
 
 
-class RetrievalMetric(evaluate.Metric):
-    """Measures of ranked documents, by ir_measures (which asks trec_eval, through pytrec_eval).
+def bootstrap_interval(samples):
+    """Return (low, high), the 95 % bootstrap interval of the mean over samples (collections) of their means over
+    queries, which are drawn within samples (Efron and Tibshirani 1993, percentile)."""
+    if all(len(values) < 2 or np.ptp(values) == 0 for values in samples):
+        return (float(np.mean([values.mean() for values in samples])),) * 2
 
-    add_batch(query_id=[...], document_ids=[[...]], scores=[[...]]), then compute(qrels={query id: {document id: int}},
-    measures=["nDCG@10", ...]) -> {measure: {query id: value}}. As in trec_eval a document without judgment is not
-    relevant, and equal scores rank by document id, last first.
-    """
+    def mean(*drawn, axis):
+        return np.mean([values.mean(axis) for values in drawn], axis=0)
 
-    def _info(self):
-        return evaluate.MetricInfo(
-            description="Retrieval measures by ir_measures.",
-            citation="MacAvaney et al. 2022, Streamlining Evaluation with ir-measures",
-            inputs_description="Ranked document ids and scores of each query.",
-            features=datasets.Features(
-                {
-                    "query_id": datasets.Value("string"),
-                    "document_ids": datasets.Sequence(datasets.Value("string")),
-                    "scores": datasets.Sequence(datasets.Value("float64")),
-                }
-            ),
-        )
-
-    def _compute(self, query_id, document_ids, scores, qrels, measures):
-        # Some providers of ir_measures rank equal scores otherwise than trec_eval; ranks for scores leave no ties.
-        run = {
-            name: {d: -float(rank) for rank, (_, d) in enumerate(sorted(zip(values, found), reverse=True))}
-            for name, found, values in zip(query_id, document_ids, scores)
-        }
-        parsed = {name: ir_measures.parse_measure(name) for name in measures}  # two names may mean one measure
-        values = {measure: {} for measure in parsed.values()}
-        for value in ir_measures.iter_calc(list(values), {name: qrels[name] for name in run}, run):
-            values[value.measure][value.query_id] = value.value
-        return {name: values[measure] for name, measure in parsed.items()}
-
-
-def measure(run, collection, args):
-    """{measure: (Q,) values} of a Run, queries in the collection's order."""
-    with tempfile.TemporaryDirectory() as folder:
-        metric = RetrievalMetric(cache_dir=folder, keep_in_memory=True)
-        for begin in range(0, len(collection.query_ids), 1000):
-            part = slice(begin, begin + 1000)
-            metric.add_batch(
-                query_id=collection.query_ids[part], document_ids=run.documents[part], scores=run.scores[part]
-            )
-        values = metric.compute(qrels=collection.qrels, measures=args.metrics)
-    return {name: np.array([values[name].get(i, 0.0) for i in collection.query_ids]) for name in args.metrics}
-
-
-def interval(values):
-    """(low, high): 95 % bootstrap interval of the mean over queries (Efron and Tibshirani 1993, percentile)."""
-    if len(values) < 2 or np.ptp(values) == 0:
-        return float(values.mean()), float(values.mean())
-    batch = max(1, 2**22 // len(values))
-    found = bootstrap((values,), np.mean, n_resamples=9999, batch=batch, method="percentile", rng=0)
+    samples = [np.repeat(values, 2) if len(values) == 1 else values for values in samples]
+    batch = max(1, 2**22 // max(map(len, samples)))
+    found = bootstrap(samples, mean, n_resamples=9999, batch=batch, method="percentile", vectorized=True, rng=0)
     return tuple(map(float, found.confidence_interval))
 
 
-def paired_p(values, others):
-    """Two-sided p of the paired randomization test on the difference of the means (Smucker et al. 2007)."""
-    if len(values) < 2 or np.array_equal(values, others):
+def paired_randomization_p(samples, others):
+    """Return the two-sided p of the paired randomization test on the difference of the means (Smucker et al. 2007)."""
+    differences = np.concatenate([(a - b) / len(a) for a, b in zip(samples, others)])
+    if len(differences) < 2 or not differences.any():
         return 1.0
-    test = permutation_test(
-        (values, others),
-        lambda a, b, axis: (a - b).mean(axis),
-        permutation_type="samples",
-        vectorized=True,
-        n_resamples=9999,
-        batch=max(1, 2**22 // len(values)),
-        rng=0,
-    )
+    test = permutation_test((differences, np.zeros_like(differences)), lambda a, b, axis: (a - b).sum(axis),
+                            permutation_type="samples", vectorized=True, n_resamples=9999,
+                            batch=max(1, 2**22 // len(differences)), rng=0)  # fmt: skip
     return float(test.pvalue)
 
 
-# ------------------------------------------------------------------------------------------------------- report
+def summarize(values, args):
+    """Return for each ranking {measure: {mean, low, high, difference and p}} over some collections; difference and p
+    are to the first ranking. values: for each collection and ranking {measure: (Q,)}."""
+    table, first = [], [rankings[0] for rankings in values]
+    for number in range(len(values[0])):
+        table.append({})
+        for name in args.metrics:
+            samples, others = ([v[name] for v in part] for part in ([rankings[number] for rankings in values], first))
+            mean, baseline = (float(np.mean([sample.mean() for sample in part])) for part in (samples, others))
+            low, high = bootstrap_interval(samples)
+            table[-1][name] = {"mean": mean, "low": low, "high": high}
+            if number:
+                table[-1][name] |= {"difference": mean - baseline, "p": paired_randomization_p(samples, others)}
+    return table
+
+
+# ---- report
 
 
 def short_names(paths):
-    """A short name of each model for tables and folders, all different; RUN for RUN/model."""
-    parts = [path.rstrip("/").removesuffix("/model").split("/") for path in paths]
+    """Return a short name of each model, run file or collection, all different: RUN for RUN/model and RUN/run.trec."""
+    parts = [re.sub(r"/(model|run\.trec)?$", "", path).split("/") for path in paths]
     names = [part[-1] for part in parts]
     if len(set(names)) < len(names):
         names = ["_".join(part[-2:]) for part in parts]
     return [name if names.count(name) == 1 else f"{name}_{i + 1}" for i, name in enumerate(names)]
 
 
-def write_run(path, name, collection, documents, scores):
-    """Q lists of document ids and of their scores, best first, as a TREC run file."""
+def write_trec(path, name, query_ids, rankings):
+    """Write Q lists of (document id, score), best first, as a TREC run file."""
     with open(path, "w") as file:
-        for query, *ranked in zip(collection.query_ids, documents, scores):
-            for rank, (document, score) in enumerate(zip(*ranked), start=1):
-                fields = (query, "Q0", document, str(rank), f"{score:.9g}", name)
+        for query, ranked in zip(query_ids, rankings):
+            for rank, (document, value) in enumerate(ranked, start=1):
+                fields = query, "Q0", document, str(rank), f"{value:.9g}", name
                 file.write(" ".join(re.sub(r"\s", "_", field) for field in fields) + "\n")
 
 
-def write_results(runs, names, values, collection, args):
-    """metrics.json, per_query.csv, the runs and report.png in --output_dir; prints the table."""
-    output, results = Path(args.output_dir), []
-    for run, name, mine in zip(runs, names, values):
-        metrics = {}
-        for m in args.metrics:
-            low, high = interval(mine[m])
-            metrics[m] = {"mean": float(mine[m].mean()), "low": low, "high": high}
-            if run is not runs[0]:
-                metrics[m] |= {
-                    "difference": float((mine[m] - values[0][m]).mean()),
-                    "p": paired_p(mine[m], values[0][m]),
-                }
-        results.append({"name": name, "model": run.name, "metrics": metrics, **run.about,
-                        "notes": collection.notes + run.about["notes"]})  # fmt: skip
-    try:
-        for run, name in zip(runs, names):
-            folder = output if len(runs) == 1 else output / name
+def evaluation_of(args):
+    """Return what tells evaluations in the same --output_dir apart."""
+    names = """beir split corpus queries qrels pairs columns keep_same_id model_name_or_path run bm25 cross_encoder
+    max_length rerank_max_length prompts truncate_dim"""
+    return {name: getattr(args, name) for name in names.split()}
+
+
+def check_output(args):
+    """Raise UserError if --output_dir has the results of another evaluation, or cannot be written."""
+    with user_errors(f"--output_dir {args.output_dir}"):
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            before = json.loads(Path(args.output_dir, "metrics.json").read_text())["evaluation"]
+            if other := [
+                f"--{name} {before[name]}" for name, value in evaluation_of(args).items() if before[name] != value
+            ]:
+                raise UserError(f"contains the results of {', '.join(other)}: choose another folder")
+
+
+def write_results(collections, runs, args):
+    """Write metrics.json, report.png and the files of each ranking into --output_dir, and print the table.
+    runs: for each collection the Runs to compare, which have the same names."""
+    output, names, results = Path(args.output_dir), [run.name for run in runs[0]], []
+    values = [[compute_metrics(run, collection, args.metrics) for run in found]
+              for collection, found in zip(collections, runs)]  # fmt: skip
+    tables = {collection.name: summarize([found], args) for collection, found in zip(collections, values)}
+    for collection, found, columns in zip(collections, runs, values):
+        for number, (run, column) in enumerate(zip(found, columns)):
+            results.append({"collection": collection.name, "name": run.name, "queries": len(collection.query_ids),
+                            "metrics": tables[collection.name][number], **run.metadata})  # fmt: skip
+            folder = output.joinpath(*[collection.name] * (len(runs) > 1), *[run.name] * (len(found) > 1))
             folder.mkdir(parents=True, exist_ok=True)
-            write_run(folder / "run.trec", name, collection, run.documents, run.scores)
+            write_trec(folder / "run.trec", run.name, collection.query_ids, map(zip, run.documents, run.scores))
             if run.judged is not None:
-                ranked = [sorted(known.items(), key=lambda item: -item[1]) for known in run.judged]
-                columns = [[[pair[part] for pair in pairs] for pairs in ranked] for part in (0, 1)]
-                write_run(folder / "judged.trec", name, collection, *columns)
-        with open(output / "per_query.csv", "w", newline="") as file:
-            table = csv.writer(file)
-            table.writerow(["query", *([] if len(runs) == 1 else ["model"]), *args.metrics])
-            for name, mine in zip(names, values):
-                for i, query in enumerate(collection.query_ids):
-                    table.writerow(
-                        [query, *([] if len(runs) == 1 else [name]), *(float(mine[m][i]) for m in args.metrics)]
-                    )
-        (output / "metrics.json").write_text(
-            json.dumps(results[0] if len(runs) == 1 else {"models": results}, indent=1)
-        )
-        draw_report(runs, names, values, collection, args, output / "report.png")
-    except OSError as error:
-        raise BadInput(f"--output_dir {output}: {error}; make room or name another; no vector is lost") from None
-    print_table(results, args)
-    print(f"{len(collection.query_ids):,} queries; metrics.json, per_query.csv and report.png are in {output}")
+                ranked = (sorted(known.items(), key=lambda item: -item[1]) for known in run.judged)
+                write_trec(folder / "judged.trec", run.name, collection.query_ids, ranked)
+            pd.DataFrame({"query": collection.query_ids, **column}).to_csv(folder / "per_query.csv", index=False)
+    record = {"evaluation": evaluation_of(args), "results": results}
+    if len(collections) > 1:
+        tables["mean"] = summarize(values, args)
+        record["means"] = dict(zip(names, tables["mean"]))
+    (output / "metrics.json").write_text(json.dumps(record, indent=1))
+    plot_report(collections, runs, tables, args, output / "report.png")
 
-
-def print_table(results, args):
-    """Means with their 95 % intervals, and p of the difference from the first model."""
-    width = max(len(result["name"]) for result in results)
-    print(f"\n{'':{width}}" + "".join(f"  {m:>24}" for m in args.metrics))
+    first = args.metrics[0]
+    columns = {name: [row[first] for row in table] for name, table in tables.items()}
+    if len(collections) == 1:
+        columns = {name: [row[name] for row in tables[collections[0].name]] for name in args.metrics}
+    width = max(map(len, [*names, first]))
+    print(f"\n{first * (len(runs) > 1):{width}}" + "".join(f"  {name:>24}" for name in columns))
+    for number, name in enumerate(names):
+        cells = [column[number] for column in columns.values()]
+        means = ["{mean:.4f} [{low:.4f}, {high:.4f}]".format(**cell) for cell in cells]
+        print(f"{name:{width}}" + "".join(f"  {cell:>24}" for cell in means))
+        if number:
+            means = ["{difference:+.4f}, p = {p:.4f}".format(**cell) for cell in cells]
+            print(" " * width + "".join(f"  {cell:>24}" for cell in means))
     for result in results:
-        cells = []
-        for m in args.metrics:
-            cell = result["metrics"][m]
-            cells.append(f"{cell['mean']:.4f} [{cell['low']:.4f}, {cell['high']:.4f}]")
-        print(f"{result['name']:{width}}" + "".join(f"  {cell:>24}" for cell in cells))
-        if "p" in result["metrics"][args.metrics[0]]:
-            cells = [f"{c['difference']:+.4f}, p = {c['p']:.4f}" for c in map(result["metrics"].get, args.metrics)]
-            print(f"{'':{width}}" + "".join(f"  {cell:>24}" for cell in cells))
-    for result in results:
-        for unit, done in (("texts", "encoded"), ("pairs", "scored")):
+        for unit, verb in (("texts", "encoded"), ("pairs", "scored")):
             if counts := result.get(unit):
                 stages = ", ".join(f"{name} {value:.1f}" for name, value in result["seconds"].items() if value >= 0.05)
-                print(f"{result['name']}: {counts[done]:,} of {counts['total']:,} {unit} {done}; seconds: {stages}")
+                title = f"{result['collection']}, {result['name']}"
+                print(f"{title}: {counts[verb]:,} of {counts['total']:,} {unit} {verb}; seconds: {stages}")
+    print(f"{sum(len(c.query_ids) for c in collections):,} queries; metrics.json and report.png are in {output}")
 
 
-def draw_report(runs, names, values, collection, args, path):
-    """report.png: recall by depth, the first measure over the queries, where texts and time went."""
-    import matplotlib  # half a second to import, at the end of a run
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    def stack(axis, place, parts):
-        """One horizontal bar made of the parts {name: size}."""
-        left = 0.0
-        for number, (name, size) in enumerate(parts.items()):
-            axis.barh(place, size, 0.6, left, color=f"C{number}", label=None if place else name)
-            left += size
-
-    figure, axes = pyplot.subplots(1, 4, figsize=(17, 3.8), layout="constrained")
-    colors = [f"C{i % 10}" for i in range(len(runs))]
-    depth = max(len(documents) for run in runs for documents in [*run.documents, range(args.top_k)])
-    depths = np.arange(1, depth + 1)
-    for run, name, color in zip(runs, names, colors):
+def plot_report(collections, runs, tables, args, path):
+    """Plot the first measure with its intervals, recall by depth, where the vectors came from, and the seconds."""
+    names, figure = [run.name for run in runs[0]], Figure(figsize=(18, 4), layout="constrained")
+    axes, rows = figure.subplots(1, 4), range(len(names))
+    cells = pd.DataFrame({name: [row[args.metrics[0]] for row in table] for name, table in tables.items()}, names).T
+    means, lows, highs = (cells.map(lambda cell: cell[part]) for part in ("mean", "low", "high"))  # noqa: B023
+    errors = np.stack([(means - lows).T, (highs - means).T], 1)  # (rankings, 2, collections)
+    means.plot.bar(ax=axes[0], yerr=errors, rot=0, ylabel=args.metrics[0], ylim=(0, 1))
+    depth = max(len(documents) for found in runs for run in found for documents in run.documents)
+    for number in rows:
         recalls = []
-        for query, documents in zip(collection.query_ids, run.documents):
-            relevant = {d for d, grade in collection.qrels[query].items() if grade > 0}
-            if relevant:
+        for collection, found in zip(collections, runs):
+            for query, documents in zip(collection.query_ids, found[number].documents):
+                relevant = {document for document, grade in collection.qrels[query].items() if grade > 0}
                 hits = np.zeros(depth)
-                hits[: len(documents)] = [d in relevant for d in documents]
-                recalls.append(hits.cumsum() / len(relevant))
-        axes[0].plot(depths, np.mean(recalls or [depths * 0.0], axis=0), label=name, color=color)
-    axes[0].set(xscale="log", xlabel="k", ylabel="recall@k", ylim=(0, 1))
-    axes[0].legend()
-    m = args.metrics[0]
-    axes[1].hist([mine[m] for mine in values], bins=10, range=(0, 1), label=names, color=colors)
-    axes[1].set(xlabel=m, ylabel="queries")
-    stages = ("load", "read", "lookup", "encode", "score", "store", "index", "search")
-    for place, run in enumerate(runs):
-        counts = run.about.get("texts", run.about.get("pairs", {}))
-        stack(axes[2], place, {stage: counts.get(stage, 0) for stage in ("cached", "encoded", "scored")})
-        stack(axes[3], place, {stage: run.about["seconds"].get(stage, 0.0) for stage in stages})
-    axes[2].set(xlabel="texts, or pairs of a cross-encoder")
-    axes[3].set(xlabel="seconds")
-    for axis in axes[2:]:
-        axis.set_yticks(range(len(names)), names)
-        axis.set_ylim(-0.6, len(names) + 0.4)  # room for the legend
-        axis.legend(*axis.get_legend_handles_labels(), fontsize="small", ncols=4, loc="upper center")
+                hits[: len(documents)] = [document in relevant for document in documents]
+                recalls += [hits.cumsum() / len(relevant)] if relevant else []
+        axes[1].plot(range(1, depth + 1), np.mean(recalls, 0) if recalls else np.zeros(depth), label=names[number])
+    axes[1].set(xscale="log", xlabel="k", ylabel="recall@k", ylim=(0, 1))
+    axes[1].legend()
+    for axis, part, label in (
+        (axes[2], "counts", "texts, or pairs of a cross-encoder"),
+        (axes[3], "seconds", "seconds"),
+    ):
+        sums = []
+        for number in rows:
+            total = Counter()
+            for metadata in (found[number].metadata for found in runs):
+                counts = metadata.get("texts") or metadata.get("pairs") or {}
+                total.update(
+                    {k: v for k, v in counts.items() if k != "total"} if part == "counts" else metadata["seconds"]
+                )
+            sums.append(total)
+        if any(sums):
+            pd.DataFrame(sums, names).fillna(0).plot.barh(ax=axis, stacked=True, xlabel=label)
     for axis in axes:
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def print_hits(run, collection):
-    """The best ten documents of each query, with their scores."""
-    columns = shutil.get_terminal_size((120, 24)).columns
+    """Print the best ten documents of each query, with their scores."""
+    width = max(60, shutil.get_terminal_size((120, 24)).columns)
     for query, documents, scores in zip(collection.query_texts, run.documents, run.scores):
         print(f"\n{query}")
-        for name, score in list(zip(documents, scores))[:10]:
-            text = " ".join(run.texts[name].split())
-            print(f"  {score:6.3f}  {name:>8}  {text}"[: max(columns, 60)])
+        for name, value in list(zip(documents, scores))[:10]:
+            print(f"  {value:6.3f}  {name:>8}  {' '.join(run.texts[name].split())}"[:width])
 
 
 def main(args):
-    if args.cache_info or args.cache_clear or args.cache_rebuild:
-        return manage_cache(args) if int(os.environ.get("RANK", 0)) == 0 else None  # of accelerate launch
+    if args.cache_info or args.cache_clear:
+        return manage_cache(args) if int(os.environ.get("RANK", 0)) == 0 else None
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),  # else several processes on CPUs would not find one another
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=30))],
     )
-    datasets.disable_progress_bars()
-    collection = main_first(accelerator, lambda: open_collection(args))  # it makes the Arrow copies
-    if args.export_vectors is not None:
-        export_vectors(collection.corpus, args, accelerator)
-        return accelerator.end_training()
-    runs = [read_run(args, collection)] if args.run else []
-    runs += [retrieve(path, collection, args, accelerator) for path in args.model_name_or_path]
+    transformers.utils.logging.disable_progress_bar()  # of each small file that is loaded
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each load of a local file asks the Hub
+    evaluating = not args.query and args.export_vectors is None
+    if evaluating:
+        check_output(args)
+    sources = args.beir or [(args.corpus or args.pairs)[0]]
+    collections = [open_collection(*pair, args) for pair in zip(short_names(sources), args.beir or [None])]
+
+    # ---- rankings: for each collection those of the runs and the bi-encoders, then the same reranked
+    paths = args.run + args.model_name_or_path
+    names, runs = dict(zip(paths, short_names(paths))), [[] for _ in collections]
+    for path in args.run:
+        runs[0].append(read_run(path, names[path], collections[0]))
+    for path in args.model_name_or_path:
+        encoder = CachedEncoder(path, args, accelerator)
+        if args.export_vectors is not None:
+            return export_vectors(encoder, collections[0], args, accelerator)
+        for collection, found in zip(collections, runs):
+            found.append(retrieve(encoder, names[path], collection, args, accelerator))
+        encoder.cache.cache.close()
     if args.cross_encoder:
-        runs += [rerank(run, collection, args, accelerator) for run in runs]
-    if accelerator.is_main_process:
-        for note in dict.fromkeys(chain(collection.notes, *(run.about["notes"] for run in runs))):
-            print(f"note: {note}", file=sys.stderr)
-        if args.query:
-            print_hits(runs[-1], collection)
-        else:
-            runs += [bm25_run(collection, args)] if args.bm25 else []
-            values = [measure(run, collection, args) for run in runs]
-            write_results(runs, short_names([run.name for run in runs]), values, collection, args)
-    if accelerator.num_processes > 1:
-        torch.distributed.barrier(day_long_group())  # BM25 and the report may take the main process long
-    accelerator.end_training()
+        scorer = CachedScorer(args.cross_encoder, args, accelerator)
+        for collection, found in zip(collections, runs):
+            found += [rerank(run, scorer, collection, args, accelerator) for run in found]
+        scorer.cache.cache.close()
+
+    # ---- results
+    main_process = accelerator.is_main_process
+    accelerator.end_training()  # BM25 and the report may take the main process long
+    if not main_process:
+        return
+    if args.bm25:
+        for collection, found in zip(collections, runs):
+            found.append(bm25_run(collection, args))
+    for collection, found in zip(collections, runs):
+        for warning in dict.fromkeys(chain(collection.warnings, *(run.metadata["warnings"] for run in found))):
+            print(f"warning: {collection.name}: {warning}", file=sys.stderr)
+    if args.query:
+        print_hits(runs[0][-1], collections[0])
+    else:
+        with user_errors(f"--output_dir {args.output_dir}: not written, the vectors are cached"):
+            write_results(collections, runs, args)
 
 
 if __name__ == "__main__":
+    status = 0
     try:
         main(parse_args(sys.argv[1:]))
-    except BadInput as error:
+    except UserError as error:
         traceback.clear_frames(error.__traceback__)  # ends the line of a progress bar
-        # Every process meets the same error; the first one says it, and the others only where that one has not.
+        # Every process meets the same error; the first one reports it, and the others only if that one has not.
         time.sleep(5 if int(os.environ.get("RANK", 0)) else 0)
-        sys.exit(f"error: {error}")
-    except RuntimeError as error:  # gloo and NCCL have no error of their own for it
-        if "gloo" not in str(error) and not isinstance(error, torch.distributed.DistError):
-            raise
-        traceback.clear_frames(error.__traceback__)
-        reason = str(error).partition("\n")[0]
-        sys.exit(f"error: another process of this run is gone ({reason}); start the same command again")
+        print(f"error: {error}", file=sys.stderr)
+        status = 1
+    sys.stdout.flush()
+    os._exit(status)  # pyarrow threads that still read ahead can hang or abort a normal exit (apache/arrow 45214)

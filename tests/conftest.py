@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -166,19 +167,30 @@ def beir(tmp_path_factory, rows):
 
 @pytest.fixture
 def evaluate(tmp_path, bert, capsys):
-    """Run the evaluator in this process on flags; returns its metrics.json. Cache and output lie in tmp_path."""
+    """Run the evaluator in this process on flags; returns its results. Cache and output lie in tmp_path."""
 
     import eval_incremental as script
 
     def run(*flags, output="out"):
         common = [] if {"--model_name_or_path", "--run"} & set(flags) else ["--model_name_or_path", bert]
-        common += ["--cache_dir", tmp_path / "cache", "--data_cache", tmp_path / "data"]
-        common += ["--output_dir", tmp_path / output, "--chunk_rows", 64]
+        common += ["--cache_dir", tmp_path / "cache", "--output_dir", tmp_path / output, "--corpus_chunk_size", 64]
+        shutil.rmtree(tmp_path / output, ignore_errors=True)
         script.main(script.parse_args(last_of([*common, *flags])))
         path = tmp_path / output / "metrics.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        if path.exists():
+            results = json.loads(path.read_text())["results"]
+            return results[0] if len(results) == 1 else {"models": results}
 
     return run
+
+
+def stored(cache_dir):
+    """Return the number of vectors in each embedding cache of a folder."""
+    found = []
+    for note in sorted(Path(cache_dir).glob("*/model.json")):
+        size = json.loads(note.read_text())["bytes"]
+        found.append(sum(path.stat().st_size // size for path in note.parent.rglob("*.val")))
+    return found
 
 
 @pytest.fixture(scope="session")

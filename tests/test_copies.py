@@ -5,8 +5,8 @@ import re
 
 from conftest import ROOT
 
-# The second edition of eval_incremental.py has yet to come: with it, it joins them.
-SCRIPTS = ["train_bi_encoder", "train_cross_encoder", "prepare_corpus", "mine_negatives"]
+
+SCRIPTS = ["train_bi_encoder", "train_cross_encoder", "eval_incremental", "mine_negatives", "prepare_corpus"]
 # Of these each script has its own, by the same name since they do the same for another kind of row, model or output.
 OWN = {"main", "Args", "parse_args", "Batch", "make_batches", "make_micro_batches", "load_model", "make_loss",
        "margin_mse", "kl", "model_card", "encode", "forward_backward", "evaluate"}  # fmt: skip

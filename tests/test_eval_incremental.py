@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, launch, write_jsonl
+from conftest import ROOT, launch, stored, write_jsonl
 from forked import Forked
 
 import eval_incremental as script
@@ -99,8 +99,16 @@ def test_written_run_gives_the_same_measures_in_pytrec_eval(evaluate, beir, tmp_
         assert [float(v) for v in values] == pytest.approx([each[query][t] for t in names.values()], abs=1e-6)
 
 
+def measured(run, qrels, measures):
+    """compute_metrics() of {query: {document: score}}."""
+    found = script.Run(
+        "x", [list(found) for found in run.values()], [list(found.values()) for found in run.values()], {}
+    )
+    return script.compute_metrics(found, script.Collection("c", None, list(run), [], qrels, []), measures)
+
+
 @pytest.mark.skipif(not TREC_EVAL.is_dir(), reason="needs trec_eval's own test runs in ../shared/data/ref_trec_eval")
-def test_trec_evals_own_expected_values_through_the_metric():
+def test_trec_evals_own_expected_values():
     names = {"AP": "map", "RR": "recip_rank", "Rprec": "Rprec", "Bpref": "bpref", "infAP": "infAP", "nDCG": "ndcg"}
     for k in (5, 10, 20, 100):
         names |= {f"P@{k}": f"P_{k}", f"R@{k}": f"recall_{k}", f"nDCG@{k}": f"ndcg_cut_{k}"}
@@ -110,17 +118,13 @@ def test_trec_evals_own_expected_values_through_the_metric():
     for line in (TREC_EVAL / "out.test.aq").read_text().splitlines():
         measure, query, value = line.split()
         expected[measure, query] = value
-    metric = script.RetrievalMetric(keep_in_memory=True)
-    for query, found in run.items():  # in several batches
-        metric.add_batch(query_id=[query], document_ids=[list(found)], scores=[list(found.values())])
-    qrels = script.read_qrels(str(TREC_EVAL / "qrels.test"))
-    got = metric.compute(qrels=qrels, measures=list(names))
+    got = measured(run, script.read_qrels(str(TREC_EVAL / "qrels.test")), list(names))
     compared = 0
     for ours, theirs in names.items():
-        for query, value in got[ours].items():
+        for query, value in zip(run, got[ours]):
             assert value == pytest.approx(float(expected[theirs, query]), abs=1e-4), (ours, query)
             compared += 1
-        assert np.mean(list(got[ours].values())) == pytest.approx(float(expected[theirs, "all"]), abs=1e-4), ours
+        assert np.mean(got[ours]) == pytest.approx(float(expected[theirs, "all"]), abs=1e-4), ours
     assert compared == 3 * len(names) > 60
 
 
@@ -162,15 +166,23 @@ def test_equal_vectors_score_equally_wherever_they_stand():
 
 
 def test_bootstrap_interval_and_randomization_test():
-    values = np.random.default_rng(0).random(200)
-    low, high = script.interval(values)
+    dice = np.random.default_rng(0)
+    values = dice.random(200)
+    low, high = script.bootstrap_interval([values])
     half = 1.96 * values.std(ddof=1) / 200**0.5
-    assert low == pytest.approx(values.mean() - half, abs=0.005)
-    assert high == pytest.approx(values.mean() + half, abs=0.005)
-    assert script.paired_p(values, values) == 1.0
-    assert script.paired_p(values + 0.05 * np.random.default_rng(1).random(200), values) < 0.001
+    assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.005)
+    p = script.paired_randomization_p
+    assert p([values], [values]) == 1.0 and p([values + 0.05 * dice.random(200)], [values]) < 0.001
     few = np.array([0.0, 0.5, 1.0, 0.2])  # 16 sign flips in all, counted by hand: two of them as extreme
-    assert script.paired_p(few + 0.1, few) == pytest.approx(2 / 16)
+    assert p([few + 0.1], [few]) == pytest.approx(2 / 16)
+    # Several collections: their means count alike, however many queries they have.
+    others = dice.random(50) / 2
+    low, high = script.bootstrap_interval([values, others])
+    half = 1.96 * (values.var(ddof=1) / 200 + others.var(ddof=1) / 50) ** 0.5 / 2
+    mean = (values.mean() + others.mean()) / 2
+    assert (low, high) == pytest.approx((mean - half, mean + half), abs=0.005)
+    assert p([few + 0.1, few], [few, few]) == pytest.approx(2 / 16)
+    assert script.bootstrap_interval([np.ones(1)]) == (1.0, 1.0)
 
 
 # -------------------------------------------------------------------------------------------------- incremental
@@ -202,7 +214,7 @@ def test_each_text_is_encoded_once(evaluate, beir, tmp_path, rows):
     # another corpus of other shape that shares 40 texts, each of them there twice
     shared = [{"_id": f"s{i}", "text": rows[i % 40]["code"]} for i in range(80)]
     write_jsonl(changed / "corpus.jsonl", [*shared, {"_id": "d0", "text": "unseen"}])
-    assert evaluate("--beir", changed, "--chunk_rows", 7)["texts"]["encoded"] == 1
+    assert evaluate("--beir", changed, "--corpus_chunk_size", 7)["texts"]["encoded"] == 1
 
 
 def test_a_changed_model_is_a_new_key(evaluate, beir, bert, tmp_path):
@@ -228,7 +240,7 @@ def test_cache_round_trip(tmp_path, dtype, tolerance):
     vectors = generator.standard_normal((300, 24)).astype(np.float32)
     vectors[7] = 0
     hashes = generator.integers(0, 2**62, (300, 2)).astype(np.uint64)
-    cache = script.EmbeddingCache(tmp_path / "c", "m", 24, dtype, 0)
+    cache = script.EmbeddingCache(tmp_path / "c", "m", 24, dtype)
     packed = cache.pack(vectors)
     for first, last in ((0, 100), (100, 101), (101, 300)):
         cache.store(hashes[first:last], packed[first:last])
@@ -240,7 +252,7 @@ def test_cache_round_trip(tmp_path, dtype, tolerance):
         np.r_[0:5, 3:9, 0:5],
     ]
     for order in orders:
-        rows, found = script.EmbeddingCache(tmp_path / "c", "m", 24, dtype, 0).lookup(hashes[order])
+        rows, found = script.EmbeddingCache(tmp_path / "c", "m", 24, dtype).lookup(hashes[order])
         assert found.all() and np.array_equal(rows, packed[order])
         assert np.abs(cache.unpack(rows).astype(np.float32) - vectors[order]).max() <= tolerance * 4
     strange = np.arange(300) % 3 == 1
@@ -261,7 +273,7 @@ def test_pairs_and_comparison(evaluate, corpus, bert, tmp_path, capsys):
     assert second["difference"] == pytest.approx(second["mean"] - got["models"][0]["metrics"]["nDCG@10"]["mean"])
     assert 0 < second["p"] <= 1 and got["models"][2]["metrics"]["nDCG@10"]["mean"] > 0.2  # words do help here
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
-        "metrics.json", "per_query.csv", "report.png", "st", "second", "BM25"}  # fmt: skip
+        "metrics.json", "report.png", "st", "second", "BM25"}  # fmt: skip
     assert (tmp_path / "out/BM25/run.trec").exists()
     shown = capsys.readouterr().out
     assert "p = " in shown and "BM25" in shown and "nDCG@10" in shown
@@ -271,7 +283,7 @@ def test_equal_documents_of_pairs_are_all_answers(evaluate, tmp_path):
     pairs = [{"q": "a", "d": "def a(): 1"}, {"q": "b", "d": "def a(): 1"}, {"q": "a", "d": "class B"}]
     write_jsonl(tmp_path / "pairs.jsonl", pairs)
     got = evaluate("--pairs", tmp_path / "pairs.jsonl", "--metrics", "R@3", "R@2", "--top_k", 3)
-    assert got["texts"]["queries"] == 2 and got["texts"]["encoded"] == 4
+    assert got["queries"] == 2 and got["texts"]["encoded"] == 4
     assert got["metrics"]["R@3"]["mean"] == 1.0
 
 
@@ -289,31 +301,32 @@ def test_search(evaluate, beir, capsys, rows):
 
 def flags_for(beir, bert, folder):
     """Flags of an evaluation with all of its files in `folder`."""
-    places = {"--cache_dir": "cache", "--data_cache": "data", "--output_dir": "out"}
+    places = {"--cache_dir": "cache", "--output_dir": "out"}
     places = [part for flag, name in places.items() for part in (flag, folder / name)]
-    return ["--model_name_or_path", bert, "--beir", beir, *places, "--chunk_rows", 37, "--micro_batch_tokens", 256]
+    return [
+        "--model_name_or_path",
+        bert,
+        "--beir",
+        beir,
+        *places,
+        "--corpus_chunk_size",
+        37,
+        "--micro_batch_tokens",
+        256,
+    ]
 
 
 def test_two_processes_give_the_bytes_of_one(tmp_path, beir, bert):
-    """353 texts in chunks of 37, five of which are another's copy; each is encoded by one process only."""
-    folder = tmp_path / "beir"
-    shutil.copytree(beir, folder)
-    records = [json.loads(line) for line in (beir / "corpus.jsonl").read_text().splitlines()]
-    records += [{"_id": f"copy{i}", "text": records[i * 37 + 5]["text"]} for i in range(5)]
-    write_jsonl(folder / "corpus.jsonl", records[:200] + records[293:] + records[200:293])
-    counts = {}
     for processes in (1, 2):
         place = tmp_path / str(processes)
-        launch(SCRIPT, *flags_for(folder, bert, place), processes=processes)
-        counts[processes] = json.loads((place / "out/metrics.json").read_text())["texts"]
-        (model,) = script.cached_models(place / "cache")
-        assert model[2] == 353  # vectors held: none was stored twice
-        run = json.loads((place / "out/metrics.json").read_text())
-        assert run["texts"]["encoded"] == 353 and run["texts"]["total"] == 358
+        launch(SCRIPT, *flags_for(beir, bert, place), processes=processes)
+        (result,) = json.loads((place / "out/metrics.json").read_text())["results"]
+        assert result["texts"] == {"total": 353, "encoded": 353, "cached": 0}
+        assert stored(place / "cache") == [353]
     for name in ("run.trec", "per_query.csv"):
         assert (tmp_path / "1/out" / name).read_bytes() == (tmp_path / "2/out" / name).read_bytes()
-    again = launch(SCRIPT, *flags_for(folder, bert, tmp_path / "1"), processes=2)  # the cache of one serves two
-    assert "0 of 358 texts encoded" in again.stdout
+    again = launch(SCRIPT, *flags_for(beir, bert, tmp_path / "1"), processes=2)  # the cache of one serves two
+    assert "0 of 353 texts encoded" in again.stdout
 
 
 # Counts each text that is encoded in a file of its own, so that what a killed run did is known.
@@ -372,7 +385,7 @@ def test_ids_that_do_not_fit(evaluate, beir, tmp_path, capsys):
         file.write(
             json.dumps({"_id": "d0", "text": "the same id"}) + "\n" + json.dumps({"_id": "e", "text": " "}) + "\n"
         )
-        file.write(json.dumps({"_id": 17, "title": None, "text": "a number as id"}) + "\n")
+        file.write(json.dumps({"_id": "17", "title": None, "text": "no title"}) + "\n")
     with open(folder / "queries.jsonl", "a") as file:
         file.write(json.dumps({"_id": "unjudged", "text": "nobody knows"}) + "\n")
     with open(folder / "qrels/test.tsv", "a") as file:
@@ -380,42 +393,43 @@ def test_ids_that_do_not_fit(evaluate, beir, tmp_path, capsys):
     got = evaluate("--beir", folder, "--top_k", 1000)
     said = capsys.readouterr().err
     for line in (
-        "1 queries without judgment left out",
-        "1 judged queries are not among --queries; left out: nobody",
+        "1 queries without judgments left out",
+        "1 judged queries are not among the queries, such as nobody; left out",
         "1 judged documents are not in the corpus",
         "1 documents are empty; encoded as the empty string",
-        "1 ids stand at several documents",
-        "704 fewer documents than the 1000 to be ranked",
+        "1 ids occur at several documents",
     ):
         assert line in said, (line, said)
-    assert got["texts"]["queries"] == 60 and got["texts"]["documents"] == 296
-    assert len(read_run(tmp_path / "out/run.trec")["q0"]) == 295  # an id stands once
+    assert got["queries"] == 60 and got["texts"]["total"] == 60 + 296
+    assert len(read_run(tmp_path / "out/run.trec")["q0"]) == 295  # an id occurs once
 
 
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (["--beir", "nowhere"], "nowhere/corpus.jsonl: no file matches"),
-        (["--beir", "{beir}", "--split", "dev"], "qrels/dev.tsv: cannot be read"),
-        (["--beir", "{beir}", "--truncate_dim", "64"], "--truncate_dim 64: "),
+        (["--beir", "/nowhere"], "--beir /nowhere: "),
+        (["--beir", "{beir}", "--split", "dev"], "--beir {beir}: no judgments of --split dev; available: test"),
+        (["--beir", "{beir}", "--truncate_dim", "64"], "--truncate_dim 64: it has 32 dimensions"),
         (["--beir", "{beir}", "--max_length", "9999"], "--max_length 9999: the model has positions for"),
-        (
-            ["--beir", "{beir}", "--corpus_columns", "_id", "body"],
-            "no column 'body'; the columns are: _id, title, text",
-        ),
+        (["--beir", "{beir}", "--corpus_columns", "_id", "body"], "{beir}/corpus.jsonl: "),
         (["--beir", "{beir}", "--model_name_or_path", "/nowhere"], "--model_name_or_path /nowhere: "),
+        (["--beir", "{beir}", "--model_name_or_path", "{damaged}"], "--model_name_or_path {damaged}: "),
+        (
+            ["--beir", "{beir}", "--model_name_or_path", "{reranker}"],
+            "{reranker}: a cross-encoder: use --cross_encoder",
+        ),
         (["--beir", "{beir}", "--cache_dir", "{file}"], "--cache_dir {file}"),
         (["--beir", "{beir}", "--output_dir", "{file}/x"], "--output_dir {file}/x: "),
-        (["--cache_clear", "nobody"], "holds no model nobody; --cache_info lists them"),
+        (["--cache_clear", "nobody"], "--cache_clear nobody: no such model in "),
     ],
 )
-def test_one_clear_line(evaluate, beir, bert, tmp_path, flags, said):
+def test_one_clear_line(evaluate, beir, bert, reranker, tmp_path, flags, said):
     (tmp_path / "file").write_text("x")
     shutil.copytree(bert, tmp_path / "damaged")
     weights = tmp_path / "damaged/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    names = {"beir": beir, "file": tmp_path / "file", "damaged": tmp_path / "damaged"}
-    with pytest.raises(script.BadInput) as error:
+    names = {"beir": beir, "file": tmp_path / "file", "damaged": tmp_path / "damaged", "reranker": reranker}
+    with pytest.raises(script.UserError) as error:
         evaluate(*[flag.format(**names) for flag in flags])
     assert said.format(**names) in str(error.value) and "\n" not in str(error.value)
 
@@ -424,45 +438,43 @@ def test_one_clear_line(evaluate, beir, bert, tmp_path, flags, said):
     "flags, said",
     [
         (["--metrics", "nDGC@10"], "--metrics nDGC@10: "),
-        (["--metrics", "nDCG@0"], "--metrics nDCG@0: a cutoff is a whole number above 0"),
+        (["--metrics", "nDCG@0"], "--metrics nDCG@0: "),
         (["--metrics", "AP", "RBP(p=0.8)"], "--metrics RBP(p=0.8): "),
-        (["--beri", "x"], "no such flag: --beri x"),
-        (["--pairs", "p.jsonl", "--query", "\udcff"], "--query: not UTF-8"),
-        (["--metrics", "R@1000"], "--metrics R@1000: cut deeper than --top_k 100"),
-        (["--top_k", "0"], "--top_k 0: must be above 0"),
-        (["--queries", "q.jsonl", "--qrels", "r.tsv"], "--queries, --qrels: belong to --corpus"),
-        (["--corpus", "c.jsonl"], "--corpus: evaluating wants --queries and --qrels too"),
-        (["--corpus", "c.jsonl", "--beir", "b"], "--beir, --corpus, --pairs: name one of them"),
-        (["--columns", "a", "--pairs", "p.jsonl"], "--columns a: name the query and the document column"),
+        (["--beri", "x"], "--beri"),
+        (["--beir", "x", "--top_k", "5", "--beir", "y"], "--beir: given twice; list all values after one flag"),
+        (["--metrics", "R@1000"], "--metrics R@1000: deeper than --top_k 100"),
+        (["--top_k", "0"], "--top_k 0: must be finite, and above 0"),
+        (["--queries", "q.jsonl", "--qrels", "r.tsv"], "--queries, --qrels: require --corpus"),
+        (["--corpus", "c.jsonl"], "--corpus: requires --queries and --qrels"),
+        (["--corpus", "c.jsonl", "--beir", "b"], "--beir, --corpus, --pairs: give one of them"),
+        (["--columns", "a", "--pairs", "p.jsonl"], "--columns takes two names"),
     ],
 )
 def test_usage(flags, said, capsys):
-    with pytest.raises(SystemExit):
+    with pytest.raises((SystemExit, script.UserError)) as error:
         script.parse_args(flags)
-    assert said in capsys.readouterr().err
+    assert said in capsys.readouterr().err + str(error.value)
 
 
 def test_malformed_qrels(tmp_path):
     path = tmp_path / "q.tsv"
-    for score in ("good", "--5", "\u00b2", "9" * 20):
+    for score in ("good", "--5", "\u00b2", "", "inf"):
         path.write_text(f"query-id\tcorpus-id\tscore\nq1\td1\t1\nq2\td2\t{score}\n")
-        with pytest.raises(script.BadInput, match="^[^ ]*q.tsv, line 3: not "):
+        with pytest.raises(script.UserError, match="--qrels [^ ]*q.tsv: line 3 has no number: q2 d2"):
             script.read_qrels(str(path))
     path.write_text("q1 0 d1 2\nq1 0 d2 -1\n\n")  # TREC's form
     assert script.read_qrels(str(path)) == {"q1": {"d1": 2, "d2": -1}}
     packed = tmp_path / "q.tsv.gz"
     packed.write_bytes(gzip.compress(path.read_bytes() * 1000)[:-20])
     for bad in (packed, "foo://q", tmp_path):
-        with pytest.raises(script.BadInput, match="cannot be read"):
+        with pytest.raises(script.UserError, match=f"--qrels {bad}: "):
             script.read_qrels(str(bad))
 
 
 def test_measures_agree_where_scores_are_equal():
     """Providers of ir_measures break ties in their own ways; the order of trec_eval holds for all."""
-    metric = script.RetrievalMetric(keep_in_memory=True)
-    metric.add_batch(query_id=["q"], document_ids=[["a", "b", "c"]], scores=[[1.0, 1.0, 0.5]])
     names = ["RR@10", "MRR@10", "RR", "nDCG@10", "Success@1", "P@1"]
-    got = {name: value["q"] for name, value in metric.compute(qrels={"q": {"b": 1}}, measures=names).items()}
+    got = measured({"q": {"a": 1.0, "b": 1.0, "c": 0.5}}, {"q": {"b": 1}}, names)
     assert got == dict.fromkeys(names, 1.0)  # b before a, as in trec_eval; and two names of one measure are both there
 
 
@@ -492,18 +504,18 @@ def test_titles_ids_and_columns(evaluate, beir, tmp_path):
     assert evaluate("--beir", folder)["texts"]["encoded"] == 293 + 1 + 60
     for bad in ({"_id": None, "text": "y"}, {"text": "y"}, {"_id": "", "text": "y"}):
         write_jsonl(folder / "corpus.jsonl", [first, bad])
-        with pytest.raises(script.BadInput, match=f"{folder}/corpus.jsonl, row 1: no id in column '_id'"):
+        with pytest.raises(script.UserError, match="corpus.jsonl: row 1, counted from 0, has no id in column '_id'"):
             evaluate("--beir", folder)
     pq.write_table(pa.table({"_id": ["a"], "text": [["not", "text"]]}), tmp_path / "list.parquet")
     flags = ["--corpus", tmp_path / "list.parquet", "--queries", beir / "queries.jsonl"]
-    with pytest.raises(script.BadInput, match="list.parquet, after row 0: not text"):
+    with pytest.raises(script.UserError, match="list.parquet: column 'text' holds list"):
         evaluate(*flags, "--qrels", beir / "qrels/test.tsv")
 
 
 def test_pairs_without_text_and_ids_with_spaces(evaluate, tmp_path, capsys):
     write_jsonl(tmp_path / "pairs.jsonl", [{"q": "a", "d": "b"}, {"q": "", "d": "c"}, {"q": "e", "d": None}])
     got = evaluate("--pairs", tmp_path / "pairs.jsonl", "--metrics", "R@3")
-    assert got["texts"]["queries"] == 1 and got["metrics"]["R@3"]["mean"] == 1.0
+    assert got["queries"] == 1 and got["metrics"]["R@3"]["mean"] == 1.0
     assert "2 pairs lack a text" in capsys.readouterr().err
     write_jsonl(tmp_path / "c.jsonl", [{"_id": "doc one", "text": "b"}])
     write_jsonl(tmp_path / "q.jsonl", [{"_id": "q 1", "text": "a"}])
@@ -516,7 +528,7 @@ def test_pairs_without_text_and_ids_with_spaces(evaluate, tmp_path, capsys):
 def test_an_error_on_two_processes_is_said_once(tmp_path, bert):
     flags = ["--model_name_or_path", bert, "--beir", tmp_path / "nowhere", "--cache_dir", tmp_path / "c"]
     done = launch(SCRIPT, *flags, processes=2, check=False)
-    assert done.returncode and "no file matches" in done.stderr and "[rank1]" not in done.stderr, done.stderr
+    assert done.returncode and done.stderr.count("error: --beir") == 1 and "[rank1]" not in done.stderr, done.stderr
 
 
 def test_nan_embedding(evaluate, beir, bert, tmp_path):
@@ -527,9 +539,9 @@ def test_nan_embedding(evaluate, beir, bert, tmp_path):
     weights = load_file(broken / "model.safetensors")
     next(weights[name] for name in weights if name.endswith("word_embeddings.weight"))[100:] = float("nan")
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(script.BadInput, match="the model's output for .* is not finite"):
+    with pytest.raises(script.UserError, match="output for .* is not finite"):
         evaluate("--beir", beir, "--model_name_or_path", broken)
-    assert script.cached_models(tmp_path / "cache")[0][2] == 0
+    assert stored(tmp_path / "cache") == [0]
 
 
 def test_damaged_vectors_are_noticed_and_encoded_again(evaluate, beir, tmp_path, capsys):
@@ -547,7 +559,7 @@ def test_damaged_vectors_are_noticed_and_encoded_again(evaluate, beir, tmp_path,
             path.unlink()
     again = evaluate("--beir", beir)
     assert again["metrics"] == first["metrics"]
-    assert 0 < again["texts"]["encoded"] < 353 and again["texts"]["damaged_blocks"] > 0
+    assert 0 < again["texts"]["encoded"] < 353
     assert "a damaged block" in capsys.readouterr().err
     assert evaluate("--beir", beir)["texts"]["encoded"] == 0
 
@@ -559,17 +571,18 @@ def test_foreign_or_broken_folder(evaluate, beir, tmp_path):
     assert not list(folder.glob("cache.db-*"))  # the evaluator has closed it
     whole = database.read_bytes()
     database.write_bytes(b"not a database" * 1000)
-    with pytest.raises(script.BadInput, match=f"--cache_dir {folder}: .*mend a damaged one"):
+    with pytest.raises(script.UserError, match=f"--cache_dir {folder} .*remove it if it is damaged"):
         evaluate("--beir", beir)
     database.unlink()  # this process may have the broken one open yet
     for rest in folder.glob("cache.db-*"):
         rest.unlink()
     database.write_bytes(whole)
-    assert evaluate("--beir", beir)["metrics"] == first["metrics"]
-    (folder / "model.json").unlink()
-    database.unlink()
-    with pytest.raises(script.BadInput, match="not an embedding cache"):
+    assert evaluate("--beir", beir)["texts"]["encoded"] == 0
+    database.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(script.UserError, match=f"--cache_dir {folder} .*remove it if it is damaged"):
         evaluate("--beir", beir)
+    evaluate("--cache_clear", folder.name)
+    assert evaluate("--beir", beir)["metrics"] == first["metrics"]
 
 
 def test_no_pickle_is_loaded(evaluate, beir, tmp_path, say):
@@ -585,11 +598,11 @@ def test_no_pickle_is_loaded(evaluate, beir, tmp_path, say):
     (folder,) = (tmp_path / "cache").iterdir()
     with sqlite3.connect(folder / "cache.db") as database:
         database.execute("UPDATE Cache SET mode = 4, value = ?, filename = NULL", (pickle.dumps(Mark()),))
-    with pytest.raises(script.BadInput, match="a value is a pickle"):
+    with pytest.raises(script.UserError, match="a value is a pickle"):
         evaluate("--beir", beir)
     with sqlite3.connect(folder / "cache.db") as database:
         database.execute("UPDATE Cache SET mode = 2, value = NULL, filename = '../../../etc/hostname'")
-    with pytest.raises(script.BadInput, match="lies outside the folder"):
+    with pytest.raises(script.UserError, match="outside of the folder"):
         evaluate("--beir", beir)
     assert not (tmp_path / "mark").exists()
     pickle.loads(pickle.dumps(Mark()))
@@ -605,7 +618,7 @@ def test_cache_info_clear_and_limit(evaluate, beir, tmp_path, capsys, bert):
     shown = capsys.readouterr().out
     assert shown.count(str(bert)) == 2 and shown.count(" 353 ") == 2 and "int8" in shown and "float16" in shown
     evaluate("--cache_clear", str(bert))
-    assert "removed 353 vectors" in capsys.readouterr().out and not list((tmp_path / "cache").iterdir())
+    assert capsys.readouterr().out.count("(removed)") == 2 and not list((tmp_path / "cache").iterdir())
     # 60 kB hold the index of some hundred texts at most: the oldest go, and the metrics stay
     limited = evaluate("--beir", beir, "--cache_size_limit", 0.00006)
     again = evaluate("--beir", beir, "--cache_size_limit", 0.00006)
@@ -613,14 +626,12 @@ def test_cache_info_clear_and_limit(evaluate, beir, tmp_path, capsys, bert):
     assert "--cache_size_limit is reached" in capsys.readouterr().err
     (folder,) = (tmp_path / "cache").iterdir()
     about = (folder / "model.json").read_text()
-    for damaged in ("[]", about.replace("32", "33", 1), about.replace("dimensions", "dimension")):
+    for damaged in ("", "{", about.replace('"int8"', "8").replace('"model"', '"mode"')):
         (folder / "model.json").write_text(damaged)
         evaluate("--cache_info")
         assert "(damaged)" in capsys.readouterr().out
-        with pytest.raises(script.BadInput, match="model.json: damaged"):
-            evaluate("--cache_rebuild", folder.name)
-        assert evaluate("--beir", beir)["metrics"] == limited["metrics"]
-        assert (folder / "model.json").read_text() == about
+    assert evaluate("--beir", beir)["metrics"] == limited["metrics"]
+    assert (folder / "model.json").read_text() == about
     evaluate("--cache_clear", folder.name)
     assert not folder.exists()
 
@@ -635,7 +646,9 @@ def test_full_or_read_only_disk(evaluate, beir, tmp_path, bert, say, how):
     try:
         if how == "read-only":
             subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        with pytest.raises(script.BadInput, match=f"--cache_dir {disk}.*make room or"):
+        with pytest.raises(
+            script.UserError, match=f"--cache_dir {disk}/.* .free space, or remove it if it is damaged.: "
+        ):
             evaluate("--beir", beir, "--cache_dtype", "float32")
         if how == "full":  # what was stored serves the next run, with room
             subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
@@ -643,46 +656,6 @@ def test_full_or_read_only_disk(evaluate, beir, tmp_path, bert, say, how):
         say("a full or read-only disk under the embedding cache", 1, "one line; what was stored serves the next run")
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
-
-
-@pytest.mark.parametrize("how", ["cut", "flipped", "removed"])
-def test_a_damaged_index_is_made_again(evaluate, beir, tmp_path, capsys, how):
-    """One line says how; then every vector is there again, but those of a block that is damaged too."""
-    whole = evaluate("--beir", beir)
-    (folder,) = (tmp_path / "cache").iterdir()
-    index, about = folder / "cache.db", (folder / "model.json").read_text()
-    if how == "cut":
-        os.truncate(index, index.stat().st_size // 2)
-    elif how == "flipped":
-        index.write_bytes(b"x" * 4096 + index.read_bytes()[4096:])
-    else:
-        index.unlink()
-    (folder / "model.json").write_text(about[:-3])
-    if how != "removed":  # which is an empty index
-        with pytest.raises(script.BadInput, match=f"--cache_rebuild {folder.name}"):
-            evaluate("--beir", beir)
-    else:
-        evaluate("--beir", beir)
-    assert (folder / "model.json").read_text() == about
-    capsys.readouterr()
-    evaluate("--cache_rebuild", folder.name)
-    assert "kept 353 of 353 vectors" in capsys.readouterr().out or how == "removed"
-    again = evaluate("--beir", beir)
-    assert again["texts"]["encoded"] == 0 and again["metrics"] == whole["metrics"]
-    index.write_bytes(b"")
-    (folder / "rebuilding").touch()  # and killed
-    with pytest.raises(script.BadInput, match=f"--cache_rebuild {folder.name}"):
-        evaluate("--beir", beir)
-    block = max(folder.rglob("*.val"), key=lambda path: path.stat().st_size)
-    block.write_bytes(damaged := block.read_bytes()[:-1])
-    (folder / "other.val").write_bytes(b"")
-    evaluate("--cache_rebuild", folder.name)
-    assert block.read_bytes() == damaged and (folder / "other.val").exists()  # nothing is removed but what was stored
-    assert "1 damaged files of vectors are left there" in capsys.readouterr().err
-    again = evaluate("--beir", beir)
-    assert 0 < again["texts"]["encoded"] < 353 and again["metrics"] == whole["metrics"]
-    (folder / "model.json").unlink()
-    assert evaluate("--beir", beir)["texts"]["encoded"] == 0
 
 
 def test_copied_alone_and_help(tmp_path, beir, bert):
@@ -694,8 +667,6 @@ def test_copied_alone_and_help(tmp_path, beir, bert):
         beir,
         "--cache_dir",
         "c",
-        "--data_cache",
-        "d",
         "--output_dir",
         "o",
     ]
@@ -704,7 +675,7 @@ def test_copied_alone_and_help(tmp_path, beir, bert):
     shown = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True).stdout
     design = """
         model_name_or_path beir corpus queries qrels pairs columns streaming cache_dir output_dir metrics top_k query
-        prompts truncate_dim max_length bm25 cache_info cache_clear cache_rebuild cache_size_limit
+        run prompts truncate_dim max_length bm25 cache_info cache_clear cache_size_limit judged
     """
     for flag in design.split():
         assert f"--{flag}" in shown, flag

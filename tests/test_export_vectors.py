@@ -12,7 +12,7 @@ from operator import itemgetter
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, launch, write_jsonl
+from conftest import ROOT, launch, stored, write_jsonl
 from forked import Forked, last_of
 from test_eval_incremental import COUNTED, SCRIPT, read_run
 
@@ -39,28 +39,24 @@ def static(tmp_path_factory, rows):
 
 
 def flags_for(place, model, *corpus):
-    places = ["--cache_dir", place / "cache", "--data_cache", place / "data", "--export_vectors", place / "vectors"]
-    flags = ["--model_name_or_path", model, *places, "--chunk_rows", CHUNK, "--micro_batch_tokens", 256, *corpus]
-    return last_of(flags)
+    flags = ["--model_name_or_path", model, "--cache_dir", place / "cache", "--export_vectors", place / "vectors"]
+    return last_of([*flags, "--corpus_chunk_size", CHUNK, "--micro_batch_tokens", 256, *corpus])
 
 
 @pytest.fixture
 def export(capsys):
-    """Run the script in this process with all of its files in `place`; returns (texts encoded, shards kept)."""
+    """Run the script in this process with all of its files in `place`; returns the number of texts encoded."""
 
     def run(place, model, *corpus):
         script.main(script.parse_args(flags_for(place, model, *corpus)))
-        return counts(capsys.readouterr().out)
+        return encoded(capsys.readouterr().out)
 
     return run
 
 
-def counts(shown):
-    """(texts encoded, shards kept) by the line that an export prints."""
-    encoded, kept = re.search(
-        r"^([\d,]+) of [\d,]+ texts encoded, ([\d,]+) of [\d,]+ shards kept", shown, re.M
-    ).groups()
-    return int(encoded), int(kept)
+def encoded(shown):
+    """The number of texts encoded by the line that an export prints."""
+    return int(re.search(r"^(\d+) of \d+ texts encoded", shown, re.M)[1])
 
 
 def bytes_of(place):
@@ -94,7 +90,7 @@ def documents(beir):
 def test_equals_sentence_transformers(export, tmp_path, beir, bert, dtype, tolerance, extra):
     from sentence_transformers import SentenceTransformer
 
-    assert export(tmp_path, bert, "--corpus", beir / "corpus.jsonl", "--cache_dtype", dtype, *extra) == (293, 0)
+    assert export(tmp_path, bert, "--corpus", beir / "corpus.jsonl", "--cache_dtype", dtype, *extra) == 293
     prompt, dims = ("code: ", 16) if "--prompts" in extra else ("", 32)
     texts = [prompt + row["text"].strip() for row in documents(beir)]
     theirs = SentenceTransformer(str(bert), device="cpu", truncate_dim=dims).encode(texts, normalize_embeddings=True)
@@ -106,11 +102,11 @@ def test_equals_sentence_transformers(export, tmp_path, beir, bert, dtype, toler
     names = sorted(path.name for path in (tmp_path / "vectors").glob("*.parquet"))
     assert names == [f"vectors-{first:012}.parquet" for first in range(0, 293, CHUNK)]
     about = json.loads((tmp_path / "vectors/_vectors.json").read_text())
-    assert about["rows"] == 293 and about["shards"] == 8 and about["dimensions"] == dims
+    assert about["rows"] == 293 and about["dimensions"] == dims
     assert about["similarity"] == "cosine" and about["normalized"] is True and about["dtype"] == "float32"
     assert about["document_prompt"] == prompt and about["query_prompt"] == ("find: " if prompt else "")
     assert about["model"] == str(bert) and about["max_length"] == 128
-    assert (tmp_path / "cache" / about["fingerprint"][:32] / "model.json").exists()
+    assert (tmp_path / "cache" / about["fingerprint"] / "model.json").exists()
 
 
 def test_dot_products_are_not_normalized(export, tmp_path, beir, bert):
@@ -136,7 +132,7 @@ def test_a_faiss_index_finds_what_the_evaluator_finds(evaluate, beir, bert, tmp_
 
     flags = ["--beir", beir, "--cache_dtype", "float32"]
     evaluate(*flags)
-    evaluate(*flags, "--export_vectors", tmp_path / "vectors")
+    evaluate(*flags, "--export_vectors", tmp_path / "vectors", output="exported")
     vectors = datasets.load_dataset(str(tmp_path / "vectors"), split="train", cache_dir=str(tmp_path / "hf"))
     assert vectors.column_names == ["_id", "vector"] and len(vectors) == 293
     index = faiss.IndexFlatIP(32)
@@ -158,7 +154,7 @@ def test_a_faiss_index_finds_what_the_evaluator_finds(evaluate, beir, bert, tmp_
 
 def test_pairs_and_a_static_model(export, tmp_path, corpus, static):
     """Nothing but texts is wanted: the ids of pairs are the numbers of their rows."""
-    assert export(tmp_path, static, "--pairs", corpus, "--columns", "docstring", "code")[0] > 250
+    assert export(tmp_path, static, "--pairs", corpus, "--columns", "docstring", "code") > 250
     table = pq.read_table(tmp_path / "vectors")
     assert table["_id"].to_pylist() == [str(i) for i in range(len(table))]
     about = json.loads((tmp_path / "vectors/_vectors.json").read_text())
@@ -169,34 +165,26 @@ def test_pairs_and_a_static_model(export, tmp_path, corpus, static):
 
 
 def test_two_processes_give_the_bytes_of_one(tmp_path, beir, bert):
-    """293 texts, five of which are another's copy; 2 processes then find a part of the shards of one."""
-    folder = tmp_path / "beir"
-    shutil.copytree(beir, folder)
-    rows = documents(beir)
-    rows += [{"_id": f"copy{i}", "text": rows[i * CHUNK + 5]["text"]} for i in range(5)]
-    write_jsonl(folder / "corpus.jsonl", rows[:200] + rows[293:] + rows[200:293])
     for processes in (1, 2):
-        done = launch(SCRIPT, *flags_for(tmp_path / str(processes), bert, "--beir", folder), processes=processes)
-        assert counts(done.stdout) == (293, 0)
+        done = launch(SCRIPT, *flags_for(tmp_path / str(processes), bert, "--beir", beir), processes=processes)
+        assert encoded(done.stdout) == 293
         command = json.loads((tmp_path / f"{processes}/vectors/_vectors.json").read_text())["command"]
         assert f"eval_incremental.py --model_name_or_path {bert}" in command and "--export_vectors" in command
     assert bytes_of(tmp_path / "1") == bytes_of(tmp_path / "2")
-    for first in (0, 3 * CHUNK, 4 * CHUNK, 8 * CHUNK):
-        (tmp_path / f"1/vectors/vectors-{first:012}.parquet").unlink()
-    done = launch(SCRIPT, *flags_for(tmp_path / "1", bert, "--beir", folder), processes=2)
-    assert counts(done.stdout) == (0, 5) and bytes_of(tmp_path / "1") == bytes_of(tmp_path / "2")
+    done = launch(SCRIPT, *flags_for(tmp_path / "1", bert, "--beir", beir), processes=2)
+    assert encoded(done.stdout) == 0 and bytes_of(tmp_path / "1") == bytes_of(tmp_path / "2")
 
 
-# A shard stays some time under the name of its part, so that a kill meets it there.
+# A shard stays some time under the name of its part, so that a kill finds it there.
 SLOW = """
 import os, time
-sync = os.fsync
-os.fsync = lambda file: (sync(file), time.sleep(0.2))
+rename = os.rename
+os.rename = lambda *paths: (time.sleep(0.2), rename(*paths))
 """
 
 
 def test_killed_in_the_middle(tmp_path, beir, bert):
-    """Once while texts are encoded, once before a shard has its name."""
+    """Once while texts are encoded, once before a shard has its name; the next export starts from the cache."""
     log, driver, vectors = tmp_path / "log", tmp_path / "driver.py", tmp_path / "killed/vectors"
     driver.write_text(SLOW + COUNTED.format(root=str(ROOT), log=str(log), pause=0.05))
     for place in ("undisturbed", "killed"):
@@ -205,7 +193,7 @@ def test_killed_in_the_middle(tmp_path, beir, bert):
             launch(driver, *flags)
             assert log.stat().st_size == 293
             log.unlink()
-    for wanted, moment in ((90, "vectors-*"), (200, ".vectors-*.part")):  # texts encoded in all, and a file there
+    for wanted, moment in ((90, "vectors-*.parquet"), (200, "*.part")):  # texts encoded in all, and a file there
         process = Forked(driver, flags)
         while (log.stat().st_size if log.exists() else 0) < wanted or not list(vectors.glob(moment)):
             assert process.poll() is None
@@ -214,42 +202,33 @@ def test_killed_in_the_middle(tmp_path, beir, bert):
         process.wait()
         assert not (vectors / "_vectors.json").exists()
     assert list(vectors.glob(moment))
-    held = script.cached_models(tmp_path / "killed/cache")[0][2]
-    shards = len(list(vectors.glob("vectors-*")))
+    (held,) = stored(tmp_path / "killed/cache")
     log.unlink()
     done = launch(driver, *flags)
-    assert shards >= 3 and held > CHUNK * shards
-    assert counts(done.stdout) == (293 - held, shards) and log.stat().st_size == 293 - held
+    assert held > 3 * CHUNK and encoded(done.stdout) == log.stat().st_size == 293 - held
     assert bytes_of(tmp_path / "killed") == bytes_of(tmp_path / "undisturbed")
 
 
 def test_again_and_after_a_change(export, tmp_path, beir, bert):
-    """What is whole and of the same texts and ids stays; the rest, and only that, is written again."""
+    """What has not changed is read from the cache, and the shards are those of this corpus alone."""
     folder, vectors = tmp_path / "beir", tmp_path / "vectors"
     shutil.copytree(beir, folder)
-    assert export(tmp_path, bert, "--beir", folder) == (293, 0)
+    assert export(tmp_path, bert, "--beir", folder) == 293
     first = bytes_of(tmp_path)
-    times = {path.name: path.stat().st_mtime_ns for path in vectors.glob("vectors-*")}
-    assert export(tmp_path, bert, "--beir", folder) == (0, 8) and bytes_of(tmp_path) == first
-    assert {path.name: path.stat().st_mtime_ns for path in vectors.glob("vectors-*")} == times
-    shard = vectors / f"vectors-{2 * CHUNK:012}.parquet"
-    shard.write_bytes(shard.read_bytes()[:-500])  # not whole
-    (vectors / f".vectors-{3 * CHUNK:012}.parquet.part").write_bytes(b"left by a kill")
-    (vectors / f"vectors-{3 * CHUNK:012}.parquet").unlink()
-    assert export(tmp_path, bert, "--beir", folder) == (0, 6) and bytes_of(tmp_path) == first
+    assert export(tmp_path, bert, "--beir", folder) == 0 and bytes_of(tmp_path) == first
     rows = documents(folder)
     rows[0]["text"] += "  # changed"
     rows[CHUNK]["_id"] = "another id"
     write_jsonl(folder / "corpus.jsonl", rows[: 6 * CHUNK])  # and shorter by two shards
-    assert export(tmp_path, bert, "--beir", folder) == (1, 4)
+    assert export(tmp_path, bert, "--beir", folder) == 1
     table = pq.read_table(vectors)
     assert table["_id"].to_pylist() == [row["_id"] for row in rows[: 6 * CHUNK]]
-    assert export(tmp_path, bert, "--beir", folder, "--chunk_rows", 50) == (0, 0)  # the later flag counts
+    assert export(tmp_path, bert, "--beir", folder, "--corpus_chunk_size", 50) == 0  # the later flag counts
     assert pq.read_table(vectors).equals(table)
     write_jsonl(folder / "corpus.jsonl", [*({**row, "text": "x"} for row in rows[:100]), {"_id": "", "text": "y"}])
-    with pytest.raises(script.BadInput, match="no id in column"):
+    with pytest.raises(script.UserError, match="no id in column"):
         export(tmp_path, bert, "--beir", folder)
-    assert not (vectors / "_vectors.json").exists()  # these shards are of two corpora
+    assert not (vectors / "_vectors.json").exists()  # not whole
 
 
 # ---------------------------------------------------------------------------------------------------- bad input
@@ -266,14 +245,14 @@ def test_foreign_folder(export, tmp_path, beir, bert):
         (["--beir", beir, "--max_length", "20"], "another fingerprint"),
         (["--beir", beir, "--corpus_columns", "_id", "text"], "another columns"),
     ):
-        line = f"^--export_vectors {tmp_path}/vectors: holds an export of {what}; name another folder, or .*$"
-        with pytest.raises(script.BadInput, match=line):
+        line = f"^--export_vectors {tmp_path}/vectors: .* empty folder: it contains an export of .*{what}"
+        with pytest.raises(script.UserError, match=line):
             export(tmp_path, bert, *flags)
         assert bytes_of(tmp_path) == before
     (tmp_path / "vectors/own.parquet").write_text("mine")
-    with pytest.raises(script.BadInput, match="vectors: holds own.parquet, which is no export's; name an empty"):
-        export(tmp_path, bert, "--beir", beir)
-    assert (tmp_path / "vectors/_vectors.json").exists()
+    with pytest.raises(script.UserError, match="own.parquet is of no export"):
+        export(tmp_path, bert, "--corpus", beir / "corpus.jsonl")
+    assert (tmp_path / "vectors/own.parquet").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -282,20 +261,20 @@ def test_foreign_folder(export, tmp_path, beir, bert):
         ["--model_name_or_path", "a", "b"],
         ["--query", "x"],
         ["--run", "r"],
-        ["--cross_encoder", "c"],
+        ["--bm25"],
         ["--judged"],
     ],
 )
 def test_usage(flags, capsys):
     with pytest.raises(SystemExit):
         script.parse_args(["--corpus", "c.jsonl", "--export_vectors", "v", "--queries", "q", "--qrels", "r", *flags])
-    assert "--export_vectors: wants one --model_name_or_path; leave --query, " in capsys.readouterr().err
+    assert "--query, --export_vectors: take one " in capsys.readouterr().err
 
 
 def test_a_file_is_no_folder(evaluate, beir, tmp_path):
     (tmp_path / "file").write_text("x")
     for name in ("file", "file/x"):
-        with pytest.raises(script.BadInput, match=f"^--export_vectors {tmp_path}/{name}: .*folder[^\n]*$"):
+        with pytest.raises(script.UserError, match=f"^--export_vectors {tmp_path}/{name}: .*folder[^\n]*$"):
             evaluate("--beir", beir, "--export_vectors", tmp_path / name)
 
 
@@ -310,14 +289,12 @@ def test_full_or_read_only_disk(evaluate, beir, tmp_path, say, how):
     try:
         if how == "read-only":
             subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        with pytest.raises(script.BadInput, match=f"^--export_vectors {disk}: .*folder[^\n]*$"):
+        with pytest.raises(script.UserError, match=f"^--export_vectors {disk}: .*folder[^\n]*$"):
             evaluate(*flags)
-        assert not (disk / "_vectors.json").exists() and not list(disk.glob(".*"))
-        if how == "full":  # with room, it goes on from the shards that are there
-            there = {path: path.stat().st_mtime_ns for path in disk.iterdir()}
+        assert not (disk / "_vectors.json").exists()
+        if how == "full":
             subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
             evaluate(*flags)
-            assert there and {path: path.stat().st_mtime_ns for path in there} == there
             assert len(pq.read_table(disk)) == 293
         say("a full or read-only disk under an export", 1, "one line; with room, it goes on behind the whole shards")
     finally:

@@ -8,7 +8,6 @@ Data files are not among the kinds: the readers of `datasets` are tested by thei
 """
 
 import hashlib
-import io
 import json
 import random
 import resource
@@ -26,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import eval_incremental
 import train_bi_encoder as script
 
-BAD = (script.UserError, eval_incremental.BadInput)
+BAD = (script.UserError, eval_incremental.UserError)
 
 
 def mutate(data, dice):
@@ -57,29 +56,27 @@ JUDGED = "".join(f"q{n // 3} 0 d{n} {n % 3}\n" for n in range(60)).encode()
 RANKED = "".join(f"q{n // 3} Q0 d{n} {n % 3 + 1} {9 - n % 3}.5 tag\n" for n in range(60)).encode()
 
 
+def fields_of(data):
+    """The fields of each line that has any, as read by whitespace or, with a tab in the first line, by tabs."""
+    lines = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    split = (lambda line: line.split("\t")) if "\t" in lines[0] else str.split
+    return [split(line) for line in lines if line.strip()]
+
+
 def read_qrels(kind, data, dice, number):
     Path("x.qrels").write_bytes(data)
-    found = eval_incremental.read_qrels("x.qrels")
-    wanted = {}
-    for line in io.TextIOWrapper(io.BytesIO(data), "utf-8-sig").read().split("\n"):
-        fields = line.split("\t") if "\t" in line else line.split()
-        if len(fields) in (3, 4) and fields[-1].strip().lstrip("-").isascii():
-            wanted.setdefault(fields[0], {})[fields[-2]] = int(fields[-1])
+    found, wanted = eval_incremental.read_qrels("x.qrels"), {}
+    for query, *_, document, grade in fields_of(data):
+        wanted.setdefault(query, {})[document] = int(float(grade))
     assert found == wanted, "other judgments than the lines have"
 
 
 def read_run(kind, data, dice, number):
     Path("x.run").write_bytes(data)
-    args = eval_incremental.parse_args(["--run", "x.run", "--corpus", "c.jsonl", "--queries", "q.jsonl", "--qrels",
-                                        "x.qrels", "--data_cache", "cache"])  # fmt: skip
-    if not Path("c.jsonl").exists():
-        Path("c.jsonl").write_text("".join(json.dumps({"_id": f"d{n}", "text": "t"}) + "\n" for n in range(60)))
-        Path("q.jsonl").write_text("".join(json.dumps({"_id": f"q{n}", "text": "t"}) + "\n" for n in range(20)))
-        Path("x.qrels").write_bytes(JUDGED)
-    collection = eval_incremental.open_collection(args)
-    run = eval_incremental.read_run(args, collection)
-    lines = [line.split() for line in data.decode("utf-8-sig").splitlines() if line.strip()]
-    known = [fields for fields in lines if fields[0] in collection.qrels]
+    ids = [f"q{n}" for n in range(20)]
+    collection = eval_incremental.Collection("x", None, ids, ids, dict.fromkeys(ids, {}), [])
+    run = eval_incremental.read_run("x.run", "x", collection)
+    known = [fields for fields in fields_of(data) if fields[0] in ids]
     assert sum(map(len, run.documents)) == len(known), "a line of the ranking is lost"
 
 
@@ -108,14 +105,14 @@ def damage_cache(kind, data, dice, number):
     hashes = np.arange(120, dtype=np.uint64).reshape(60, 2)
     vectors = np.random.default_rng(0).standard_normal((60, 8), np.float32)
     folder = Path(f"cache{number}")
-    cache = eval_incremental.EmbeddingCache(folder, "m", 8, "float32", 0)
+    cache = eval_incremental.EmbeddingCache(folder, "m", 8, "float32")
     for first in range(0, 60, 20):
         cache.store(hashes[first : first + 20], cache.pack(vectors[first : first + 20]))
     cache.cache.close()
     file = dice.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
     file.write_bytes(mutate(file.read_bytes(), dice) if number >= 0 else file.read_bytes())
     try:
-        cache = eval_incremental.EmbeddingCache(folder, "m", 8, "float32", 0)
+        cache = eval_incremental.EmbeddingCache(folder, "m", 8, "float32")
         for _ in range(2):
             rows, found = cache.lookup(hashes)
             assert (cache.unpack(rows)[found] == vectors[found]).all(), f"{file}: a wrong vector"

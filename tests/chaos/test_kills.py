@@ -153,13 +153,25 @@ EVALUATOR = ROOT / "eval_incremental.py"
 
 
 def evaluator_flags(beir, bert, folder, output="out"):
-    places = {"--cache_dir": "cache", "--data_cache": "data", "--output_dir": output}
+    places = {"--cache_dir": "cache", "--output_dir": output}
     places = [part for flag, name in places.items() for part in (flag, folder / name)]
-    return ["--model_name_or_path", bert, "--beir", beir, *places, "--chunk_rows", 16, "--micro_batch_tokens", 256]
+    return [
+        "--model_name_or_path",
+        bert,
+        "--beir",
+        beir,
+        *places,
+        "--corpus_chunk_size",
+        16,
+        "--micro_batch_tokens",
+        256,
+    ]
 
 
 def results(folder):
-    return (folder / "run.trec").read_bytes(), json.loads((folder / "metrics.json").read_text())["metrics"]
+    return (folder / "run.trec").read_bytes(), [
+        result["metrics"] for result in json.loads((folder / "metrics.json").read_text())["results"]
+    ]
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -31,7 +31,7 @@ def flags_of(script, model, data, folder):
     """Flags of a short run of any of the scripts, all of its files in `folder`."""
     common = ["--output_dir", folder / "out", "--model_name_or_path", model]
     if script == "eval_incremental":
-        common += ["--data_cache", folder / "cache", "--cache_dir", folder / "vectors"]
+        common += ["--cache_dir", folder / "vectors"]
         return [*common, "--pairs", data, "--columns", "a", "b"]
     return [*common, "--train_data", data, "--columns", "a", "b", "--max_steps", 4, "--save_steps", 2,
             "--batch_size", 4, "--eval_rows", 4, *["--num_negatives", 1] * ("cross" in script)]  # fmt: skip
