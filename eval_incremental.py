@@ -270,6 +270,8 @@ def as_texts(column, name, ids=False):
 
 # ---- collections
 
+PAIR = ["query_id", "doc_id"]  # columns of a ranking or of judgments
+
 
 @dataclass
 class Chunk:
@@ -298,70 +300,67 @@ class TextReader:
         with user_errors(self.name):
             files = [file for source in sources for file in list_files(source)]
             available = next(open_files(files[:1]).iter(1)).column_names
-            # A title is usual, not certain.
+            # A title is usual, not certain. Of pairs the first two columns are meant.
             columns = columns or [name for name in default if name in available or name != "title"]
-            self.id_column, *self.text_columns = columns
-            self.dataset = open_files(files, args.streaming)
-            self.dataset = self.dataset.select_columns(list(dict.fromkeys(name for name in columns if name != "#")))
+            self.id_column, *self.text_columns = [available[name] if name in (0, 1) else name for name in columns]
+            names = dict.fromkeys([self.id_column, *self.text_columns]).keys() - {"#"}
+            self.dataset = open_files(files, args.streaming).select_columns(sorted(names))
         self.rows = None if args.streaming else len(self.dataset)
 
     def chunks(self, prompt="", process=0, processes=1):
-        """Yield the Chunks of one process: every P-th."""
+        """Yield the Chunks of one process, every P-th: text columns joined, behind the prompt."""
         with user_errors(self.name):
-            if self.rows is None:
-                tables = enumerate(self.dataset.iter(self.size))
-            else:
-                numbers = range(process, math.ceil(self.rows / self.size), processes)
-                tables = ((n, self.dataset[n * self.size : (n + 1) * self.size]) for n in numbers)
+            tables = enumerate(self.dataset.iter(self.size)) if self.rows is None else (
+                (n, self.dataset[n * self.size : (n + 1) * self.size])
+                for n in range(process, math.ceil(self.rows / self.size), processes))  # fmt: skip
             for number, table in tables:
-                if number % processes == process:
-                    table.validate(full=True)  # a damaged Arrow file has offsets that lead anywhere
-                    yield self.make_chunk(number * self.size, table.combine_chunks(), prompt)
+                if number % processes != process:
+                    continue
+                table.validate(full=True)  # a damaged Arrow file has offsets that lead anywhere
+                first, columns = number * self.size, (as_texts(table[name], name) for name in self.text_columns)
+                space, prefix, empty = (pa.scalar(text, pa.large_string()) for text in (" ", prompt, ""))
+                texts = pc.binary_join_element_wise(*(pc.fill_null(column, "") for column in columns), space)
+                texts = pc.utf8_trim_whitespace(texts)
+                self.empty += pc.sum(pc.equal(texts, "")).as_py()
+                texts = pc.binary_join_element_wise(prefix, texts, empty).combine_chunks()
+                ids = pa.array(range(first, first + len(table))).cast(pa.large_string())
+                if self.id_column != "#":
+                    ids = as_texts(table[self.id_column], self.id_column, ids=True).combine_chunks()
+                if (row := pc.index(pc.fill_null(ids, ""), "").as_py()) >= 0:
+                    raise UserError(f"row {first + row}, counted from 0, has no id in column {self.id_column!r}")
+                yield Chunk(first, ids, texts, text_hashes(texts))
 
-    def make_chunk(self, first, table, prompt):
-        """Return the Chunk of a Table as read: text columns joined, behind the prompt."""
-        columns = [pc.fill_null(as_texts(table[name], name), "") for name in self.text_columns]
-        texts = pc.utf8_trim_whitespace(pc.binary_join_element_wise(*columns, pa.scalar(" ", pa.large_string())))
-        self.empty += pc.sum(pc.equal(texts, "")).as_py()
-        texts = pc.binary_join_element_wise(pa.scalar(prompt, texts.type), texts, pa.scalar("", texts.type))
-        if self.id_column == "#":
-            ids = pa.array(np.arange(first, first + len(table))).cast(pa.large_string())
-        else:
-            ids = as_texts(table[self.id_column], self.id_column, ids=True).combine_chunks()
-        if (row := pc.index(pc.fill_null(ids, ""), "").as_py()) >= 0:
-            raise UserError(f"row {first + row}, counted from 0, has no id in column {self.id_column!r}")
-        texts = texts.combine_chunks()
-        return Chunk(first, ids, texts, text_hashes(texts))
+    def frame(self):
+        """Return a DataFrame (id, text) of all rows."""
+        chunks = list(self.chunks())
+        columns = ([getattr(chunk, name).to_numpy(False) for chunk in chunks] for name in ("ids", "texts"))
+        return pd.DataFrame({name: np.concatenate(parts) for name, parts in zip(("id", "text"), columns)})
 
 
 def read_trec(path, name):
-    """Return a DataFrame (query, document, score) of a run ("run") or of judgments ("qrels": of TREC, or of BEIR)."""
+    """Return a DataFrame (query_id, doc_id, score) of a run ("run") or of judgments ("qrels": of TREC, or of BEIR)."""
     with user_errors(f"--{name} {path}"):
         with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
             separator = "\t" if "\t" in file.readline() else r"\s+"  # ids of BEIR may contain spaces
         options = {"header": None, "dtype": str, "quoting": csv.QUOTE_NONE, "keep_default_na": False}
         frame = pd.read_csv(path, sep=separator, encoding="utf-8-sig", **options)
-        columns = {3: (0, 1, 2), 4: (0, 2, 3)} if name == "qrels" else {6: (0, 2, 4)}
-        if frame.shape[1] not in columns:
-            raise UserError(f"lines of {frame.shape[1]} fields, not {' or '.join(map(str, columns))}")
-        frame = frame.iloc[:, list(columns[frame.shape[1]])].set_axis(["query", "document", "score"], axis=1)
-        scores = pd.to_numeric(frame["score"], errors="coerce")
-        if name == "qrels" and len(frame) and np.isnan(scores[0]):  # the header of BEIR
-            frame, scores = frame[1:], scores[1:]
-        if (bad := ~np.isfinite(scores)).any():
+        fields = {6: [0, 2, 4]} if name == "run" else {3: [0, 1, 2], 4: [0, 2, 3]}
+        if frame.shape[1] not in fields:
+            raise UserError(f"lines of {frame.shape[1]} fields, not {' or '.join(map(str, fields))}")
+        frame = frame[fields[frame.shape[1]]].set_axis(["query_id", "doc_id", "score"], axis=1)
+        bad = ~np.isfinite(scores := pd.to_numeric(frame["score"], errors="coerce"))
+        bad[0] &= name == "run"  # BEIR's judgments have a header
+        if bad.any():
             raise UserError(f"line {bad.idxmax() + 1} has no number: {' '.join(frame.loc[bad.idxmax()])}")
-        if frame.empty:
-            raise UserError("contains no line")
-        return frame.assign(score=scores)
+        return frame.assign(score=scores)[np.isfinite(scores)]
 
 
 @dataclass
 class Collection:
     name: str
     corpus: TextReader
-    query_ids: list
-    query_texts: list
-    qrels: dict  # {query id: {document id: grade}}; empty in a search or an export
+    queries: dict  # {id: text}
+    qrels: pd.DataFrame  # query_id, doc_id, relevance; empty in a search or an export
     warnings: list
     omit_same_id: bool = False  # leave the document with the query's own id out of its ranking
 
@@ -374,88 +373,67 @@ def beir_sources(name, split):
             raise UserError(f"--beir {name}: no judgments of --split {split}; available: {', '.join(available)}")
         return [f"{name}/corpus.jsonl"], [f"{name}/queries.jsonl"], f"{name}/qrels/{split}.tsv"
     with user_errors(f"--beir {name}"):
-        nano = "qrels" in datasets.get_dataset_config_names(name)
-        sources = []
-        for source, config in (
-            (name, "corpus"),
-            (name, "queries"),
-            (name, "qrels") if nano else (f"{name}-qrels", ""),
-        ):
+        nano, sources = "qrels" in datasets.get_dataset_config_names(name), []
+        qrels = (name, "qrels") if nano else (f"{name}-qrels", "")
+        for source, config in ((name, "corpus"), (name, "queries"), qrels):
             splits = list(datasets.load_dataset_builder(source, config or None).config.data_files)
             sources.append(f"{source}:{config}:{splits[0] if config else split}")  # the only one of a configuration
     return sources[:1], sources[1:2], sources[2]
 
 
 def read_qrels(source):
-    """Return {query id: {document id: grade}} of a file, or of a source in the layouts of the Hub."""
-    if source.count(":") == 2 and "://" not in source:
-        with user_errors(f"--beir {source}"):
-            tables = open_files(list_files(source), streaming=False)[:]
-            frame = pd.DataFrame({"query": as_texts(tables["query-id"], "query-id", ids=True),
-                                  "document": as_texts(tables["corpus-id"], "corpus-id", ids=True)})  # fmt: skip
-            frame["score"] = tables["score"] if "score" in tables.column_names else 1  # NanoBEIR has none
-    else:
-        frame = read_trec(source, "qrels")
-    qrels = defaultdict(dict)
-    for query, document, grade in zip(frame["query"], frame["document"], frame["score"].astype(int).tolist()):
-        qrels[query][document] = grade
-    return qrels
+    """Return a DataFrame (query_id, doc_id, relevance) of a file of judgments, or of a source in the Hub's layouts."""
+    with user_errors(f"--qrels {source}"):
+        file = source if os.path.exists(source) else list_files(source)[0]
+        if FORMATS.get(file_suffix(file)) in ("parquet", "arrow", "json"):
+            table = open_files([file], streaming=False)[:]
+            frame = pd.DataFrame({new: as_texts(table[name], name, ids=True).to_numpy()
+                                  for new, name in zip(PAIR, ("query-id", "corpus-id"))})  # fmt: skip
+            frame["score"] = table["score"].to_numpy() if "score" in table.column_names else 1  # NanoBEIR has none
+        else:  # as texts, for ids may begin with zeros
+            frame = read_trec(file, "qrels")
+    frame = frame.drop_duplicates(PAIR, keep="last").astype({"score": int})
+    return frame.rename(columns={"score": "relevance"})
 
 
 def open_collection(name, beir, args):
-    """Return the Collection of a value of --beir, or of --corpus or --pairs."""
-    searching = args.query or args.export_vectors is not None  # which need no judgments
-    ad_hoc = [f"query {i}" for i in range(1, len(args.query) + 1)], args.query, {}, []
+    """Return the Collection of a value of --beir, or of --corpus or --pairs. Of pairs equal queries are one, and a
+    document equal to an answer is an answer."""
+    sources = beir_sources(beir, args.split) if beir else (args.corpus or args.pairs, args.queries, args.qrels)
+    first, second = args.columns or (0, 1)
+    columns, default = (["#", second], ()) if args.pairs else (args.corpus_columns, ("_id", "title", "text"))
+    corpus = TextReader(sources[0], columns, default, args)
+    if args.query or args.export_vectors is not None:  # which need no judgments
+        queries = {f"query {number}": text for number, text in enumerate(args.query, start=1)}
+        return Collection(name, corpus, queries, pd.DataFrame(columns=[*PAIR, "relevance"]), [])
     if args.pairs:
-        return open_pairs(name, args, ad_hoc if searching else None)
-    documents, queries, qrels = beir_sources(beir, args.split) if beir else (args.corpus, args.queries, args.qrels)
-    corpus = TextReader(documents, args.corpus_columns, ("_id", "title", "text"), args)
-    if searching:
-        return Collection(name, corpus, *ad_hoc)
-    qrels, texts, counts = read_qrels(qrels), {}, Counter()
-    reader = TextReader(queries, args.query_columns, ("_id", "text"), args)
-    for chunk in reader.chunks():
-        for query, text in zip(chunk.ids.to_pylist(), chunk.texts.to_pylist()):
-            counts["queries with the id of an earlier one left out"] += query in texts
-            counts["queries without judgments left out"] += query not in qrels
-            if query in qrels:
-                texts.setdefault(query, text)
-    missing = sorted(qrels.keys() - texts)
-    counts[f"judged queries are not among the queries, such as {', '.join(missing[:3])}; left out"] = len(missing)
-    counts["queries are empty"] = reader.empty
-    if not texts:
-        raise UserError(f"{reader.name}: has none of the judged queries; check the ids")
-    warnings = [f"{count:,} {what}" for what, count in counts.items() if count]
-    # Row numbers identify nothing beyond their own table: the row of a query may well be that of its answer.
-    omit_same_id = not args.keep_same_id and "#" not in (corpus.id_column, reader.id_column)
-    qrels = {query: qrels[query] for query in texts}
-    return Collection(name, corpus, list(texts), list(texts.values()), qrels, warnings, omit_same_id)
+        pairs = TextReader(args.pairs, ["#", first], (), args).frame().assign(answer=corpus.frame()["text"])
+        whole = pairs[(pairs["text"] != "") & (pairs["answer"] != "")]
+        numbers, queries = pd.factorize(whole["text"])
+        qrels = whole[["answer"]].assign(query_id=numbers.astype(str), relevance=1).drop_duplicates()
+        qrels = qrels.merge(pairs.rename(columns={"id": "doc_id"}), on="answer")[[*PAIR, "relevance"]]
+        queries, omit_same_id = dict(zip(map(str, range(len(queries))), queries)), False
+        counts = {"pairs lack a text; left out of the queries": len(pairs) - len(whole)}
+    else:
+        qrels, reader = read_qrels(sources[2]), TextReader(sources[1], args.query_columns, ("_id", "text"), args)
+        table = reader.frame()
+        judged, again = table["id"].isin(qrels["query_id"]), table["id"].duplicated()
+        queries = dict(table[judged & ~again].itertuples(index=False))
+        missing = sorted(set(qrels["query_id"]) - queries.keys())
+        qrels = qrels[qrels["query_id"].isin(queries)]
+        # Row numbers identify nothing beyond their own table: the row of a query may well be that of its answer.
+        omit_same_id = not args.keep_same_id and "#" not in (corpus.id_column, reader.id_column)
+        counts = {"queries with the id of an earlier one left out": again.sum(),
+                  "queries without judgments left out": (~judged).sum(), "queries are empty": reader.empty,
+                  f"judged queries are unknown, such as {', '.join(missing[:3])}; left out": len(missing)}  # fmt: skip
+    if not queries:
+        raise UserError(f"{(sources[1] or sources[0])[0]}: has no judged query; check the ids or --columns")
+    return Collection(name, corpus, queries, qrels, warnings_of(counts), omit_same_id)
 
 
-def open_pairs(name, args, ad_hoc):
-    """Return the Collection of --pairs: equal queries are one, and a document equal to an answer is an answer."""
-    columns = args.columns
-    if not columns:
-        with user_errors(f"--pairs {args.pairs[0]}"):
-            columns = next(open_files(list_files(args.pairs[0])[:1]).iter(1)).column_names[:2]
-    corpus = TextReader(args.pairs, ["#", columns[-1]], (), args)
-    if ad_hoc:
-        return Collection(name, corpus, *ad_hoc)
-    readers = TextReader(args.pairs, ["#", columns[0]], (), args), corpus
-    queries, documents = (
-        [text for chunk in reader.chunks() for text in chunk.texts.to_pylist()] for reader in readers
-    )
-    rows, answers = defaultdict(list), defaultdict(set)
-    for row, (query, document) in enumerate(zip(queries, documents)):
-        rows[document].append(str(row))
-        if query and document:
-            answers[query].add(document)
-    if not answers:
-        raise UserError(f"--pairs {args.pairs[0]}: no pair has two texts; check --columns")
-    empty = sum(not (query and document) for query, document in zip(queries, documents))
-    warnings = [f"{empty:,} pairs lack a text; left out of the queries"] * (empty > 0)
-    qrels = {str(i): {row: 1 for text in answers[q] for row in rows[text]} for i, q in enumerate(answers)}
-    return Collection(name, corpus, list(qrels), list(answers), qrels, warnings)
+def warnings_of(counts):
+    """Return a warning for each of {what: how often} that occurs."""
+    return [f"{count:,} {what}" for what, count in counts.items() if count]
 
 
 # ---- the embedding cache
@@ -488,7 +466,7 @@ class EmbeddingCache:
     is the hash of these hashes, so that an unchanged chunk is one lookup; an entry for each text has block and row."""
 
     def __init__(self, folder, model, dimensions, dtype, limit=0):
-        self.folder, self.dimensions, self.dtype, self.damaged, self.full = Path(folder), dimensions, dtype, 0, False
+        self.folder, self.dimensions, self.dtype, self.removed = Path(folder), dimensions, dtype, 0
         self.row_bytes = dimensions + 4 if dtype == "int8" else dimensions * np.dtype(dtype).itemsize
         metadata = {"model": model, "dtype": dtype, "dimensions": dimensions, "bytes": self.row_bytes + 16}
         with self.errors():
@@ -531,7 +509,6 @@ class EmbeddingCache:
             value = np.fromfile(file, np.uint8)
         n, rest = divmod(len(value) - 8, 16 + self.row_bytes)
         if rest or n < 0 or xxhash.xxh3_64_digest(value[:-8]) != value[-8:].tobytes():
-            self.damaged += 1
             tqdm.write(f"{self.folder}: a damaged block; what it held is computed again", file=sys.stderr)
             self.cache.delete(b"block" + block)
             return None
@@ -561,7 +538,7 @@ class EmbeddingCache:
         """Keep the (n, bytes) rows of n texts: all of them or, if the process is killed, none."""
         block, value = block_of(hashes), hashes.tobytes() + rows.tobytes()
         with self.errors(), self.cache.transact(retry=True):
-            self.full |= self.cache.volume() + len(value) > self.cache.size_limit  # older vectors go
+            self.removed += self.cache.volume() + len(value) > self.cache.size_limit  # older vectors go
             self.cache.set(b"block" + block, value + xxhash.xxh3_64_digest(value))
             for row, key in enumerate(hashes.view("V16").ravel().tolist()):
                 self.cache.set(key, block + row.to_bytes(4, "little"))
@@ -813,7 +790,7 @@ class CachedEncoder:
         with self.clock("lookup"):
             rows, found = self.cache.lookup(chunk.hashes)
         new = np.flatnonzero(~found)
-        codes, digests = pd.factorize(np.array(chunk.hashes[new].view("V16").ravel().tolist() + [None], object)[:-1])
+        codes, digests = pd.factorize(chunk.hashes[new].view("V16").ravel().astype(object))
         self.meter.update(total=len(found), new=len(digests))
         self.bar.update(len(found) - len(new))
         if len(new):
@@ -920,18 +897,14 @@ class TopK:
         self.scores = torch.full((len(queries), k), -torch.inf, device=queries.device)  # (Q, K), falling
         self.rows = torch.full((len(queries), k), -1, device=queries.device)  # (Q, K) int64, -1: none yet
 
-    def add(self, documents, first, omitted=()):
-        """Score (n, D) documents, the first of which is row `first`, later than equal scores of earlier calls.
-        omitted: (query, index of a document) pairs that are not to be ranked."""
-        omitted = torch.tensor(omitted, device=documents.device, dtype=torch.long).view(-1, 2)
+    def add(self, documents, first):
+        """Score (n, D) documents, the first of which is row `first`, later than all that were added before."""
         # The last columns of a product are summed in another order: pad, so that equal documents score equally.
         padded = F.pad(documents, (0, 0, 0, -len(documents) % 64))
         tile = max(1, MAX_SCORES // len(documents))
         for begin in range(0, len(self.queries), tile):
             best, rows = self.scores[begin : begin + tile], self.rows[begin : begin + tile]  # (q, K)
             scores = (self.queries[begin : begin + tile] @ padded.T)[:, : len(documents)]  # (q, n)
-            query, document = omitted[(omitted[:, 0] >= begin) & (omitted[:, 0] < begin + len(best))].T
-            scores[query - begin, document] = -torch.inf
             # Few documents pass a query's K-th best; only they are sorted. An equal score comes too late.
             passed, k = scores > best[:, -1:], best.shape[1]
             if len(documents) > k and passed.sum(1).max() > 2 * k:  # the first chunks
@@ -964,205 +937,152 @@ class Run:
     """The ranked documents of each query, by a model or from a file."""
 
     name: str
-    documents: list  # Q lists of document ids, best first
-    scores: list  # Q lists of floats
+    ranking: pd.DataFrame  # query_id, doc_id, score; of each query the best first
     metadata: dict  # what metrics.json says of it
-    judged: list | None = None  # Q dicts {document id: score} of the judged documents, with --judged
+    judged: pd.DataFrame | None = None  # the same of the judged documents
     texts: dict = field(default_factory=dict)  # {document id: text}, in a search
 
 
-def report_same_id(metadata, names, collection):
-    """Add how many queries (`names`: their ids) have their own document left out, and the warnings, to metadata."""
-    metadata["same_id_left_out"] = len(names)
-    relevant = sum(collection.qrels[name].get(name, 0) > 0 for name in names)
-    own = "queries share their id with a document, which is left out of their results; --keep_same_id keeps it"
-    judged = "of these documents are judged relevant; if ids coincide by chance, set --keep_same_id"
-    metadata["warnings"] += [f"{len(names):,} {own}"] * (len(names) > 0) + [f"{relevant:,} {judged}"] * (relevant > 0)
+def make_run(name, ranking, collection, metadata, counts, depth=None, judged=None, texts=()):
+    """Return the Run of a ranking without the queries' own documents, each document once, cut at `depth`.
+    counts: {what: how often} to warn of."""
+    own = ranking[collection.omit_same_id & (ranking["query_id"] == ranking["doc_id"])]
+    relevant = own.merge(collection.qrels, on=PAIR)["relevance"].gt(0).sum() if len(own) else 0
+    counts |= {"queries share their id with a document, which is left out; --keep_same_id keeps it": len(own),
+               "of these are judged relevant: if ids coincide by chance, set --keep_same_id": relevant}  # fmt: skip
+    metadata |= {"same_id_left_out": len(own), "warnings": warnings_of(counts)}
+    ranking = ranking.drop(own.index).drop_duplicates(PAIR).groupby("query_id", sort=False)
+    return Run(name, ranking.head(depth or 2**31), metadata, judged, dict(texts))
+
+
+def judged_pairs(collection):
+    """Return the judgments but those of a query's own document where that is left out."""
+    own = collection.qrels["query_id"] == collection.qrels["doc_id"]
+    return collection.qrels[~(own & collection.omit_same_id)]
 
 
 def read_run(path, name, collection):
     """Return the Run of a file in the order of its scores, equal ones by document id, last first, as in trec_eval."""
-    frame = read_trec(path, "run")
-    if len(twice := frame[frame.duplicated(["query", "document"])]):
-        query, document, _ = twice.iloc[0]
-        raise UserError(f"--run {path}: document {document!r} occurs twice for query {query!r}")
-    judged = frame["query"].isin(collection.query_ids)
-    if not judged.any():
-        raise UserError(f"--run {path}: ranks documents for none of the judged queries, such as "
-                        f"{collection.query_ids[0]!r}; it has {frame['query'].iloc[0]!r}")  # fmt: skip
-    others, frame = frame.loc[~judged, "query"].nunique(), frame[judged]
-    same = frame["query"] == frame["document"] if collection.omit_same_id else np.zeros(len(frame), bool)
-    own, frame = frame.loc[same, "query"], frame[~same].sort_values(["score", "document"], ascending=False)
-    found = frame.groupby("query").agg(list)
-    empty = len(collection.query_ids) - len(set(found.index) | set(own))
-    warnings = [f"{others:,} queries of {path} are not judged, or unknown; left out"] * (others > 0)
-    warnings += [f"{empty:,} judged queries are not in {path}; they count as 0"] * (empty > 0)
-    metadata = {"seconds": {}, "warnings": warnings}
-    report_same_id(metadata, list(own), collection)
-    ranked = {query: lists for query, *lists in found.itertuples()}
-    documents, scores = zip(*(ranked.get(query, ([], [])) for query in collection.query_ids))
-    return Run(name, list(documents), list(scores), metadata)
+    ranking, queries = read_trec(path, "run").sort_values(["score", "doc_id"], ascending=False), collection.queries
+    known = ranking["query_id"].isin(queries)
+    if not known.any():
+        example = f"{next(iter(queries))!r}; it has {ranking['query_id'].iloc[0]!r}"
+        raise UserError(f"--run {path}: ranks documents for none of the judged queries, such as {example}")
+    counts = {f"queries of {path} are not judged, or unknown; left out": ranking.loc[~known, "query_id"].nunique(),
+              f"judged queries are not in {path}; they count as 0": len(queries.keys() - set(ranking["query_id"])),
+              f"lines of {path} repeat a document; its best score counts": ranking.duplicated(PAIR).sum()}  # fmt: skip
+    return make_run(name, ranking[known], collection, {"seconds": {}}, counts)
 
 
 def retrieve(encoder, name, collection, args, accelerator):
     """Return the Run of a bi-encoder over a collection, complete on the main process."""
-    queries = encoder.encode_queries(collection.query_texts, args.corpus_chunk_size)
-    top = TopK(queries, min(args.top_k, collection.corpus.rows or args.top_k))
-    numbers = {name: query for query, name in enumerate(collection.query_ids) if collection.omit_same_id}
-    queries_by_doc = defaultdict(list)  # the queries that a document is judged for
-    for query, documents in enumerate(judged_ids(collection)):
-        for document in documents:
-            queries_by_doc[document].append(query)
-    query_ids, judged = (pa.array(names, pa.large_string()) for names in (numbers, queries_by_doc))
-    found, same_id = Counter(), set()  # how often each judged document occurs; queries with a document of their id
-    kept, judged_scores = {}, [{} for _ in collection.query_ids]  # {row: (id, text)} of the best documents so far
+    ids, corpus = np.array(list(collection.queries), object), collection.corpus
+    queries = encoder.encode_queries(list(collection.queries.values()), args.corpus_chunk_size)  # (Q, D)
+    depth = args.top_k + collection.omit_same_id
+    top = TopK(queries, min(depth, corpus.rows or depth))
+    judged = judged_pairs(collection)
+    judged = judged.assign(query=pd.Index(ids).get_indexer(judged["query_id"]))
+    judged_ids = pa.array(judged["doc_id"].unique(), pa.large_string())
+    kept, scores = {}, []  # {row: (id, text)} of the best documents so far; scores of the judged ones
 
     # The chunks of this process
     process = accelerator.process_index, accelerator.num_processes
-    encoder.open_bar(f"{name} {collection.name}", collection.corpus.rows)
-    for chunk in encoder.timed(prefetch(collection.corpus.chunks(encoder.prompts[1], *process)), "read"):
+    encoder.open_bar(f"{name} {collection.name}", corpus.rows)
+    for chunk in encoder.timed(prefetch(corpus.chunks(encoder.prompts[1], *process)), "read"):
         vectors = encoder(chunk)
         with encoder.clock("search"):
             vectors = encoder.for_search(vectors)
-            omitted = [(numbers[chunk.ids[row].as_py()], row) for row in rows_of(chunk.ids, query_ids)]
-            same_id.update(query for query, _ in omitted)
-            top.add(vectors, chunk.first, omitted)
+            top.add(vectors, chunk.first)
             rows = top.rows[top.rows >= chunk.first].unique().cpu().numpy() - chunk.first
             texts = chunk.texts.take(rows).to_pylist() if args.query else [""] * len(rows)
             kept.update(zip((rows + chunk.first).tolist(), zip(chunk.ids.take(rows).to_pylist(), texts)))
             if len(kept) > 4 * top.rows.numel():  # most are no longer among the best
                 kept = {row: kept[row] for row in top.rows.unique().tolist() if row >= 0}
-            for row in rows_of(chunk.ids, judged):
-                document = chunk.ids[row].as_py()
-                found[document] += 1
-                if args.judged:
-                    values = (queries[queries_by_doc[document]] @ vectors[row]).tolist()
-                    for query, value in zip(queries_by_doc[document], values):
-                        judged_scores[query][document] = max(value, judged_scores[query].get(document, value))
+            rows = np.flatnonzero(pc.is_in(chunk.ids, judged_ids).to_numpy(False))
+            found = pd.DataFrame({"doc_id": chunk.ids.take(rows).to_numpy(False), "row": rows}).merge(judged)
+            products = queries[found["query"].tolist()] * vectors[found["row"].tolist()]  # (pairs, D)
+            scores.append(found[PAIR].assign(score=products.sum(1).tolist()))
 
     # The best over all processes, by their ids
     with encoder.clock("search"):
         top.merge(accelerator)
-    metadata = encoder.metadata()
-    parts = gather_object([(kept, found, same_id, judged_scores, collection.corpus.empty)])
-    kept = {row: item for part in parts for row, item in part[0].items()}
-    found, empty = sum((part[1] for part in parts), Counter()), sum(part[4] for part in parts)
-    judged_scores = merge_scores([part[3] for part in parts]) if args.judged else None
-    documents, scores, repeated = [], [], {name for name, count in found.items() if count > 1}
-    for rows, values in zip(top.rows.tolist(), top.scores.tolist()):
-        best = {}
-        for row, value in zip(rows, values):
-            if row >= 0 and best.setdefault(kept[row][0], value) is not value:
-                repeated.add(kept[row][0])
-        documents.append(list(best))
-        scores.append(list(best.values()))
-    missing = len(queries_by_doc) - len(found)
-    counts = {"ids occur at several documents; each counts once, with its best score": len(repeated),
-              "judged documents are not in the corpus; they count as not found": missing,
-              "documents are empty; encoded as the empty string": empty}  # fmt: skip
-    metadata["warnings"] = [f"{count:,} {what}" for what, count in counts.items() if count]
-    metadata["warnings"] += ["--cache_size_limit is reached: what does not fit is computed again"] * encoder.cache.full
-    report_same_id(
-        metadata, [collection.query_ids[query] for query in set().union(*(p[2] for p in parts))], collection
-    )
-    texts = {document: text[len(encoder.prompts[1]) :] for document, text in kept.values()} if args.query else {}
-    return Run(name, documents, scores, metadata, judged_scores, texts)
-
-
-def judged_ids(collection):
-    """Return Q lists of the ids of the judged documents, but the query's own where that is left out."""
-    omitted = collection.query_ids if collection.omit_same_id else [None] * len(collection.query_ids)
-    judged = (collection.qrels.get(query, ()) for query in collection.query_ids)
-    return [[document for document in known if document != own] for known, own in zip(judged, omitted)]
-
-
-def rows_of(ids, requested):
-    """Return the rows of an Arrow array of ids that are among the requested ones, another Arrow array."""
-    return np.flatnonzero(pc.is_in(ids, requested).to_numpy(zero_copy_only=False)).tolist()
+    metadata, parts = encoder.metadata(), gather_object([(kept, scores, corpus.empty)])
+    kept, scores = dict(chain(*(part[0].items() for part in parts))), list(chain(*(part[1] for part in parts)))
+    if not kept:
+        raise UserError(f"{corpus.name}: contains no document")
+    ranking = pd.DataFrame({"query_id": ids.repeat(top.rows.shape[1]), "row": top.rows.flatten().tolist(),
+                            "score": top.scores.flatten().tolist()})  # fmt: skip
+    ranking = ranking[ranking["row"] >= 0]
+    ranking["doc_id"] = [kept[row][0] for row in ranking.pop("row")]
+    scores = pd.concat(scores)
+    repeated = pd.concat([frame.loc[frame.duplicated(PAIR), "doc_id"] for frame in (ranking, scores)]).nunique()
+    missing = len(judged_ids) - scores["doc_id"].nunique()
+    counts = {
+        "ids occur at several documents; each counts once, with its best score": repeated,
+        "judged documents are not in the corpus; they count as not found": missing,
+        "documents are empty; encoded as the empty string": sum(part[2] for part in parts),
+        "blocks went over --cache_size_limit; older vectors were removed": encoder.cache.removed,
+    }
+    scores = scores.sort_values("score", ascending=False, kind="stable").drop_duplicates(PAIR)
+    texts = {name: text[len(encoder.prompts[1]) :] for name, text in kept.values()} if args.query else {}
+    return make_run(name, ranking, collection, metadata, counts, args.top_k, scores if args.judged else None, texts)
 
 
 def rerank(run, scorer, collection, args, accelerator):
     """Return the Run with the first --rerank_k documents of each query in the order of a cross-encoder's scores.
     The documents after them stay behind, in their order, so that deeper measures lose nothing."""
-    judged = judged_ids(collection) if args.judged else [[]] * len(run.documents)
-    queries_by_doc = defaultdict(list)
-    for query, (documents, others) in enumerate(zip(run.documents, judged)):
-        for document in dict.fromkeys([*documents[: args.rerank_k], *others]):
-            queries_by_doc[document].append(query)
-    scorer.open_bar(f"{run.name} {scorer.path}", sum(map(len, queries_by_doc.values())))
-    scores = [{} for _ in run.documents]
-    pairs = prefetch(candidate_pairs(queries_by_doc, collection, accelerator))
-    while part := list(islice(pairs, args.corpus_chunk_size)):
-        queries, names, documents, hashes = zip(*part)
-        columns = [[collection.query_texts[query] for query in queries], documents]
-        columns = [pa.array(column, pa.large_string()) for column in columns]
-        structs = pa.StructArray.from_arrays(columns, ["query", "document"])
-        chunk = Chunk(0, None, structs, np.frombuffer(b"".join(hashes), np.uint64).reshape(-1, 2))
-        for query, name, value in zip(queries, names, scorer(chunk)[:, 0].tolist()):
-            scores[query][name] = max(value, scores[query].get(name, value))  # an id may occur twice
+    first = run.ranking.groupby("query_id").head(args.rerank_k)
+    judged = judged_pairs(collection) if args.judged else run.ranking[:0]
+    requested = pd.concat([first, judged])[PAIR].drop_duplicates()
+    scorer.open_bar(f"{run.name} {scorer.path}", len(requested))
+    candidates, scores = prefetch(candidate_pairs(requested, collection, accelerator)), []
+    while part := list(islice(candidates, args.corpus_chunk_size)):
+        queries, documents, texts = zip(*part)
+        texts = [pa.array(column, pa.large_string()) for column in ([collection.queries[q] for q in queries], texts)]
+        hashes = text_hashes(pc.binary_join_element_wise(*texts, pa.scalar("\0", pa.large_string())))
+        chunk = Chunk(0, None, pa.StructArray.from_arrays(texts, ["query", "document"]), hashes)
+        scores += zip(queries, documents, scorer(chunk)[:, 0].tolist())
     metadata = scorer.metadata()
-    scores = merge_scores(gather_object([scores]))
-    documents, values = [], []
-    for known, before in zip(scores, run.documents):
-        order = sorted((name for name in before[: args.rerank_k] if name in known), key=known.get, reverse=True)
-        behind = [name for name in before if name not in order]
-        documents.append(order + behind)
-        lowest = known[order[-1]] if order else 0.0
-        values.append([known[name] for name in order] + [lowest - place for place in range(1, len(behind) + 1)])
-    missing = len(queries_by_doc) - len(set().union(*scores))
-    metadata["warnings"] = [f"{missing:,} documents to rerank are not in the corpus; they stay behind"] * (missing > 0)
-    metadata["same_id_left_out"] = run.metadata["same_id_left_out"]
-    judged = [{name: known[name] for name in names if name in known} for names, known in zip(judged, scores)]
-    name = f"{run.name}+{short_names([scorer.path])[0]}"
-    return Run(name, documents, values, metadata, judged if args.judged else None, run.texts)
+    scores = pd.DataFrame(chain(*gather_object([scores])), columns=[*PAIR, "score"])
+    scores = scores.sort_values("score", ascending=False, kind="stable").drop_duplicates(PAIR)  # an id may occur twice
+    ranking = run.ranking[PAIR].merge(scores, "left")
+    ranking.loc[ranking.groupby("query_id").cumcount() >= args.rerank_k, "score"] = np.nan  # judged ones
+    ranking = ranking.sort_values("score", ascending=False, kind="stable")
+    behind, lowest = ranking["score"].isna(), ranking.groupby("query_id")["score"].transform("min").fillna(0)
+    ranking["score"] = ranking["score"].fillna(lowest - behind.groupby(ranking["query_id"]).cumsum())
+    missing = {"documents to rerank are not in the corpus; they stay behind": len(requested) - len(scores)}
+    metadata |= {"same_id_left_out": run.metadata["same_id_left_out"], "warnings": warnings_of(missing)}
+    judged = scores.merge(judged[PAIR]) if args.judged else None
+    return Run(f"{run.name}+{short_names([scorer.path])[0]}", ranking, metadata, judged, run.texts)
 
 
-def candidate_pairs(queries_by_doc, collection, accelerator):
-    """Yield (query number, document id, document, hash of both texts) of the chunks of this process."""
-    queries = text_hashes(pa.array(collection.query_texts, pa.large_string()))  # (Q, 2)
-    requested = pa.array(queries_by_doc, pa.large_string())
+def candidate_pairs(requested, collection, accelerator):
+    """Yield (query id, document id, document) of the requested pairs with a document of this process' chunks."""
+    queries = requested.groupby("doc_id")["query_id"].agg(list)
+    ids = pa.array(queries.index, pa.large_string())
     for chunk in collection.corpus.chunks("", accelerator.process_index, accelerator.num_processes):
-        for row in rows_of(chunk.ids, requested):
-            name, text = chunk.ids[row].as_py(), chunk.texts[row].as_py()
-            for query in queries_by_doc[name]:
-                both = queries[query].tobytes() + chunk.hashes[row].tobytes()
-                yield query, name, text, hashlib.blake2b(both, digest_size=16).digest()
-
-
-def merge_scores(parts):
-    """Return Q dicts {document id: score}, the best of those of all processes: an id may occur twice."""
-    merged = [{} for _ in parts[0]]
-    for query, known in chain.from_iterable(map(enumerate, parts)):
-        for name, value in known.items():
-            merged[query][name] = max(value, merged[query].get(name, value))
-    return merged
+        found = pc.is_in(chunk.ids, ids)
+        for name, text in zip(chunk.ids.filter(found).to_pylist(), chunk.texts.filter(found).to_pylist()):
+            yield from ((query, name, text) for query in queries[name])
 
 
 def bm25_run(collection, args):
     """Return the Run of BM25 (Robertson and Zaragoza 2009; bm25s' default, Lucene's variant), its corpus in memory."""
     started = time.perf_counter()
-    chunks = list(collection.corpus.chunks())
-    ids = pa.concat_arrays([chunk.ids for chunk in chunks]).to_pylist()
-    texts = pa.concat_arrays([chunk.texts for chunk in chunks]).to_pylist()
     with user_errors("--bm25 requires the package bm25s, and words in the corpus"):
         import bm25s  # optional
 
-        options = {"stopwords": "en", "return_ids": False, "show_progress": False}
-        words, queries = (bm25s.tokenize(part, **options) for part in (texts, collection.query_texts))
+        ids, corpus = collection.corpus.frame().to_numpy().T
+        texts = corpus.tolist(), list(collection.queries.values())
+        words = [bm25s.tokenize(part, stopwords="en", return_ids=False, show_progress=False) for part in texts]
         index = bm25s.BM25()
-        index.index(words, show_progress=False)
-    names = set(collection.query_ids) if collection.omit_same_id else set()
-    same = Counter(name for name in ids if name in names)
-    depth = min(args.top_k + max(same.values(), default=0), len(ids))  # room for a query's own documents
-    rows, scores = index.retrieve(queries, k=depth, show_progress=False)
-    hits = [{} for _ in queries]
-    for query, hit, *found in zip(collection.query_ids, hits, rows.tolist(), scores.tolist()):
-        for row, value in zip(*found):
-            if value > 0 and len(hit) < args.top_k and not (ids[row] == query and query in names):
-                hit.setdefault(ids[row], value)  # an id that occurs twice keeps its best score
-    metadata = {"seconds": {"search": round(time.perf_counter() - started, 4)}, "warnings": []}
-    report_same_id(metadata, list(same), collection)
-    return Run("BM25", [list(hit) for hit in hits], [list(hit.values()) for hit in hits], metadata)
+        index.index(words[0], show_progress=False)
+        depth = min(args.top_k + collection.omit_same_id, len(ids))
+        rows, scores = index.retrieve(words[1], k=depth, show_progress=False)  # (Q, depth) each
+    ranking = pd.DataFrame({"query_id": np.repeat(list(collection.queries), depth), "doc_id": ids[rows.ravel()],
+                            "score": scores.ravel()})  # fmt: skip
+    metadata = {"seconds": {"search": round(time.perf_counter() - started, 4)}}
+    return make_run("BM25", ranking[ranking["score"] > 0], collection, metadata, {}, args.top_k)
 
 
 # ---- vectors for other programs
@@ -1195,11 +1115,7 @@ def export_vectors(encoder, collection, args, accelerator):
             columns = {"_id": chunk.ids.cast(pa.string())}
             columns["vector"] = pa.FixedSizeListArray.from_arrays(vectors.reshape(-1), vectors.shape[1])
             shard = folder / f"vectors-{chunk.first:012}.parquet"
-            options = {
-                "compression": "none",
-                "use_dictionary": False,
-                "write_statistics": False,
-            }  # floats do not shrink
+            options = {"compression": "none", "use_dictionary": False, "write_statistics": False}  # floats stay long
             pq.write_table(pa.table(columns), f"{shard}.part", **options)
             os.rename(f"{shard}.part", shard)
             rows += len(chunk.ids)
@@ -1213,23 +1129,23 @@ def export_vectors(encoder, collection, args, accelerator):
 # ---- measures
 
 
-def compute_metrics(run, collection, measures):
-    """Return {measure: (Q,) values} of a Run, by ir_measures. As in trec_eval, a document without judgment is not
-    relevant, and equal scores rank by document id, last first."""
+def compute_metrics(ranking, collection, measures):
+    """Return a DataFrame of the measures, a row for each query, by ir_measures. As in trec_eval, a document without
+    judgment is not relevant, and equal scores rank by document id, last first."""
     # Some providers of ir_measures rank equal scores otherwise than trec_eval; ranks for scores leave no ties.
-    ranks = {query: {document: -float(rank) for rank, (_, document) in enumerate(sorted(zip(*found), reverse=True))}
-             for query, *found in zip(collection.query_ids, run.scores, run.documents)}  # fmt: skip
+    ranking = ranking.sort_values(["score", "doc_id"], ascending=False)
+    ranking["score"] = -ranking.groupby("query_id").cumcount().astype(float)
     parsed = {name: ir_measures.parse_measure(name) for name in measures}  # two names may mean one measure
-    values = defaultdict(dict)
-    for value in ir_measures.iter_calc(list(dict.fromkeys(parsed.values())), collection.qrels, ranks):
-        values[value.measure][value.query_id] = value.value
-    return {name: np.array([values[measure].get(query, 0.0) for query in ranks]) for name, measure in parsed.items()}
+    found = ir_measures.iter_calc(list(dict.fromkeys(parsed.values())), collection.qrels, ranking)
+    values = {(value.measure, value.query_id): value.value for value in found}
+    columns = {name: [values.get((parsed[name], query), 0.0) for query in collection.queries] for name in measures}
+    return pd.DataFrame(columns, pd.Index(collection.queries, name="query"))
 
 
 def bootstrap_interval(samples):
     """Return (low, high), the 95 % bootstrap interval of the mean over samples (collections) of their means over
     queries, which are drawn within samples (Efron and Tibshirani 1993, percentile)."""
-    if all(len(values) < 2 or np.ptp(values) == 0 for values in samples):
+    if all(np.ptp(values) == 0 for values in samples):
         return (float(np.mean([values.mean() for values in samples])),) * 2
 
     def mean(*drawn, axis):
@@ -1246,26 +1162,26 @@ def paired_randomization_p(samples, others):
     differences = np.concatenate([(a - b) / len(a) for a, b in zip(samples, others)])
     if len(differences) < 2 or not differences.any():
         return 1.0
+    options = {"permutation_type": "samples", "vectorized": True, "n_resamples": 9999, "rng": 0}
     test = permutation_test((differences, np.zeros_like(differences)), lambda a, b, axis: (a - b).sum(axis),
-                            permutation_type="samples", vectorized=True, n_resamples=9999,
-                            batch=max(1, 2**22 // len(differences)), rng=0)  # fmt: skip
+                            batch=max(1, 2**22 // len(differences)), **options)  # fmt: skip
     return float(test.pvalue)
 
 
-def summarize(values, args):
-    """Return for each ranking {measure: {mean, low, high, difference and p}} over some collections; difference and p
-    are to the first ranking. values: for each collection and ranking {measure: (Q,)}."""
-    table, first = [], [rankings[0] for rankings in values]
-    for number in range(len(values[0])):
-        table.append({})
-        for name in args.metrics:
-            samples, others = ([v[name] for v in part] for part in ([rankings[number] for rankings in values], first))
-            mean, baseline = (float(np.mean([sample.mean() for sample in part])) for part in (samples, others))
+def summarize(tables, measures):
+    """Return for each ranking {measure: {mean, low, high, difference and p}} over collections; difference and p are to
+    the first ranking. tables: for each collection and ranking a DataFrame of compute_metrics."""
+    found = []
+    for number, rankings in enumerate(zip(*tables)):
+        found.append({})
+        for name in measures:
+            samples, others = ([table[name].to_numpy() for table in part] for part in (rankings, next(zip(*tables))))
             low, high = bootstrap_interval(samples)
-            table[-1][name] = {"mean": mean, "low": low, "high": high}
+            mean, other = (float(np.mean([values.mean() for values in part])) for part in (samples, others))
+            found[-1][name] = {"mean": mean, "low": low, "high": high}
             if number:
-                table[-1][name] |= {"difference": mean - baseline, "p": paired_randomization_p(samples, others)}
-    return table
+                found[-1][name] |= {"difference": mean - other, "p": paired_randomization_p(samples, others)}
+    return found
 
 
 # ---- report
@@ -1280,116 +1196,105 @@ def short_names(paths):
     return [name if names.count(name) == 1 else f"{name}_{i + 1}" for i, name in enumerate(names)]
 
 
-def write_trec(path, name, query_ids, rankings):
-    """Write Q lists of (document id, score), best first, as a TREC run file."""
+def write_trec(path, name, ranking):
+    """Write a ranking as a TREC run file."""
     with open(path, "w") as file:
-        for query, ranked in zip(query_ids, rankings):
-            for rank, (document, value) in enumerate(ranked, start=1):
-                fields = query, "Q0", document, str(rank), f"{value:.9g}", name
+        for query, part in ranking.groupby("query_id", sort=False):
+            for rank, (document, score) in enumerate(zip(part["doc_id"], part["score"]), start=1):
+                fields = query, "Q0", document, str(rank), f"{score:.9g}", name
                 file.write(" ".join(re.sub(r"\s", "_", field) for field in fields) + "\n")
 
 
-def evaluation_of(args):
-    """Return what tells evaluations in the same --output_dir apart."""
-    names = """beir split corpus queries qrels pairs columns keep_same_id model_name_or_path run bm25 cross_encoder
-    max_length rerank_max_length prompts truncate_dim"""
-    return {name: getattr(args, name) for name in names.split()}
+SAME = """beir split corpus queries qrels pairs columns keep_same_id model_name_or_path run bm25 cross_encoder
+max_length rerank_max_length prompts truncate_dim"""  # flags that evaluations in the same --output_dir have in common
 
 
 def check_output(args):
     """Raise UserError if --output_dir has the results of another evaluation, or cannot be written."""
-    with user_errors(f"--output_dir {args.output_dir}"):
+    with user_errors(f"--output_dir {args.output_dir}"), suppress(FileNotFoundError):
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
-            before = json.loads(Path(args.output_dir, "metrics.json").read_text())["evaluation"]
-            if other := [
-                f"--{name} {before[name]}" for name, value in evaluation_of(args).items() if before[name] != value
-            ]:
-                raise UserError(f"contains the results of {', '.join(other)}: choose another folder")
+        then, now = json.loads(Path(args.output_dir, "metrics.json").read_text())["args"], asdict(args)
+        if other := [f"--{name} {then[name]}" for name in SAME.split() if then[name] != now[name]]:
+            raise UserError(f"contains the results of {', '.join(other)}: choose another folder")
 
 
 def write_results(collections, runs, args):
     """Write metrics.json, report.png and the files of each ranking into --output_dir, and print the table.
-    runs: for each collection the Runs to compare, which have the same names."""
-    output, names, results = Path(args.output_dir), [run.name for run in runs[0]], []
-    values = [[compute_metrics(run, collection, args.metrics) for run in found]
+    runs: for each collection the Runs to compare, of the same names."""
+    output, names, first = Path(args.output_dir), [run.name for run in runs[0]], args.metrics[0]
+    tables = [[compute_metrics(run.ranking, collection, args.metrics) for run in found]
               for collection, found in zip(collections, runs)]  # fmt: skip
-    tables = {collection.name: summarize([found], args) for collection, found in zip(collections, values)}
-    for collection, found, columns in zip(collections, runs, values):
-        for number, (run, column) in enumerate(zip(found, columns)):
-            results.append({"collection": collection.name, "name": run.name, "queries": len(collection.query_ids),
-                            "metrics": tables[collection.name][number], **run.metadata})  # fmt: skip
+    summaries, results = {}, []
+    for collection, found, columns in zip(collections, runs, tables):
+        summaries[collection.name] = summarize([columns], args.metrics)
+        for run, table, metrics in zip(found, columns, summaries[collection.name]):
+            about = {"collection": collection.name, "name": run.name, "queries": len(table), "metrics": metrics}
+            results.append(about | run.metadata)
             folder = output.joinpath(*[collection.name] * (len(runs) > 1), *[run.name] * (len(found) > 1))
             folder.mkdir(parents=True, exist_ok=True)
-            write_trec(folder / "run.trec", run.name, collection.query_ids, map(zip, run.documents, run.scores))
+            table.to_csv(folder / "per_query.csv")
+            write_trec(folder / "run.trec", run.name, run.ranking)
             if run.judged is not None:
-                ranked = (sorted(known.items(), key=lambda item: -item[1]) for known in run.judged)
-                write_trec(folder / "judged.trec", run.name, collection.query_ids, ranked)
-            pd.DataFrame({"query": collection.query_ids, **column}).to_csv(folder / "per_query.csv", index=False)
-    record = {"evaluation": evaluation_of(args), "results": results}
-    if len(collections) > 1:
-        tables["mean"] = summarize(values, args)
-        record["means"] = dict(zip(names, tables["mean"]))
+                write_trec(folder / "judged.trec", run.name, run.judged)
+    record = {"args": asdict(args), "results": results}
+    if len(runs) > 1:
+        summaries["mean"] = summarize(tables, args.metrics)
+        record["means"] = dict(zip(names, summaries["mean"]))
     (output / "metrics.json").write_text(json.dumps(record, indent=1))
-    plot_report(collections, runs, tables, args, output / "report.png")
+    plot_report(collections, runs, summaries, args, output / "report.png")
 
-    first = args.metrics[0]
-    columns = {name: [row[first] for row in table] for name, table in tables.items()}
-    if len(collections) == 1:
-        columns = {name: [row[name] for row in tables[collections[0].name]] for name in args.metrics}
+    # Rankings down, collections across with their mean; or, of one collection, its measures.
+    cells = {name: [row[first] for row in table] for name, table in summaries.items()}
+    if len(runs) == 1:
+        cells = {name: [row[name] for row in summaries[collections[0].name]] for name in args.metrics}
     width = max(map(len, [*names, first]))
-    print(f"\n{first * (len(runs) > 1):{width}}" + "".join(f"  {name:>24}" for name in columns))
+    rows = [(first if len(runs) > 1 else "", cells)]
     for number, name in enumerate(names):
-        cells = [column[number] for column in columns.values()]
-        means = ["{mean:.4f} [{low:.4f}, {high:.4f}]".format(**cell) for cell in cells]
-        print(f"{name:{width}}" + "".join(f"  {cell:>24}" for cell in means))
+        row = [column[number] for column in cells.values()]
+        rows.append((name, ["{mean:.4f} [{low:.4f}, {high:.4f}]".format(**cell) for cell in row]))
         if number:
-            means = ["{difference:+.4f}, p = {p:.4f}".format(**cell) for cell in cells]
-            print(" " * width + "".join(f"  {cell:>24}" for cell in means))
+            rows.append(("", ["{difference:+.4f}, p = {p:.4f}".format(**cell) for cell in row]))
+    print("", *(f"{title:{width}}" + "".join(f"  {cell:>24}" for cell in row) for title, row in rows), sep="\n")
     for result in results:
-        for unit, verb in (("texts", "encoded"), ("pairs", "scored")):
+        seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in result["seconds"].items() if value >= 0.05)
+        for unit, verb in {("texts", "encoded"), ("pairs", "scored")}:
             if counts := result.get(unit):
-                stages = ", ".join(f"{name} {value:.1f}" for name, value in result["seconds"].items() if value >= 0.05)
-                title = f"{result['collection']}, {result['name']}"
-                print(f"{title}: {counts[verb]:,} of {counts['total']:,} {unit} {verb}; seconds: {stages}")
-    print(f"{sum(len(c.query_ids) for c in collections):,} queries; metrics.json and report.png are in {output}")
+                work = f"{counts[verb]:,} of {counts['total']:,} {unit} {verb}; seconds: {seconds}"
+                print(f"{result['collection']}, {result['name']}: {work}")
+    print(f"{sum(len(c.queries) for c in collections):,} queries; metrics.json and report.png are in {output}")
 
 
-def plot_report(collections, runs, tables, args, path):
+def plot_report(collections, runs, summaries, args, path):
     """Plot the first measure with its intervals, recall by depth, where the vectors came from, and the seconds."""
-    names, figure = [run.name for run in runs[0]], Figure(figsize=(18, 4), layout="constrained")
-    axes, rows = figure.subplots(1, 4), range(len(names))
-    cells = pd.DataFrame({name: [row[args.metrics[0]] for row in table] for name, table in tables.items()}, names).T
-    means, lows, highs = (cells.map(lambda cell: cell[part]) for part in ("mean", "low", "high"))  # noqa: B023
+    names, first = [run.name for run in runs[0]], args.metrics[0]
+    figure = Figure(figsize=(18, 4), layout="constrained")
+    axes = figure.subplots(1, 4)
+    means, lows, highs = (
+        pd.DataFrame({name: [row[first][part] for row in table] for name, table in summaries.items()}, names).T
+        for part in ("mean", "low", "high")
+    )
     errors = np.stack([(means - lows).T, (highs - means).T], 1)  # (rankings, 2, collections)
-    means.plot.bar(ax=axes[0], yerr=errors, rot=0, ylabel=args.metrics[0], ylim=(0, 1))
-    depth = max(len(documents) for found in runs for run in found for documents in run.documents)
-    for number in rows:
-        recalls = []
-        for collection, found in zip(collections, runs):
-            for query, documents in zip(collection.query_ids, found[number].documents):
-                relevant = {document for document, grade in collection.qrels[query].items() if grade > 0}
-                hits = np.zeros(depth)
-                hits[: len(documents)] = [document in relevant for document in documents]
-                recalls += [hits.cumsum() / len(relevant)] if relevant else []
-        axes[1].plot(range(1, depth + 1), np.mean(recalls, 0) if recalls else np.zeros(depth), label=names[number])
+    means.plot.bar(ax=axes[0], yerr=errors, rot=0, ylabel=first, ylim=(0, 1))
+    for name, found in zip(names, zip(*runs)):
+        recalls = []  # (k,) of each collection
+        for collection, run in zip(collections, found):
+            relevant = collection.qrels[collection.qrels["relevance"] > 0]
+            hits = run.ranking.assign(rank=run.ranking.groupby("query_id").cumcount()).merge(relevant, on=PAIR)
+            share = 1 / relevant["query_id"].value_counts()
+            hits = np.bincount(hits["rank"], hits["query_id"].map(share), minlength=args.top_k)
+            recalls.append(hits.cumsum()[: args.top_k] / len(share))
+        axes[1].plot(range(1, args.top_k + 1), np.mean(recalls, 0), label=name)
     axes[1].set(xscale="log", xlabel="k", ylabel="recall@k", ylim=(0, 1))
     axes[1].legend()
-    for axis, part, label in (
-        (axes[2], "counts", "texts, or pairs of a cross-encoder"),
-        (axes[3], "seconds", "seconds"),
-    ):
-        sums = []
-        for number in rows:
-            total = Counter()
-            for metadata in (found[number].metadata for found in runs):
-                counts = metadata.get("texts") or metadata.get("pairs") or {}
-                total.update(
-                    {k: v for k, v in counts.items() if k != "total"} if part == "counts" else metadata["seconds"]
-                )
-            sums.append(total)
-        if any(sums):
-            pd.DataFrame(sums, names).fillna(0).plot.barh(ax=axis, stacked=True, xlabel=label)
+    rows = list(zip(*runs))  # for each ranking its Runs
+    counts = [[run.metadata.get("texts") or run.metadata.get("pairs") or {} for run in found] for found in rows]
+    seconds = [[run.metadata["seconds"] for run in found] for found in rows]
+    for axis, parts, label in ((axes[2], counts, "texts, or pairs"), (axes[3], seconds, "seconds")):
+        frame = pd.DataFrame([pd.DataFrame(part).sum() for part in parts], names).drop(
+            columns="total", errors="ignore"
+        )
+        if frame.size:
+            frame.fillna(0).plot.barh(ax=axis, stacked=True, xlabel=label)
     for axis in axes:
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
@@ -1398,10 +1303,10 @@ def plot_report(collections, runs, tables, args, path):
 def print_hits(run, collection):
     """Print the best ten documents of each query, with their scores."""
     width = max(60, shutil.get_terminal_size((120, 24)).columns)
-    for query, documents, scores in zip(collection.query_texts, run.documents, run.scores):
-        print(f"\n{query}")
-        for name, value in list(zip(documents, scores))[:10]:
-            print(f"  {value:6.3f}  {name:>8}  {' '.join(run.texts[name].split())}"[:width])
+    for query, part in run.ranking.groupby("query_id", sort=False):
+        print(f"\n{collection.queries[query]}")
+        for name, score in zip(part["doc_id"][:10], part["score"]):
+            print(f"  {score:6.3f}  {name:>8}  {' '.join(run.texts[name].split())}"[:width])
 
 
 def main(args):

@@ -15,13 +15,13 @@ The rules are those of sentence_transformers.util.mine_hard_negatives; all docum
 Left out on purpose: models (whatever writes a run file can rank), several runs, near duplicates.
 """
 
+import csv
 import json
 import os
 import sys
 from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -176,34 +176,28 @@ def as_texts(column, name, ids=False):
     return column.cast(pa.large_string())
 
 
-# ---- runs, judgments and texts
-
-LINES = 200_000  # in memory at once
-NUMBER = r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"  # neither nan nor inf
-RUN = rf"^\s*(?P<query>\S+)\s+\S+\s+(?P<document>\S+)\s+\S+\s+(?P<value>{NUMBER})\s+\S+\s*$"
-QRELS = rf"^\s*(?P<query>\S+)\s+(?:\S+\s+)?(?P<document>\S+)\s+(?P<value>{NUMBER})\s*$"  # of TREC, and of BEIR
+# ---- runs and judgments (same in eval_incremental.py)
 
 
-def read_trec(path, name, pattern):
-    """Return a DataFrame (query, document, value) of the lines of a file that are not empty.
-    Every line must match the pattern, except for the header of BEIR's judgments."""
-    parts, count = [], 0
-    with (
-        user_errors(f"--{name} {path}"),
-        fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file,
-        tqdm(desc=f"reading --{name}", unit="line", unit_scale=True, delay=2) as bar,
-    ):
-        while lines := list(islice(file, LINES)):
-            fields = pc.extract_regex(pa.array(lines), pattern)
-            for row in np.flatnonzero(pc.is_null(fields)).tolist():
-                if lines[row].strip() and (count + row or pattern is RUN):
-                    form = "query Q0 document rank score tag" if pattern is RUN else "query [0] document grade"
-                    raise UserError(f"line {count + row + 1:,} must be '{form}', not {lines[row].strip()[:80]!r}")
-            parts.append(fields.drop_null())
-            count += len(lines)
-            bar.update(len(lines))
-        table = pa.Table.from_struct_array(pa.chunked_array(parts))
-        return table.set_column(2, "value", table["value"].cast(pa.float64())).to_pandas()
+def read_trec(path, name):
+    """Return a DataFrame (query_id, doc_id, score) of a run ("run") or of judgments ("qrels": of TREC, or of BEIR)."""
+    with user_errors(f"--{name} {path}"):
+        with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
+            separator = "\t" if "\t" in file.readline() else r"\s+"  # ids of BEIR may contain spaces
+        options = {"header": None, "dtype": str, "quoting": csv.QUOTE_NONE, "keep_default_na": False}
+        frame = pd.read_csv(path, sep=separator, encoding="utf-8-sig", **options)
+        fields = {6: [0, 2, 4]} if name == "run" else {3: [0, 1, 2], 4: [0, 2, 3]}
+        if frame.shape[1] not in fields:
+            raise UserError(f"lines of {frame.shape[1]} fields, not {' or '.join(map(str, fields))}")
+        frame = frame[fields[frame.shape[1]]].set_axis(["query_id", "doc_id", "score"], axis=1)
+        bad = ~np.isfinite(scores := pd.to_numeric(frame["score"], errors="coerce"))
+        bad[0] &= name == "run"  # BEIR's judgments have a header
+        if bad.any():
+            raise UserError(f"line {bad.idxmax() + 1} has no number: {' '.join(frame.loc[bad.idxmax()])}")
+        return frame.assign(score=scores)[np.isfinite(scores)]
+
+
+# ---- texts
 
 
 def read_texts(name, sources, columns, ids):
@@ -302,12 +296,13 @@ def main(args):
         raise UserError(f"--output {args.output}: is one of the sources; name another file")
 
     # judgments and scores; `own` are the documents with the ids of the queries
-    qrels = read_trec(args.qrels, "qrels", QRELS).drop_duplicates(["query", "document"], keep="last")
-    positives = qrels[qrels["value"] > 0][["query", "document"]]
+    columns = ["query", "document", "value"]
+    qrels = read_trec(args.qrels, "qrels").set_axis(columns, axis=1).drop_duplicates(columns[:2], keep="last")
+    positives = qrels[qrels["value"] > 0][columns[:2]]
     own = positives[["query"]].drop_duplicates().assign(document=lambda frame: frame["query"])
-    frames = {"positives": positives, "own": own, "run": read_trec(args.run, "run", RUN)}
-    if args.judged:
-        frames["judged"] = read_trec(args.judged, "judged", RUN)
+    frames = {"positives": positives, "own": own}
+    frames |= {name: read_trec(path, "run").set_axis(columns, axis=1)
+               for name, path in (("run", args.run), ("judged", args.judged)) if path}  # fmt: skip
 
     # integers instead of ids; queries of the same text become one, and -1 is a query without a text
     table = pd.concat([frame.assign(source=name) for name, frame in frames.items()], ignore_index=True)

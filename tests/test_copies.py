@@ -5,7 +5,6 @@ import re
 
 from conftest import ROOT
 
-
 SCRIPTS = ["train_bi_encoder", "train_cross_encoder", "eval_incremental", "mine_negatives", "prepare_corpus"]
 # Of these each script has its own, by the same name since they do the same for another kind of row, model or output.
 OWN = {"main", "Args", "parse_args", "Batch", "make_batches", "make_micro_batches", "load_model", "make_loss",

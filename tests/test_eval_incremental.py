@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -67,6 +68,14 @@ def read_run(path):
     return run
 
 
+def read_qrels(path):
+    """{query: {document: relevance}} of judgments, as the evaluator reads them."""
+    found = {}
+    for query, document, relevance in script.read_qrels(str(path)).itertuples(index=False):
+        found.setdefault(query, {})[document] = relevance
+    return found
+
+
 # ------------------------------------------------------------------------------------------------------ correct
 
 
@@ -75,7 +84,7 @@ def test_equals_encoding_everything(evaluate, beir, bert, tmp_path, extra):
     got = evaluate("--beir", beir, "--cache_dtype", "float32", *extra)
     prompts = ("find: ", "code: ") if "--prompts" in extra else ("", "")
     run = plain(bert, beir, prompts, 16 if "--truncate_dim" in extra else None)
-    qrels = script.read_qrels(str(beir / "qrels/test.tsv"))
+    qrels = read_qrels(beir / "qrels/test.tsv")
     for name, value in naive(run, qrels).items():
         assert got["metrics"][name]["mean"] == pytest.approx(value, abs=1e-4), name  # nearly equal scores may swap
     for query, found in read_run(tmp_path / "out/run.trec").items():
@@ -87,7 +96,7 @@ def test_written_run_gives_the_same_measures_in_pytrec_eval(evaluate, beir, tmp_
     import pytrec_eval
 
     got = evaluate("--beir", beir, "--metrics", "nDCG@10", "AP", "R@100", "P@5", "Rprec")
-    qrels = script.read_qrels(str(beir / "qrels/test.tsv"))
+    qrels = read_qrels(beir / "qrels/test.tsv")
     names = {"nDCG@10": "ndcg_cut_10", "AP": "map", "R@100": "recall_100", "P@5": "P_5", "Rprec": "Rprec"}
     each = pytrec_eval.RelevanceEvaluator(qrels, set(names.values())).evaluate(read_run(tmp_path / "out/run.trec"))
     for name, theirs in names.items():
@@ -100,11 +109,15 @@ def test_written_run_gives_the_same_measures_in_pytrec_eval(evaluate, beir, tmp_
 
 
 def measured(run, qrels, measures):
-    """compute_metrics() of {query: {document: score}}."""
-    found = script.Run(
-        "x", [list(found) for found in run.values()], [list(found.values()) for found in run.values()], {}
+    """{measure: (Q,) values} by compute_metrics() of {query: {document: score}}."""
+    run, qrels = (
+        pd.DataFrame(
+            [(q, d, score) for q, found in given.items() for d, score in found.items()], columns=[*script.PAIR, name]
+        )
+        for given, name in ((run, "score"), (qrels, "relevance"))
     )
-    return script.compute_metrics(found, script.Collection("c", None, list(run), [], qrels, []), measures)
+    collection = script.Collection("c", None, dict.fromkeys(run["query_id"]), qrels, [])
+    return script.compute_metrics(run, collection, measures)
 
 
 @pytest.mark.skipif(not TREC_EVAL.is_dir(), reason="needs trec_eval's own test runs in ../shared/data/ref_trec_eval")
@@ -118,7 +131,7 @@ def test_trec_evals_own_expected_values():
     for line in (TREC_EVAL / "out.test.aq").read_text().splitlines():
         measure, query, value = line.split()
         expected[measure, query] = value
-    got = measured(run, script.read_qrels(str(TREC_EVAL / "qrels.test")), list(names))
+    got = measured(run, read_qrels(TREC_EVAL / "qrels.test"), list(names))
     compared = 0
     for ours, theirs in names.items():
         for query, value in zip(run, got[ours]):
@@ -394,7 +407,7 @@ def test_ids_that_do_not_fit(evaluate, beir, tmp_path, capsys):
     said = capsys.readouterr().err
     for line in (
         "1 queries without judgments left out",
-        "1 judged queries are not among the queries, such as nobody; left out",
+        "1 judged queries are unknown, such as nobody; left out",
         "1 judged documents are not in the corpus",
         "1 documents are empty; encoded as the empty string",
         "1 ids occur at several documents",
@@ -463,7 +476,7 @@ def test_malformed_qrels(tmp_path):
         with pytest.raises(script.UserError, match="--qrels [^ ]*q.tsv: line 3 has no number: q2 d2"):
             script.read_qrels(str(path))
     path.write_text("q1 0 d1 2\nq1 0 d2 -1\n\n")  # TREC's form
-    assert script.read_qrels(str(path)) == {"q1": {"d1": 2, "d2": -1}}
+    assert read_qrels(path) == {"q1": {"d1": 2, "d2": -1}}
     packed = tmp_path / "q.tsv.gz"
     packed.write_bytes(gzip.compress(path.read_bytes() * 1000)[:-20])
     for bad in (packed, "foo://q", tmp_path):
@@ -475,7 +488,9 @@ def test_measures_agree_where_scores_are_equal():
     """Providers of ir_measures break ties in their own ways; the order of trec_eval holds for all."""
     names = ["RR@10", "MRR@10", "RR", "nDCG@10", "Success@1", "P@1"]
     got = measured({"q": {"a": 1.0, "b": 1.0, "c": 0.5}}, {"q": {"b": 1}}, names)
-    assert got == dict.fromkeys(names, 1.0)  # b before a, as in trec_eval; and two names of one measure are both there
+    assert dict(got.loc["q"]) == dict.fromkeys(
+        names, 1.0
+    )  # b before a, as in trec_eval; and two names of one measure are both there
 
 
 def test_a_run_without_a_home(tmp_path, beir, bert):
@@ -623,7 +638,7 @@ def test_cache_info_clear_and_limit(evaluate, beir, tmp_path, capsys, bert):
     limited = evaluate("--beir", beir, "--cache_size_limit", 0.00006)
     again = evaluate("--beir", beir, "--cache_size_limit", 0.00006)
     assert again["metrics"] == limited["metrics"] and again["texts"]["encoded"] > 0
-    assert "--cache_size_limit is reached" in capsys.readouterr().err
+    assert "--cache_size_limit; older vectors were removed" in capsys.readouterr().err
     (folder,) = (tmp_path / "cache").iterdir()
     about = (folder / "model.json").read_text()
     for damaged in ("", "{", about.replace('"int8"', "8").replace('"model"', '"mode"')):

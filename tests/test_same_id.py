@@ -4,13 +4,11 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from conftest import ROOT, launch, write_jsonl
-
-import eval_incremental as script
+from test_eval_incremental import read_qrels
 
 SCRIPT = ROOT / "eval_incremental.py"
-LEFT_OUT = "queries share their id with a document, which is left out of their results"
+LEFT_OUT = "queries share their id with a document, which is left out"
 
 
 def read_run(path):
@@ -83,29 +81,13 @@ def test_pytrec_eval_without_identical_ids_agrees(evaluate, sixty, tmp_path, cap
     evaluate(*flags, "--keep_same_id", "--top_k", 41, output="all")
     run = read_run(tmp_path / "all/run.trec")
     assert all(found.pop(query) > 0.999 for query, found in run.items())
-    qrels = script.read_qrels(str(sixty / "qrels/test.tsv"))
+    qrels = read_qrels(sixty / "qrels/test.tsv")
     each = pytrec_eval.RelevanceEvaluator(qrels, set(names.values())).evaluate(run)
     got = evaluate(*flags, "--top_k", 40)
     for name, theirs in names.items():
         assert got["metrics"][name]["mean"] == pytest.approx(np.mean([v[theirs] for v in each.values()]), abs=1e-6)
     assert read_run(tmp_path / "out/run.trec") == run  # 40 documents of each query, none lost with its own
-    assert "6 of these documents are judged relevant" in capsys.readouterr().err
-
-
-def test_omitted_pairs_of_top_k_against_a_loop(monkeypatch):
-    monkeypatch.setattr(script, "MAX_SCORES", 300)  # three queries at a time
-    generator = torch.Generator().manual_seed(0)
-    documents, queries = (torch.randint(-2, 3, (n, 6), generator=generator).float() for n in (300, 17))
-    omitted = [(q, row) for q in range(17) for row in (q * 3, 299 - q) if q != 5]
-    scores = queries @ documents.T
-    for query, row in omitted:
-        scores[query, row] = -torch.inf
-    for size in (100, 50):
-        top = script.TopK(queries, 20)
-        for first in range(0, 300, size):
-            inside = [(q, row - first) for q, row in omitted if first <= row < first + size]
-            top.add(documents[first : first + size], first, inside)
-        assert torch.equal(top.rows, scores.argsort(dim=1, descending=True, stable=True)[:, :20])
+    assert "6 of these are judged relevant" in capsys.readouterr().err
 
 
 def test_two_processes_give_the_bytes_of_one(tmp_path, sixty, bert):

@@ -65,19 +65,17 @@ def fields_of(data):
 
 def read_qrels(kind, data, dice, number):
     Path("x.qrels").write_bytes(data)
-    found, wanted = eval_incremental.read_qrels("x.qrels"), {}
-    for query, *_, document, grade in fields_of(data):
-        wanted.setdefault(query, {})[document] = int(float(grade))
+    found = {tuple(row[:2]): row[2] for row in eval_incremental.read_qrels("x.qrels").itertuples(index=False)}
+    wanted = {(query, document): int(float(grade)) for query, *_, document, grade in fields_of(data)}
     assert found == wanted, "other judgments than the lines have"
 
 
 def read_run(kind, data, dice, number):
     Path("x.run").write_bytes(data)
-    ids = [f"q{n}" for n in range(20)]
-    collection = eval_incremental.Collection("x", None, ids, ids, dict.fromkeys(ids, {}), [])
-    run = eval_incremental.read_run("x.run", "x", collection)
-    known = [fields for fields in fields_of(data) if fields[0] in ids]
-    assert sum(map(len, run.documents)) == len(known), "a line of the ranking is lost"
+    queries, qrels = {f"q{n}": "t" for n in range(20)}, eval_incremental.pd.DataFrame(columns=["query_id", "doc_id"])
+    run = eval_incremental.read_run("x.run", "x", eval_incremental.Collection("x", None, queries, qrels, []))
+    known = [fields for fields in fields_of(data) if fields[0] in queries]
+    assert len(run.ranking) == len(known), "a line of the ranking is lost"
 
 
 def read_settings(kind, data, dice, number):
