@@ -54,8 +54,8 @@ def main():
     results = {}
 
     def flags(beir, cache, output):
-        return ["--model_name_or_path", args.model, "--beir", beir, "--cache_dir", work / cache, "--data_cache",
-                work / "data", "--output_dir", work / output, "--chunk_rows", CHUNK]  # fmt: skip
+        return ["--model_name_or_path", args.model, "--beir", beir, "--cache_dir", work / cache,
+                "--output_dir", work / output, "--corpus_chunk_size", CHUNK]  # fmt: skip
 
     def start(beir, cache, output, processes=1):
         config = ROOT / f"accelerate_configs/{'cpu' if processes == 1 else 'multi_cpu'}.yaml"
@@ -70,7 +70,7 @@ def main():
         log.unlink(missing_ok=True)
         process = start(*rest, **more)
         assert process.wait() == 0, rest
-        result = json.loads((work / rest[2] / "metrics.json").read_text())
+        (result,) = json.loads((work / rest[2] / "metrics.json").read_text())["results"]
         return result, log.stat().st_size if log.exists() else 0
 
     def say(name, value):
@@ -81,7 +81,7 @@ def main():
     first, encoded = run(beir, "cache", "first")
     say("texts", first["texts"])
     say("nDCG@10", first["metrics"]["nDCG@10"])
-    say("texts per second", first["per_second"]["encoded"])
+    say("texts per second", first["texts"]["encoded"] / first["seconds"]["encoded"])
     say("seconds by stage", first["seconds"])
 
     # Plain: encode everything, multiply, and ask pytrec_eval
@@ -130,6 +130,9 @@ def main():
     extra = [{"_id": f"new{i}", "title": "", "text": f"Abstract number {i} on protein {i * i}."} for i in range(100)]
     write(corpus + extra)
     say("after appending 100", run(changed, "cache", "changed_out")[1])
+    front = [{"_id": f"front{i}", "title": "", "text": f"Inserted number {i}."} for i in range(10)]
+    write(front + corpus + extra)
+    say("after inserting 10 at the front", run(changed, "cache", "changed_out")[1])
     write([{**record, "_id": f"x{i}"} for i, record in enumerate(corpus[1000:1400])] + [{"_id": "y", "text": "new"}])
     say("another corpus of 401, 400 of them shared", run(changed, "cache", "changed_out")[1])
 
@@ -158,7 +161,7 @@ def main():
         print(f"  kill {number + 1}: {log.stat().st_size:,} texts encoded so far", flush=True)
     process = start(beir, "killed", "killed_out")
     assert process.wait() == 0
-    last = json.loads((work / "killed_out/metrics.json").read_text())
+    (last,) = json.loads((work / "killed_out/metrics.json").read_text())["results"]
     same = (work / "first/run.trec").read_bytes() == (work / "killed_out/run.trec").read_bytes()
     extra = log.stat().st_size - total
     say("killed", {"times": kills, "metrics identical": last["metrics"] == first["metrics"],

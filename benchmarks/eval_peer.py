@@ -65,11 +65,11 @@ def main():
         for turn in range(args.rounds):
             out = f"{folder}/{turn}"
             ours = [sys.executable, ROOT / "eval_incremental.py", "--model_name_or_path", args.model, "--beir",
-                    args.beir, "--max_length", args.max_length, "--cache_dir", f"{out}/cache", "--data_cache", out,
+                    args.beir, "--max_length", args.max_length, "--cache_dir", f"{out}/cache",
                     "--output_dir", out, "--cache_dtype", "float32"]  # fmt: skip
             first, _ = timed(*ours)
             again, _ = timed(*ours)
-            mine = json.loads(Path(f"{out}/metrics.json").read_text())["metrics"]["nDCG@10"]["mean"]
+            mine = json.loads(Path(f"{out}/metrics.json").read_text())["results"][0]["metrics"]["nDCG@10"]["mean"]
             peer, printed = timed(sys.executable, __file__, args.model, args.beir, "--peer", args.batch_size,
                                   "--max_length", args.max_length)  # fmt: skip
             runs.append([first, again, peer, mine, float(printed.split()[-1])])

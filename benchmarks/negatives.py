@@ -50,7 +50,7 @@ def main():
         for name, (ranks, margins) in WAYS.items():
             data_flags = ["--beir", args.beir, "--split", args.split]
             rank = ["eval_incremental.py", *data_flags, "--model_name_or_path", args.model, "--top_k", ranks[1] + 20,
-                    "--judged", "--cache_dir", folder, "--data_cache", folder, "--output_dir", folder,
+                    "--judged", "--cache_dir", folder, "--output_dir", folder,
                     "--cache_dtype", "float32"]  # fmt: skip
             mine = ["mine_negatives.py", *data_flags, "--run", f"{folder}/run.trec", "--judged",
                     f"{folder}/judged.trec", "--range_min", ranks[0], "--range_max", ranks[1], "--num_negatives",
@@ -60,7 +60,7 @@ def main():
             for script, *flags in (rank, mine):
                 subprocess.run([sys.executable, ROOT / script, *map(str, flags)], check=True)
             seconds = time.perf_counter() - started
-            encoded = json.loads(Path(folder, "metrics.json").read_text())["texts"]["encoded"]
+            encoded = json.loads(Path(folder, "metrics.json").read_text())["results"][0]["texts"]["encoded"]
             rows = {
                 (row["query"], row["positive"]): row
                 for row in map(json.loads, Path(folder, "rows.jsonl").read_text().splitlines())

@@ -48,8 +48,8 @@ def train(script, flags, processes, folder):
 def encode(flags, processes, folder):
     """(texts a second, nDCG@10) of the evaluator with an empty cache."""
     launch("eval_incremental.py", [*flags, "--cache_dir", f"{folder}/cache", "--output_dir", folder], processes)
-    seen = json.loads((Path(folder) / "metrics.json").read_text())
-    return seen["per_second"]["encoded"], seen["metrics"]["nDCG@10"]["mean"]
+    (seen,) = json.loads((Path(folder) / "metrics.json").read_text())["results"]
+    return seen["texts"]["encoded"] / seen["seconds"]["encoded"], seen["metrics"]["nDCG@10"]["mean"]
 
 
 def bare_loop(folder):
@@ -100,7 +100,7 @@ def main():
         steps = ["--train_data", args.source, "--columns", *args.columns, "--eval_rows", 0, "--save_steps", 0,
                  "--logging_steps", 1, "--max_steps", args.steps, *common]  # fmt: skip
         bi, cross = [*steps, "--batch_size", 64], [*steps, "--batch_size", 24, "--num_negatives", 1]
-        texts = ["--pairs", pairs, "--columns", *args.columns, "--data_cache", folder, *common]
+        texts = ["--pairs", pairs, "--columns", *args.columns, "--corpus_chunk_size", 32, *common]
         sides = {
             "train_bi_encoder.py, 64 pairs": lambda n, out: train("train_bi_encoder.py", bi, n, out),
             "train_cross_encoder.py, 24 x 2 pairs": lambda n, out: train("train_cross_encoder.py", cross, n, out),
