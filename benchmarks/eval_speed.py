@@ -96,7 +96,7 @@ def encoding(folder, texts, rounds, sizes):
 
 
 def cached(count, rounds):
-    dimensions, chunk = 384, 2048
+    dimensions, chunk = 384, 4096
     dice = np.random.default_rng(0)
     hashes = dice.integers(0, 2**63, (count, 2)).astype(np.uint64)
     with tempfile.TemporaryDirectory() as place:
