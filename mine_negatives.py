@@ -138,7 +138,7 @@ def list_files(source):
         builder = datasets.load_dataset_builder(path, name=config or None)
     files = builder.config.data_files
     if not files.get(split):
-        raise UserError(f"no file of a split {split!r}; its splits: {', '.join(files) or 'none'}")
+        raise UserError(f"no file of a split {split!r}; its splits: {', '.join(map(str, files)) or 'none'}")
     if not file_suffix(files[split][0]):
         raise UserError(f"{files[split][0]}: not one of {' '.join(FORMATS)}, with or without .gz or .zst")
     return list(files[split])

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import ROOT, launch, stored, write_jsonl
-from forked import Forked
+from forked import Forked, last_of
 
 import eval_incremental as script
 
@@ -694,3 +694,97 @@ def test_copied_alone_and_help(tmp_path, beir, bert):
     """
     for flag in design.split():
         assert f"--{flag}" in shown, flag
+
+
+# ------------------------------------------------------------------------------------------- several collections
+
+
+@pytest.fixture
+def halves(beir, tmp_path):
+    """Two collections: the whole one, and one of 100 documents and 30 queries."""
+    small = tmp_path / "small"
+    (small / "qrels").mkdir(parents=True)
+    for name, count in (("corpus.jsonl", 100), ("queries.jsonl", 30), ("qrels/test.tsv", 31)):
+        (small / name).write_text("".join((beir / name).read_text().splitlines(keepends=True)[:count]))
+    return [beir, small]
+
+
+def test_several_collections_and_models(evaluate, halves, bert, tmp_path, capsys):
+    """Each is measured as alone; the mean counts collections alike; files in a folder each; nothing encoded twice."""
+    other = tmp_path / "other"
+    shutil.copytree(bert, other)
+    config = json.loads((other / "1_Pooling/config.json").read_text())
+    (other / "1_Pooling/config.json").write_text(json.dumps(config | {"pooling_mode": "cls"}))
+    results = evaluate("--beir", *halves, "--model_name_or_path", bert, other, "--bm25")["models"]
+    shown = capsys.readouterr().out
+    names = [(result["collection"], result["name"]) for result in results]
+    assert names == [(c.name, n) for c in halves for n in ("st", "other", "BM25")]
+    assert results[3]["texts"] == {"total": 130, "encoded": 0, "cached": 130}  # known from the larger one
+    assert re.search(rf"^nDCG@10 +{halves[0].name} +small +mean$", shown, re.M)
+    whole = json.loads((tmp_path / "out/metrics.json").read_text())
+    for number, (name, mean) in enumerate(whole["means"].items()):
+        parts = [result["metrics"]["AP"]["mean"] for result in results if result["name"] == name]
+        assert mean["AP"]["mean"] == pytest.approx(np.mean(parts)) and mean["AP"]["low"] < mean["AP"]["high"]
+        assert ("p" in mean["AP"]) == (number > 0)
+    alone = evaluate("--beir", halves[1], "--model_name_or_path", other, output="alone")
+    assert alone["metrics"]["AP"]["mean"] == results[4]["metrics"]["AP"]["mean"]
+    for file in ("run.trec", "per_query.csv"):
+        assert (tmp_path / "out/small/other" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes()
+    assert (tmp_path / "out/report.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("layout", ["BEIR", "NanoBEIR"])
+def test_layouts_of_the_hub(evaluate, beir, tmp_path, layout):
+    """Local folders whose README declares the configurations of the repositories on the Hub."""
+    wanted = evaluate("--beir", beir)["metrics"]
+    hub, judgments = tmp_path / "hub", tmp_path / ("hub" if layout == "NanoBEIR" else "hub-qrels")
+    split = "train" if layout == "NanoBEIR" else None
+    parts = ["corpus", "queries", "qrels"][: 3 if layout == "NanoBEIR" else 2]
+    configs = "".join(
+        f"- config_name: {part}\n  data_files:\n  - split: {split or part}\n    path: {part}/*\n" for part in parts
+    )
+    for part in ("corpus", "queries"):
+        (hub / part).mkdir(parents=True)
+        rows = [json.loads(line) for line in (beir / f"{part}.jsonl").read_text().splitlines()]
+        pq.write_table(
+            pa.Table.from_pylist([{"_id": row["_id"], "text": row["text"]} for row in rows]), hub / part / "0.parquet"
+        )
+    (hub / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    if layout == "BEIR":
+        judgments.mkdir()
+        shutil.copy(beir / "qrels/test.tsv", judgments / "test.tsv")
+        with pytest.raises(script.UserError, match="no file of a split 'dev'; its splits: test"):
+            evaluate("--beir", hub, "--split", "dev", output="dev")
+    else:  # which has no grades
+        lines = [line.split("\t") for line in (beir / "qrels/test.tsv").read_text().splitlines()[1:]]
+        rows = [{"query-id": query, "corpus-id": document} for query, document, grade in lines if int(grade) > 0]
+        judgments.joinpath("qrels").mkdir()
+        pq.write_table(pa.Table.from_pylist(rows), judgments / "qrels/0.parquet")
+    got = evaluate("--beir", hub, output="hub_out")
+    assert got["texts"]["encoded"] == 0
+    names = (
+        ["nDCG@10", "RR@10", "R@100", "AP"] if layout == "BEIR" else ["RR@10", "R@100", "AP"]
+    )  # q1 has a grade of 2
+    assert {name: got["metrics"][name] for name in names} == {name: wanted[name] for name in names}
+
+
+def test_results_of_another_evaluation_are_not_mixed(evaluate, beir, bert, tmp_path):
+    flags = ["--model_name_or_path", bert, "--beir", beir, "--cache_dir", tmp_path / "cache"]
+    flags = last_of([*flags, "--output_dir", tmp_path / "results", "--max_length", 32])
+    script.main(script.parse_args(flags))
+    before = (tmp_path / "results/metrics.json").read_bytes()
+    script.main(script.parse_args([*flags, "--streaming"]))  # the same evaluation
+    with pytest.raises(script.UserError, match="results: contains the results of --max_length 32: choose another"):
+        script.main(script.parse_args(last_of([*flags, "--max_length", 16])))
+    assert (
+        json.loads((tmp_path / "results/metrics.json").read_bytes())["results"][0]["metrics"]
+        == json.loads(before)["results"][0]["metrics"]
+    )
+
+
+def test_progress_in_a_log(beir, bert, tmp_path):
+    """Whole lines, where the output is no terminal."""
+    (tmp_path / "driver.py").write_text(COUNTED.format(root=str(ROOT), log=str(tmp_path / "log"), pause=0.3))
+    done = launch(tmp_path / "driver.py", *flags_for(beir, bert, tmp_path))
+    lines = [line for line in done.stderr.split("\n") if "texts/s" in line]
+    assert lines and all(line.count("texts/s") == 1 for line in lines)
