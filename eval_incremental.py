@@ -129,7 +129,7 @@ class Args:
     max_length: int | None = flag(None, "tokens a text is truncated to; None: the model's own")
     prompts: list[str] = flag([], "prefix of queries, then of documents; none: the model's own")
     truncate_dim: int | None = flag(None, "search with the first so many dimensions, for Matryoshka models")
-    micro_batch_tokens: int | None = flag(None, "tokens of a forward pass; None: 2,048 on a CPU, else 16,384")
+    micro_batch_tokens: int | None = flag(None, "tokens of a forward pass; None: 4,096 on a CPU, else 16,384")
     corpus_chunk_size: int = flag(4096, "documents held at once; the most that a killed run encodes again")
     cache_dir: str = flag("~/.cache/evenstep/embeddings", "folder of the embedding caches, one for each model")
     cache_dtype: Literal["float32", "float16", "int8"] = flag("float16", "how vectors are stored, and searched")
@@ -746,7 +746,7 @@ class CachedEncoder:
             self.fingerprint = model_fingerprint(self.model, accelerator.mixed_precision, shape[1])
             self.model.to(accelerator.device)
         self.longest = 6 * (self.model.max_seq_length or math.inf)  # characters, of which few texts need more
-        default = 2048 if accelerator.device.type == "cpu" else 16_384
+        default = 4096 if accelerator.device.type == "cpu" else 16_384
         default = 2**20 if isinstance(self.model.tokenizer, Tokenizer) else default
         self.max_tokens = args.micro_batch_tokens or default
         folder = Path(args.cache_dir).expanduser() / self.fingerprint

@@ -222,8 +222,9 @@ def test_each_text_is_encoded_once(evaluate, beir, tmp_path, rows):
     assert evaluate("--beir", changed)["texts"]["encoded"] == 100
     random.Random(1).shuffle(records)
     del records[::7]
-    write_jsonl(changed / "corpus.jsonl", [{"_id": "first", "text": "one more"}, *records])
-    assert evaluate("--beir", changed)["texts"]["encoded"] == 1
+    front = [{"_id": f"front{i}", "text": f"one more, number {i}"} for i in range(10)]
+    write_jsonl(changed / "corpus.jsonl", [*front, *records])
+    assert evaluate("--beir", changed)["texts"]["encoded"] == 10
     # another corpus of other shape that shares 40 texts, each of them there twice
     shared = [{"_id": f"s{i}", "text": rows[i % 40]["code"]} for i in range(80)]
     write_jsonl(changed / "corpus.jsonl", [*shared, {"_id": "d0", "text": "unseen"}])
