@@ -797,7 +797,7 @@ class CachedEncoder:
         self.bar.update(len(found) - len(new))
         if len(new):
             texts = chunk.texts.take(new[np.unique(codes, return_index=True)[1]])  # each once, in order
-            with self.clock(self.verb):
+            with self.clock(self.verb.removesuffix("d")):
                 vectors = self.compute(texts)
             with self.clock("store"):
                 packed = self.cache.pack(vectors)[codes]
@@ -1258,19 +1258,20 @@ def write_results(collections, runs, args):
             rows.append(("", ["{difference:+.4f}, p = {p:.4f}".format(**cell) for cell in row]))
     print("", *(f"{title:{width}}" + "".join(f"  {cell:>24}" for cell in row) for title, row in rows), sep="\n")
     for result in results:
-        seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in result["seconds"].items() if value >= 0.05)
-        for unit, verb in {("texts", "encoded"), ("pairs", "scored")}:
+        stages = [f"{stage} {value:.1f}" for stage, value in result["seconds"].items() if value >= 0.05]
+        seconds = f"; seconds: {', '.join(stages)}" if stages else ""
+        for unit, verb in (("texts", "encoded"), ("pairs", "scored")):
             if counts := result.get(unit):
-                work = f"{counts[verb]:,} of {counts['total']:,} {unit} {verb}; seconds: {seconds}"
-                print(f"{result['collection']}, {result['name']}: {work}")
+                work = f"{counts[verb]:,} of {counts['total']:,} {unit} {verb}"
+                print(f"{result['collection']}, {result['name']}: {work}{seconds}")
     print(f"{sum(len(c.queries) for c in collections):,} queries; metrics.json and report.png are in {output}")
 
 
 def plot_report(collections, runs, summaries, args, path):
-    """Plot the first measure with its intervals, recall by depth, where the vectors came from, and the seconds."""
+    """Plot the first measure with its intervals, recall by depth, and seconds by stage."""
     names, first = [run.name for run in runs[0]], args.metrics[0]
-    figure = Figure(figsize=(18, 4), layout="constrained")
-    axes = figure.subplots(1, 4)
+    figure = Figure(figsize=(15, 4), layout="constrained")
+    axes = figure.subplots(1, 3)
     means, lows, highs = (
         pd.DataFrame({name: [row[first][part] for row in table] for name, table in summaries.items()}, names).T
         for part in ("mean", "low", "high")
@@ -1288,15 +1289,10 @@ def plot_report(collections, runs, summaries, args, path):
         axes[1].plot(range(1, args.top_k + 1), np.mean(recalls, 0), label=name)
     axes[1].set(xscale="log", xlabel="k", ylabel="recall@k", ylim=(0, 1))
     axes[1].legend()
-    rows = list(zip(*runs))  # for each ranking its Runs
-    counts = [[run.metadata.get("texts") or run.metadata.get("pairs") or {} for run in found] for found in rows]
-    seconds = [[run.metadata["seconds"] for run in found] for found in rows]
-    for axis, parts, label in ((axes[2], counts, "texts, or pairs"), (axes[3], seconds, "seconds")):
-        frame = pd.DataFrame([pd.DataFrame(part).sum() for part in parts], names).drop(
-            columns="total", errors="ignore"
-        )
-        if frame.size:
-            frame.fillna(0).plot.barh(ax=axis, stacked=True, xlabel=label)
+    seconds = [pd.DataFrame([run.metadata["seconds"] for run in found]).sum() for found in zip(*runs)]
+    seconds = pd.DataFrame(seconds, names).fillna(0)
+    if seconds.size:  # runs from files alone have none
+        seconds.plot.barh(ax=axes[2], stacked=True, xlabel="seconds")
     for axis in axes:
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=110)

@@ -81,7 +81,7 @@ def main():
     first, encoded = run(beir, "cache", "first")
     say("texts", first["texts"])
     say("nDCG@10", first["metrics"]["nDCG@10"])
-    say("texts per second", first["texts"]["encoded"] / first["seconds"]["encoded"])
+    say("texts per second", first["texts"]["encoded"] / first["seconds"]["encode"])
     say("seconds by stage", first["seconds"])
 
     # Plain: encode everything, multiply, and ask pytrec_eval

@@ -90,7 +90,7 @@ def encoding(folder, texts, rounds, sizes):
     result = table(
         f"Encoding {len(texts)} texts, fp32 (largest difference {difference:.1e})", "texts", len(texts), seconds
     )
-    rest = 1 - encoder.meter["encoded seconds"] / sum(seconds["eval_incremental.py"])
+    rest = 1 - encoder.meter["encode seconds"] / sum(seconds["eval_incremental.py"])
     print(f"  not encoding: {rest:.1%} of the time")
     return {**result, "share_not_encoding": rest}
 

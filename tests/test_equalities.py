@@ -66,30 +66,3 @@ def test_batches_are_the_same_on_any_number_of_processes(launched):
     assert len({row["0"] for batch in first for row in batch}) > 300
     for _, rows in launched.values():
         assert rows == first
-
-
-PATIENT = """
-import sys, time
-from datetime import timedelta
-from accelerate import Accelerator, InitProcessGroupKwargs
-sys.path.insert(0, {root!r})
-import eval_incremental as script
-
-accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=2))])
-assert script.main_first(accelerator, lambda: time.sleep(4 * accelerator.is_main_process)) is None
-
-def bad():
-    raise script.BadInput("on every process")
-
-try:
-    script.main_first(accelerator, bad)
-except script.BadInput as error:
-    print(error)
-accelerator.wait_for_everyone()
-"""
-
-
-def test_preparation_may_take_longer_than_a_collective(tmp_path):
-    """The others wait for the first process beyond the timeout of training's collectives, and for its error too."""
-    (tmp_path / "worker.py").write_text(PATIENT.format(root=str(ROOT)))
-    assert launch(tmp_path / "worker.py", processes=2).stdout.count("on every process") == 2
