@@ -1002,7 +1002,8 @@ def retrieve(encoder, name, collection, args, accelerator):
                 kept = {row: kept[row] for row in top.rows.unique().tolist() if row >= 0}
             rows = np.flatnonzero(pc.is_in(chunk.ids, judged_ids).to_numpy(False))
             found = pd.DataFrame({"doc_id": chunk.ids.take(rows).to_numpy(False), "row": rows}).merge(judged)
-            products = queries[found["query"].tolist()] * vectors[found["row"].tolist()]  # (pairs, D)
+            numbers = torch.tensor(found[["query", "row"]].values.tolist(), dtype=torch.long, device=vectors.device)
+            products = queries[numbers.view(-1, 2)[:, 0]] * vectors[numbers.view(-1, 2)[:, 1]]  # (pairs, D)
             scores.append(found[PAIR].assign(score=products.sum(1).tolist()))
 
     # The best over all processes, by their ids
