@@ -459,7 +459,7 @@ class TextLookup:
     def texts(self, ids):
         """Return the texts of a column of ids, large_string; null for an unknown id."""
         places = np.searchsorted(self.index[0], self.hashes(ids)).clip(max=len(self.dataset) - 1)
-        table = self.dataset[self.index[1, places].tolist()]
+        table = self.dataset[self.index[1, places].tolist()].combine_chunks()  # from a chunk a row
         columns = [pc.fill_null(as_texts(table[name], name), "") for name in self.text_columns]
         texts = pc.utf8_trim_whitespace(pc.binary_join_element_wise(*columns, pa.scalar(" ", pa.large_string())))
         return pc.if_else(pc.equal(self.ids(table), ids), texts, None)
