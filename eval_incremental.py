@@ -985,7 +985,8 @@ def retrieve(encoder, name, collection, args, accelerator):
     judged = judged_pairs(collection)
     judged = judged.assign(query=pd.Index(ids).get_indexer(judged["query_id"]))
     judged_ids = pa.array(judged["doc_id"].unique(), pa.large_string())
-    kept, scores = {}, []  # {row: (id, text)} of the best documents so far; scores of the judged ones
+    # {row: (id, text)} of the best documents so far; scores of the judged ones
+    kept, scores = {}, [judged[:0][PAIR].assign(score=0.0)]
 
     # The chunks of this process
     process = accelerator.process_index, accelerator.num_processes
@@ -1002,9 +1003,10 @@ def retrieve(encoder, name, collection, args, accelerator):
                 kept = {row: kept[row] for row in top.rows.unique().tolist() if row >= 0}
             rows = np.flatnonzero(pc.is_in(chunk.ids, judged_ids).to_numpy(False))
             found = pd.DataFrame({"doc_id": chunk.ids.take(rows).to_numpy(False), "row": rows}).merge(judged)
-            numbers = torch.tensor(found[["query", "row"]].values.tolist(), dtype=torch.long, device=vectors.device)
-            products = queries[numbers.view(-1, 2)[:, 0]] * vectors[numbers.view(-1, 2)[:, 1]]  # (pairs, D)
-            scores.append(found[PAIR].assign(score=products.sum(1).tolist()))
+            if len(found):
+                numbers = torch.tensor(found[["query", "row"]].values.T.tolist(), device=vectors.device)
+                products = queries[numbers[0]] * vectors[numbers[1]]  # (pairs, D)
+                scores.append(found[PAIR].assign(score=products.sum(1).tolist()))
 
     # The best over all processes, by their ids
     with encoder.clock("search"):
