@@ -1193,8 +1193,8 @@ def summarize(tables, measures):
 
 
 def short_names(paths):
-    """Return a short name of each model, run file or collection, all different: RUN for RUN/model and RUN/run.trec."""
-    parts = [re.sub(r"/(model|run\.trec)?$", "", path).split("/") for path in paths]
+    """Return a short name of each model, run file or collection, all different: A for A/model, A/run.trec, A/*.x."""
+    parts = [re.sub(r"/(model|run\.trec|\*[^/]*)?$", "", path).split("/") for path in paths]
     names = [part[-1] for part in parts]
     if len(set(names)) < len(names):
         names = ["_".join(part[-2:]) for part in parts]
