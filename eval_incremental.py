@@ -302,9 +302,9 @@ class TextReader:
             available = next(open_files(files[:1]).iter(1)).column_names
             # A title is usual, not certain. Of pairs the first two columns are meant.
             columns = columns or [name for name in default if name in available or name != "title"]
-            self.id_column, *self.text_columns = [available[name] if name in (0, 1) else name for name in columns]
-            names = dict.fromkeys([self.id_column, *self.text_columns]).keys() - {"#"}
-            self.dataset = open_files(files, args.streaming).select_columns(sorted(names))
+            self.id_column, *self.text_columns = [dict(enumerate(available)).get(name, name) for name in columns]
+            names = [name for name in dict.fromkeys([self.id_column, *self.text_columns]) if name != "#"]
+            self.dataset = open_files(files, args.streaming).select_columns(names)
         self.rows = None if args.streaming else len(self.dataset)
 
     def chunks(self, prompt="", process=0, processes=1):
@@ -323,8 +323,9 @@ class TextReader:
                 texts = pc.utf8_trim_whitespace(texts)
                 self.empty += pc.sum(pc.equal(texts, "")).as_py()
                 texts = pc.binary_join_element_wise(prefix, texts, empty).combine_chunks()
-                ids = pa.array(range(first, first + len(table))).cast(pa.large_string())
-                if self.id_column != "#":
+                if self.id_column == "#":
+                    ids = pa.array(range(first, first + len(table))).cast(pa.large_string())
+                else:
                     ids = as_texts(table[self.id_column], self.id_column, ids=True).combine_chunks()
                 if (row := pc.index(pc.fill_null(ids, ""), "").as_py()) >= 0:
                     raise UserError(f"row {first + row}, counted from 0, has no id in column {self.id_column!r}")
@@ -392,6 +393,8 @@ def read_qrels(source):
             frame["score"] = table["score"].to_numpy() if "score" in table.column_names else 1  # NanoBEIR has none
         else:  # as texts, for ids may begin with zeros
             frame = read_trec(file, "qrels")
+        if not (frame["score"] % 1 == 0).all():
+            raise UserError("a grade is not a whole number")
     frame = frame.drop_duplicates(PAIR, keep="last").astype({"score": int})
     return frame.rename(columns={"score": "relevance"})
 
@@ -466,7 +469,7 @@ class EmbeddingCache:
     is the hash of these hashes, so that an unchanged chunk is one lookup; an entry for each text has block and row."""
 
     def __init__(self, folder, model, dimensions, dtype, limit=0):
-        self.folder, self.dimensions, self.dtype, self.removed = Path(folder), dimensions, dtype, 0
+        self.folder, self.dimensions, self.dtype, self.overflows = Path(folder), dimensions, dtype, 0
         self.row_bytes = dimensions + 4 if dtype == "int8" else dimensions * np.dtype(dtype).itemsize
         metadata = {"model": model, "dtype": dtype, "dimensions": dimensions, "bytes": self.row_bytes + 16}
         with self.errors():
@@ -540,7 +543,7 @@ class EmbeddingCache:
         """Keep the (n, bytes) rows of n texts: all of them or, if the process is killed, none."""
         block, value = block_of(hashes), hashes.tobytes() + rows.tobytes()
         with self.errors(), self.cache.transact(retry=True):
-            self.removed += self.cache.volume() + len(value) > self.cache.size_limit  # older vectors go
+            self.overflows += self.cache.volume() + len(value) > self.cache.size_limit  # older vectors go
             self.cache.set(b"block" + block, value + xxhash.xxh3_64_digest(value))
             for row, key in enumerate(hashes.view("V16").ravel().tolist()):
                 self.cache.set(key, block + row.to_bytes(4, "little"))
@@ -557,7 +560,7 @@ def manage_cache(args):
     name, cleared = args.cache_clear, 0
     for note in sorted(Path(args.cache_dir).expanduser().glob("*/model.json")):
         metadata = {"model": "(damaged)", "dtype": "?", "dimensions": 0, "bytes": 1e30}
-        with suppress(ValueError):
+        with suppress(ValueError, TypeError):
             metadata |= json.loads(note.read_text())
         sizes = {path: path.stat().st_size for path in note.parent.rglob("*") if path.is_file()}
         vectors = sum(int(size // metadata["bytes"]) for path, size in sizes.items() if path.suffix == ".val")
@@ -652,13 +655,16 @@ def make_micro_batches(texts, model, max_tokens, device):
     return micro_batches, total, total
 
 
-# ---- forward passes (same in train_bi_encoder.py and ...)
+# ---- embeddings (same in train_bi_encoder.py)
 
 
 def encode(model, features, accelerator):
     """Return (n, D) float embeddings of one micro-batch."""
     features = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in features.items()}
     return model(features)["sentence_embedding"].float()
+
+
+# ---- scores (same in train_cross_encoder.py)
 
 
 def score(model, features, accelerator):
@@ -763,14 +769,16 @@ class CachedEncoder:
         yield
         self.meter[f"{stage} seconds"] += time.perf_counter() - started
 
-    def timed(self, iterator, stage):
-        """Yield the items, adding the time spent to wait for them to that of a stage."""
+    def read(self, corpus):
+        """Yield this process' Chunks of a corpus, read in the background."""
+        process, processes = self.accelerator.process_index, self.accelerator.num_processes
+        chunks = prefetch(corpus.chunks(self.prompts[1], process, processes))
         while True:
-            with self.clock(stage):
-                item = next(iterator, None)
-            if item is None:
+            with self.clock("read"):
+                chunk = next(chunks, None)
+            if chunk is None:
                 return
-            yield item
+            yield chunk
 
     def open_bar(self, name, rows):
         """Show the progress of this process; in a log a line every ten seconds."""
@@ -837,7 +845,7 @@ class CachedEncoder:
         queries = torch.zeros(len(texts), self.cache.dimensions, device=self.accelerator.device)
         for number, first in enumerate(range(0, len(texts), size)):
             if number % self.accelerator.num_processes == self.accelerator.process_index:
-                part = pa.concat_arrays([texts.slice(first, size)])
+                part = texts.slice(first, size)
                 queries[first : first + size] = self(Chunk(first, None, part, text_hashes(part))).to(queries)
         return self.for_search(self.accelerator.reduce(queries))
 
@@ -989,9 +997,8 @@ def retrieve(encoder, name, collection, args, accelerator):
     kept, scores = {}, [judged[:0][PAIR].assign(score=0.0)]
 
     # The chunks of this process
-    process = accelerator.process_index, accelerator.num_processes
     encoder.open_bar(f"{name} {collection.name}", corpus.rows)
-    for chunk in encoder.timed(prefetch(corpus.chunks(encoder.prompts[1], *process)), "read"):
+    for chunk in encoder.read(corpus):
         vectors = encoder(chunk)
         with encoder.clock("search"):
             vectors = encoder.for_search(vectors)
@@ -1026,7 +1033,7 @@ def retrieve(encoder, name, collection, args, accelerator):
         "ids occur at several documents; each counts once, with its best score": repeated,
         "judged documents are not in the corpus; they count as not found": missing,
         "documents are empty; encoded as the empty string": sum(part[2] for part in parts),
-        "blocks went over --cache_size_limit; older vectors were removed": encoder.cache.removed,
+        "blocks went over --cache_size_limit; older vectors were removed": encoder.cache.overflows,
     }
     scores = scores.sort_values("score", ascending=False, kind="stable").drop_duplicates(PAIR)
     texts = {name: text[len(encoder.prompts[1]) :] for name, text in kept.values()} if args.query else {}
@@ -1040,7 +1047,7 @@ def rerank(run, scorer, collection, args, accelerator):
     judged = judged_pairs(collection) if args.judged else run.ranking[:0]
     requested = pd.concat([first, judged])[PAIR].drop_duplicates()
     scorer.open_bar(f"{run.name} {scorer.path}", len(requested))
-    candidates, scores = prefetch(candidate_pairs(requested, collection, accelerator)), []
+    candidates, scores = candidate_pairs(requested, collection, accelerator), []
     while part := list(islice(candidates, args.corpus_chunk_size)):
         queries, documents, texts = zip(*part)
         texts = [pa.array(column, pa.large_string()) for column in ([collection.queries[q] for q in queries], texts)]
@@ -1114,8 +1121,8 @@ def export_vectors(encoder, collection, args, accelerator):
             path.unlink()
         accelerator.wait_for_everyone()
         encoder.open_bar(encoder.path, corpus.rows)
-        rows, process = 0, (accelerator.process_index, accelerator.num_processes)
-        for chunk in encoder.timed(prefetch(corpus.chunks(encoder.prompts[1], *process)), "read"):
+        rows = 0
+        for chunk in encoder.read(corpus):
             vectors = encoder.for_search(encoder(chunk)).cpu().numpy()
             columns = {"_id": chunk.ids.cast(pa.string())}
             columns["vector"] = pa.FixedSizeListArray.from_arrays(vectors.reshape(-1), vectors.shape[1])
@@ -1218,8 +1225,8 @@ def check_output(args):
     """Raise UserError if --output_dir has the results of another evaluation, or cannot be written."""
     with user_errors(f"--output_dir {args.output_dir}"), suppress(FileNotFoundError):
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        then, now = json.loads(Path(args.output_dir, "metrics.json").read_text())["args"], asdict(args)
-        if other := [f"--{name} {then[name]}" for name in SAME.split() if then[name] != now[name]]:
+        then, now = json.loads(Path(args.output_dir, "metrics.json").read_text()).get("args", {}), asdict(args)
+        if other := [f"--{name} {then.get(name)}" for name in SAME.split() if then.get(name) != now[name]]:
             raise UserError(f"contains the results of {', '.join(other)}: choose another folder")
 
 
