@@ -24,6 +24,7 @@ Left out on purpose: approximate search, asymmetric models (Router), similaritie
 
 import csv
 import hashlib
+import io
 import json
 import math
 import os
@@ -38,7 +39,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Literal
 
@@ -466,7 +467,8 @@ class EmbeddingCache:
     """Vectors on disk by the hash of their text, for one model.
 
     The texts that were encoded together are one value, a block: their hashes, their vectors, and a checksum. Its key
-    is the hash of these hashes, so that an unchanged chunk is one lookup; an entry for each text has block and row."""
+    is the hash of these hashes, so that an unchanged chunk is one lookup. A table beside, in the same database, has
+    block and row of each text: as values of diskcache they would take six times as long to store."""
 
     def __init__(self, folder, model, dimensions, dtype, limit=0):
         self.folder, self.dimensions, self.dtype, self.overflows = Path(folder), dimensions, dtype, 0
@@ -476,11 +478,12 @@ class EmbeddingCache:
             self.cache = diskcache.Cache(
                 str(self.folder),
                 disk=NoPickleDisk,
-                disk_min_file_size=25,  # blocks are files, the entries of texts are not
+                disk_min_file_size=0,  # blocks are files
                 eviction_policy="least-recently-stored" if limit else "none",
                 size_limit=int(limit * 1e9) or 2**62,
                 sqlite_mmap_size=0,  # a memory-mapped index would count as memory and grow with the corpus
             )
+            self.cache._sql_retry("CREATE TABLE IF NOT EXISTS texts (hash BLOB PRIMARY KEY, block, row) WITHOUT ROWID")
             (self.folder / "model.json").write_text(json.dumps(metadata))  # for --cache_info
 
     def errors(self):
@@ -508,8 +511,9 @@ class EmbeddingCache:
         file = self.cache.get(b"block" + block, read=True)
         if file is None:
             return None
-        with file:
-            value = np.fromfile(file, np.uint8)
+        value = np.zeros(0, np.uint8)
+        with file, suppress(ValueError):  # an empty file cannot be mapped
+            value = np.memmap(file, mode="c").view(np.ndarray)  # a copy less than read
         n, rest = divmod(len(value) - 8, 16 + self.row_bytes)
         if rest or n < 0 or xxhash.xxh3_64_digest(value[:-8]) != value[-8:].tobytes():
             tqdm.write(f"{self.folder}: a damaged block; what it held is computed again", file=sys.stderr)
@@ -524,19 +528,19 @@ class EmbeddingCache:
             if whole and np.array_equal(whole[0], hashes):
                 return whole[1], np.ones(len(hashes), bool)
             rows, found = np.zeros((len(hashes), self.row_bytes), np.uint8), np.zeros(len(hashes), bool)
-            keys, entries = hashes.view("V16").ravel().tolist(), {}
-            for first in range(0, len(keys), 10_000):  # reads the table of diskcache, whose get() takes 10 µs a text
+            keys, entries = keys_of(hashes), {}  # {hash: (block, row)}
+            for first in range(0, len(keys), 10_000):
                 part = keys[first : first + 10_000]
-                query = f"SELECT key, value FROM Cache WHERE raw = 1 AND key IN ({','.join('?' * len(part))})"
-                entries |= {key: value for key, value in self.cache._sql(query, part) if len(value or "") == 20}
-            codes, blocks = pd.factorize(np.array([entries.get(key, b"")[:16] for key in keys], object))
+                query = f"SELECT * FROM texts WHERE hash IN ({','.join('?' * len(part))})"
+                entries |= {key: entry for key, *entry in self.cache._sql(query, part)}
+            indices = np.array([index for index, key in enumerate(keys) if key in entries], int)
+            places = np.array([entries[keys[index]][1] for index in indices], int)
+            codes, blocks = pd.factorize(np.array([entries[keys[index]][0] for index in indices], object))
             for code, block in enumerate(blocks):
-                if block and (content := self.read_block(block)):
-                    indices = np.flatnonzero(codes == code)
-                    numbers = np.array([int.from_bytes(entries[keys[i]][16:], "little") for i in indices])
-                    numbers = numbers.clip(max=len(content[0]) - 1)  # of a damaged entry
-                    same = (content[0][numbers] == hashes[indices]).all(1)
-                    rows[indices[same]], found[indices[same]] = content[1][numbers[same]], True
+                if content := self.read_block(block):
+                    index, place = indices[codes == code], places[codes == code].clip(0, len(content[0]) - 1)
+                    same = (content[0][place] == hashes[index]).all(1)  # unless an entry is damaged
+                    rows[index[same]], found[index[same]] = content[1][place[same]], True
             return rows, found
 
     def store(self, hashes, rows):
@@ -544,9 +548,15 @@ class EmbeddingCache:
         block, value = block_of(hashes), hashes.tobytes() + rows.tobytes()
         with self.errors(), self.cache.transact(retry=True):
             self.overflows += self.cache.volume() + len(value) > self.cache.size_limit  # older vectors go
-            self.cache.set(b"block" + block, value + xxhash.xxh3_64_digest(value))
-            for row, key in enumerate(hashes.view("V16").ravel().tolist()):
-                self.cache.set(key, block + row.to_bytes(4, "little"))
+            file = io.BytesIO(value + xxhash.xxh3_64_digest(value))  # of bytes diskcache writes a line at a time
+            self.cache.set(b"block" + block, file, read=True)
+            entries = sorted(zip(keys_of(hashes), repeat(block), range(len(hashes))))  # neighbours share pages
+            self.cache._con.executemany("INSERT OR REPLACE INTO texts VALUES (?, ?, ?)", entries)
+
+
+def keys_of(hashes):
+    """Return a list of bytes, the keys of texts with these (n, 2) hashes."""
+    return hashes.view("V16").ravel().tolist()
 
 
 def block_of(hashes):
