@@ -60,6 +60,7 @@ import yaml
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import gather_object
 from matplotlib.figure import Figure
+from pyarrow.dataset import ParquetFragmentScanOptions
 from scipy.stats import bootstrap, permutation_test
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling
@@ -243,7 +244,8 @@ def open_files(files, streaming=True):
     # The record batches of a mapped table are kept in a list: make them few.
     kind, options = FORMATS[suffix], {"split": "train", "writer_batch_size": 20_000}
     options |= {"sep": "\t"} if suffix == ".tsv" else {}
-    options |= {"batch_size": 1000} if kind == "parquet" else {}  # pyarrow reads ahead, and less in small batches
+    if kind == "parquet":  # else pyarrow reads up to 1 GiB ahead, and keeps what it has read of a file
+        options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
     if kind == "arrow" and not streaming:
         with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped where it is, everything else a copy
             parts = [datasets.Dataset.from_file(file) for file in files]

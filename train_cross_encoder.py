@@ -61,6 +61,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.utils import DistributedType, gather_object
 from filelock import FileLock
 from matplotlib.figure import Figure
+from pyarrow.dataset import ParquetFragmentScanOptions
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder
 from sentence_transformers.sentence_transformer.evaluation import BinaryClassificationEvaluator
@@ -241,7 +242,8 @@ def open_files(files, streaming=True):
     # The record batches of a mapped table are kept in a list: make them few.
     kind, options = FORMATS[suffix], {"split": "train", "writer_batch_size": 20_000}
     options |= {"sep": "\t"} if suffix == ".tsv" else {}
-    options |= {"batch_size": 1000} if kind == "parquet" else {}  # pyarrow reads ahead, and less in small batches
+    if kind == "parquet":  # else pyarrow reads up to 1 GiB ahead, and keeps what it has read of a file
+        options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
     if kind == "arrow" and not streaming:
         with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped where it is, everything else a copy
             parts = [datasets.Dataset.from_file(file) for file in files]

@@ -510,3 +510,17 @@ def test_bytes_that_are_no_text(tmp_path):
                 data, args = open_data(train_data=[f"x.{suffix}"], eval_rows=0, streaming=streaming, max_steps=1)
                 next(batches_of(data, args))
             assert "\n" not in str(error.value)
+
+
+def test_a_large_parquet_file_is_streamed_in_constant_memory(tmp_path):
+    """By its defaults pyarrow keeps the bytes of a file that it has read."""
+    blocks, schema = np.random.default_rng(0).bytes(250_000), pa.schema([("text", pa.string())])
+    with pq.ParquetWriter(tmp_path / "x.parquet", schema, compression="none", use_dictionary=False) as writer:
+        for first in range(0, 400_000, 20_000):
+            texts = [f"{row} {blocks[row % 249_000 :][:250].hex()}" for row in range(first, first + 20_000)]
+            writer.write_table(pa.table([texts], schema=schema))
+    assert os.path.getsize(tmp_path / "x.parquet") > 200e6
+    seen = []
+    for _ in script.open_files([str(tmp_path / "x.parquet")]).iter(5000):
+        seen.append(int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) / 1000)
+    assert len(seen) == 80 and max(seen[40:]) < max(seen[:10]) + 60  # MB
