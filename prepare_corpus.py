@@ -29,6 +29,7 @@ import shutil
 import sys
 import sysconfig
 import warnings
+from bisect import bisect_right
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -447,25 +448,26 @@ PART_SIZES = (128, 1024, 10_000)  # texts of a batch on one process
 
 # same in train_bi_encoder.py, train_cross_encoder.py
 def cut_micro_batches(lengths, max_tokens):
-    """Return index lists, longest text first, each of at most `max_tokens` with padding; a longer text stands alone.
+    """Return index arrays, longest text first, each of at most `max_tokens` with padding; a longer text stands alone.
 
-    Of all such cuts that with the fewest padded tokens, where a forward pass counts as 32 tokens at 2,048 max_tokens
+    Of the cuts between texts of two lengths, or after another 1/16 of `max_tokens`, that with the fewest padded tokens
+    (all cuts: 0.3 % fewer at most, 30 times as long), where a forward pass counts as 32 tokens at 2,048 max_tokens
     (12 to 35 measured on CPUs), and as 1,024 at 16,384 (GPUs)."""
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    sizes = np.array([max(lengths[i], 1) for i in order])
+    order = np.argsort(-lengths, kind="stable")
+    sizes = np.maximum(lengths[order], 1)
+    places = np.flatnonzero(np.diff(sizes, prepend=0) | np.diff(np.cumsum(sizes) * 16 // max_tokens, prepend=0))
+    begins, widths = [*places.tolist(), len(order)], sizes[places].tolist()
     cost_of_a_pass = 32 * (max_tokens / 2048) ** (5 / 3)
-    costs, begins = np.zeros(len(order) + 1), np.zeros(len(order) + 1, dtype=int)  # of the best cut of the first texts
-    for end in range(1, len(order) + 1):
-        firsts = np.arange(max(0, min(end - 1, end - max_tokens // sizes[end - 1])), end)  # of the last micro-batch
-        padded = (end - firsts) * sizes[firsts]
-        padded = np.where((padded <= max_tokens) | (firsts == end - 1), padded, np.inf)
-        best = np.argmin(costs[firsts] + padded)
-        costs[end], begins[end] = costs[firsts[best]] + padded[best] + cost_of_a_pass, firsts[best]
-    cuts, end = [], len(order)
-    while end:
-        cuts.append(order[begins[end] : end])
-        end = begins[end]
-    return cuts[::-1]
+    best = {len(places): (0.0, None)}  # {place: (cost of the best cut of the texts after it, end of its first part)}
+    for first in reversed(range(len(places))):
+        ends = range(first + 1, max(first + 2, bisect_right(begins, begins[first] + max_tokens // widths[first])))
+        costs = (cost_of_a_pass + (begins[end] - begins[first]) * widths[first] + best[end][0] for end in ends)
+        best[first] = min(zip(costs, ends))
+    cuts, end = [], 0
+    while end < len(places):
+        first, end = end, best[end][1]
+        cuts.append(order[begins[first] : begins[end]])
+    return cuts
 
 
 def length_report(args, folder):

@@ -27,8 +27,8 @@ def padding(batches):
 def ours(lengths, window, budget):
     """Lists of lengths that are encoded together, window by window."""
     found = []
-    for part in (lengths[i : i + window] for i in range(0, len(lengths), window)):
-        found += [[part[i] for i in cut] for cut in script.cut_micro_batches(part, budget)]
+    for part in (np.array(lengths[i : i + window]) for i in range(0, len(lengths), window)):
+        found += [part[cut].tolist() for cut in script.cut_micro_batches(part, budget)]
     return found
 
 

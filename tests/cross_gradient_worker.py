@@ -50,7 +50,7 @@ def gradients_of(flags, settings, accumulation=1):
             sync = number == accumulation - 1
             loss = script.forward_backward(prepared, batch, loss_fn, [0, 0, number], sync, args, accelerator)
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
-        yield gradient, loss.item(), len(batch.local.micro_batches), batch.rows.to_pylist()
+        yield gradient, accelerator.reduce(loss).item(), len(batch.local.micro_batches), batch.rows.to_pylist()
 
 
 model = script.load_model(parse())

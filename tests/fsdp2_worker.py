@@ -30,7 +30,7 @@ def seen_state_dict(model, optimizer, options):
 
 def seen_equalize(local, accelerator):
     result = equalize(local, accelerator)
-    filled.extend(not cut for _, cut in local.micro_batches)
+    filled.extend(len(cut) == 0 for _, cut in local.micro_batches)
     return result
 
 

@@ -52,7 +52,7 @@ def gradients_of(flags, settings, accumulation=1):
             sync = number == accumulation - 1
             loss = script.forward_backward(prepared, batch, loss_fn, [0, 0, number], sync, args, accelerator)
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
-        yield gradient, loss.item(), len(batch.local.micro_batches)
+        yield gradient, accelerator.reduce(loss).item(), len(batch.local.micro_batches)
 
 
 columns = ["--columns", "docstring", "code"]

@@ -12,6 +12,7 @@ import torch
 import yaml
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from conftest import ROOT, TRAINERS, launch, metrics, weights
+from safetensors.torch import load_file
 
 SETTINGS = {
     "train_bi_encoder": ("bert", ["--gradient_accumulation_steps", 2]),
@@ -19,10 +20,10 @@ SETTINGS = {
 }
 
 
-def launch_sharded(folder, script, *flags):
+def launch_sharded(folder, script, *flags, precision="no"):
     """Run a trainer with accelerate_configs/fsdp2.yaml on two CPU processes; return what it prints."""
     config = yaml.safe_load((ROOT / "accelerate_configs/fsdp2.yaml").read_text())
-    config |= {"use_cpu": True, "num_processes": 2}
+    config |= {"use_cpu": True, "num_processes": 2, "mixed_precision": precision}
     (folder / "fsdp2.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port=0"]
     command += ["--config_file", folder / "fsdp2.yaml", ROOT / "tests/fsdp2_worker.py", script, *flags]
@@ -57,6 +58,18 @@ def test_fsdp2_trains_the_model_of_ddp_and_resumes_to_the_bit(tmp_path, corpus, 
     shutil.copytree(fsdp, resumed, ignore=shutil.ignore_patterns("step_00000006", "model"))
     assert "step 3 of 6" in launch_sharded(tmp_path, script, *flags, "--output_dir", resumed, "--resume")
     assert torch.equal(weights(resumed / "model"), found)
+
+
+def test_fsdp2_in_bf16(tmp_path, corpus, bert):
+    """The losses are near those of float32, and not the same; the weights that are saved are float32."""
+    flags = ["--train_data", corpus, "--model_name_or_path", bert, "--max_steps", 3, "--batch_size", 15]
+    flags += ["--dropout", 0, "--eval_rows", 0, "--logging_steps", 1]
+    for precision in ("no", "bf16"):
+        launch_sharded(tmp_path, "train_bi_encoder", *flags, "--output_dir", tmp_path / precision, precision=precision)
+    wanted, found = ([line["loss"] for line in metrics(tmp_path / precision)] for precision in ("no", "bf16"))
+    assert found == pytest.approx(wanted, rel=0.02) and found != wanted
+    saved = load_file(tmp_path / "bf16/model/model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 
 
 FSDP2 = {"fsdp_version": 2, "cpu_ram_efficient_loading": False}

@@ -24,12 +24,12 @@ import train_bi_encoder as script
 def test_parts_of_the_processes_are_even_in_count_and_length(processes, monkeypatch):
     """Gathered one below the other, each padded to the largest, gather_index finds every text again."""
     lengths = np.random.default_rng(0).pareto(1.5, 257).astype(int) + 1
-    monkeypatch.setattr(script, "make_micro_batches", lambda *_: ([], 0, 0))
+    monkeypatch.setattr(script, "make_micro_batches", lambda texts, *_: ([({}, np.arange(len(texts)))], 0, 0))
     texts, locals_ = [pa.array(["x" * length for length in lengths])], []
     for process in range(processes):
-        accelerator = SimpleNamespace(num_processes=processes, process_index=process, device=None)
+        accelerator = SimpleNamespace(num_processes=processes, process_index=process, device=torch.device("cpu"))
         locals_.append(script.make_local_batch(texts, None, None, accelerator))
-    parts, size = [local.local_indices.numpy() for local in locals_], -(-257 // processes)
+    parts, size = [local.rows.numpy() for local in locals_], -(-257 // processes)
     assert sorted(np.concatenate(parts)) == list(range(257))
     assert max(map(len, parts)) == size and min(map(len, parts)) >= size - 1
     totals = [lengths[part].sum() for part in parts]
@@ -39,14 +39,30 @@ def test_parts_of_the_processes_are_even_in_count_and_length(processes, monkeypa
 
 
 def test_micro_batches_keep_the_budget_and_a_long_text_stands_alone():
-    lengths = [*np.random.default_rng(0).integers(0, 90, 200).tolist(), 500, 0, 0]
+    lengths = np.array([*np.random.default_rng(0).integers(0, 90, 200), 500, 0, 0])
     cuts = script.cut_micro_batches(lengths, 256)
-    assert sorted(sum(cuts, [])) == list(range(203))
-    assert cuts[0] == [200]  # 500 tokens, above the budget
-    assert all(len(cut) * max(lengths[i] for i in cut) <= 256 for cut in cuts[1:])
-    assert [lengths[i] for cut in cuts for i in cut] == sorted(lengths, reverse=True)
-    assert script.cut_micro_batches([], 256) == []
-    assert list(map(len, script.cut_micro_batches([10] * 100, 256))) == [25] * 4  # no smaller than they must be
+    assert sorted(np.concatenate(cuts)) == list(range(203))
+    assert cuts[0].tolist() == [200]  # 500 tokens, above the budget
+    assert all(len(cut) * lengths[cut].max() <= 256 for cut in cuts[1:])
+    assert lengths[np.concatenate(cuts)].tolist() == sorted(lengths, reverse=True)
+    assert script.cut_micro_batches(lengths[:0], 256) == []
+    few = np.array([250] + [1] * 1000)  # a long text and many short ones never share a micro-batch
+    assert all(len(cut) * few[cut].max() <= 256 for cut in script.cut_micro_batches(few, 256))
+    assert len(script.cut_micro_batches(np.full(100, 10), 256)) <= 5  # no smaller than they must be
+
+
+@pytest.mark.parametrize("budget", [256, 2048, 16384])
+def test_micro_batches_are_close_to_the_best_of_all_cuts(budget):
+    """By dynamic programming over every place between two texts."""
+    lengths = np.sort(np.random.default_rng(1).gamma(2, 30, 1500).astype(int).clip(3, 256))[::-1]
+    cost_of_a_pass = 32 * (budget / 2048) ** (5 / 3)
+    best = np.append(np.full(len(lengths), np.inf), 0.0)
+    for first in reversed(range(len(lengths))):
+        ends = np.arange(first + 1, first + 1 + min(budget // lengths[first], len(lengths) - first))
+        best[first] = ((ends - first) * lengths[first] + cost_of_a_pass + best[ends]).min()
+    cuts = script.cut_micro_batches(lengths, budget)
+    found = sum(len(cut) * lengths[cut].max() + cost_of_a_pass for cut in cuts)
+    assert best[0] <= found < 1.005 * best[0]
 
 
 @pytest.mark.parametrize("device, widths", [("cpu", [77, 72, 9, 1]), ("xpu", [77, 72, 16, 8])])

@@ -4,8 +4,12 @@ import importlib
 import shutil
 import signal
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+import transformers
+from accelerate import Accelerator
 from conftest import ROOT, TRAINERS, launch, metrics, weights, write_jsonl
 from forked import last_of
 from safetensors.torch import load_file
@@ -108,6 +112,63 @@ def test_attention_changes_nothing_but_speed(corpus, bert, tmp_path):
     assert done.returncode and "error: --model_name_or_path" in done.stderr and "flash_attention_9" in done.stderr
 
 
+@pytest.fixture
+def flash(monkeypatch):
+    """The number of calls of a stand-in, on a CPU, for the kernel of flash attention that takes concatenated texts."""
+    calls = []
+
+    def flash_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, **_):
+        calls.append(len(cu_seqlens_q) - 1)
+        lengths = cu_seqlens_q.diff().tolist()
+        assert cu_seqlens_k is cu_seqlens_q and max(lengths) == max_seqlen_q == max_seqlen_k and not causal
+        texts = zip(*(part.transpose(0, 1).split(lengths, 1) for part in (q, k, v)))  # (heads, tokens, dimensions)
+        found = [F.scaled_dot_product_attention(*text, scale=softmax_scale) for text in texts]
+        return torch.cat(found, 1).transpose(0, 1)
+
+    flash = importlib.import_module("transformers.modeling_flash_attention_utils")
+    monkeypatch.setattr(flash, "_lazy_imports", lambda *_, **__: (None, flash_varlen, None, None, None))
+    monkeypatch.setattr(flash, "_loaded_implementation", None)
+    monkeypatch.setattr(transformers.PreTrainedModel, "_flash_attn_can_dispatch", lambda *_, **__: True)
+    return calls
+
+
+@pytest.mark.parametrize("kind", ["BERT", "XLM-RoBERTa"])
+def test_flash_attention_pads_nothing(kind, rows, bert, tmp_path, flash):
+    """The embeddings and gradients of padded texts; positions of the RoBERTa family begin behind the padding's."""
+    folder = bert
+    if kind != "BERT":
+        shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+        config = transformers.XLMRobertaConfig(vocab_size=1000, pad_token_id=0, max_position_embeddings=130, **shape)
+        folder = tmp_path / "model"
+        shutil.copytree(bert, folder)
+        transformers.XLMRobertaModel(config).save_pretrained(folder)
+    texts, found = [row["code"] for row in rows[:40]], []
+    for attention in ("sdpa", "flash_attention_2"):
+        model = load(folder, "--attn_implementation", attention, "--max_length", "64", "--dropout", "0")
+        accelerator = Accelerator(cpu=True)
+        batches, tokens, padded = train_bi_encoder.make_micro_batches(texts, model, 400, accelerator.device)
+        assert (padded == tokens) == (attention != "sdpa")
+        embeddings = [train_bi_encoder.encode(model, features, accelerator) for features, _ in batches]
+        order = torch.from_numpy(np.concatenate([cut for _, cut in batches]))
+        embeddings = torch.cat(embeddings)[order.argsort()]
+        (embeddings * torch.arange(32)).square().sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        found.append((embeddings.detach(), gradient))
+    assert sum(flash) == 2 * len(texts)  # layers
+    for wanted, other in zip(*found):
+        assert (other - wanted).norm() < 1e-5 * wanted.norm()
+
+
+def test_a_run_with_flash_attention(corpus, bert, tmp_path, flash, monkeypatch):
+    """Its evaluation, checkpoint and losses, too."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    for attention in ("sdpa", "flash_attention_2"):
+        more = ["--attn_implementation", attention, "--grad_cache"]
+        flags = last_of(flags_for("train_bi_encoder", corpus, bert, tmp_path / attention, *more))
+        train_bi_encoder.main(train_bi_encoder.parse_args(flags))
+    assert flash and losses(tmp_path / "flash_attention_2") == pytest.approx(losses(tmp_path / "sdpa"), rel=1e-4)
+
+
 def load(bert, *flags):
     args = train_bi_encoder.parse_args(["--train_data", "x", "--model_name_or_path", str(bert), *flags])
     return train_bi_encoder.load_model(args)
@@ -142,6 +203,17 @@ def test_weights_are_float32_whatever_the_folder_holds(bert, tmp_path):
     """Autocast, if any, needs float32 weights to update."""
     SentenceTransformer(str(bert), device="cpu").bfloat16().save_pretrained(str(tmp_path))
     assert {parameter.dtype for parameter in load(tmp_path).parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_deterministic_kernels(name, corpus, bert, tmp_path, monkeypatch):
+    """They are asked for; on a CPU nothing else changes."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    script, asked = importlib.import_module(name), []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    for more in ([], ["--deterministic"]):
+        script.main(script.parse_args(last_of(flags_for(name, corpus, bert, tmp_path / str(len(more)), *more))))
+    assert asked == [False, True] and losses(tmp_path / "0") == losses(tmp_path / "1")
 
 
 @pytest.mark.parametrize("name", TRAINERS)

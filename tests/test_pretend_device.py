@@ -195,16 +195,29 @@ def test_the_scale_of_fp16_is_resumed(run, tmp_path, script):
     assert states[0] == states[1] == {**states[0], "scale": 2.0**10, "_growth_tracker": 0}
 
 
+STEEP = {"train_bi_encoder": ["infonce"], "train_cross_encoder": ["ranknet", '--loss_kwargs={"sigma":1000}']}
+
+
+@pytest.mark.parametrize("script", STEEP)
+def test_steps_that_fp16_skips_are_counted(run, tmp_path, script):
+    """Of a gradient that overflows with the scale of the first steps."""
+    (loss, *more), scaler = STEEP[script], torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
+    run(script, training(script, loss, tmp_path, *more, steps=4), False, scaler=scaler)
+    skipped = [line["skipped_steps"] for line in metrics(tmp_path)]
+    assert skipped[0] == 1 and set(skipped) <= {0, 1}
+
+
 @pytest.mark.parametrize("script", LOSSES)
 def test_a_step_waits_for_the_device_a_few_times(run, tmp_path, script):
-    """A wait is a gap between kernels: the number of those in our lines must not grow unseen."""
+    """A wait is a gap between kernels: there is one for loss, norm and SIGTERM together, and one of transformers in
+    each forward pass, which looks whether the mask masks anything."""
     loss = {"train_bi_encoder": "infonce", "train_cross_encoder": "listwise_ce"}[script]
     few = ("--micro_batch_tokens", "100000", "--logging_steps", "100", "--save_steps", "0")
     waits = []
     for steps in (1, 5):
         _, device = run(script, training(script, loss, tmp_path / str(steps), *few, steps=steps), True, saves=False)
         waits.append(sum(device.syncs.values()))
-    assert (waits[1] - waits[0]) / 4 <= {"train_bi_encoder": 9, "train_cross_encoder": 20}[script]
+    assert (waits[1] - waits[0]) / 4 == 2
 
 
 def test_evaluator_ranks_as_on_the_cpu(run, beir, tmp_path):
