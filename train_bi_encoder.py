@@ -576,7 +576,7 @@ class LocalBatch:
 def make_local_batch(texts, model, max_tokens, accelerator):
     """Return this process' LocalBatch of N texts or pairs (`texts`: one array, or two), dealt longest first in snake
     order (0 1 1 0 0 1 ...): even in count and in length."""
-    lengths = sum(pc.utf8_length(part).to_numpy() for part in texts)
+    lengths = sum(pc.binary_length(part).to_numpy() for part in texts)
     processes, order = accelerator.num_processes, np.argsort(-lengths, kind="stable")
     turn, owner = np.divmod(np.arange(len(order)), processes)
     owner = np.where(turn % 2 == 0, owner, processes - 1 - owner)
@@ -693,7 +693,7 @@ def freeze_unused(model, output):
 
 def clean_pairs(table, source, lookups, args):
     """Return (Table of the valid rows, number of the others) of a Table as read from `source`. Its columns: "0", "1",
-    ...: texts with their prompts, large_string; "length": characters; "label": float64, or lists of it."""
+    ...: texts with their prompts, large_string; "length": bytes; "label": float64, or lists of it."""
     columns, problems, label = {}, {}, args.label_column
     for i, name in enumerate(args.columns):
         lookup = lookups[min(i, 1)]
@@ -705,7 +705,7 @@ def clean_pairs(table, source, lookups, args):
             prompt = args.prompts[min(i, len(args.prompts) - 1)]
             texts = pc.binary_join_element_wise(pa.scalar(prompt, texts.type), texts, pa.scalar("", texts.type))
         columns[str(i)] = texts
-    columns["length"] = sum(pc.fill_null(pc.utf8_length(texts), 0).to_numpy() for texts in columns.values())
+    columns["length"] = sum(pc.fill_null(pc.binary_length(texts), 0).to_numpy() for texts in columns.values())
     if label:
         with user_errors(f"--label_column {label}"):
             labels, problems[f"{label!r} has no finite number"] = as_labels(table[label])

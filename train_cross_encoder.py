@@ -582,7 +582,7 @@ class LocalBatch:
 def make_local_batch(texts, model, max_tokens, accelerator):
     """Return this process' LocalBatch of N texts or pairs (`texts`: one array, or two), dealt longest first in snake
     order (0 1 1 0 0 1 ...): even in count and in length."""
-    lengths = sum(pc.utf8_length(part).to_numpy() for part in texts)
+    lengths = sum(pc.binary_length(part).to_numpy() for part in texts)
     processes, order = accelerator.num_processes, np.argsort(-lengths, kind="stable")
     turn, owner = np.divmod(np.arange(len(order)), processes)
     owner = np.where(turn % 2 == 0, owner, processes - 1 - owner)
@@ -723,7 +723,7 @@ def clean_labels(column, sizes, args):
 def clean_groups(table, source, lookups, args):
     """Return (Table of the valid rows, number of the others) of a Table as read from `source`. Its columns: "query":
     large_string; "documents": list of large_string; "labels": list of float64, without --label_column 1 for the first
-    document and 0 for the others; "length": characters."""
+    document and 0 for the others; "length": bytes."""
     rows, lengths, owners, texts, problems = np.arange(len(table)), 0, [], [], {}
     for i, name in enumerate(args.columns):
         column, owner, lookup = table[name], rows, lookups[min(i, 1)]
@@ -734,7 +734,7 @@ def clean_groups(table, source, lookups, args):
         blank = pc.fill_null(pc.or_(pc.equal(pc.binary_length(column), 0), pc.utf8_is_space(column)), True)
         problem = f"no text has the id in {name!r}" if lookup else f"{name!r} has no text"
         problems[problem] = pa.array(~np.isin(rows, owner) | np.isin(rows, owner[blank]))
-        lengths += np.bincount(owner, pc.fill_null(pc.utf8_length(column), 0), len(rows))
+        lengths += np.bincount(owner, pc.fill_null(pc.binary_length(column), 0), len(rows))
         owners, texts = [*owners, owner], [*texts, column]
     owners, documents = np.concatenate(owners[1:]), pa.concat_arrays(texts[1:])
     documents = documents.take(np.argsort(owners, kind="stable"))  # row after row
