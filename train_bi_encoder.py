@@ -569,7 +569,7 @@ class LocalBatch:
     tokens: int  # of this part
     padded: int  # the same with padding
     order: torch.Tensor  # (n,) the indices of the micro-batches, one after the other
-    rows: torch.Tensor  # (n,) the same among all N
+    indices: torch.Tensor  # (n,) the same among all N
     gather_index: torch.Tensor  # (N,) row of each text among those gathered, where each part has ceil(N / P) rows
 
 
@@ -921,7 +921,7 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator):
         loss = loss_fn(columns, ids, labels, rows)  # the part of these rows
         loss.backward()
     # Times the number of processes, over which DDP averages: each sends back the gradient of its own texts.
-    gradient = accelerator.reduce(embeddings.grad)[local.rows.to(device, non_blocking=True)] * processes
+    gradient = accelerator.reduce(embeddings.grad)[local.indices.to(device, non_blocking=True)] * processes
     gradients = gradient.split([len(cut) for _, cut in local.micro_batches])  # (n, D) each
     if args.grad_cache:  # Gao et al. 2021, section 3.2: one graph at a time
         for number, gradient in enumerate(gradients):

@@ -575,7 +575,7 @@ class LocalBatch:
     tokens: int  # of this part
     padded: int  # the same with padding
     order: torch.Tensor  # (n,) the indices of the micro-batches, one after the other
-    rows: torch.Tensor  # (n,) the same among all N
+    indices: torch.Tensor  # (n,) the same among all N
     gather_index: torch.Tensor  # (N,) row of each text among those gathered, where each part has ceil(N / P) rows
 
 
@@ -914,7 +914,7 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator):
     local, device, processes = batch.local, accelerator.device, accelerator.num_processes
     equalize_micro_batches(local, accelerator)
     last = len(local.micro_batches) - 1
-    labels, rows = (tensor.to(device, non_blocking=True) for tensor in (batch.labels, local.rows))
+    labels, indices = (tensor.to(device, non_blocking=True) for tensor in (batch.labels, local.indices))
 
     def score_part(number):  # (n, 1)
         # The same dropout in a second forward pass, and after a resume.
@@ -925,7 +925,7 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator):
 
     if args.loss in MEANS_OVER_PAIRS:  # the part of a micro-batch in the loss is known at once: one graph at a time
         total = torch.zeros((), device=device)
-        for number, part in enumerate(labels[rows].split([len(cut) for _, cut in local.micro_batches])):
+        for number, part in enumerate(labels[indices].split([len(cut) for _, cut in local.micro_batches])):
             logits = score_part(number).view(-1)  # (n,)
             loss = loss_fn(logits, part) * len(part) / len(labels) if len(part) else logits.sum()
             accelerator.backward(loss * processes)  # DDP averages over the processes what is a sum here
@@ -940,7 +940,7 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator):
     loss = loss_fn(*groups)  # the same on every process
     loss.backward()
     # Times the number of processes, over which DDP averages: each sends back the gradient of its own pairs.
-    gradients = (logits.grad[rows] * processes).split([len(cut) for _, cut in local.micro_batches])  # (n, 1) each
+    gradients = (logits.grad[indices] * processes).split([len(cut) for _, cut in local.micro_batches])  # (n, 1) each
     if args.grad_cache:  # Gao et al. 2021, section 3.2: one graph at a time
         for number, gradient in enumerate(gradients):
             accelerator.backward((score_part(number) * gradient).sum())

@@ -29,7 +29,7 @@ def test_parts_of_the_processes_are_even_in_count_and_length(processes, monkeypa
     for process in range(processes):
         accelerator = SimpleNamespace(num_processes=processes, process_index=process, device=torch.device("cpu"))
         locals_.append(script.make_local_batch(texts, None, None, accelerator))
-    parts, size = [local.rows.numpy() for local in locals_], -(-257 // processes)
+    parts, size = [local.indices.numpy() for local in locals_], -(-257 // processes)
     assert sorted(np.concatenate(parts)) == list(range(257))
     assert max(map(len, parts)) == size and min(map(len, parts)) >= size - 1
     totals = [lengths[part].sum() for part in parts]
