@@ -645,7 +645,8 @@ def pad_micro_batches(encodings, model, max_tokens, device):
             features |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
         else:
             features = {name: tokens[places].masked_fill_(~mask, fills[name][1]) for name, tokens in flat.items()}
-            features["attention_mask"] = mask.long()
+            if not mask.all():  # of a mask that masks nothing transformers finds out by a wait for the device
+                features["attention_mask"] = mask.long()
         padded += features["input_ids"].numel()
         features = {name: pinned(tensor, device) for name, tensor in features.items()}
         if model[0].can_flatten_inputs:

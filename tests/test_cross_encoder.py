@@ -336,8 +336,10 @@ def test_ids_in_lists():
 def token_ids(model, pairs):
     """Return the ids of each pair, without padding."""
     micro_batches, tokens, _ = script.make_micro_batches(*zip(*pairs), model, 10**6, torch.device("cpu"))
-    found = {i: row[mask.bool()].tolist() for features, cut in micro_batches
-             for i, row, mask in zip(cut, features["input_ids"], features["attention_mask"])}  # fmt: skip
+    found = {}
+    for features, cut in micro_batches:
+        masks = features.get("attention_mask", torch.ones_like(features["input_ids"]))
+        found |= {i: row[mask.bool()].tolist() for i, row, mask in zip(cut, features["input_ids"], masks)}
     assert tokens == sum(map(len, found.values()))
     return [found[i] for i in range(len(pairs))]
 
