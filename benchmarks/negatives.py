@@ -50,7 +50,7 @@ def main():
         for name, (ranks, margins) in WAYS.items():
             data_flags = ["--beir", args.beir, "--split", args.split]
             rank = ["eval_incremental.py", *data_flags, "--model_name_or_path", args.model, "--top_k", ranks[1] + 20,
-                    "--judged", "--cache_dir", folder, "--output_dir", folder,
+                    "--metrics", "nDCG@10", "--judged", "--cache_dir", folder, "--output_dir", folder,
                     "--cache_dtype", "float32"]  # fmt: skip
             mine = ["mine_negatives.py", *data_flags, "--run", f"{folder}/run.trec", "--judged",
                     f"{folder}/judged.trec", "--range_min", ranks[0], "--range_max", ranks[1], "--num_negatives",
