@@ -485,6 +485,7 @@ class EmbeddingCache:
                 eviction_policy="least-recently-stored" if limit else "none",
                 size_limit=int(limit * 1e9) or 2**62,
                 sqlite_mmap_size=0,  # a memory-mapped index would count as memory and grow with the corpus
+                sqlite_cache_size=2**11,  # pages, 8 MB
             )
             self.cache._sql_retry("CREATE TABLE IF NOT EXISTS texts (hash BLOB PRIMARY KEY, block, row) WITHOUT ROWID")
             (self.folder / "model.json").write_text(json.dumps(metadata))  # for --cache_info
