@@ -471,7 +471,7 @@ class EmbeddingCache:
 
     The texts that were encoded together are one value, a block: their hashes, their vectors, and a checksum. Its key
     is the hash of these hashes, so that an unchanged chunk is one lookup. A table beside, in the same database, has
-    block and row of each text: as values of diskcache they would take six times as long to store."""
+    block and row of each text: as values of diskcache they would take five times as long to store."""
 
     def __init__(self, folder, model, dimensions, dtype, limit=0):
         self.folder, self.dimensions, self.dtype, self.overflows = Path(folder), dimensions, dtype, 0
@@ -517,7 +517,7 @@ class EmbeddingCache:
             return None
         value = np.zeros(0, np.uint8)
         with file, suppress(ValueError):  # an empty file cannot be mapped
-            value = np.memmap(file, mode="c").view(np.ndarray)  # a copy less than read
+            value = np.memmap(file, mode="c").view(np.ndarray)  # one copy less than reading it
         n, rest = divmod(len(value) - 8, 16 + self.row_bytes)
         if rest or n < 0 or xxhash.xxh3_64_digest(value[:-8]) != value[-8:].tobytes():
             tqdm.write(f"{self.folder}: a damaged block; what it held is computed again", file=sys.stderr)
@@ -552,7 +552,7 @@ class EmbeddingCache:
         block, value = block_of(hashes), hashes.tobytes() + rows.tobytes()
         with self.errors(), self.cache.transact(retry=True):
             self.overflows += self.cache.volume() + len(value) > self.cache.size_limit  # older vectors go
-            file = io.BytesIO(value + xxhash.xxh3_64_digest(value))  # of bytes diskcache writes a line at a time
+            file = io.BytesIO(value + xxhash.xxh3_64_digest(value))  # bytes would be written line by line
             self.cache.set(b"block" + block, file, read=True)
             entries = sorted(zip(keys_of(hashes), repeat(block), range(len(hashes))))  # neighbours share pages
             self.cache._con.executemany("INSERT OR REPLACE INTO texts VALUES (?, ?, ?)", entries)
@@ -618,14 +618,14 @@ def cut_micro_batches(lengths, max_tokens):
 # ---- padding (same in train_bi_encoder.py)
 
 
-def pinned(tensor, device):
-    """Return the tensor in memory from which a copy to a GPU does not wait for it."""
-    return tensor.pin_memory() if device.type == "cuda" else tensor
+def pinned(value, device):
+    """Return a tensor in memory from which a copy to a GPU does not wait for it; any other value as it is."""
+    return value.pin_memory() if device.type == "cuda" and torch.is_tensor(value) else value
 
 
 def pad_micro_batches(encodings, model, max_tokens, device):
     """Return (micro-batches, tokens, tokens with padding) of tokenized texts or pairs; a micro-batch is (features,
-    indices in `encodings`). Flash attention takes texts one after the other, without padding, if the model can."""
+    indices in `encodings`). Where the model can (flash attention), texts are concatenated, without padding."""
     tokenizer, flat, micro_batches, padded = model.tokenizer, {}, [], 0
     lengths = np.array([len(encoding) for encoding in encodings], np.int64)
     starts, widths, total = torch.from_numpy(np.cumsum(lengths) - lengths), lengths, int(lengths.sum())
@@ -642,17 +642,14 @@ def pad_micro_batches(encodings, model, max_tokens, device):
         if model[0].can_flatten_inputs:  # the form of transformers.DataCollatorWithFlattening
             positions = (columns + model[0]._flatten_position_offset).expand_as(mask)
             features = {"input_ids": flat["input_ids"][places[mask]][None], "position_ids": positions[mask][None]}
-            ends = F.pad(mask.sum(1).cumsum(0), (1, 0)).int()
-            features |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+            ends, width = F.pad(mask.sum(1).cumsum(0), (1, 0)).int(), len(columns)
+            features |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": width, "max_length_k": width}
         else:
             features = {name: tokens[places].masked_fill_(~mask, fills[name][1]) for name, tokens in flat.items()}
-            if not mask.all():  # of a mask that masks nothing transformers finds out by a wait for the device
+            if not mask.all():  # else transformers waits for the device, to find out that nothing is masked
                 features["attention_mask"] = mask.long()
         padded += features["input_ids"].numel()
-        features = {name: pinned(tensor, device) for name, tensor in features.items()}
-        if model[0].can_flatten_inputs:
-            features |= {"max_length_q": len(columns), "max_length_k": len(columns)}
-        micro_batches.append((features, cut))
+        micro_batches.append(({name: pinned(value, device) for name, value in features.items()}, cut))
     return micro_batches, total, padded
 
 

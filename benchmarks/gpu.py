@@ -9,8 +9,8 @@ loss (flash attention, torch.compile) and its cached loss in mini-batches by tok
 --grad_cache and the cached loss. Then cross-encoders on 1,024 pairs, and encoding as the evaluator does. Every side
 reads the same rows, in a process of its own; rates are those of the steps after the first three. A weight costs a
 token 6 FLOPs, and attention 12 x layers x width x length (Chowdhery et al. 2022, appendix B), where the length is half
-of --max_length; what --grad_cache and the cached loss compute twice is counted once. Some nine minutes; --device cpu
---tiny tries the benchmark itself. Writes gpu.json after each side.
+of --max_length; what --grad_cache and the cached loss compute twice is counted once. A side takes --limit seconds at
+most; --device cpu --tiny tries the benchmark itself. Writes gpu.json after each side.
 """
 
 import argparse

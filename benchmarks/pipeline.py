@@ -2,7 +2,7 @@
 
     python benchmarks/pipeline.py MODEL_FOLDER [--batch_size 1024 8192 32768] [--processes 1 8 64] [--script FILE]
 
-Generates a Parquet corpus of pairs of about 60 tokens a text, and makes batches as train_bi_encoder.py does for the
+Generates a Parquet corpus of pairs of about 64 tokens a text, and makes batches as train_bi_encoder.py does for the
 first of so many processes: reads, checks, numbers equal texts and deals all rows; tokenizes its own and cuts them into
 micro-batches of 16,384 tokens in tensors. Seconds are those of the processor, which other work on it does not change:
 tokenizing, in Rust, of all cores together; the rest of the one thread that prepares batches. Medians over the batches.
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def generate(path, rows):
-    """Pairs of texts of 10 to 50 words of a README, some 60 tokens."""
+    """Pairs of texts of 10 to 50 words of a README, some 64 tokens."""
     dice, words = random.Random(0), (ROOT / "README.md").read_text().split()
     texts = (" ".join(dice.choices(words, k=dice.randint(10, 50))) for _ in range(2 * rows))
     columns = {name: [f"{number} {next(texts)}" for number in range(rows)] for name in ("question", "answer")}

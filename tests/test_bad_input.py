@@ -535,7 +535,7 @@ def test_resume_with_changed_flags(finished, refusal, changed):
     assert snapshot("out") == before
 
 
-MAY_CHANGE = """accept_changed_data attn_implementation deterministic eval_steps grad_cache learning_rate
+MAY_CHANGE = """accept_changed_data attn_implementation eval_steps full_determinism grad_cache learning_rate
 logging_steps lr_scheduler_type max_grad_norm max_steps micro_batch_tokens num_train_epochs
 on_bad_row output_dir report_to resume rows_per_epoch save_steps save_total_limit stopping_strategy
 warmup_ratio weight_decay"""

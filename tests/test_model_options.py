@@ -206,14 +206,14 @@ def test_weights_are_float32_whatever_the_folder_holds(bert, tmp_path):
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_deterministic_kernels(name, corpus, bert, tmp_path, monkeypatch):
-    """They are asked for; on a CPU nothing else changes."""
+def test_full_determinism(name, corpus, bert, tmp_path, monkeypatch):
+    """Deterministic kernels are asked for; on a CPU nothing else changes."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     script, asked = importlib.import_module(name), []
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
-    for more in ([], ["--deterministic"]):
+    monkeypatch.setattr(script.transformers, "enable_full_determinism", asked.append)
+    for more in ([], ["--full_determinism", "--seed", 3], ["--seed", 3]):
         script.main(script.parse_args(last_of(flags_for(name, corpus, bert, tmp_path / str(len(more)), *more))))
-    assert asked == [False, True] and losses(tmp_path / "0") == losses(tmp_path / "1")
+    assert asked == [3] and losses(tmp_path / "3") == losses(tmp_path / "2") != losses(tmp_path / "0")
 
 
 @pytest.mark.parametrize("name", TRAINERS)
