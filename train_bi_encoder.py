@@ -34,7 +34,7 @@ from bisect import bisect_right
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -43,6 +43,7 @@ from typing import Literal
 
 import datasets
 import fsspec
+import ir_measures
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -102,7 +103,7 @@ def flag(default, help):
 DEMO = "data/python_code"  # where prepare_corpus.py writes the demo corpus and its untrained models
 TEACHER_LOSSES = ("margin_mse", "kl")
 ABOVE_ZERO = """batch_size micro_batch_tokens gradient_accumulation_steps length_window max_length save_total_limit
-logging_steps num_train_epochs learning_rate mixing_weights matryoshka_dims"""
+query_max_length logging_steps num_train_epochs learning_rate mixing_weights matryoshka_dims"""
 
 
 @dataclass
@@ -111,14 +112,16 @@ class Args:
     train_data: list[str] = flag([], "paths, globs, folders, URLs, Hub ids, ID:config:split; none: the demo corpus")
     eval_data: list[str] = flag([], "sources of held-out rows; none: the first rows of --train_data")
     eval_rows: int | None = flag(None, "rows held out to evaluate on; None: 1,000, and at most a tenth")
+    eval_beir: list[str] = flag([], "small collections to evaluate on, too: BEIR folders, or Hub ids (NanoBEIR)")
+    eval_split: str = flag("test", "judgments of --eval_beir to use")
     streaming: bool = flag(False, "read the sources front to back instead of at random from a memory-mapped table")
-    columns: list[str] = flag([], "text columns: anchor, positive, negatives...; none: all but the label")
-    num_negatives: int | None = flag(None, "negative columns to use; None: all")
+    columns: list[str] = flag([], "anchor, positive, negatives..., texts or lists of texts; none: all but the label")
+    num_negatives: int | None = flag(None, "negative columns to use, or negatives to draw of lists; None: all")
     corpus: list[str] = flag([], "sources of the documents by id; the columns then hold ids, not texts")
     queries: list[str] = flag([], "sources of the queries by id, for the first column")
     corpus_columns: list[str] = flag(["_id", "title", "text"], "id column of --corpus, then text columns, joined")
     query_columns: list[str] = flag(["_id", "text"], "id column of --queries, then text columns, joined")
-    label_column: str | None = flag(None, "column with a score or a list of scores, for losses that need one")
+    label_column: list[str] = flag([], "column with a score or a list of scores; several are joined, row by row")
     mixing_weights: list[float] = flag([], "share of each source; none: its rows (streams: equal shares)")
     mix_by: Literal["row", "batch"] = flag("row", "mix sources within a batch, or take each batch from one source")
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = flag("all_exhausted", "end of a mixed epoch")
@@ -128,18 +131,21 @@ class Args:
     # model
     model_name_or_path: str = flag(f"{DEMO}/bi_encoder", "Hub id or folder")
     max_length: int | None = flag(None, "tokens a text is truncated to; None: the model's own")
+    query_max_length: int | None = flag(None, "tokens of a query, special ones aside; None: as of other texts")
     pooling: Literal["mean", "cls", "max", "lasttoken"] | None = flag(None, "replace the model's pooling")
     dropout: float | None = flag(None, "dropout probability of the transformer; None: the model's own")
     lora_rank: int = flag(0, "train LoRA adapters of this rank instead of the layers themselves; 0: train all")
     attn_implementation: str | None = flag(None, "of transformers: sdpa, flash_attention_2, ...; None: its own")
-    prompts: list[str] = flag([], "prefix of each column in turn; the last one serves the remaining columns")
+    prompts: list[str] = flag([], "prefixes: of queries (one for all, or one a source), of documents; or one for both")
     # step
     batch_size: int = flag(64, "rows of a batch, over all processes")
     micro_batch_tokens: int | None = flag(None, "tokens of a forward pass; None: 2,048 on a CPU, else 16,384")
     gradient_accumulation_steps: int = flag(1, "batches an optimizer step, each with its own in-batch negatives")
     grad_cache: bool = flag(False, "run each forward pass twice, to hold the activations of one micro-batch only")
+    gradient_checkpointing: bool = flag(False, "hold the activations of one layer only, too; for long texts")
     loss: str = flag("infonce", "infonce; margin_mse or kl, to teacher scores; or a class of sentence-transformers")
     loss_kwargs: str = flag("{}", 'JSON of its arguments; margin_mse, kl: {"infonce": 1} adds infonce at that weight')
+    guide_model: str | None = flag(None, "Hub id or folder of a model by which infonce masks false negatives")
     matryoshka_dims: list[int] = flag([], "sum the loss over the first so many dimensions of each embedding")
     # schedule
     learning_rate: float = flag(2e-5, "peak learning rate")
@@ -157,6 +163,8 @@ class Args:
     resume: bool = flag(False, "resume from the newest intact checkpoint in --output_dir, or start if there is none")
     accept_changed_data: bool = flag(False, "resume with changed sources: rows may come twice or not at all")
     eval_steps: int = flag(0, "steps between evaluations; 0: a tenth of the run")
+    metric_for_best_model: str | None = flag(None, "save the best evaluation's model by this measure, not the last")
+    early_stopping_patience: int = flag(0, "evaluations in a row without a new best that end the run; 0: no end")
     save_steps: int = flag(500, "steps between checkpoints; 0: only at the end")
     save_total_limit: int = flag(2, "checkpoints kept")
     logging_steps: int = flag(10, "steps between lines of metrics.jsonl")
@@ -198,6 +206,12 @@ def parse_args(argv):
         parser.error("--streaming requires --max_steps or --rows_per_epoch: the length of a stream is unknown")
     if args.loss in TEACHER_LOSSES and not args.label_column:
         parser.error(f"--loss {args.loss} requires teacher scores: set --label_column")
+    if args.early_stopping_patience and not args.metric_for_best_model:
+        parser.error("--early_stopping_patience requires --metric_for_best_model, such as nDCG@10")
+    if args.guide_model and args.loss != "infonce":
+        parser.error(f"--guide_model: is for --loss infonce, not {args.loss}")
+    if len(args.prompts) not in (0, 1, 2, len(args.train_data) + 1):
+        parser.error("--prompts takes one, or two (queries, documents), or one for the queries of each source and one")
     return args
 
 
@@ -255,11 +269,11 @@ def open_files(files, streaming=True):
 
 class Source:
     """The rows of a source, epoch after epoch, in windows that are shuffled whole: a pure function of files, seed and
-    number. `state` (JSON) is the position after the last row taken. clean(table, name) is that of open_data."""
+    number. `state` (JSON) is the position after the last row taken. clean is that of open_data."""
 
     def __init__(self, name, number, clean, args):
         self.name, self.number, self.clean, self.args = name, number, clean, args
-        self.columns = list(dict.fromkeys(filter(None, [*args.columns, args.label_column])))
+        self.columns = list(dict.fromkeys([*args.columns, *args.label_column]))
         self.window, self.held_out, self.files = args.shuffle_buffer or 1000, 0, list_files(name)
         self.pinned = 0  # files of a stream with held-out rows; they stay the first, where skip() skips these rows
         self.dataset = None if args.streaming else self.open(self.files)
@@ -278,7 +292,7 @@ class Source:
             self.pinned += 1
             table = pa.concat_tables(self.open(self.files[: self.pinned]).take(count).iter(count))
         self.held_out = len(table)
-        return self.clean_rows(table)
+        return self.clean_rows(table, self.random())
 
     def seek(self, state):
         """Continue after `state`, or from the beginning if it is None."""
@@ -302,7 +316,7 @@ class Source:
         while True:
             found = self.state["window"] or self.state["used"]
             for table, stream in self.read_stream() if self.args.streaming else self.read_blocks():
-                table, bad = self.clean_rows(table)
+                table, bad = self.clean_rows(table, self.random(self.state["window"], 1))
                 if self.args.shuffle_buffer:
                     table = table.take(self.random(self.state["window"]).permutation(len(table)))
                 if not self.state["used"]:  # else they were counted before the resume
@@ -339,10 +353,10 @@ class Source:
             yield table, before
             before = stream.state_dict()
 
-    def clean_rows(self, table):
+    def clean_rows(self, table, random):
         """Return clean() of a Table as read."""
         table.validate(full=True)  # a damaged Arrow file has offsets that lead anywhere
-        return self.clean(table.combine_chunks(), self.name)
+        return self.clean(table.combine_chunks(), self.name, self.number, random)
 
     def random(self, *keys):
         """Return the random generator of this source, its epoch and `keys`."""
@@ -358,22 +372,85 @@ def as_texts(column, name, ids=False):
     return column.cast(pa.large_string())
 
 
-def as_labels(column):
-    """Return (array of float64 or of lists of them, whether each is null or not finite). Texts are parsed as JSON."""
+def join_texts(columns):
+    """Return the texts of {name: column of texts}, joined row by row."""
+    columns = [pc.fill_null(as_texts(column, name), "") for name, column in columns.items()]
+    return pc.utf8_trim_whitespace(pc.binary_join_element_wise(*columns, pa.scalar(" ", pa.large_string())))
+
+
+def flatten(columns, read):
+    """Return (values, the row of each, the number of its column), row after row, of columns of values or of lists of
+    values; read(values, number) brings those of a column to the type of all."""
+    values, rows = [], []
+    for number, column in enumerate(columns):
+        part, row = column.combine_chunks(), np.arange(len(column))
+        if pa.types.is_list(part.type) or pa.types.is_large_list(part.type):
+            part, row = pc.list_flatten(part), pc.list_parent_indices(part).to_numpy()
+        values, rows = [*values, read(part, number)], [*rows, row]
+    numbers, rows = np.repeat(np.arange(len(rows)), list(map(len, rows))), np.concatenate(rows)
+    order = np.argsort(rows, kind="stable")
+    return pa.concat_arrays(values).take(order), rows[order], numbers[order]
+
+
+def parse_labels(column):
+    """Return a column of numbers or lists of numbers; texts are parsed as JSON."""
 
     def parse(text):
         with suppress(ValueError, TypeError):
             return np.asarray(json.loads(text), float).tolist()
 
-    if column.type in (pa.string(), pa.large_string()) or isinstance(column.type, pa.JsonType):
-        column = pa.chunked_array([[parse(text) for text in column.to_pylist()]])
-    if not pa.types.is_nested(column.type):
-        labels = column.cast(pa.float64()).combine_chunks()
-        return labels, pc.invert(pc.is_finite(labels))
-    labels = column.cast(pa.list_(pa.float64())).combine_chunks()
-    bad = pc.fill_null(pc.invert(pc.is_finite(pc.list_flatten(labels))), True)
-    bad = pc.is_in(pa.array(np.arange(len(labels))), pc.list_parent_indices(labels).filter(bad))
-    return labels, pc.or_(bad, pc.is_null(labels))
+    is_text = column.type in (pa.string(), pa.large_string()) or isinstance(column.type, pa.JsonType)
+    return pa.chunked_array([[parse(text) for text in column.to_pylist()]]) if is_text else column
+
+
+def read_groups(table, lookups, args, random):
+    """Return ({column: values}, problems as of drop_bad_rows) of a Table as read: "query", large_string; "documents",
+    lists of large_string, the positive first; "length", bytes; "labels", lists of float64, if --label_column is given.
+    Of columns of lists one positive and --num_negatives of the other documents are drawn by `random`."""
+    (anchor, *names), n, limit = args.columns, len(table), args.num_negatives
+    lists = any(pa.types.is_nested(table[name].type) for name in names)
+    names = names if lists or limit is None else names[: 1 + limit]
+
+    def read(texts, number):
+        fields = {name: texts.field(name) for name in args.corpus_columns[1:]
+                  if pa.types.is_struct(texts.type) and texts.type.get_field_index(name) >= 0}  # fmt: skip
+        return join_texts(fields) if fields else as_texts(texts, names[number], ids=bool(lookups[1]))
+
+    documents, rows, numbers = flatten([table[name] for name in names], read)
+    kept, counts = np.arange(len(rows)), np.bincount(rows, minlength=n)
+    places = kept - (counts.cumsum() - counts)[rows]  # of each document in its row
+    negative, drawn = (numbers if names[1:] else places) > 0, lists and (names[1:] or limit is not None)
+    if drawn:
+        rank = pd.Series(random.random(len(rows))).groupby([rows, negative]).rank()  # 1 to that of the group's last
+        kept = np.flatnonzero(rank <= np.where(negative, len(rows) if limit is None else limit, 1))
+    offsets = np.append(0, np.bincount(rows[kept], minlength=n).cumsum())
+
+    texts, lengths, problems = [], 0, {}
+    queries = as_texts(table[anchor].combine_chunks(), anchor, ids=bool(lookups[0]))
+    parts = (
+        (queries, np.arange(n), np.arange(n)),
+        (documents.take(kept) if drawn else documents, rows[kept], rows[~negative]),
+    )
+    for (part, owners, required), lookup, name in zip(parts, lookups, (repr(anchor), " or ".join(map(repr, names)))):
+        part = lookup.texts(part) if lookup else part
+        blank = pc.fill_null(pc.or_(pc.equal(pc.binary_length(part), 0), pc.utf8_is_space(part)), True)
+        bad = np.isin(np.arange(n), owners[blank.to_numpy(False)]) | ~np.isin(np.arange(n), required)
+        problems[f"no text has the id in {name}" if lookup else f"{name} has no text"] = pa.array(bad)
+        lengths += np.bincount(owners, pc.fill_null(pc.binary_length(part), 0), n)
+        texts.append(part)
+    columns = {"query": texts[0], "documents": pa.ListArray.from_arrays(offsets, texts[1]), "length": lengths}
+    if args.label_column:
+        with user_errors(f"--label_column {' '.join(args.label_column)}"):
+            labels = [parse_labels(table[name]) for name in args.label_column]
+            labels, owners, _ = flatten(labels, lambda values, _: values.cast(pa.float64()).fill_null(math.nan))
+        finite, sizes = pc.is_finite(labels).to_numpy(False), np.bincount(owners, minlength=n)
+        bad = np.isin(np.arange(n), owners[~finite]) | (sizes == 0)
+        if drawn:  # as the documents are
+            bad, places = bad | (sizes != counts), places + (sizes.cumsum() - sizes)[rows]
+            labels = pa.concat_arrays([labels, pa.array([math.nan])]).take(places[kept].clip(max=len(labels)))
+        problems[f"{' '.join(args.label_column)!r} has no finite number"] = pa.array(bad)
+        columns["labels"] = pa.ListArray.from_arrays(offsets if drawn else np.append(0, sizes.cumsum()), labels)
+    return columns, problems
 
 
 def drop_bad_rows(table, problems, original, source, args):
@@ -459,16 +536,15 @@ class TextLookup:
         """Return the texts of a column of ids, large_string; null for an unknown id."""
         places = np.searchsorted(self.index[0], self.hashes(ids)).clip(max=len(self.dataset) - 1)
         table = self.dataset[self.index[1, places].tolist()].combine_chunks()  # from a chunk a row
-        columns = [pc.fill_null(as_texts(table[name], name), "") for name in self.text_columns]
-        texts = pc.utf8_trim_whitespace(pc.binary_join_element_wise(*columns, pa.scalar(" ", pa.large_string())))
-        return pc.if_else(pc.equal(self.ids(table), ids), texts, None)
+        texts = join_texts({name: table[name] for name in self.text_columns})
+        return pc.if_else(pc.equal(self.ids(table), ids), texts, None).combine_chunks()
 
     def ids(self, table):
         table.validate(full=True)
         return as_texts(table[self.id_column], self.id_column, ids=True)
 
     def hashes(self, ids):
-        return pd.util.hash_array(ids.to_numpy(), categorize=False)  # uint64, the same in every process
+        return pd.util.hash_array(np.asarray(ids), categorize=False)  # uint64, the same in every process
 
 
 def data_fingerprint(files):
@@ -496,14 +572,12 @@ class Data:
 
 def open_data(args, clean):
     """Return the Data of the flags; set args.columns and args.eval_rows where they are not given. clean(table, source,
-    lookups, args) returns (Table of the valid rows, number of the others); lookups: TextLookups of queries and of
-    documents, or None."""
+    number of the source, random, lookups, args) returns (Table of the valid rows, number of the others); lookups:
+    TextLookups of queries and of documents, or None."""
     if not args.columns:
         with user_errors(f"--train_data {args.train_data[0]}"):
             first = next(open_files(list_files(args.train_data[0])[:1]).iter(1))
-        args.columns = [name for name in first.column_names if name != args.label_column]
-    if args.num_negatives is not None:
-        args.columns = args.columns[: 2 + args.num_negatives]
+        args.columns = [name for name in first.column_names if name not in args.label_column]
     if len(args.columns) < 2:
         raise UserError(f"--columns: two or more are required, found {args.columns}")
     lookups, sources, eval_sources = [], [], []
@@ -573,9 +647,9 @@ class LocalBatch:
     gather_index: torch.Tensor  # (N,) row of each text among those gathered, where each part has ceil(N / P) rows
 
 
-def make_local_batch(texts, model, max_tokens, accelerator):
+def make_local_batch(texts, queries, model, max_tokens, args, accelerator):
     """Return this process' LocalBatch of N texts or pairs (`texts`: one array, or two), dealt longest first in snake
-    order (0 1 1 0 0 1 ...): even in count and in length."""
+    order (0 1 1 0 0 1 ...): even in count and in length. The first `queries` of the first array are queries."""
     lengths = sum(pc.binary_length(part).to_numpy() for part in texts)
     processes, order = accelerator.num_processes, np.argsort(-lengths, kind="stable")
     turn, owner = np.divmod(np.arange(len(order)), processes)
@@ -583,6 +657,11 @@ def make_local_batch(texts, model, max_tokens, accelerator):
     local, gather_index = order[owner == accelerator.process_index], np.empty(len(order), np.int64)
     gather_index[order] = owner * -(-len(order) // processes) + turn
     local_texts = [part.take(local).to_pylist() for part in texts]
+    if args.query_max_length:  # cut where the last token ends
+        tokenizer = getattr(model.tokenizer, "backend_tokenizer", model.tokenizer)
+        for i in np.flatnonzero(local < queries):
+            ends = tokenizer.encode(local_texts[0][i], add_special_tokens=False).offsets[: args.query_max_length]
+            local_texts[0][i] = local_texts[0][i][: ends[-1][1] if ends else 0]
     found = make_micro_batches(*local_texts, model, max_tokens, accelerator.device)
     order = np.concatenate([cut for _, cut in found[0]])
     indices = (pinned(torch.from_numpy(part), accelerator.device) for part in (order, local[order], gather_index))
@@ -689,31 +768,24 @@ def freeze_unused(model, output):
 # ---- from rows to batches
 
 
-def clean_pairs(table, source, lookups, args):
-    """Return (Table of the valid rows, number of the others) of a Table as read from `source`. Its columns: "0", "1",
-    ...: texts with their prompts, large_string; "length": bytes; "label": float64, or lists of it."""
-    columns, problems, label = {}, {}, args.label_column
-    for i, name in enumerate(args.columns):
-        lookup = lookups[min(i, 1)]
-        texts = as_texts(table[name], name, ids=bool(lookup))
-        texts = lookup.texts(texts) if lookup else texts
-        problem = f"no text has the id in {name!r}" if lookup else f"{name!r} has no text"
-        problems[problem] = pc.or_(pc.equal(pc.binary_length(texts), 0), pc.utf8_is_space(texts))
-        if args.prompts:
-            prompt = args.prompts[min(i, len(args.prompts) - 1)]
-            texts = pc.binary_join_element_wise(pa.scalar(prompt, texts.type), texts, pa.scalar("", texts.type))
-        columns[str(i)] = texts
-    columns["length"] = sum(pc.fill_null(pc.binary_length(texts), 0).to_numpy() for texts in columns.values())
-    if label:
-        with user_errors(f"--label_column {label}"):
-            labels, problems[f"{label!r} has no finite number"] = as_labels(table[label])
-        columns["label"] = labels
-        if args.loss in TEACHER_LOSSES and not pa.types.is_list(labels.type):
-            raise UserError(f"--loss {args.loss}: --label_column {label} must hold lists of scores, not numbers")
-        if pa.types.is_list(labels.type):
-            counts = pc.list_value_length(labels)
-            scores = len(args.columns) - 1 if args.loss in TEACHER_LOSSES else pc.max(counts).as_py()
-            problems[f"{label!r} has not {scores} scores"] = pc.not_equal(counts, scores)
+def clean_pairs(table, source, number, random, lookups, args):
+    """Return (Table of the valid rows, number of the others) of a Table as read from `source`: the columns of
+    read_groups, with prompts."""
+    columns, problems = read_groups(table, lookups, args, random)
+    documents, texts = columns["documents"], columns["documents"].values
+    if args.prompts:
+        prompts = [args.prompts[min(number, max(0, len(args.prompts) - 2))], args.prompts[-1], ""]
+        query_prompt, prompt, none = (pa.scalar(text, pa.large_string()) for text in prompts)
+        columns["query"] = pc.binary_join_element_wise(query_prompt, columns["query"], none)
+        texts = pc.binary_join_element_wise(prompt, texts, none)
+        columns["documents"] = pa.ListArray.from_arrays(documents.offsets, texts)
+    if args.label_column:
+        labels, sizes = pc.list_value_length(columns["labels"]), pc.list_value_length(documents)
+        if args.loss in TEACHER_LOSSES:
+            problem = f"--loss {args.loss} takes a score for each of two or more documents; not so"
+            problems[problem] = pc.or_(pc.not_equal(labels, sizes), pc.less(sizes, 2))
+        else:
+            problems[f"not {pc.max(labels)} labels"] = pc.not_equal(labels, pc.max(labels))
     return drop_bad_rows(pa.table(columns), problems, table, source, args)
 
 
@@ -741,19 +813,40 @@ class Batch:
 
     rows: pa.Table
     state: dict  # of row_batches, after this batch
-    ids: torch.Tensor  # (C, B) int64, equal where texts are equal
-    labels: torch.Tensor | None  # (B,) or (B, scores)
+    places: torch.Tensor  # (C, B) int64, of anchors and documents among the N texts, 0 where there is none
+    ids: torch.Tensor  # (C, B) int64, equal where texts are equal, -1 where there is none
+    labels: torch.Tensor | None  # (B,), or (B, labels) with NaN where there is none
     local: LocalBatch
+    guide: LocalBatch | None  # the same texts for the guide
 
 
-def make_batches(rows_and_states, model, max_tokens, args, accelerator):
+def pad_lists(values, sizes, fill):
+    """Return (n, longest) the values of n lists of these sizes, with `fill` behind shorter ones."""
+    mask = np.arange(sizes.max()) < sizes[:, None]
+    padded = np.full(mask.shape, fill, values.dtype)
+    padded[mask] = values
+    return padded
+
+
+def make_batches(rows_and_states, model, max_tokens, args, accelerator, guide=None):
     """Yield each Batch with this process' part of it tokenized; runs in a background thread."""
     for rows, state in rows_and_states:
-        texts = pa.concat_arrays([column.combine_chunks() for column in rows.columns[: len(args.columns)]])  # (N,)
-        ids = torch.from_numpy(texts.dictionary_encode().indices.to_numpy().astype(np.int64)).view(-1, len(rows))
-        labels = pinned(torch.tensor(rows["label"].to_pylist()), accelerator.device) if args.label_column else None
-        local = make_local_batch([texts], model, max_tokens, accelerator)
-        yield Batch(rows, state, pinned(ids, accelerator.device), labels, local)
+        queries, documents, labels = rows["query"].combine_chunks(), rows["documents"].combine_chunks(), None
+        texts, count = pa.concat_arrays([queries, documents.flatten()]), len(rows)  # (N,)
+        places = pad_lists(np.arange(count, len(texts)), pc.list_value_length(documents).to_numpy(), -1)
+        places = np.vstack([np.arange(count), places.T])  # (C, B)
+        if places.min() < 0 and args.loss not in LOSSES:
+            raise UserError(f"--loss {args.loss}: takes equally many documents a row: lower --num_negatives")
+        ids = np.where(places < 0, -1, texts.dictionary_encode().indices.to_numpy().astype(np.int64)[places])
+        if args.label_column:
+            labels = rows["labels"].combine_chunks()
+            labels = pad_lists(labels.flatten().to_numpy(), pc.list_value_length(labels).to_numpy(), np.nan)
+            labels = torch.from_numpy(labels.squeeze(1) if labels.shape[1] == 1 else labels).float()
+        tensors = (torch.from_numpy(places.clip(0)), torch.from_numpy(ids), labels)
+        places, ids, labels = (pinned(part, accelerator.device) for part in tensors)
+        parts = [encoder and make_local_batch([texts], count, encoder, max_tokens, args, accelerator)
+                 for encoder in (model, guide)]  # fmt: skip
+        yield Batch(rows, state, places, ids, labels, *parts)
 
 
 # ---- model and loss
@@ -776,6 +869,8 @@ def load_model(args, checkpoint=None):
                 raise UserError(f"--max_length {model.max_seq_length}: the model has positions for {limit} tokens")
             model.tokenizer.backend_tokenizer.no_padding()  # here, not at each call: two threads use the tokenizer
             model.tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
+            if args.gradient_checkpointing:
+                model[0].model.activation_checkpointing_enable({"use_reentrant": False})
     if args.pooling:
         with user_errors(f"--pooling {args.pooling}: the model has no pooling to replace"):
             index = [isinstance(module, Pooling) for module in model].index(True)
@@ -794,16 +889,21 @@ def load_model(args, checkpoint=None):
 MAX_SCORES = 2**26  # of a score matrix held at once (256 MB); larger ones are computed by chunks, twice
 
 
-def softmax_loss(queries, documents, query_keys, document_keys, scale, rows):
+def softmax_loss(queries, documents, query_keys, document_keys, scale, rows, margin=None, guide=None):
     """Return the sum over `rows` of -log softmax of a row's own document (the i-th for query i) among its candidates.
 
     queries (B, D), documents (M, D); keys are (anchor ids, text ids), int64. A document whose anchor or text is also
-    that of the query is masked: it would be a false negative. Hard negatives have no anchor, and -1 for it."""
+    that of the query is masked: it would be a false negative. Hard negatives have no anchor, and -1 for it; a document
+    that is missing has -1 for its text. With a margin, documents that are more similar to the query than its own by
+    more than that are masked, too, by the embeddings (queries, documents) of a guide if there are any."""
 
     def chunk(targets, queries, documents):
         scores = queries[targets] @ documents.T * scale  # (targets, M)
         same = query_keys[0][targets, None] == document_keys[0]
-        same |= query_keys[1][targets, None] == document_keys[1]
+        same |= (query_keys[1][targets, None] == document_keys[1]) | (document_keys[1] < 0)
+        if margin is not None:
+            similar = guide[0][targets] @ guide[1].T if guide else scores.detach() / scale
+            same |= similar > similar.gather(1, targets[:, None]) + margin
         same.scatter_(1, targets[:, None], False)
         return F.cross_entropy(scores.masked_fill(same, -torch.inf), targets, reduction="sum")
 
@@ -816,18 +916,24 @@ def softmax_loss(queries, documents, query_keys, document_keys, scale, rows):
 # A loss, by its name in LOSSES, takes the embeddings of the whole batch, gathered from all processes, and returns the
 # sum of the losses of `rows`, (n,) indices, divided by B: added up over the processes, the mean over the batch.
 # columns: C of (B, D), anchor, positive, negatives..., normalized if the model compares by cosine; ids: (C, B), equal
-# where texts are; labels: (B,), (B, C - 1) or None. Further arguments are --loss_kwargs.
+# where texts are, -1 where there is none; labels: (B,), (B, C - 1) or None; guide: the columns by --guide_model, or
+# None. Further arguments are --loss_kwargs.
 
 
-def infonce(columns, ids, labels, rows, temperature=0.05, symmetric=False):
+def infonce(columns, ids, labels, rows, guide=None, temperature=0.05, symmetric=False, mask_margin=None):
     """InfoNCE (van den Oord et al. 2018, equation 4) with in-batch and hard negatives.
-    `symmetric`: mean with the loss of finding each positive's anchor (Radford et al. 2021, figure 3)."""
+    `symmetric`: mean with the loss of finding each positive's anchor (Radford et al. 2021, figure 3).
+    `mask_margin`: leave out documents more similar than the positive by over that (Zhang et al. 2025, equation 2);
+    with a guide by its embeddings, and 0 by default (Solatorio 2024, section 3)."""
     anchors, documents = columns[0], torch.cat(columns[1:])  # (B, D), (M, D)
     anchor_ids = torch.cat([ids[0], ids.new_full((ids[2:].numel(),), -1)])
-    keys = (ids[0], ids[1])
-    loss = softmax_loss(anchors, documents, keys, (anchor_ids, ids[1:].flatten()), 1 / temperature, rows)
+    keys, margin = (ids[0], ids[1]), 0.0 if guide and mask_margin is None else mask_margin
+    options = {"scale": 1 / temperature, "rows": rows, "margin": margin}
+    guides, document_keys = guide and (guide[0], torch.cat(guide[1:])), (anchor_ids, ids[1:].flatten())
+    loss = softmax_loss(anchors, documents, keys, document_keys, guide=guides, **options)
     if symmetric:
-        loss = (loss + softmax_loss(columns[1], anchors, keys, keys, 1 / temperature, rows)) / 2
+        guides = guide and (guide[1], guide[0])
+        loss = (loss + softmax_loss(columns[1], anchors, keys, keys, guide=guides, **options)) / 2
     return loss / len(anchors)
 
 
@@ -836,34 +942,36 @@ def row_scores(columns, rows, temperature):
     return torch.stack([(columns[0][rows] * column[rows]).sum(-1) for column in columns[1:]], 1) / temperature
 
 
-def margin_mse(columns, ids, labels, rows, temperature=0.05):
+def margin_mse(columns, ids, labels, rows, guide=None, temperature=0.05):
     """Squared error of the margins between positive and negatives (Hofstätter et al. 2020, Margin-MSE)."""
     scores, labels = row_scores(columns, rows, temperature), labels[rows]
-    error = (scores[:, :1] - scores[:, 1:]) - (labels[:, :1] - labels[:, 1:])
-    return error.square().mean(1).sum() / len(columns[0])
+    given = labels[:, 1:].isfinite()
+    error = (scores[:, :1] - scores[:, 1:]) - (labels[:, :1] - labels[:, 1:].nan_to_num())
+    return ((error.square() * given).sum(1) / given.sum(1)).sum() / len(columns[0])
 
 
-def kl(columns, ids, labels, rows, temperature=0.05):
+def kl(columns, ids, labels, rows, guide=None, temperature=0.05):
     """KL divergence of the softmax over a row's documents from the teacher's (Lin et al. 2020)."""
-    scores = row_scores(columns, rows, temperature).log_softmax(1)
-    return F.kl_div(scores, labels[rows].log_softmax(1), reduction="sum", log_target=True) / len(columns[0])
+    scores, missing = row_scores(columns, rows, temperature), labels[rows].isnan()
+    student, teacher = (part.masked_fill(missing, -1e9).log_softmax(1) for part in (scores, labels[rows]))
+    return F.kl_div(student, teacher, reduction="sum", log_target=True) / len(columns[0])
 
 
 LOSSES = {"infonce": infonce, "margin_mse": margin_mse, "kl": kl}
 
 
 def make_loss(args, model):
-    """Return loss(columns, ids, labels, rows) -> scalar: one of LOSSES, or a class of sentence-transformers."""
+    """Return loss(columns, ids, labels, rows, guide) -> scalar: one of LOSSES, or a class of sentence-transformers."""
     options, dot, weight = dict(args.loss_kwargs), model.similarity_fn_name == "dot", 0.0
     if args.loss in TEACHER_LOSSES:
         weight = options.pop("infonce", 0.0)  # the teacher says nothing about the documents of other rows
         options = {"temperature": 1.0 if dot else 0.05} | options
     if args.loss in LOSSES:
 
-        def base(columns, ids, labels, rows):
+        def base(columns, *rest):
             columns = columns if dot else [F.normalize(column, dim=-1) for column in columns]
-            loss = LOSSES[args.loss](columns, ids, labels, rows, **options)
-            return loss + weight * infonce(columns, ids, labels, rows, **options) if weight else loss
+            loss = LOSSES[args.loss](columns, *rest, **options)
+            return loss + weight * infonce(columns, *rest, **options) if weight else loss
     else:
         names = [name for name in dir(losses) if hasattr(getattr(losses, name), "compute_loss_from_embeddings")]
         if args.loss not in names:
@@ -873,7 +981,7 @@ def make_loss(args, model):
         if any(not name.startswith("model.") for name, _ in module.named_parameters()):
             raise UserError(f"--loss {args.loss}: has weights of its own, which would not be trained")
 
-        def base(columns, ids, labels, rows):  # each process takes the same loss of the batch, and its share of it
+        def base(columns, ids, labels, rows, guide=None):  # each process takes the whole loss, and its share of it
             return module.compute_loss_from_embeddings(columns, labels) * len(rows) / ids.shape[1]
 
     def matryoshka(columns, *rest):  # Kusupati et al. 2022, equation 1, with equal weights
@@ -894,7 +1002,17 @@ def encode(model, features, accelerator):
     return model(features)["sentence_embedding"].float()
 
 
-def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator):
+@torch.no_grad()
+def encode_all(model, local, accelerator):
+    """Return (N, D) embeddings of all texts without gradients, normalized if the model compares by cosine."""
+    equalize_micro_batches(local, accelerator)
+    with accelerator.autocast():
+        parts = [encode(model, features, accelerator)[: len(cut)] for features, cut in local.micro_batches]
+    embeddings = gather_outputs(parts, local, accelerator)
+    return embeddings if model.similarity_fn_name == "dot" else F.normalize(embeddings, dim=-1)
+
+
+def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator, guide=None):
     """Add the gradient of the batch's loss to the model's; return this process' part of the loss, which is their sum.
     `seed`: integers of this batch. `sync`: reduce the gradients over the processes in the last backward pass."""
     local, device, processes = batch.local, accelerator.device, accelerator.num_processes
@@ -912,11 +1030,13 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator):
         parts = [embed(number) for number in range(last + 1)]
     # The gathered outputs are a leaf: the loss of the whole batch needs no gradient through collectives.
     embeddings = gather_outputs(parts, local, accelerator).requires_grad_()  # (N, D)
-    columns = list(embeddings.view(*batch.ids.shape, -1))  # C of (B, D)
-    ids, labels = (None if t is None else t.to(device, non_blocking=True) for t in (batch.ids, batch.labels))
+    tensors = (batch.places, batch.ids, batch.labels)
+    places, ids, labels = (None if t is None else t.to(device, non_blocking=True) for t in tensors)
+    columns = list(embeddings[places])  # C of (B, D)
     rows = torch.arange(accelerator.process_index, batch.ids.shape[1], processes, device=device)
     with user_errors(f"--loss {args.loss}"):  # which may not take these columns, labels or --loss_kwargs
-        loss = loss_fn(columns, ids, labels, rows)  # the part of these rows
+        guides = list(encode_all(guide, batch.guide, accelerator)[places]) if guide else None
+        loss = loss_fn(columns, ids, labels, rows, guides)  # the part of these rows
         loss.backward()
     # Times the number of processes, over which DDP averages: each sends back the gradient of its own texts.
     gradient = accelerator.reduce(embeddings.grad)[local.indices.to(device, non_blocking=True)] * processes
@@ -929,39 +1049,103 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator):
     return loss.detach()
 
 
+# ---- collections to evaluate on (same in train_cross_encoder.py)
+
+HELD_OUT = "held_out"  # name of the held-out rows among the collections
+
+
+@dataclass
+class EvalSet:
+    """What to rank, in memory."""
+
+    queries: dict  # {id: text}
+    documents: dict  # {id: text}
+    qrels: pd.DataFrame  # query_id, doc_id, relevance
+
+
+def open_beir(name, split, prompts):
+    """Return the EvalSet of a folder or Hub id in BEIR's or NanoBEIR's layout, in memory.
+    prompts: of documents and of queries."""
+    sources = [f"{name}/corpus.jsonl", f"{name}/queries.jsonl", f"{name}/qrels/{split}.tsv"]
+    if not os.path.exists(sources[0]):
+        sources = [f"{name}:corpus:corpus", f"{name}:queries:queries", f"{name}-qrels::{split}"]
+        if "qrels" in datasets.get_dataset_config_names(name):  # NanoBEIR
+            sources = [f"{name}:{config}:train" for config in ("corpus", "queries", "qrels")]
+    *files, judgments = map(list_files, sources)
+    texts = []
+    for part, prompt in zip(files, prompts):
+        frame = open_files(part, streaming=False)[:].to_pandas()
+        frame = frame.reindex(columns=["_id", "title", "text"], fill_value="").fillna("").astype(str)
+        texts.append(dict(zip(frame["_id"], prompt + (frame["title"] + " " + frame["text"]).str.strip())))
+    if judgments[0].endswith(".tsv"):  # as texts: ids may begin with zeros
+        qrels = pd.read_csv(judgments[0], sep="\t", dtype=str, quoting=3, keep_default_na=False)
+    else:
+        qrels = open_files(judgments, streaming=False)[:].to_pandas().astype(str)
+    qrels = qrels.rename(columns={"query-id": "query_id", "corpus-id": "doc_id"})
+    qrels = qrels.drop_duplicates(["query_id", "doc_id"], keep="last")
+    qrels = qrels.assign(relevance=qrels["score"].astype(int) if "score" in qrels else 1)  # NanoBEIR has no grades
+    queries = {query: texts[1][query] for query in qrels["query_id"].unique()}
+    return EvalSet(queries, texts[0], qrels)
+
+
+def mean_measures(found):
+    """Return the means of {collection: {measure: value}}, and each value if there are several collections."""
+    measures = pd.DataFrame(found).mean(axis=1).to_dict()
+    for name, values in found.items() if len(found) > 1 else ():
+        measures |= {f"{name} {measure}": value for measure, value in values.items()}
+    return measures
+
+
 # ---- evaluation
 
 EVAL_ROWS = 1000  # held out by default
-MEASURES = ("MRR@10", "nDCG@10", "accuracy@1", "Spearman", "Pearson")
+RANKING = {"MRR@10": ir_measures.RR @ 10, "nDCG@10": ir_measures.nDCG @ 10, "accuracy@1": ir_measures.Success @ 1}
+MEASURES = (*RANKING, "Spearman", "Pearson")
 
 
-@torch.no_grad()
-def evaluate(model, rows, max_tokens, args, accelerator):
-    """Return {measure: value} of the held-out rows, the same on every process: each anchor searches the positives of
-    all rows, its own being relevant; or, with a label a row, the correlation of labels and similarities."""
-    model = accelerator.unwrap_model(model)
-    model.eval()
-    texts = pa.concat_arrays([rows["0"].combine_chunks(), rows["1"].combine_chunks()])
-    local = make_local_batch([texts], model, max_tokens, accelerator)
-    equalize_micro_batches(local, accelerator)
-    parts = [encode(model, features, accelerator)[: len(cut)] for features, cut in local.micro_batches]
+def held_out_collection(rows):
+    """Return the EvalSet in which each held-out query searches the positives of all held-out rows for its own."""
+    queries = {f"query {number}": text for number, text in enumerate(rows["query"].to_pylist())}
+    documents = {f"{number}": texts[0] for number, texts in enumerate(rows["documents"].to_pylist())}
+    qrels = pd.DataFrame({"query_id": queries.keys(), "doc_id": documents.keys(), "relevance": 1})
+    return EvalSet(queries, documents, qrels)
+
+
+def encode_pair(queries, documents, model, max_tokens, args, accelerator):
+    """Return (Q, D), (M, D) embeddings of lists of texts."""
+    texts = [pa.array([*queries, *documents], pa.large_string())]
+    local = make_local_batch(texts, len(queries), model, max_tokens, args, accelerator)
+    return encode_all(model, local, accelerator).split([len(queries), len(documents)])
+
+
+def search(model, eval_set, max_tokens, args, accelerator):
+    """Return {measure: value} of all queries searching all documents. A document with the query's own id is left out,
+    as BEIR does; of equal scores the earlier document is first."""
+    texts, ids = zip(*((list(part.values()), np.array(list(part))) for part in (eval_set.queries, eval_set.documents)))
+    queries, documents = encode_pair(*texts, model, max_tokens, args, accelerator)
+    scores = (part @ documents.T for part in queries.split(max(1, MAX_SCORES // len(documents))))
+    best = torch.cat([part.argsort(dim=1, descending=True, stable=True)[:, :11] for part in scores]).cpu().numpy()
+    run = pd.DataFrame({"query_id": ids[0].repeat(best.shape[1]), "doc_id": ids[1][best.ravel()]})
+    run = run[run["query_id"] != run["doc_id"]]
+    found = ir_measures.calc_aggregate(RANKING.values(), eval_set.qrels, run.assign(score=-np.arange(len(run))))
+    return {name: found[measure] for name, measure in RANKING.items()}
+
+
+def evaluate(model, eval_sets, max_tokens, args, accelerator):
+    """Return {measure: value} of held-out rows and --eval_beir, the same on every process; of held-out pairs with a
+    label each the correlations of labels and similarities."""
+    model, found = accelerator.unwrap_model(model).eval(), {}
+    for name, eval_set in eval_sets.items():
+        if isinstance(eval_set, EvalSet):
+            found[name] = search(model, eval_set, max_tokens, args, accelerator)
+            continue
+        queries, documents = eval_set["query"].to_pylist(), pc.list_flatten(eval_set["documents"]).to_pylist()
+        queries, documents = encode_pair(queries, documents, model, max_tokens, args, accelerator)
+        labels = pc.list_flatten(eval_set["labels"])
+        frame = pd.DataFrame({"score": (queries * documents).sum(-1).cpu(), "label": labels})
+        found[name] = {name: float(frame.corr(name.lower()).iloc[0, 1]) for name in ("Spearman", "Pearson")}
     model.train()
-    queries, documents = gather_outputs(parts, local, accelerator).view(2, len(rows), -1)  # (rows, D) each
-    if model.similarity_fn_name != "dot":
-        queries, documents = F.normalize(queries, dim=-1), F.normalize(documents, dim=-1)
-    if args.label_column and not pa.types.is_list(rows["label"].type):
-        frame = pd.DataFrame({"score": (queries * documents).sum(-1).cpu(), "label": rows["label"]})
-        return {name: float(frame.corr(name.lower()).iloc[0, 1]) for name in ("Spearman", "Pearson")}
-    ranks, numbers = [], torch.arange(len(rows), device=queries.device)
-    for targets in numbers[:, None].split(max(1, MAX_SCORES // len(rows))):
-        scores = queries[targets[:, 0]] @ documents.T  # (targets, rows)
-        own = scores.gather(1, targets)
-        behind = (scores < own) | ((scores == own) & (numbers >= targets))  # of a tie the earlier row is first
-        ranks.append(1 + (~behind).sum(1))  # a NaN is before all
-    ranks = torch.cat(ranks).double()
-    gains = {"MRR@10": 1 / ranks, "nDCG@10": 1 / torch.log2(1 + ranks)}
-    measures = {name: torch.where(ranks <= 10, gain, 0).mean().item() for name, gain in gains.items()}
-    return measures | {"accuracy@1": (ranks == 1).double().mean().item()}
+    return mean_measures(found)
 
 
 # ---- checkpoints and outputs (same in train_cross_encoder.py)
@@ -1016,8 +1200,9 @@ def checksums(folder):
     return found
 
 
-def save_checkpoint(folder, model, tensors, state, keep):
-    """Write `folder` (model, optimizer's tensors, state as JSON, checksums), then remove all but the newest `keep`."""
+def save_checkpoint(folder, model, tensors, state, keep, best):
+    """Write `folder` (model, optimizer's tensors, state as JSON, checksums), then remove all but the newest `keep` and
+    that of the step `best`."""
 
     def write(part):
         model.save_pretrained(str(part), create_model_card=False)
@@ -1028,8 +1213,27 @@ def save_checkpoint(folder, model, tensors, state, keep):
     save_atomically(folder, write)
     steps = sorted(folder.parent.glob("step_*"))
     newest = steps.index(folder) + 1  # later ones are damaged, since a resume did not use them
-    for path in [*steps[: max(0, newest - keep)], *steps[newest:], *folder.parent.glob(".step_*")]:
+    old = [path for path in steps[: max(0, newest - keep)] if path.name != f"step_{best:08}"]
+    for path in [*old, *steps[newest:], *folder.parent.glob(".step_*")]:
         shutil.rmtree(path)
+
+
+def is_intact(path):
+    """Return whether the files of a checkpoint are those of its checksums."""
+    with suppress(OSError, ValueError):
+        sums = dict(line.split("  ", 1)[::-1] for line in (path / "SHA256SUMS").read_text().splitlines())
+        return bool(sums) and checksums(path) == sums
+    return False
+
+
+def best_evaluation(metrics, name):
+    """Return (step of the best evaluation by a measure, or of the lowest loss; number of evaluations after it), that
+    before the first step aside; (0, 0) if there is none."""
+    sign = -1 if name and name.endswith("loss") else 1
+    found = [(sign * record[name], -record["step"]) for record in metrics if record["step"] and name in record]
+    found = [(-math.inf if math.isnan(value) else value, step) for value, step in found]
+    best = max(found, default=(0, 0))
+    return -best[1], len(found) - 1 - found.index(best) if found else 0
 
 
 def newest_checkpoint(folder):
@@ -1037,17 +1241,15 @@ def newest_checkpoint(folder):
     if there is none; report and skip a damaged one."""
     found = sorted(folder.glob("step_*"), reverse=True)
     for path in found:
-        with suppress(OSError, ValueError):
-            sums = dict(line.split("  ", 1)[::-1] for line in (path / "SHA256SUMS").read_text().splitlines())
-            if sums and checksums(path) == sums:
-                return path, json.loads((path / "state.json").read_text())
+        if is_intact(path):
+            return path, json.loads((path / "state.json").read_text())
         print(f"{path}: skipped, it is damaged", file=sys.stderr)
     return next(iter(found), None), None
 
 
 def check_resume(saved, args, data):
     """Raise UserError if a flag of RESUME_ARGS or a source has changed since the checkpoint."""
-    then, now = saved["args"], asdict(args)
+    then, now = asdict(Args()) | saved["args"], asdict(args)  # a flag may be newer than the checkpoint
     refused = [f"--{name} {now[name]} (was {then[name]})" for name in RESUME_ARGS.split() if now[name] != then[name]]
     if not args.accept_changed_data:
         pairs = zip(saved["data"], data.description)
@@ -1083,18 +1285,20 @@ def check_launch(accelerator):
 # Flags that change what a step does: resumed with another value of one, a run would be another experiment.
 RESUME_ARGS = """train_data eval_data eval_rows streaming columns num_negatives label_column mixing_weights mix_by
 corpus queries query_columns corpus_columns shuffle_buffer length_window model_name_or_path lora_rank max_length
-pooling dropout prompts batch_size gradient_accumulation_steps loss loss_kwargs matryoshka_dims seed"""
+query_max_length pooling dropout prompts batch_size gradient_accumulation_steps loss loss_kwargs guide_model
+matryoshka_dims seed eval_beir eval_split metric_for_best_model"""
 
 
 def model_card(args, steps, metrics, data):
     """Return the README.md of the saved model: what it is, how it was trained, what was measured."""
-    record = next((record for record in reversed(metrics) if set(record) & set(MEASURES)), {})
+    measured = (record for record in reversed(metrics) if record["step"] <= steps and set(record) & set(MEASURES))
+    record = next(measured, {})
     measured = ", ".join(f"{name} {record[name]:.4f}" for name in MEASURES if name in record)
     return f"""---
 {{library_name: sentence-transformers, pipeline_tag: sentence-similarity, base_model: {args.model_name_or_path}}}
 ---
 Trained for {steps:,} steps of {args.batch_size * args.gradient_accumulation_steps:,} rows, by the command below.
-On {len(data.eval_rows or [])} held-out rows: {measured or "not evaluated"}
+On {", ".join([f"{len(data.eval_rows or [])} held-out rows", *args.eval_beir])}: {measured or "not evaluated"}
 
     model = sentence_transformers.SentenceTransformer("path/of/this/folder")
     scores = model.similarity(model.encode_query(["a query"]), model.encode_document(["a document"]))
@@ -1145,12 +1349,25 @@ def main(args):
         check_resume(saved, args, data)
     steps = args.max_steps or math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
     eval_steps = args.eval_steps or max(1, steps // 10)
+    eval_sets, prompts = {}, args.prompts or [""]
+    if held_out:
+        scored = args.label_column and pc.max(pc.list_value_length(data.eval_rows["labels"])).as_py() == 1
+        eval_sets[HELD_OUT] = data.eval_rows if scored else held_out_collection(data.eval_rows)
+    for name in args.eval_beir:
+        with user_errors(f"--eval_beir {name}"):
+            short = Path(name).name
+            eval_sets[name if short in eval_sets else short] = open_beir(
+                name, args.eval_split, (prompts[-1], prompts[0])
+            )
 
     # ---- model, loss and optimizer
     model = load_model(args, checkpoint).to(device)
     default = 2**20 if isinstance(model.tokenizer, Tokenizer) else 2048 if device.type == "cpu" else 16_384
     max_tokens = args.micro_batch_tokens or default
-    loss_fn = make_loss(args, model)
+    loss_fn, guide = make_loss(args, model), None
+    if args.guide_model:
+        own = {"model_name_or_path": args.guide_model, "pooling": None, "dropout": None, "lora_rank": 0}
+        guide = load_model(replace(args, **own)).to(device).eval()
     model.train()
     features, _ = make_micro_batches(["a text"], model, max_tokens, device)[0][0]
     freeze_unused(model, encode(model, features, accelerator))
@@ -1209,17 +1426,23 @@ def main(args):
             progress.scaler = accelerator.scaler and accelerator.scaler.state_dict()
             state = asdict(progress) | {"args": asdict(args), "data": data.description}
             folder = output / f"checkpoints/step_{progress.step:08}"
-            save_checkpoint(folder, model_to_save, tensors, state, args.save_total_limit)
+            save_checkpoint(folder, model_to_save, tensors, state, args.save_total_limit, best)
 
     # ---- train
-    if held_out and progress.step == 0:
-        log(evaluate(model, data.eval_rows, max_tokens, args, accelerator))
+    if progress.step == 0 and eval_sets:
+        log(evaluate(model, eval_sets, max_tokens, args, accelerator))
+    measured = [*chain(*(record for record in progress.metrics if not record["step"])), "loss"]
+    if args.metric_for_best_model not in [None, *measured]:
+        raise UserError(f"--metric_for_best_model {args.metric_for_best_model}: is not measured; choose one of "
+                        f"{', '.join(name for name in measured if name != 'step')}")  # fmt: skip
+    best, worse = best_evaluation(progress.metrics, args.metric_for_best_model)
+    finished = progress.step == steps or 0 < args.early_stopping_patience <= worse
     rows = row_batches(data.sources, data.weights, args, progress.data_state)
-    batches = prefetch(make_batches(rows, unwrapped, max_tokens, args, accelerator))
+    batches = prefetch(make_batches(rows, unwrapped, max_tokens, args, accelerator, guide))
     bar = tqdm(total=steps, initial=progress.step, disable=not is_main, unit="step", mininterval=1)
     meter, stopping = Counter(), False  # sums of this process since the last line of metrics.jsonl, or since its start
     model.train()
-    while progress.step < steps and not stopping:
+    while not finished and not stopping:
         # one optimizer step
         started, loss = time.perf_counter(), 0.0
         for group in optimizer.param_groups:  # the first step of a warmup has a rate above 0
@@ -1233,7 +1456,7 @@ def main(args):
                 raise
             meter["waited"] += time.perf_counter() - requested
             sync, seed = number == accumulation - 1, [args.seed, progress.step, number]
-            loss = loss + forward_backward(model, batch, loss_fn, seed, sync, args, accelerator) / accumulation
+            loss = loss + forward_backward(model, batch, loss_fn, seed, sync, args, accelerator, guide) / accumulation
             meter.update(rows=len(batch.rows), tokens=batch.local.tokens, padded=batch.local.padded)
         norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         norm = norm.full_tensor() if sharded else norm
@@ -1253,8 +1476,8 @@ def main(args):
         bar.update()
 
         # metrics, evaluation, checkpoint
-        record, last = {}, progress.step == steps
-        if progress.step % args.logging_steps == 0 or last:
+        record, finished = {}, progress.step == steps
+        if progress.step % args.logging_steps == 0 or finished:
             seconds, sums = meter["seconds"], torch.tensor([meter["tokens"], meter["padded"]], device=device)
             tokens, padded = accelerator.reduce(sums).tolist()
             record = {"loss": sum(progress.losses) / len(progress.losses), "grad_norm": norm,
@@ -1264,26 +1487,34 @@ def main(args):
             record |= {"skipped_steps": meter["skipped"]} if accelerator.scaler else {}  # of float16
             bar.set_postfix_str("loss {loss:.4f}, {rows_per_second:,.0f} rows/s".format(**record), refresh=False)
             meter, progress.losses = Counter(), []
-        if held_out and (progress.step % eval_steps == 0 or last):
-            record |= evaluate(model, data.eval_rows, max_tokens, args, accelerator)
+        if progress.step % eval_steps == 0 or finished:
+            record |= evaluate(model, eval_sets, max_tokens, args, accelerator)
         if record:
             log(record)
-        if stopping or last or (args.save_steps and progress.step % args.save_steps == 0):
+            best, worse = best_evaluation(progress.metrics, args.metric_for_best_model)
+            finished |= 0 < args.early_stopping_patience <= worse
+        due = args.save_steps and progress.step % args.save_steps == 0
+        if stopping or finished or due or progress.step == best:
             save()
             accelerator.wait_for_everyone()
 
     # ---- save
     bar.close()
     batches.close()
-    if progress.step < steps:
+    if not finished:
         accelerator.print(f"stopped after step {progress.step:,} of {steps:,}: resume by this command and --resume")
     elif is_main:
+        if best:
+            path = output / f"checkpoints/step_{best:08}"
+            if not is_intact(path):
+                raise UserError(f"{path}: the best checkpoint is damaged or gone; model/ is not written")
+            model_to_save = load_model(args, path)
         if args.lora_rank:
             model_to_save[0].model = model_to_save[0].model.merge_and_unload()  # loads without peft
 
         def write(part):
             model_to_save.save_pretrained(str(part), create_model_card=False)
-            (part / "README.md").write_text(model_card(args, steps, progress.metrics, data))
+            (part / "README.md").write_text(model_card(args, best or progress.step, progress.metrics, data))
 
         save_atomically(output / "model", write)
         plot_metrics(progress.metrics, output / "training.png")

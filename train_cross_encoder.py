@@ -30,6 +30,7 @@ import inspect
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -43,7 +44,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from random import Random
 from typing import Literal
@@ -67,6 +68,7 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder
 from sentence_transformers.sentence_transformer.evaluation import BinaryClassificationEvaluator
 from sklearn.metrics import average_precision_score
+from tokenizers.processors import TemplateProcessing
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import CPUOffloadPolicy
 from tqdm.auto import tqdm
@@ -107,7 +109,7 @@ def flag(default, help):
 DEMO = "data/python_code"  # where prepare_corpus.py writes the demo corpus and its untrained models
 TEACHER_LOSSES = ("margin_mse", "kl")
 ABOVE_ZERO = """batch_size micro_batch_tokens gradient_accumulation_steps length_window max_length save_total_limit
-logging_steps num_train_epochs learning_rate mixing_weights"""
+query_max_length eval_rerank_k logging_steps num_train_epochs learning_rate mixing_weights"""
 
 
 @dataclass
@@ -116,6 +118,10 @@ class Args:
     train_data: list[str] = flag([], "paths, globs, folders, URLs, Hub ids, ID:config:split; none: the demo corpus")
     eval_data: list[str] = flag([], "sources of held-out rows; none: the first rows of --train_data")
     eval_rows: int | None = flag(None, "rows held out to evaluate on; None: 200, and at most a tenth")
+    eval_beir: list[str] = flag([], "small collections to rerank, too: BEIR folders, or Hub ids (NanoBEIR)")
+    eval_split: str = flag("test", "judgments of --eval_beir to use")
+    eval_run: list[str] = flag([], "a TREC run file of each --eval_beir to rerank; none: BM25")
+    eval_rerank_k: int = flag(50, "documents of a query to rerank")
     streaming: bool = flag(False, "read the sources front to back instead of at random from a memory-mapped table")
     columns: list[str] = flag([], "query, then documents or lists of documents; none: all but the label")
     num_negatives: int | None = flag(None, "negative columns to use, or negatives to draw; None: all, or 4")
@@ -123,7 +129,7 @@ class Args:
     queries: list[str] = flag([], "sources of the queries by id, for the first column")
     corpus_columns: list[str] = flag(["_id", "title", "text"], "id column of --corpus, then text columns, joined")
     query_columns: list[str] = flag(["_id", "text"], "id column of --queries, then text columns, joined")
-    label_column: str | None = flag(None, "column with a label or score, or a list of one for each document")
+    label_column: list[str] = flag([], "column with a label, or a list of one a document; several are joined")
     mixing_weights: list[float] = flag([], "share of each source; none: its rows (streams: equal shares)")
     mix_by: Literal["row", "batch"] = flag("row", "mix sources within a batch, or take each batch from one source")
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = flag("all_exhausted", "end of a mixed epoch")
@@ -133,6 +139,8 @@ class Args:
     # model
     model_name_or_path: str = flag(f"{DEMO}/cross_encoder", "Hub id or folder")
     max_length: int | None = flag(None, "tokens a pair is truncated to; None: the model's own")
+    query_max_length: int | None = flag(None, "tokens of its query, special ones aside; None: as many as fit")
+    template: str | None = flag(None, "text around {query} and {document}, special tokens included; None: the model's")
     dropout: float | None = flag(None, "dropout probability of the transformer; None: the model's own")
     lora_rank: int = flag(0, "train LoRA adapters of this rank instead of the layers themselves; 0: train all")
     attn_implementation: str | None = flag(None, "of transformers: sdpa, flash_attention_2, ...; None: its own")
@@ -141,6 +149,7 @@ class Args:
     micro_batch_tokens: int | None = flag(None, "tokens of a forward pass; None: 2,048 on a CPU, else 16,384")
     gradient_accumulation_steps: int = flag(1, "batches an optimizer step, each with its own drawn negatives")
     grad_cache: bool = flag(False, "run each forward pass twice, to hold the activations of one micro-batch only")
+    gradient_checkpointing: bool = flag(False, "hold the activations of one layer only, too; for long texts")
     loss: Literal["bce", "mse", "listwise_ce", "ranknet", "lambdaloss", "margin_mse", "kl"] | None = flag(
         None, "None: bce for a label a row, else listwise_ce over the documents of a query"
     )
@@ -161,6 +170,8 @@ class Args:
     resume: bool = flag(False, "resume from the newest intact checkpoint in --output_dir, or start if there is none")
     accept_changed_data: bool = flag(False, "resume with changed sources: rows may come twice or not at all")
     eval_steps: int = flag(0, "steps between evaluations; 0: a tenth of the run")
+    metric_for_best_model: str | None = flag(None, "save the best evaluation's model by this measure, not the last")
+    early_stopping_patience: int = flag(0, "evaluations in a row without a new best that end the run; 0: no end")
     save_steps: int = flag(500, "steps between checkpoints; 0: only at the end")
     save_total_limit: int = flag(2, "checkpoints kept")
     logging_steps: int = flag(10, "steps between lines of metrics.jsonl")
@@ -202,6 +213,12 @@ def parse_args(argv):
         parser.error("--streaming requires --max_steps or --rows_per_epoch: the length of a stream is unknown")
     if args.loss in TEACHER_LOSSES and not args.label_column:
         parser.error(f"--loss {args.loss} requires teacher scores: set --label_column")
+    if args.early_stopping_patience and not args.metric_for_best_model:
+        parser.error("--early_stopping_patience requires --metric_for_best_model, such as nDCG@10")
+    if args.eval_run and len(args.eval_run) != len(args.eval_beir):
+        parser.error("--eval_run takes a run file for each of --eval_beir")
+    if args.template and not (args.template.count("{query}") == args.template.count("{document}") == 1):
+        parser.error("--template must contain {query} and {document} once each")
     if not all(isinstance(value, int | float) and 0 < value < math.inf for value in args.loss_kwargs.values()):
         parser.error(f"--loss_kwargs {args.loss_kwargs}: each value must be a number above 0")
     return args
@@ -261,11 +278,11 @@ def open_files(files, streaming=True):
 
 class Source:
     """The rows of a source, epoch after epoch, in windows that are shuffled whole: a pure function of files, seed and
-    number. `state` (JSON) is the position after the last row taken. clean(table, name) is that of open_data."""
+    number. `state` (JSON) is the position after the last row taken. clean is that of open_data."""
 
     def __init__(self, name, number, clean, args):
         self.name, self.number, self.clean, self.args = name, number, clean, args
-        self.columns = list(dict.fromkeys(filter(None, [*args.columns, args.label_column])))
+        self.columns = list(dict.fromkeys([*args.columns, *args.label_column]))
         self.window, self.held_out, self.files = args.shuffle_buffer or 1000, 0, list_files(name)
         self.pinned = 0  # files of a stream with held-out rows; they stay the first, where skip() skips these rows
         self.dataset = None if args.streaming else self.open(self.files)
@@ -284,7 +301,7 @@ class Source:
             self.pinned += 1
             table = pa.concat_tables(self.open(self.files[: self.pinned]).take(count).iter(count))
         self.held_out = len(table)
-        return self.clean_rows(table)
+        return self.clean_rows(table, self.random())
 
     def seek(self, state):
         """Continue after `state`, or from the beginning if it is None."""
@@ -308,7 +325,7 @@ class Source:
         while True:
             found = self.state["window"] or self.state["used"]
             for table, stream in self.read_stream() if self.args.streaming else self.read_blocks():
-                table, bad = self.clean_rows(table)
+                table, bad = self.clean_rows(table, self.random(self.state["window"], 1))
                 if self.args.shuffle_buffer:
                     table = table.take(self.random(self.state["window"]).permutation(len(table)))
                 if not self.state["used"]:  # else they were counted before the resume
@@ -345,10 +362,10 @@ class Source:
             yield table, before
             before = stream.state_dict()
 
-    def clean_rows(self, table):
+    def clean_rows(self, table, random):
         """Return clean() of a Table as read."""
         table.validate(full=True)  # a damaged Arrow file has offsets that lead anywhere
-        return self.clean(table.combine_chunks(), self.name)
+        return self.clean(table.combine_chunks(), self.name, self.number, random)
 
     def random(self, *keys):
         """Return the random generator of this source, its epoch and `keys`."""
@@ -364,22 +381,85 @@ def as_texts(column, name, ids=False):
     return column.cast(pa.large_string())
 
 
-def as_labels(column):
-    """Return (array of float64 or of lists of them, whether each is null or not finite). Texts are parsed as JSON."""
+def join_texts(columns):
+    """Return the texts of {name: column of texts}, joined row by row."""
+    columns = [pc.fill_null(as_texts(column, name), "") for name, column in columns.items()]
+    return pc.utf8_trim_whitespace(pc.binary_join_element_wise(*columns, pa.scalar(" ", pa.large_string())))
+
+
+def flatten(columns, read):
+    """Return (values, the row of each, the number of its column), row after row, of columns of values or of lists of
+    values; read(values, number) brings those of a column to the type of all."""
+    values, rows = [], []
+    for number, column in enumerate(columns):
+        part, row = column.combine_chunks(), np.arange(len(column))
+        if pa.types.is_list(part.type) or pa.types.is_large_list(part.type):
+            part, row = pc.list_flatten(part), pc.list_parent_indices(part).to_numpy()
+        values, rows = [*values, read(part, number)], [*rows, row]
+    numbers, rows = np.repeat(np.arange(len(rows)), list(map(len, rows))), np.concatenate(rows)
+    order = np.argsort(rows, kind="stable")
+    return pa.concat_arrays(values).take(order), rows[order], numbers[order]
+
+
+def parse_labels(column):
+    """Return a column of numbers or lists of numbers; texts are parsed as JSON."""
 
     def parse(text):
         with suppress(ValueError, TypeError):
             return np.asarray(json.loads(text), float).tolist()
 
-    if column.type in (pa.string(), pa.large_string()) or isinstance(column.type, pa.JsonType):
-        column = pa.chunked_array([[parse(text) for text in column.to_pylist()]])
-    if not pa.types.is_nested(column.type):
-        labels = column.cast(pa.float64()).combine_chunks()
-        return labels, pc.invert(pc.is_finite(labels))
-    labels = column.cast(pa.list_(pa.float64())).combine_chunks()
-    bad = pc.fill_null(pc.invert(pc.is_finite(pc.list_flatten(labels))), True)
-    bad = pc.is_in(pa.array(np.arange(len(labels))), pc.list_parent_indices(labels).filter(bad))
-    return labels, pc.or_(bad, pc.is_null(labels))
+    is_text = column.type in (pa.string(), pa.large_string()) or isinstance(column.type, pa.JsonType)
+    return pa.chunked_array([[parse(text) for text in column.to_pylist()]]) if is_text else column
+
+
+def read_groups(table, lookups, args, random):
+    """Return ({column: values}, problems as of drop_bad_rows) of a Table as read: "query", large_string; "documents",
+    lists of large_string, the positive first; "length", bytes; "labels", lists of float64, if --label_column is given.
+    Of columns of lists one positive and --num_negatives of the other documents are drawn by `random`."""
+    (anchor, *names), n, limit = args.columns, len(table), args.num_negatives
+    lists = any(pa.types.is_nested(table[name].type) for name in names)
+    names = names if lists or limit is None else names[: 1 + limit]
+
+    def read(texts, number):
+        fields = {name: texts.field(name) for name in args.corpus_columns[1:]
+                  if pa.types.is_struct(texts.type) and texts.type.get_field_index(name) >= 0}  # fmt: skip
+        return join_texts(fields) if fields else as_texts(texts, names[number], ids=bool(lookups[1]))
+
+    documents, rows, numbers = flatten([table[name] for name in names], read)
+    kept, counts = np.arange(len(rows)), np.bincount(rows, minlength=n)
+    places = kept - (counts.cumsum() - counts)[rows]  # of each document in its row
+    negative, drawn = (numbers if names[1:] else places) > 0, lists and (names[1:] or limit is not None)
+    if drawn:
+        rank = pd.Series(random.random(len(rows))).groupby([rows, negative]).rank()  # 1 to that of the group's last
+        kept = np.flatnonzero(rank <= np.where(negative, len(rows) if limit is None else limit, 1))
+    offsets = np.append(0, np.bincount(rows[kept], minlength=n).cumsum())
+
+    texts, lengths, problems = [], 0, {}
+    queries = as_texts(table[anchor].combine_chunks(), anchor, ids=bool(lookups[0]))
+    parts = (
+        (queries, np.arange(n), np.arange(n)),
+        (documents.take(kept) if drawn else documents, rows[kept], rows[~negative]),
+    )
+    for (part, owners, required), lookup, name in zip(parts, lookups, (repr(anchor), " or ".join(map(repr, names)))):
+        part = lookup.texts(part) if lookup else part
+        blank = pc.fill_null(pc.or_(pc.equal(pc.binary_length(part), 0), pc.utf8_is_space(part)), True)
+        bad = np.isin(np.arange(n), owners[blank.to_numpy(False)]) | ~np.isin(np.arange(n), required)
+        problems[f"no text has the id in {name}" if lookup else f"{name} has no text"] = pa.array(bad)
+        lengths += np.bincount(owners, pc.fill_null(pc.binary_length(part), 0), n)
+        texts.append(part)
+    columns = {"query": texts[0], "documents": pa.ListArray.from_arrays(offsets, texts[1]), "length": lengths}
+    if args.label_column:
+        with user_errors(f"--label_column {' '.join(args.label_column)}"):
+            labels = [parse_labels(table[name]) for name in args.label_column]
+            labels, owners, _ = flatten(labels, lambda values, _: values.cast(pa.float64()).fill_null(math.nan))
+        finite, sizes = pc.is_finite(labels).to_numpy(False), np.bincount(owners, minlength=n)
+        bad = np.isin(np.arange(n), owners[~finite]) | (sizes == 0)
+        if drawn:  # as the documents are
+            bad, places = bad | (sizes != counts), places + (sizes.cumsum() - sizes)[rows]
+            labels = pa.concat_arrays([labels, pa.array([math.nan])]).take(places[kept].clip(max=len(labels)))
+        problems[f"{' '.join(args.label_column)!r} has no finite number"] = pa.array(bad)
+        columns["labels"] = pa.ListArray.from_arrays(offsets if drawn else np.append(0, sizes.cumsum()), labels)
+    return columns, problems
 
 
 def drop_bad_rows(table, problems, original, source, args):
@@ -465,16 +545,15 @@ class TextLookup:
         """Return the texts of a column of ids, large_string; null for an unknown id."""
         places = np.searchsorted(self.index[0], self.hashes(ids)).clip(max=len(self.dataset) - 1)
         table = self.dataset[self.index[1, places].tolist()].combine_chunks()  # from a chunk a row
-        columns = [pc.fill_null(as_texts(table[name], name), "") for name in self.text_columns]
-        texts = pc.utf8_trim_whitespace(pc.binary_join_element_wise(*columns, pa.scalar(" ", pa.large_string())))
-        return pc.if_else(pc.equal(self.ids(table), ids), texts, None)
+        texts = join_texts({name: table[name] for name in self.text_columns})
+        return pc.if_else(pc.equal(self.ids(table), ids), texts, None).combine_chunks()
 
     def ids(self, table):
         table.validate(full=True)
         return as_texts(table[self.id_column], self.id_column, ids=True)
 
     def hashes(self, ids):
-        return pd.util.hash_array(ids.to_numpy(), categorize=False)  # uint64, the same in every process
+        return pd.util.hash_array(np.asarray(ids), categorize=False)  # uint64, the same in every process
 
 
 def data_fingerprint(files):
@@ -502,14 +581,12 @@ class Data:
 
 def open_data(args, clean):
     """Return the Data of the flags; set args.columns and args.eval_rows where they are not given. clean(table, source,
-    lookups, args) returns (Table of the valid rows, number of the others); lookups: TextLookups of queries and of
-    documents, or None."""
+    number of the source, random, lookups, args) returns (Table of the valid rows, number of the others); lookups:
+    TextLookups of queries and of documents, or None."""
     if not args.columns:
         with user_errors(f"--train_data {args.train_data[0]}"):
             first = next(open_files(list_files(args.train_data[0])[:1]).iter(1))
-        args.columns = [name for name in first.column_names if name != args.label_column]
-    if args.num_negatives is not None:
-        args.columns = args.columns[: 2 + args.num_negatives]
+        args.columns = [name for name in first.column_names if name not in args.label_column]
     if len(args.columns) < 2:
         raise UserError(f"--columns: two or more are required, found {args.columns}")
     lookups, sources, eval_sources = [], [], []
@@ -579,9 +656,9 @@ class LocalBatch:
     gather_index: torch.Tensor  # (N,) row of each text among those gathered, where each part has ceil(N / P) rows
 
 
-def make_local_batch(texts, model, max_tokens, accelerator):
+def make_local_batch(texts, queries, model, max_tokens, args, accelerator):
     """Return this process' LocalBatch of N texts or pairs (`texts`: one array, or two), dealt longest first in snake
-    order (0 1 1 0 0 1 ...): even in count and in length."""
+    order (0 1 1 0 0 1 ...): even in count and in length. The first `queries` of the first array are queries."""
     lengths = sum(pc.binary_length(part).to_numpy() for part in texts)
     processes, order = accelerator.num_processes, np.argsort(-lengths, kind="stable")
     turn, owner = np.divmod(np.arange(len(order)), processes)
@@ -589,6 +666,11 @@ def make_local_batch(texts, model, max_tokens, accelerator):
     local, gather_index = order[owner == accelerator.process_index], np.empty(len(order), np.int64)
     gather_index[order] = owner * -(-len(order) // processes) + turn
     local_texts = [part.take(local).to_pylist() for part in texts]
+    if args.query_max_length:  # cut where the last token ends
+        tokenizer = getattr(model.tokenizer, "backend_tokenizer", model.tokenizer)
+        for i in np.flatnonzero(local < queries):
+            ends = tokenizer.encode(local_texts[0][i], add_special_tokens=False).offsets[: args.query_max_length]
+            local_texts[0][i] = local_texts[0][i][: ends[-1][1] if ends else 0]
     found = make_micro_batches(*local_texts, model, max_tokens, accelerator.device)
     order = np.concatenate([cut for _, cut in found[0]])
     indices = (pinned(torch.from_numpy(part), accelerator.device) for part in (order, local[order], gather_index))
@@ -704,47 +786,22 @@ REQUIRED = {  # of the labels of a row, which would train wrongly or as NaN with
 } | dict.fromkeys(TEACHER_LOSSES, ("two or more", lambda labels: len(labels) > 1))
 
 
-def clean_labels(column, sizes, args):
-    """Return (lists of float, problems as of drop_bad_rows) of the labels of rows of `sizes` documents."""
-    (cells, bad), (required, is_valid) = as_labels(column), REQUIRED[args.loss]
-    labels, invalid = [], []
-    for cell, is_bad, size in zip(cells.to_pylist(), pc.fill_null(bad, True).to_pylist(), sizes):
-        row = [] if is_bad else cell if isinstance(cell, list) else [cell]
-        if args.loss == "margin_mse" and len(row) == size - 1:  # margins of the first document over the others
-            row = [0.0, *(-margin for margin in row)]
-        labels.append(row)
-        invalid.append(not (0 < len(row) == size and is_valid(row)))
-    problem = f"--loss {args.loss} takes a label for each document, {required}; not so"
-    return labels, {f"{args.label_column!r} has no finite number": bad, problem: pa.array(invalid, pa.bool_())}
-
-
-def clean_groups(table, source, lookups, args):
-    """Return (Table of the valid rows, number of the others) of a Table as read from `source`. Its columns: "query":
-    large_string; "documents": list of large_string; "labels": list of float64, without --label_column 1 for the first
-    document and 0 for the others; "length": bytes."""
-    rows, lengths, owners, texts, problems = np.arange(len(table)), 0, [], [], {}
-    for i, name in enumerate(args.columns):
-        column, owner, lookup = table[name], rows, lookups[min(i, 1)]
-        if i and pa.types.is_list(column.type):
-            column, owner = pc.list_flatten(column), pc.list_parent_indices(column).to_numpy()  # the row of each text
-        column = as_texts(column, name, ids=bool(lookup))
-        column = (lookup.texts(column) if lookup else column).combine_chunks()
-        blank = pc.fill_null(pc.or_(pc.equal(pc.binary_length(column), 0), pc.utf8_is_space(column)), True)
-        problem = f"no text has the id in {name!r}" if lookup else f"{name!r} has no text"
-        problems[problem] = pa.array(~np.isin(rows, owner) | np.isin(rows, owner[blank]))
-        lengths += np.bincount(owner, pc.fill_null(pc.binary_length(column), 0), len(rows))
-        owners, texts = [*owners, owner], [*texts, column]
-    owners, documents = np.concatenate(owners[1:]), pa.concat_arrays(texts[1:])
-    documents = documents.take(np.argsort(owners, kind="stable"))  # row after row
-    sizes = np.bincount(owners, minlength=len(rows))
+def clean_groups(table, source, number, random, lookups, args):
+    """Return (Table of the valid rows, number of the others) of a Table as read from `source`, of the columns of
+    read_groups."""
+    columns, problems = read_groups(table, lookups, args, random)
+    sizes = pc.list_value_length(columns["documents"]).to_pylist()
     labels = [[1.0] + [0.0] * (size - 1) for size in sizes]
     if args.label_column:
-        with user_errors(f"--label_column {args.label_column}"):
-            labels, found = clean_labels(table[args.label_column], sizes, args)
-        problems |= found
-    documents = pa.ListArray.from_arrays(np.append(0, sizes.cumsum()), documents)
-    labels = pa.array(labels, pa.list_(pa.float64()))
-    columns = {"query": texts[0], "documents": documents, "labels": labels, "length": lengths}
+        (required, is_valid), labels, invalid = REQUIRED[args.loss], [], []
+        for row, size in zip(columns["labels"].to_pylist(), sizes):
+            if args.loss == "margin_mse" and len(row) == size - 1:  # margins of the first document over the others
+                row = [0.0, *(-margin for margin in row)]
+            labels.append(row)
+            invalid.append(not (0 < len(row) == size and is_valid(row)))
+        problem = f"--loss {args.loss} takes a label for each document, {required}; not so"
+        problems[problem] = pa.array(invalid, pa.bool_())
+    columns["labels"] = pa.array(labels, pa.list_(pa.float64()))
     return drop_bad_rows(pa.table(columns), problems, table, source, args)
 
 
@@ -789,14 +846,37 @@ def make_batches(rows_and_states, model, max_tokens, args, accelerator):
     """Yield each Batch with this process' part of it tokenized; runs in a background thread."""
     for rows, state in rows_and_states:
         rows = draw_negatives(rows, [args.seed, *state["drawn"], state["cut"]], args)
-        queries = rows["query"].take(pc.list_parent_indices(rows["documents"]))
-        sizes = pinned(torch.tensor(pc.list_value_length(rows["documents"]).to_numpy()), accelerator.device)
-        labels = pinned(torch.tensor(pc.list_flatten(rows["labels"]).to_numpy()).float(), accelerator.device)
-        local = make_local_batch([queries, pc.list_flatten(rows["documents"])], model, max_tokens, accelerator)
-        yield Batch(rows, state, sizes, labels, local)
+        yield make_batch(rows, state, model, max_tokens, args, accelerator)
+
+
+def make_batch(rows, state, model, max_tokens, args, accelerator):
+    """Return the Batch of rows."""
+    queries, documents = rows["query"].combine_chunks(), rows["documents"].combine_chunks()
+    sizes = pinned(torch.tensor(pc.list_value_length(documents).to_numpy()), accelerator.device)
+    labels = pinned(torch.tensor(pc.list_flatten(rows["labels"]).to_numpy()).float(), accelerator.device)
+    texts = [queries.take(pc.list_parent_indices(documents)), pc.list_flatten(documents)]
+    return Batch(
+        rows, state, sizes, labels, make_local_batch(texts, len(texts[0]), model, max_tokens, args, accelerator)
+    )
 
 
 # ---- model and loss
+
+
+def set_template(tokenizer, template):
+    """Return a tokenizer that puts pairs into a template, whose own tokens are not truncated. It is saved with the
+    model, so that predict() does the same; of the general class, since others load with a template of their own."""
+    pair, tokens, type_id = [], [], 0
+    for number, text in enumerate(filter(None, re.split(r"({query}|{document})", template))):
+        type_id = max(type_id, int(text == "{document}"))  # where the model has types: 1 from the document on
+        pair.append({"{query}": "$A", "{document}": "$B"}.get(text, f"<{number}>") + f":{type_id}")
+        if pair[-1].startswith("<"):
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            tokens.append({"id": f"<{number}>", "ids": ids, "tokens": tokenizer.convert_ids_to_tokens(ids)})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A", pair=pair, special_tokens=tokens)
+    names = ("model_input_names", "model_max_length", "padding_side", "truncation_side")
+    options = {name: getattr(tokenizer, name) for name in names} | tokenizer.special_tokens_map
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **options)
 
 
 def load_model(args, checkpoint=None):
@@ -813,8 +893,12 @@ def load_model(args, checkpoint=None):
         if model.max_seq_length > limit:
             raise UserError(f"--max_length {model.max_seq_length}: the model has positions for {limit} tokens")
         model.tokenizer.backend_tokenizer.no_padding()  # here, not at each call: two threads use the tokenizer
+        if args.template:
+            model[0].processor = set_template(model.tokenizer, args.template)
         # Of a pair the longer text is truncated first, as by predict().
         model.tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
+        if args.gradient_checkpointing:
+            model[0].model.activation_checkpointing_enable({"use_reentrant": False})
     # What predict() applies: bce trains a probability, every other loss the logit itself.
     model.activation_fn = torch.nn.Sigmoid() if args.loss == "bce" else torch.nn.Identity()
     if args.dropout is not None:
@@ -886,10 +970,10 @@ LOSSES = {"listwise_ce": listwise_ce, "ranknet": ranknet, "lambdaloss": lambdalo
 def make_loss(args):
     """Return the loss, a function; set args.loss if it is not given."""
     if not args.loss:
-        args.loss, name = "listwise_ce", args.label_column
-        with user_errors(f"{args.train_data[0]}: --label_column {name}"):
+        args.loss, names = "listwise_ce", args.label_column
+        with user_errors(f"{args.train_data[0]}: --label_column {' '.join(names)}"):
             stream = open_files(list_files(args.train_data[0])[:1])
-            if name and not str(next(stream.select_columns([name]).iter(1))[name][0]).startswith("["):
+            if names and not str(next(stream.select_columns(names).iter(1))[names[0]][0]).startswith("["):
                 args.loss = "bce"  # one label a row
     loss = (MEANS_OVER_PAIRS | LOSSES)[args.loss]
     with user_errors(f"--loss_kwargs of {args.loss}"):
@@ -947,6 +1031,53 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator):
     return loss.detach() / processes
 
 
+# ---- collections to evaluate on (same in train_bi_encoder.py)
+
+HELD_OUT = "held_out"  # name of the held-out rows among the collections
+
+
+@dataclass
+class EvalSet:
+    """What to rank, in memory."""
+
+    queries: dict  # {id: text}
+    documents: dict  # {id: text}
+    qrels: pd.DataFrame  # query_id, doc_id, relevance
+
+
+def open_beir(name, split, prompts):
+    """Return the EvalSet of a folder or Hub id in BEIR's or NanoBEIR's layout, in memory.
+    prompts: of documents and of queries."""
+    sources = [f"{name}/corpus.jsonl", f"{name}/queries.jsonl", f"{name}/qrels/{split}.tsv"]
+    if not os.path.exists(sources[0]):
+        sources = [f"{name}:corpus:corpus", f"{name}:queries:queries", f"{name}-qrels::{split}"]
+        if "qrels" in datasets.get_dataset_config_names(name):  # NanoBEIR
+            sources = [f"{name}:{config}:train" for config in ("corpus", "queries", "qrels")]
+    *files, judgments = map(list_files, sources)
+    texts = []
+    for part, prompt in zip(files, prompts):
+        frame = open_files(part, streaming=False)[:].to_pandas()
+        frame = frame.reindex(columns=["_id", "title", "text"], fill_value="").fillna("").astype(str)
+        texts.append(dict(zip(frame["_id"], prompt + (frame["title"] + " " + frame["text"]).str.strip())))
+    if judgments[0].endswith(".tsv"):  # as texts: ids may begin with zeros
+        qrels = pd.read_csv(judgments[0], sep="\t", dtype=str, quoting=3, keep_default_na=False)
+    else:
+        qrels = open_files(judgments, streaming=False)[:].to_pandas().astype(str)
+    qrels = qrels.rename(columns={"query-id": "query_id", "corpus-id": "doc_id"})
+    qrels = qrels.drop_duplicates(["query_id", "doc_id"], keep="last")
+    qrels = qrels.assign(relevance=qrels["score"].astype(int) if "score" in qrels else 1)  # NanoBEIR has no grades
+    queries = {query: texts[1][query] for query in qrels["query_id"].unique()}
+    return EvalSet(queries, texts[0], qrels)
+
+
+def mean_measures(found):
+    """Return the means of {collection: {measure: value}}, and each value if there are several collections."""
+    measures = pd.DataFrame(found).mean(axis=1).to_dict()
+    for name, values in found.items() if len(found) > 1 else ():
+        measures |= {f"{name} {measure}": value for measure, value in values.items()}
+    return measures
+
+
 # ---- evaluation
 
 EVAL_ROWS = 200  # held out by default
@@ -954,39 +1085,78 @@ CANDIDATES = 50  # documents that a held-out query ranks where negatives are dra
 MEASURES = ("MRR@10", "nDCG@10", "accuracy", "F1", "average precision", "Spearman", "Pearson")
 
 
-@torch.no_grad()
-def evaluate(model, rows, max_tokens, args, accelerator):
-    """Return {measure: value} of the held-out rows, the same on every process: rows of several documents are rankings;
-    a label a row is a class if all are 0 or 1, else a score."""
-    model = accelerator.unwrap_model(model)
-    model.eval()
-    args = replace(args, num_negatives=CANDIDATES - 1)
-    batch = next(make_batches([(rows, {"drawn": [], "cut": 0})], model, max_tokens, args, accelerator))
-    equalize_micro_batches(batch.local, accelerator)
-    parts = [score(model, features, accelerator)[: len(cut)] for features, cut in batch.local.micro_batches]
-    model.train()
-    scores = gather_outputs(parts, batch.local, accelerator).view(-1).cpu().double().numpy()  # (N,)
-    labels, ends = batch.labels.double().numpy(), batch.sizes.cumsum(0)[:-1]
-    if len(labels) > len(rows):
-        groups = zip(np.split(scores, ends), np.split(labels, ends))
-        measures = pd.DataFrame([ranking_measures(*group, args.loss in TEACHER_LOSSES) for group in groups]).mean()
-    elif set(labels) <= {0, 1}:  # accuracy and F1 at the best threshold of each
-        accuracy, _ = BinaryClassificationEvaluator.find_best_acc_and_threshold(scores, labels, True)
-        f1, *_ = BinaryClassificationEvaluator.find_best_f1_and_threshold(scores, labels, True)
-        measures = {"accuracy": accuracy, "F1": f1, "average precision": average_precision_score(labels, scores)}
+def rank_bm25(eval_set, count):
+    """Return {query id: ids of its `count` best documents} by BM25 (Robertson and Zaragoza 2009; bm25s' default)."""
+    with user_errors("--eval_beir without --eval_run requires the package bm25s"):
+        import bm25s  # optional
+
+        texts, ids = (eval_set.documents, eval_set.queries), np.array(list(eval_set.documents), object)
+        options = {"stopwords": "en", "return_ids": False, "show_progress": False}
+        words = [bm25s.tokenize(list(part.values()), **options) for part in texts]
+        index = bm25s.BM25()
+        index.index(words[0], show_progress=False)
+        found, scores = index.retrieve(words[1], corpus=ids, k=min(count, len(ids)), show_progress=False)
+    return {query: row[score > 0].tolist() for query, row, score in zip(eval_set.queries, found, scores)}
+
+
+def rows_to_rerank(eval_set, run, args):
+    """Return rows of the first documents of each query in a TREC run file, or by BM25 if it is None; "missing": the
+    grades of the relevant documents that are not among them."""
+    if run is None:
+        ranked = rank_bm25(eval_set, args.eval_rerank_k + 1)
     else:
-        frame = pd.DataFrame({"score": scores, "label": labels})
-        measures = {name: frame.corr(name.lower()).iloc[0, 1] for name in ("Spearman", "Pearson")}
-    return {name: float(value) for name, value in measures.items()}
+        with user_errors(f"--eval_run {run}"):
+            options = {"usecols": [0, 2, 4], "dtype": {0: str, 2: str}, "quoting": 3, "keep_default_na": False}
+            frame = pd.read_csv(run, sep=r"\s+", header=None, **options)
+            ranked = frame.sort_values(4, ascending=False, kind="stable").groupby(0)[2].agg(list)
+    rows = []
+    for query, judged in eval_set.qrels.groupby("query_id"):
+        found = [name for name in ranked.get(query, ()) if name != query and name in eval_set.documents]
+        grades, found = dict(zip(judged["doc_id"], judged["relevance"])), found[: args.eval_rerank_k]
+        row = {"query": eval_set.queries[query], "documents": [eval_set.documents[name] for name in found]}
+        labels = [float(grades.pop(name, 0)) for name in found]
+        rows.append(row | {"labels": labels, "missing": [grade for grade in grades.values() if grade > 0]})
+    if not any(row["documents"] for row in rows):
+        raise UserError(f"--eval_run {run or 'of BM25'}: ranks no document of the collection for a judged query")
+    return pa.Table.from_pylist(rows)
 
 
-def ranking_measures(scores, labels, from_teacher=False):
-    """Return MRR@10 and nDCG@10 of a group of n documents, (n,) each. A label above 0 is relevant and its own gain; a
-    teacher's best document is relevant. Of equal scores the worse document is first."""
-    gains = (labels == labels.max() if from_teacher else labels.clip(0)).astype(float)
-    ranked, ideal = gains[np.lexsort((gains, -scores))][:10], np.sort(gains)[::-1][:10]
-    discounts, relevant = np.log2(2 + np.arange(len(ranked))), np.flatnonzero(ranked)
-    ndcg = (ranked / discounts).sum() / ((ideal / discounts).sum() or 1)
+@torch.no_grad()
+def evaluate(model, eval_sets, max_tokens, args, accelerator):
+    """Return {measure: value} of held-out rows and of collections, the same on every process: rows of several
+    documents are rankings; a label a row is a class if all are 0 or 1, else a score."""
+    model, found = accelerator.unwrap_model(model).eval(), {}
+    for name, rows in eval_sets.items():
+        batch = make_batch(rows, None, model, max_tokens, args, accelerator)
+        equalize_micro_batches(batch.local, accelerator)
+        parts = [score(model, features, accelerator)[: len(cut)] for features, cut in batch.local.micro_batches]
+        scores = gather_outputs(parts, batch.local, accelerator).view(-1).cpu().double().numpy()  # (N,)
+        labels, sizes = batch.labels.double().numpy(), batch.sizes.numpy()
+        if "missing" in rows.column_names or len(labels) > len(rows):
+            best_only = name == HELD_OUT and args.loss in TEACHER_LOSSES
+            missing = rows["missing"].to_pylist() if "missing" in rows.column_names else [[]] * len(rows)
+            groups = zip(*(np.split(part, sizes.cumsum()[:-1]) for part in (scores, labels)), missing)
+            measures = pd.DataFrame([ranking_measures(*group, best_only) for group in groups]).mean()
+        elif set(labels) <= {0, 1}:  # accuracy and F1 at the best threshold of each
+            accuracy, _ = BinaryClassificationEvaluator.find_best_acc_and_threshold(scores, labels, True)
+            f1, *_ = BinaryClassificationEvaluator.find_best_f1_and_threshold(scores, labels, True)
+            measures = {"accuracy": accuracy, "F1": f1, "average precision": average_precision_score(labels, scores)}
+        else:
+            frame = pd.DataFrame({"score": scores, "label": labels})
+            measures = {name: frame.corr(name.lower()).iloc[0, 1] for name in ("Spearman", "Pearson")}
+        found[name] = {name: float(value) for name, value in measures.items()}
+    model.train()
+    return mean_measures(found)
+
+
+def ranking_measures(scores, labels, missing=(), best_only=False):
+    """Return MRR@10 and nDCG@10 of a group of n documents, (n,) each. A label above 0 is relevant and its own gain, or
+    with `best_only`, for a teacher's, the best is; `missing`: labels of relevant documents that are not among them. Of
+    equal scores the worse document is first."""
+    gains = (labels == labels.max() if best_only else labels.clip(0)).astype(float)
+    ranked, ideal = gains[np.lexsort((gains, -scores))][:10], np.sort([*gains, *missing])[::-1][:10]
+    discounts, relevant = np.log2(2 + np.arange(10)), np.flatnonzero(ranked)
+    ndcg = (ranked / discounts[: len(ranked)]).sum() / ((ideal / discounts[: len(ideal)]).sum() or 1)
     return {"MRR@10": 1 / (1 + relevant[0]) if len(relevant) else 0.0, "nDCG@10": ndcg}
 
 
@@ -1042,8 +1212,9 @@ def checksums(folder):
     return found
 
 
-def save_checkpoint(folder, model, tensors, state, keep):
-    """Write `folder` (model, optimizer's tensors, state as JSON, checksums), then remove all but the newest `keep`."""
+def save_checkpoint(folder, model, tensors, state, keep, best):
+    """Write `folder` (model, optimizer's tensors, state as JSON, checksums), then remove all but the newest `keep` and
+    that of the step `best`."""
 
     def write(part):
         model.save_pretrained(str(part), create_model_card=False)
@@ -1054,8 +1225,27 @@ def save_checkpoint(folder, model, tensors, state, keep):
     save_atomically(folder, write)
     steps = sorted(folder.parent.glob("step_*"))
     newest = steps.index(folder) + 1  # later ones are damaged, since a resume did not use them
-    for path in [*steps[: max(0, newest - keep)], *steps[newest:], *folder.parent.glob(".step_*")]:
+    old = [path for path in steps[: max(0, newest - keep)] if path.name != f"step_{best:08}"]
+    for path in [*old, *steps[newest:], *folder.parent.glob(".step_*")]:
         shutil.rmtree(path)
+
+
+def is_intact(path):
+    """Return whether the files of a checkpoint are those of its checksums."""
+    with suppress(OSError, ValueError):
+        sums = dict(line.split("  ", 1)[::-1] for line in (path / "SHA256SUMS").read_text().splitlines())
+        return bool(sums) and checksums(path) == sums
+    return False
+
+
+def best_evaluation(metrics, name):
+    """Return (step of the best evaluation by a measure, or of the lowest loss; number of evaluations after it), that
+    before the first step aside; (0, 0) if there is none."""
+    sign = -1 if name and name.endswith("loss") else 1
+    found = [(sign * record[name], -record["step"]) for record in metrics if record["step"] and name in record]
+    found = [(-math.inf if math.isnan(value) else value, step) for value, step in found]
+    best = max(found, default=(0, 0))
+    return -best[1], len(found) - 1 - found.index(best) if found else 0
 
 
 def newest_checkpoint(folder):
@@ -1063,17 +1253,15 @@ def newest_checkpoint(folder):
     if there is none; report and skip a damaged one."""
     found = sorted(folder.glob("step_*"), reverse=True)
     for path in found:
-        with suppress(OSError, ValueError):
-            sums = dict(line.split("  ", 1)[::-1] for line in (path / "SHA256SUMS").read_text().splitlines())
-            if sums and checksums(path) == sums:
-                return path, json.loads((path / "state.json").read_text())
+        if is_intact(path):
+            return path, json.loads((path / "state.json").read_text())
         print(f"{path}: skipped, it is damaged", file=sys.stderr)
     return next(iter(found), None), None
 
 
 def check_resume(saved, args, data):
     """Raise UserError if a flag of RESUME_ARGS or a source has changed since the checkpoint."""
-    then, now = saved["args"], asdict(args)
+    then, now = asdict(Args()) | saved["args"], asdict(args)  # a flag may be newer than the checkpoint
     refused = [f"--{name} {now[name]} (was {then[name]})" for name in RESUME_ARGS.split() if now[name] != then[name]]
     if not args.accept_changed_data:
         pairs = zip(saved["data"], data.description)
@@ -1109,18 +1297,20 @@ def check_launch(accelerator):
 # Flags that change what a step does: resumed with another value of one, a run would be another experiment.
 RESUME_ARGS = """train_data eval_data eval_rows streaming columns num_negatives label_column mixing_weights mix_by
 corpus queries query_columns corpus_columns shuffle_buffer length_window model_name_or_path lora_rank max_length
-dropout batch_size gradient_accumulation_steps loss loss_kwargs seed"""
+query_max_length template dropout batch_size gradient_accumulation_steps loss loss_kwargs seed eval_beir eval_split
+eval_run eval_rerank_k metric_for_best_model"""
 
 
 def model_card(args, steps, metrics, data):
     """Return the README.md of the saved model: what it is, how it was trained, what was measured."""
-    record = next((record for record in reversed(metrics) if set(record) & set(MEASURES)), {})
+    measured = (record for record in reversed(metrics) if record["step"] <= steps and set(record) & set(MEASURES))
+    record = next(measured, {})
     measured = ", ".join(f"{name} {record[name]:.4f}" for name in MEASURES if name in record)
     return f"""---
 {{library_name: sentence-transformers, pipeline_tag: text-ranking, base_model: {args.model_name_or_path}}}
 ---
 Trained for {steps:,} steps of {args.batch_size * args.gradient_accumulation_steps:,} rows, by the command below.
-On {len(data.eval_rows or [])} held-out rows: {measured or "not evaluated"}
+On {", ".join([f"{len(data.eval_rows or [])} held-out rows", *args.eval_beir])}: {measured or "not evaluated"}
 
     model = sentence_transformers.CrossEncoder("path/of/this/folder")
     scores = model.predict([("a query", "a document")])
@@ -1172,6 +1362,14 @@ def main(args):
         check_resume(saved, args, data)
     steps = args.max_steps or math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
     eval_steps = args.eval_steps or max(1, steps // 10)
+    eval_sets = {}
+    if held_out:
+        negatives = replace(args, num_negatives=CANDIDATES - 1)
+        eval_sets[HELD_OUT] = draw_negatives(data.eval_rows, [args.seed, 0], negatives)
+    for name, run in zip_longest(args.eval_beir, args.eval_run):
+        with user_errors(f"--eval_beir {name}"):
+            eval_set, short = open_beir(name, args.eval_split, ("", "")), Path(name).name
+        eval_sets[name if short in eval_sets else short] = rows_to_rerank(eval_set, run, args)
 
     # ---- model, loss and optimizer
     model = load_model(args, checkpoint).to(device)
@@ -1234,17 +1432,23 @@ def main(args):
             progress.scaler = accelerator.scaler and accelerator.scaler.state_dict()
             state = asdict(progress) | {"args": asdict(args), "data": data.description}
             folder = output / f"checkpoints/step_{progress.step:08}"
-            save_checkpoint(folder, model_to_save, tensors, state, args.save_total_limit)
+            save_checkpoint(folder, model_to_save, tensors, state, args.save_total_limit, best)
 
     # ---- train
-    if held_out and progress.step == 0:
-        log(evaluate(model, data.eval_rows, max_tokens, args, accelerator))
+    if progress.step == 0 and eval_sets:
+        log(evaluate(model, eval_sets, max_tokens, args, accelerator))
+    measured = [*chain(*(record for record in progress.metrics if not record["step"])), "loss"]
+    if args.metric_for_best_model not in [None, *measured]:
+        raise UserError(f"--metric_for_best_model {args.metric_for_best_model}: is not measured; choose one of "
+                        f"{', '.join(name for name in measured if name != 'step')}")  # fmt: skip
+    best, worse = best_evaluation(progress.metrics, args.metric_for_best_model)
+    finished = progress.step == steps or 0 < args.early_stopping_patience <= worse
     rows = row_batches(data.sources, data.weights, args, progress.data_state)
     batches = prefetch(make_batches(rows, unwrapped, max_tokens, args, accelerator))
     bar = tqdm(total=steps, initial=progress.step, disable=not is_main, unit="step", mininterval=1)
     meter, stopping = Counter(), False  # sums of this process since the last line of metrics.jsonl, or since its start
     model.train()
-    while progress.step < steps and not stopping:
+    while not finished and not stopping:
         # one optimizer step
         started, loss = time.perf_counter(), 0.0
         for group in optimizer.param_groups:  # the first step of a warmup has a rate above 0
@@ -1278,8 +1482,8 @@ def main(args):
         bar.update()
 
         # metrics, evaluation, checkpoint
-        record, last = {}, progress.step == steps
-        if progress.step % args.logging_steps == 0 or last:
+        record, finished = {}, progress.step == steps
+        if progress.step % args.logging_steps == 0 or finished:
             seconds, sums = meter["seconds"], torch.tensor([meter["tokens"], meter["padded"]], device=device)
             tokens, padded = accelerator.reduce(sums).tolist()
             record = {"loss": sum(progress.losses) / len(progress.losses), "grad_norm": norm,
@@ -1289,26 +1493,34 @@ def main(args):
             record |= {"skipped_steps": meter["skipped"]} if accelerator.scaler else {}  # of float16
             bar.set_postfix_str("loss {loss:.4f}, {rows_per_second:,.0f} rows/s".format(**record), refresh=False)
             meter, progress.losses = Counter(), []
-        if held_out and (progress.step % eval_steps == 0 or last):
-            record |= evaluate(model, data.eval_rows, max_tokens, args, accelerator)
+        if progress.step % eval_steps == 0 or finished:
+            record |= evaluate(model, eval_sets, max_tokens, args, accelerator)
         if record:
             log(record)
-        if stopping or last or (args.save_steps and progress.step % args.save_steps == 0):
+            best, worse = best_evaluation(progress.metrics, args.metric_for_best_model)
+            finished |= 0 < args.early_stopping_patience <= worse
+        due = args.save_steps and progress.step % args.save_steps == 0
+        if stopping or finished or due or progress.step == best:
             save()
             accelerator.wait_for_everyone()
 
     # ---- save
     bar.close()
     batches.close()
-    if progress.step < steps:
+    if not finished:
         accelerator.print(f"stopped after step {progress.step:,} of {steps:,}: resume by this command and --resume")
     elif is_main:
+        if best:
+            path = output / f"checkpoints/step_{best:08}"
+            if not is_intact(path):
+                raise UserError(f"{path}: the best checkpoint is damaged or gone; model/ is not written")
+            model_to_save = load_model(args, path)
         if args.lora_rank:
             model_to_save[0].model = model_to_save[0].model.merge_and_unload()  # loads without peft
 
         def write(part):
             model_to_save.save_pretrained(str(part), create_model_card=False)
-            (part / "README.md").write_text(model_card(args, steps, progress.metrics, data))
+            (part / "README.md").write_text(model_card(args, best or progress.step, progress.metrics, data))
 
         save_atomically(output / "model", write)
         plot_metrics(progress.metrics, output / "training.png")

@@ -35,7 +35,7 @@ def ours(source, args):
 
     def start(state=None):
         batches = script.row_batches([script.Source(source, 0, clean, options)], [1], options, state)
-        return ((rows["0"], after) for rows, after in batches)
+        return ((rows["query"], after) for rows, after in batches)
 
     return start
 

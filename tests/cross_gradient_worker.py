@@ -19,6 +19,7 @@ CASES = {
     "mse": f"{LISTS} scores --loss mse",
     "listwise_ce": f"{LISTS} classes --loss listwise_ce",
     "drawn": "--columns docstring code",
+    "lists": "--columns docstring code lists --num_negatives 2",
     "ranknet": f"{LISTS} grades --loss ranknet",
     "lambdaloss": f'{LISTS} grades --loss lambdaloss --loss_kwargs {{"k":3}}',
     "margin_mse": f"{LISTS} scores --loss margin_mse",

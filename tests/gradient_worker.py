@@ -5,6 +5,7 @@ accelerate launch tests/gradient_worker.py MODEL SOURCE OUTPUT
 
 import json
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -20,6 +21,8 @@ CASES = {
     "symmetric": '--columns docstring code --loss_kwargs {"symmetric":true}',
     "negatives": "--columns docstring code wrong",
     "matryoshka": "--columns docstring code --matryoshka_dims 32 8",
+    "lists": '--columns docstring code lists --num_negatives 2 --loss_kwargs {"mask_margin":0.001}',
+    "guide": "--columns docstring code --guide_model GUIDE",
     "margin_mse": f"{TEACHER} margin_mse",
     "kl": f'{TEACHER} kl --loss_kwargs {{"infonce":0.5}}',
     "CoSENTLoss": "--columns docstring code --label_column label --loss CoSENTLoss",
@@ -45,12 +48,14 @@ def gradients_of(flags, settings, accumulation=1):
     """
     args, rows = open_rows(flags)
     loss_fn, rows = script.make_loss(args, model), list(islice(rows, accumulation))
+    # By mean or max pooling: the similarities of first tokens differ by less than rounding, on which a mask depends.
+    guide = script.load_model(replace(args, pooling="max")).eval() if args.guide_model else None
     accelerator.gradient_accumulation_steps = accumulation
     for max_tokens, args.grad_cache in settings:
         model.zero_grad()
-        for number, batch in enumerate(script.make_batches(rows, model, max_tokens, args, accelerator)):
+        for number, batch in enumerate(script.make_batches(rows, model, max_tokens, args, accelerator, guide)):
             sync = number == accumulation - 1
-            loss = script.forward_backward(prepared, batch, loss_fn, [0, 0, number], sync, args, accelerator)
+            loss = script.forward_backward(prepared, batch, loss_fn, [0, 0, number], sync, args, accelerator, guide)
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
         yield gradient, accelerator.reduce(loss).item(), len(batch.local.micro_batches)
 
@@ -63,7 +68,7 @@ prepared = accelerator.prepare(model).eval()  # no dropout: it differs from micr
 settings = [(max_tokens, cache) for max_tokens in (128, 700, 10**6) for cache in (False, True)]
 gradients = {}
 for name, flags in CASES.items():
-    found = gradients_of([*flags.split(), "--batch_size", "21"], settings)
+    found = gradients_of([*flags.replace("GUIDE", model_path).split(), "--batch_size", "21"], settings)
     gradients |= {(name, *setting): gradient for setting, gradient in zip(settings, found)}
 mean = MEAN_OVER_ROWS.split()
 (gradients["one batch of 64"],) = gradients_of([*mean, "--batch_size", "64"], [(700, False)])

@@ -535,7 +535,8 @@ def test_resume_with_changed_flags(finished, refusal, changed):
     assert snapshot("out") == before
 
 
-MAY_CHANGE = """accept_changed_data attn_implementation eval_steps full_determinism grad_cache learning_rate
+MAY_CHANGE = """accept_changed_data attn_implementation early_stopping_patience eval_steps full_determinism grad_cache
+gradient_checkpointing learning_rate
 logging_steps lr_scheduler_type max_grad_norm max_steps micro_batch_tokens num_train_epochs
 on_bad_row output_dir report_to resume rows_per_epoch save_steps save_total_limit stopping_strategy
 warmup_ratio weight_decay"""
@@ -657,7 +658,7 @@ def test_loss_that_turns_nan_keeps_the_last_good_checkpoint(flags, refusal, monk
     message = refusal(flags, "--train_data", jsonl("x.jsonl"))
     assert "nan" in message and "step 3" in message and "nonfinite_batch.json" in message
     rows = json.loads(Path("out/nonfinite_batch.json").read_text())
-    assert len(rows) == 26 and all(any(text == row["a"] for row in ROWS) for text in (row["0"] for row in rows))
+    assert len(rows) == 26 and all(any(text == row["a"] for row in ROWS) for text in (row["query"] for row in rows))
     assert newest() == 2 and not os.path.exists("out/model")
 
 

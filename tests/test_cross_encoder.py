@@ -187,7 +187,7 @@ def test_losses_are_those_of_sentence_transformers():
 
 # ------------------------------------------------------------------------------------------------------- equalities
 
-CASES = ["bce", "mse", "listwise_ce", "drawn", "ranknet", "lambdaloss", "margin_mse", "kl"]
+CASES = ["bce", "mse", "listwise_ce", "drawn", "lists", "ranknet", "lambdaloss", "margin_mse", "kl"]
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +201,8 @@ def launched(tmp_path_factory, rows, bert):
         labels = {"label": i % 3 // 2, "classes": [1] + [i % 2] * (len(documents) - 2) + [0],
                   "grades": [max(3 - number, 0) for number in range(len(documents))],
                   "scores": [math.sin(i + number) for number in range(len(documents))]}  # fmt: skip
-        table.append({**row, "code": codes[i], "documents": documents, **labels})
+        lists = {"documents": documents, "lists": codes[max(0, i - i % 5) : i]}
+        table.append({**row, "code": codes[i], **lists, **labels})
     file, found = write(folder / "rows.parquet", table), {}
     for processes in (1, 2):
         launch(ROOT / "tests/cross_gradient_worker.py", bert, file, folder / str(processes), processes=processes)
@@ -274,7 +275,7 @@ def test_shapes(suffix, way):
 def groups_of(rows):
     """Return (Table of cleaned rows, Args); rows: (query, document or documents)."""
     args, (queries, documents) = parse("--columns", "q", "d"), zip(*rows)
-    return script.clean_groups(pa.table({"q": queries, "d": documents}), "x", [None, None], args)[0], args
+    return script.clean_groups(pa.table({"q": queries, "d": documents}), "x", 0, None, [None, None], args)[0], args
 
 
 def test_drawn_negatives():
@@ -302,7 +303,7 @@ def test_negatives_are_drawn_for_lone_positives_only():
     assert [row["documents"] for row in found[:1]] == [["b", "c"]]
     assert [sorted(row["documents"][1:]) for row in found[1:]] == [["b", "c", "g"], ["b", "c", "e"]]
     assert [row["labels"] for row in found] == [[1, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
-    args.label_column = "y"
+    args.label_column = ["y"]
     assert script.draw_negatives(table, [0], args) is table
     for rows in ([("a", "b"), ("a", "c")], [("a", "b"), ("d", "b")]):
         with pytest.raises(script.UserError, match="no other row has a negative to draw"):
@@ -388,7 +389,7 @@ def test_ranking_measures_are_those_of_the_library():
     groups = np.repeat(np.arange(40), random.integers(1, 30, 40))
 
     def measure(scores, labels, *from_teacher):
-        found = [script.ranking_measures(scores[groups == group], labels[groups == group], *from_teacher)
+        found = [script.ranking_measures(scores[groups == group], labels[groups == group], (), *from_teacher)
                  for group in range(40)]  # fmt: skip
         return pd.DataFrame(found).mean().to_dict()
 
@@ -417,10 +418,11 @@ def test_held_out_rows_are_measured_as_predict_scores_them(rows, reranker, kind)
                               "--eval_rows", "60", *flags])  # fmt: skip
     script.make_loss(args)
     data, model = script.open_data(args, script.clean_groups), script.load_model(args).train()
-    found = script.evaluate(model, data.eval_rows, 700, args, Accelerator(cpu=True))
-    assert model.training
     args.num_negatives = script.CANDIDATES - 1
-    held_out = script.draw_negatives(data.eval_rows, [args.seed, 0], args).to_pylist()
+    held_out = script.draw_negatives(data.eval_rows, [args.seed, 0], args)
+    found = script.evaluate(model, {script.HELD_OUT: held_out}, 700, args, Accelerator(cpu=True))
+    assert model.training
+    held_out = held_out.to_pylist()
     if kind == "drawn":
         assert all(len(set(row["documents"])) == 50 for row in held_out)
         documents = {document for row in held_out for document in row["documents"]}
@@ -596,7 +598,7 @@ BAD_GROUPS = [
     ({"y": [0, 0]}, "--loss ranknet", "--loss ranknet takes a label for each document, not all equal"),
     ({"y": [1, -1]}, "--loss lambdaloss", "of 0 to 100"),
     ({"y": [1, 0, 0]}, "", "a label for each document"),
-    ({"y": []}, "", "a label for each document"),
+    ({"y": []}, "", "'y' has no finite number"),
     ({"y": None}, "", "in the row"),
     ({"y": [None, 0]}, "", "'y' has no finite number"),
     ({"y": [math.nan, 0]}, "", "'y' has no finite number"),

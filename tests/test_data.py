@@ -80,14 +80,19 @@ def write(path, rows):
     return name
 
 
+def positives(rows):
+    """Return the first document of each cleaned row."""
+    return [documents[0] for documents in rows["documents"].to_pylist()]
+
+
 def texts(rows):
     """Return [{"a": text, "b": text}] of a Table of cleaned rows."""
-    return [{"a": a, "b": b} for a, b in zip(rows["0"].to_pylist(), rows["1"].to_pylist())]
+    return [{"a": a, "b": b} for a, b in zip(rows["query"].to_pylist(), positives(rows))]
 
 
 def numbers(rows):
     """Return the running numbers that `table` wrote into the rows."""
-    return [int(text.split(":")[0].removeprefix("row ")) for text in rows["0"].to_pylist()]
+    return [int(text.split(":")[0].removeprefix("row ")) for text in rows["query"].to_pylist()]
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +179,8 @@ def test_labels(streaming, suffix):
         if suffix == "csv":
             rows = [{**row, "score": json.dumps(row["score"])} for row in rows]
         file = write(f"{type(label(0)).__name__}.{suffix}", rows)
-        found = open_source(streaming, file, shuffle_buffer=0, label_column="score").take(60)
-        assert found["label"].to_pylist() == [label(i) for i in range(60)]
+        found = open_source(streaming, file, shuffle_buffer=0, label_column=["score"]).take(60)
+        assert found["labels"].to_pylist() == [np.atleast_1d(label(i)).tolist() for i in range(60)]
         assert texts(found) == table(60)
 
 
@@ -233,7 +238,7 @@ def test_a_column_of_texts_and_numbers(streaming):
 
 @both_kinds
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
-@pytest.mark.parametrize("value", [5, 2.5, True, ["one", "two"], {"x": "y"}])
+@pytest.mark.parametrize("value", [5, 2.5, True, [["one", "two"]], {"x": "y"}])
 def test_a_column_that_holds_no_texts(streaming, suffix, value):
     """Whatever the format, a number or a list of negatives is not trained on as its letters."""
     if suffix == "csv" and not isinstance(value, int | float):
@@ -249,10 +254,10 @@ def test_labels_that_are_not_finite_numbers(streaming):
                                      [0.5, "high", None, 1.0]]):  # fmt: skip
         rows = [{**row, "score": label} for row, label in zip(table(4), labels)]
         file, skip = write(f"{number}.jsonl", rows), {"on_bad_row": "skip", "shuffle_buffer": 0}
-        source = open_source(streaming, file, label_column="score", **skip)
+        source = open_source(streaming, file, label_column=["score"], **skip)
         assert numbers(source.take(2)) == [0, 3] and source.state["skipped"] == 2, labels
         with pytest.raises(script.UserError, match=f"{number}.jsonl: 'score' has no.* in the row .*row 1: .*skip"):
-            open_source(streaming, file, label_column="score", shuffle_buffer=0).take(4)
+            open_source(streaming, file, label_column=["score"], shuffle_buffer=0).take(4)
 
 
 # ------------------------------------------------------------------------------------------------------------ order

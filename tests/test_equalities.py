@@ -8,7 +8,8 @@ import pytest
 import torch
 from conftest import ROOT, launch
 
-LOSSES = ["infonce", "symmetric", "negatives", "matryoshka", "margin_mse", "kl", "CoSENTLoss", "TripletLoss"]
+LOSSES = ["infonce", "symmetric", "negatives", "matryoshka", "lists", "guide", "margin_mse", "kl", "CoSENTLoss",
+          "TripletLoss"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,8 @@ def launched(tmp_path_factory, rows, bert):
     rows = [{name: text[:200] for name, text in row.items()} for row in rows]
     codes = [row["code"] for row in rows]
     more = [{"label": len(code) % 7 / 7, "wrong": codes[i - 1], "worse": codes[i - 5],
-             "scores": [0.9, 0.5, len(code) % 5 / 9]} for i, code in enumerate(codes)]  # fmt: skip
+             "lists": codes[max(0, i - i % 5) : i], "scores": [0.9, 0.5, len(code) % 5 / 9]}
+            for i, code in enumerate(codes)]  # fmt: skip
     rows = [row | other for row, other in zip(rows, more)]
     pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
     found = {}
@@ -48,6 +50,12 @@ def test_gradient_is_that_of_one_process_and_one_pass(launched, loss):
                 assert_close(gradients[loss, max_tokens, cache], wanted)
 
 
+def test_masked_negatives_change_the_gradient(launched):
+    """Otherwise the equality of "guide" would prove little."""
+    plain, guided = (launched[1, 0][0][name, 10**6, False][0] for name in ("infonce", "guide"))
+    assert (guided - plain).norm() > 0.01 * plain.norm()
+
+
 def test_the_two_processes_ran_different_numbers_of_passes(launched):
     """Otherwise the equality above would prove little: collectives get out of step there."""
     settings = [(loss, max_tokens, False) for loss in LOSSES for max_tokens in (128, 700)]
@@ -63,6 +71,6 @@ def test_accumulated_batches_are_one_batch_for_a_mean_over_rows(launched):
 
 def test_batches_are_the_same_on_any_number_of_processes(launched):
     first = launched[1, 0][1]
-    assert len({row["0"] for batch in first for row in batch}) > 300
+    assert len({row["query"] for batch in first for row in batch}) > 300
     for _, rows in launched.values():
         assert rows == first

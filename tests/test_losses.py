@@ -1,7 +1,6 @@
 """The parts of a step, each against a plain loop or the library: partition, micro-batches, losses."""
 
 import math
-from functools import partial
 from types import SimpleNamespace
 
 import ir_measures
@@ -26,9 +25,10 @@ def test_parts_of_the_processes_are_even_in_count_and_length(processes, monkeypa
     lengths = np.random.default_rng(0).pareto(1.5, 257).astype(int) + 1
     monkeypatch.setattr(script, "make_micro_batches", lambda texts, *_: ([({}, np.arange(len(texts)))], 0, 0))
     texts, locals_ = [pa.array(["x" * length for length in lengths])], []
+    args = SimpleNamespace(query_max_length=None)
     for process in range(processes):
         accelerator = SimpleNamespace(num_processes=processes, process_index=process, device=torch.device("cpu"))
-        locals_.append(script.make_local_batch(texts, None, None, accelerator))
+        locals_.append(script.make_local_batch(texts, 0, None, None, args, accelerator))
     parts, size = [local.indices.numpy() for local in locals_], -(-257 // processes)
     assert sorted(np.concatenate(parts)) == list(range(257))
     assert max(map(len, parts)) == size and min(map(len, parts)) >= size - 1
@@ -99,10 +99,10 @@ def test_texts_that_are_equal_have_equal_ids(bert):
     for prompts, ids in (([], [[0, 1, 0], [1, 2, 2]]), (["query: ", "text: "], [[0, 1, 0], [2, 3, 3]])):
         args = script.parse_args(["--train_data", "x", "--columns", "a", "b"])
         args.prompts = prompts
-        rows, _ = script.clean_pairs(table, "x", [None, None], args)
+        rows, _ = script.clean_pairs(table, "x", 0, None, [None, None], args)
         query, text = prompts or ["", ""]
-        assert rows["0"].to_pylist() == [query + letter for letter in "xyx"]
-        assert rows["1"].to_pylist() == [text + letter for letter in "yzz"]
+        assert rows["query"].to_pylist() == [query + letter for letter in "xyx"]
+        assert rows["documents"].to_pylist() == [[text + letter] for letter in "yzz"]
         batch = next(script.make_batches([(rows, {})], model, 100, args, Accelerator(cpu=True)))
         assert batch.ids.tolist() == ids
 
@@ -227,14 +227,18 @@ def test_held_out_measures_are_those_of_libraries(kind, rows, request, monkeypat
 
     monkeypatch.setattr(script, "MAX_SCORES", 7 * 60)
     labels = [len(text) % 9 / 9 for text in texts[:, 1]]
-    table = pa.table({"0": texts[:, 0], "1": texts[:, 1], "label": labels})
-    args = script.parse_args(["--train_data", "x", "--model_name_or_path", folder])
-    evaluate = partial(script.evaluate, script.load_model(args), table, 600, args, Accelerator(cpu=True))
-    assert evaluate() == pytest.approx({name: found[measure] for name, measure in measures.items()}, abs=1e-9)
-    args.label_column = "label"
+    columns = {"query": texts[:, 0], "documents": texts[:, 1:].tolist(), "labels": [[label] for label in labels]}
+    args, table = script.parse_args(["--train_data", "x", "--model_name_or_path", folder]), pa.table(columns)
+    model = script.load_model(args)
+
+    def evaluate(held_out):
+        return script.evaluate(model, {script.HELD_OUT: held_out}, 600, args, Accelerator(cpu=True))
+
+    wanted = {name: found[measure] for name, measure in measures.items()}
+    assert evaluate(script.held_out_collection(table)) == pytest.approx(wanted, abs=1e-9)
     scores = scores.diagonal()
     wanted = {"Spearman": scipy.stats.spearmanr(scores, labels)[0], "Pearson": scipy.stats.pearsonr(scores, labels)[0]}
-    assert evaluate() == pytest.approx(wanted, abs=3e-3)  # two scores that are nearly equal may change places
+    assert evaluate(table) == pytest.approx(wanted, abs=3e-3)  # two scores that are nearly equal may change places
 
 
 def test_matryoshka_is_the_sum_over_cut_embeddings():

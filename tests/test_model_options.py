@@ -1,10 +1,11 @@
-"""LoRA adapters, the choice of attention, dropout, pooling, prompts and truncation."""
+"""LoRA adapters, attention, dropout, pooling, prompts, truncation, templates and gradient checkpointing."""
 
 import importlib
 import shutil
 import signal
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,9 +14,12 @@ from accelerate import Accelerator
 from conftest import ROOT, TRAINERS, launch, metrics, weights, write_jsonl
 from forked import last_of
 from safetensors.torch import load_file
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from test_best_model import lines, train
 
+import eval_incremental
 import train_bi_encoder
+import train_cross_encoder
 
 
 def flags_for(name, corpus, model, output, *more):
@@ -294,3 +298,169 @@ def test_an_optimizer_without_state(name, corpus, bert, tmp_path, monkeypatch):
         shutil.rmtree(tmp_path / folder)
     script.main(script.parse_args(last_of([*flags, "--resume"])))
     assert torch.equal(weights(tmp_path / "model"), wanted)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_gradient_checkpointing(name, corpus, bert, tmp_path):
+    """Layers run again in the backward pass, with the same dropout: the losses are the same."""
+    passes = []
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(
+        lambda module, _: passes.append(module.training) if type(module).__name__ == "BertSelfAttention" else None
+    )
+    with hook:
+        for number, more in enumerate((["--dropout", 0], [], ["--grad_cache"], ["--lora_rank", 2])):
+            found = []
+            for how in ([], ["--gradient_checkpointing"]):
+                flags = flags_for(name, corpus, bert, tmp_path / f"{number}{len(how)}", "--dropout", 0.1, *more, *how)
+                passes.clear()
+                train(name, *flags, "--max_steps", 3, "--eval_rows", 0, "--micro_batch_tokens", 600)
+                found.append((sum(passes), losses(tmp_path / f"{number}{len(how)}")))
+            (few, wanted), (many, again) = found
+            assert again == pytest.approx(wanted, rel=1e-6) and len(again) == 3
+            # Beside the pass that finds what gets no gradient; of --grad_cache's two passes one has a graph.
+            assert many > 1.4 * few if "--grad_cache" in more else many > 1.9 * few
+
+
+def token_ids(local):
+    """{number of a text or pair: ids without padding}."""
+    found, numbers = {}, iter(local.indices.tolist())
+    for features, _ in local.micro_batches:
+        mask = features.get("attention_mask", torch.ones_like(features["input_ids"])).bool()
+        found |= {i: row[kept].tolist() for row, kept, i in zip(features["input_ids"], mask, numbers)}
+    return found
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_query_max_length(name, rows, bert, tmp_path):
+    """Only queries are cut, after so many tokens beside [CLS] and [SEP]: a run on queries that were cut before reads
+    the same, its held-out rows included."""
+    script, tokenizer = importlib.import_module(name), transformers.AutoTokenizer.from_pretrained(bert)
+    queries, documents = ([row[column] for row in rows[:80]] for column in ("docstring", "code"))
+    flags = ["--model_name_or_path", str(bert), "--query_max_length", "5", "--max_length", "40"]
+    args = script.parse_args(["--train_data", "x", *flags])
+    texts = [queries, documents] if name == "train_cross_encoder" else [queries + documents]
+    texts = [pa.array(part, pa.large_string()) for part in texts]
+    model = script.load_model(args)
+    found = token_ids(script.make_local_batch(texts, 80, model, 10**6, args, Accelerator(cpu=True)))
+    tokens = [
+        [tokenizer(text, add_special_tokens=False)["input_ids"] for text in part] for part in (queries, documents)
+    ]
+    cls, sep = [tokenizer.cls_token_id], [tokenizer.sep_token_id]
+    for i, (query, document) in enumerate(zip(*tokens)):
+        if name == "train_cross_encoder":
+            assert found[i] == (cls + query[:5] + sep + document)[: 40 - 1] + sep
+        else:
+            assert found[i] == cls + query[:5] + sep and found[80 + i] == cls + document[:38] + sep
+    assert sum(len(query) > 5 for query in tokens[0]) > 60
+
+    ends = tokenizer(queries, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    short = [text[: offsets[:5][-1][1]] for text, offsets in zip(queries, ends)]
+    kept = {text: number for number, text in enumerate(short)}.values()  # equal queries share their answers
+    for kind, part in (("whole", queries), ("short", short)):
+        write_jsonl(tmp_path / f"{kind}.jsonl", [{"q": part[number], "d": documents[number]} for number in kept])
+        flags = flags_for(name, tmp_path / f"{kind}.jsonl", bert, tmp_path / kind, "--max_steps", 2)
+        train(name, *flags, "--shuffle_buffer", 0, *["--query_max_length", 5] * (kind == "whole"))
+    assert len(lines(tmp_path / "whole")) == 3
+    for one, two in zip(lines(tmp_path / "whole"), lines(tmp_path / "short")):
+        assert one == pytest.approx(two, rel=1e-6, abs=1e-6)
+
+
+def test_prompts_of_sources(rows, bert, tmp_path):
+    """Each source has its own prompt of queries, held-out rows too; the model keeps the first."""
+    for number in range(2):
+        write_jsonl(tmp_path / f"{number}.jsonl", rows[number:80:2])
+    flags = ["--train_data", str(tmp_path / "0.jsonl"), str(tmp_path / "1.jsonl"), "--eval_rows", "10"]
+    args = train_bi_encoder.parse_args([*flags, "--prompts", "one: ", "two: ", "code: "])
+    data = train_bi_encoder.open_data(args, train_bi_encoder.clean_pairs)
+    texts = {row["docstring"]: (number % 2, row["code"]) for number, row in enumerate(rows[:80])}
+    for part in (data.eval_rows, *(source.take(20) for source in data.sources)):
+        for row in part.to_pylist():
+            number, code = texts[row["query"][5:]]
+            assert row["query"][:5] == ("one: ", "two: ")[number] and row["documents"] == [f"code: {code}"]
+    assert {row["query"][:5] for row in data.eval_rows.to_pylist()} == {"one: ", "two: "}
+    assert load(bert, "--prompts", "one: ", "code: ").prompts["query"] == "one: "
+
+
+@pytest.mark.parametrize("count", [3, 4, 5])
+def test_wrong_number_of_prompts(count, capsys):
+    sources = [str(i) for i in range(3 if count == 3 else 2)]
+    with pytest.raises(SystemExit):
+        train_bi_encoder.parse_args(["--train_data", *sources, "--prompts", *map(str, range(count))])
+    said = "--prompts takes one, or two (queries, documents), or one for the queries of each source and one"
+    assert said in capsys.readouterr().err
+
+
+def load_reranker(folder, *flags):
+    """(CrossEncoder as trained with the flags, its Args)."""
+    args = train_cross_encoder.parse_args(["--train_data", "x", "--model_name_or_path", str(folder), *flags])
+    return train_cross_encoder.load_model(args).eval(), args
+
+
+def pair_features(model, pairs):
+    """[(ids, token types)] of pairs, as they are trained on."""
+    found = {}
+    for features, cut in train_cross_encoder.make_micro_batches(*zip(*pairs), model, 400, torch.device("cpu"))[0]:
+        mask = features.get("attention_mask", torch.ones_like(features["input_ids"])).bool()
+        for i, number in enumerate(cut):
+            parts = (features[part][i][mask[i]].tolist() for part in ("input_ids", "token_type_ids"))
+            found[int(number)] = tuple(parts)
+    return [found[i] for i in range(len(pairs))]
+
+
+def test_template(rows, bert):
+    """The model's own pattern as a template is what its tokenizer does; parts of another are never truncated."""
+    pairs = [(row["docstring"], row["code"]) for row in rows[:40]] + [("a", "b"), ("read " * 90, "a file")]
+    own, _ = load_reranker(bert, "--max_length", "40")
+    same, _ = load_reranker(bert, "--max_length", "40", "--template", "[CLS]{query}[SEP]{document}[SEP]")
+    assert pair_features(same, pairs) == pair_features(own, pairs)
+    parts = "[CLS] find the code: ", "[SEP]", " is it a function?[SEP]"
+    model, _ = load_reranker(
+        bert, "--max_length", "40", "--template", "{query}".join(parts[:2]) + "{document}" + parts[2]
+    )
+    tokenizer, long = transformers.AutoTokenizer.from_pretrained(bert), 0
+    first, middle, last = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts)
+    for pair, (ids, types) in zip(pairs, pair_features(model, pairs)):
+        query, document = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in pair)
+        room, half = 40 - len(first + middle + last), (40 - len(first + middle + last)) // 2
+        long += len(query + document) > room
+        assert ids[: len(first)] == first and ids[-len(last) :] == last
+        assert len(ids) == min(40, len(first + query + middle + document + last))
+        begin = len(first)
+        end = begin + next(n for n in range(len(ids)) if ids[begin + n : begin + n + len(middle)] == middle)
+        kept = ids[begin:end], ids[end + len(middle) : -len(last)]
+        assert kept == (query[: len(kept[0])], document[: len(kept[1])])
+        assert len(kept[0]) >= min(half, len(query)) and len(kept[1]) >= min(half, len(document))
+        assert types == [0] * (end + len(middle)) + [1] * (len(kept[1]) + len(last))
+    assert long > 20
+
+
+def test_a_template_is_saved(corpus, rows, reranker, tmp_path):
+    """predict() of the saved model, and eval_incremental.py, give the scores that training sees, resumed or not."""
+    template = "[CLS] find: {query}[SEP]{document} a function?[SEP]"
+    flags = flags_for("train_cross_encoder", corpus, reranker, tmp_path, "--template", template, "--max_steps", 2)
+    train("train_cross_encoder", *flags, "--save_steps", 1)
+    pairs, found = [(row["docstring"], row["code"]) for row in rows[:40]], []
+    trained, args = load_reranker(reranker, "--max_length", "48", "--template", template)
+    trained.load_state_dict(CrossEncoder(str(tmp_path / "model"), device="cpu").state_dict())
+    resumed = train_cross_encoder.load_model(args, tmp_path / "checkpoints/step_00000002").eval()
+    evaluated = eval_incremental.load_cross_encoder(
+        str(tmp_path / "model"), eval_incremental.parse_args(["--beir", "x"])
+    )
+    for model in (trained, resumed, evaluated):
+        scores = torch.empty(40)
+        for features, cut in train_cross_encoder.make_micro_batches(*zip(*pairs), model, 400, torch.device("cpu"))[0]:
+            with torch.no_grad():
+                scores[cut] = train_cross_encoder.score(model, features, Accelerator(cpu=True)).view(-1)
+        found.append(scores.tolist())
+    predicted = CrossEncoder(str(tmp_path / "model"), device="cpu").predict(pairs).tolist()
+    assert all(scores == pytest.approx(predicted, abs=1e-5) for scores in found)
+    plain = CrossEncoder(str(reranker), device="cpu", max_length=48)
+    plain.load_state_dict(trained.state_dict())
+    assert plain.predict(pairs).tolist() != pytest.approx(predicted, abs=1e-2)
+
+
+@pytest.mark.parametrize("template", ["{document}", "{query} {document} {query}", "a text"])
+def test_a_template_without_its_parts(template, capsys):
+    with pytest.raises(SystemExit):
+        train_cross_encoder.parse_args(["--train_data", "x", "--template", template])
+    assert "--template must contain {query} and {document} once each" in capsys.readouterr().err

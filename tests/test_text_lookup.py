@@ -55,8 +55,8 @@ def texts(path, ids, columns=("_id", "text")):
     args = script.parse_args(["--train_data", "x", "--columns", "row", "id", "--on_bad_row", "skip"])
     table = pa.table({"row": [f"{i}" for i in range(len(ids))], "id": ids})
     lookups = [None, script.TextLookup([str(path)], list(columns))]
-    rows, skipped = script.clean_pairs(table, source="x", lookups=lookups, args=args)
-    found = dict(zip(map(int, rows["0"].to_pylist()), rows["1"].to_pylist()))
+    rows, skipped = script.clean_pairs(table, "x", 0, None, lookups, args)
+    found = dict(zip(map(int, rows["query"].to_pylist()), (row[0] for row in rows["documents"].to_pylist())))
     assert len(found) + skipped == len(ids)
     return [found.get(i) for i in range(len(ids))]
 

@@ -21,19 +21,22 @@ STEPS = 24
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory, rows, bert):
-    """{trainer: {way of reading: flags}}: a mapped run, and a mixed stream with a shuffle window; dropout is on."""
+    """{trainer: {way of reading: flags}}: a mapped run, which draws negatives of lists, and a mixed stream with a
+    shuffle window; dropout is on."""
     folder = tmp_path_factory.mktemp("data")
     files = [folder / "a.jsonl.gz", folder / "b.jsonl"]
     for number, file in enumerate(files):
         short = [{"docstring": row["docstring"][:100], "code": row["code"][:150]} for row in rows[number::2]]
+        short = [{**row, "neg": [short[i - j]["code"][:60] for j in (1, 2, 3)]} for i, row in enumerate(short)]
         with fsspec.open(file, "wt", compression="infer") as lines:
             lines.writelines(json.dumps(row) + "\n" for row in short)
     common = ["--model_name_or_path", bert, "--train_data", *files, "--max_steps", STEPS, "--logging_steps", 1,
               "--save_steps", 2, "--eval_steps", 8, "--micro_batch_tokens", 600, "--learning_rate", 1e-3]  # fmt: skip
+    drawn = ["--columns", "docstring", "code", "neg", "--num_negatives", 2, "--grad_cache", "--length_window", 2]
     mixed = ["--mixing_weights", 0.4, 0.6, "--mix_by", "batch"]
     ways = {
-        "mapped": [*common, "--grad_cache", "--length_window", 2],
-        "streaming": [*common, "--streaming", "--shuffle_buffer", 60, *mixed],
+        "mapped": [*common, *drawn],
+        "streaming": [*common, "--columns", "docstring", "code", "--streaming", "--shuffle_buffer", 60, *mixed],
     }
     own = {
         "train_bi_encoder": ["--batch_size", 16, "--eval_rows", 40],

@@ -1,0 +1,198 @@
+"""--metric_for_best_model and --early_stopping_patience: whole runs, stopped runs, adapters and refusals."""
+
+import importlib
+import math
+import shutil
+import signal
+
+import pytest
+from conftest import ROOT, TRAINERS, launch, metrics, write_jsonl
+from forked import Forked, last_of
+from test_resume import signal_when
+
+RATES = {"rows_per_second", "tokens_per_second", "data_wait_fraction"}
+STEPS = 16
+MEASURE = {"train_bi_encoder": "nDCG@10", "train_cross_encoder": "loss"}
+
+
+def train(name, *flags):
+    """A run in this process, whose handler of SIGTERM is kept."""
+    script = importlib.import_module(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(signal, "signal", lambda *_: None)
+        script.main(script.parse_args(last_of(flags)))
+
+
+def lines(output):
+    return [{name: value for name, value in line.items() if name not in RATES} for line in metrics(output)]
+
+
+def saved_weights(folder):
+    return (folder / "model.safetensors").read_bytes()
+
+
+def left(output):
+    """What must be equal in the end."""
+    return lines(output), saved_weights(output / "model")
+
+
+def naive_best(name, found):
+    """(step of the best line, steps of the measured lines)."""
+    sign = -1 if MEASURE[name] == "loss" else 1
+    values = {line["step"]: sign * line[MEASURE[name]] for line in found if line["step"] and MEASURE[name] in line}
+    return next(step for step, value in values.items() if value == max(values.values())), list(values)
+
+
+def kept_steps(output):
+    return sorted(int(path.name.removeprefix("step_")) for path in (output / "checkpoints").iterdir())
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory, rows, bert):
+    """{trainer: flags} of runs that are at their best in the middle: four steps of the bi-encoder pair the held-out
+    queries with their documents, twelve with others; seven batches of the cross-encoder have ever fewer documents."""
+    folder, texts = tmp_path_factory.mktemp("rows"), rows[:32]
+    wrong = [{**row, "code": texts[i // 16 * 16 + (i + 1) % 16]["code"]} for i, row in enumerate(texts)]
+    write_jsonl(folder / "held_out.jsonl", texts)
+    write_jsonl(folder / "train_bi_encoder.jsonl", texts * 2 + wrong * 6)
+    sizes = [8, 7, 6, 5, 4, 3, 2, *[8] * STEPS]
+    lists = [{"q": row["docstring"], "d": [other["code"] for other in rows[i + 1 : i + 1 + sizes[i // 8]]]}
+             for i, row in enumerate(rows[: 8 * STEPS])]  # fmt: skip
+    write_jsonl(folder / "train_cross_encoder.jsonl", lists)
+    common = ["--model_name_or_path", bert, "--max_steps", STEPS, "--shuffle_buffer", 0, "--logging_steps", 1,
+              "--max_length", 32, "--micro_batch_tokens", 600, "--lr_scheduler_type", "constant", "--warmup_ratio", 0,
+              "--save_steps", 5, "--save_total_limit", 1]  # fmt: skip
+    own = {
+        "train_bi_encoder": ["--batch_size", 16, "--eval_data", folder / "held_out.jsonl", "--eval_rows", 32,
+                             "--learning_rate", 0.005, "--eval_steps", 2],
+        "train_cross_encoder": ["--batch_size", 8, "--eval_data", folder / "train_cross_encoder.jsonl", "--eval_rows",
+                                8, "--learning_rate", 1e-4, "--eval_steps", 7],
+    }  # fmt: skip
+    return {
+        name: [*common, *flags, "--train_data", folder / f"{name}.jsonl", "--metric_for_best_model", MEASURE[name]]
+        for name, flags in own.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, settings):
+    """whole(trainer, processes): the folder of a run that was not stopped."""
+    folder, done = tmp_path_factory.mktemp("whole"), {}
+
+    def run(name, processes=1):
+        if (name, processes) not in done:
+            done[name, processes] = folder / f"{name}{processes}"
+            launch(ROOT / f"{name}.py", *settings[name], "--output_dir", done[name, processes], processes=processes)
+        return done[name, processes]
+
+    return run
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_the_model_is_that_of_the_best_evaluation(whole, name):
+    output = whole(name)
+    found = lines(output)
+    best, _ = naive_best(name, found)
+    assert found[0]["step"] == 0 and (best == 7 if name == "train_cross_encoder" else 2 < best < STEPS - 2)
+    assert kept_steps(output) == [best, STEPS]
+    assert saved_weights(output / "model") == saved_weights(output / f"checkpoints/step_{best:08}")
+    assert saved_weights(output / "model") != saved_weights(output / f"checkpoints/step_{STEPS:08}")
+    line, card = next(line for line in found if line["step"] == best), (output / "model/README.md").read_text()
+    assert f"Trained for {best} steps" in card
+    assert f"MRR@10 {line['MRR@10']:.4f}, nDCG@10 {line['nDCG@10']:.4f}" in card
+
+
+@pytest.mark.parametrize(
+    "name, processes, number, step",
+    [("train_bi_encoder", 1, signal.SIGKILL, 11), ("train_bi_encoder", 2, signal.SIGTERM, 5),
+     ("train_cross_encoder", 1, signal.SIGTERM, 10), ("train_cross_encoder", 2, signal.SIGKILL, 8)],
+)  # fmt: skip
+def test_stopped_and_resumed(whole, settings, tmp_path, name, processes, number, step):
+    """Before the best or behind it, whose checkpoint outlives later ones."""
+    script, flags = ROOT / f"{name}.py", [*settings[name], "--output_dir", tmp_path]
+    process = Forked(script, flags, processes)
+    assert signal_when(process, tmp_path, step, number) == (0 if number == signal.SIGTERM else -number)
+    assert not (tmp_path / "model").exists() and step <= metrics(tmp_path)[-1]["step"] < STEPS
+    launch(script, *flags, "--resume", processes=processes)
+    assert left(tmp_path) == left(whole(name, processes))
+    assert kept_steps(tmp_path) == kept_steps(whole(name, processes))
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_patience(whole, settings, tmp_path, name):
+    """The run is the whole one, cut three evaluations after the best; its resume takes no step."""
+    flags = [*settings[name], "--output_dir", tmp_path, "--early_stopping_patience", 3]
+    train(name, *flags)
+    best, measured = naive_best(name, lines(whole(name)))
+    last = measured[measured.index(best) + 3]
+    assert last < STEPS and lines(tmp_path) == [line for line in lines(whole(name)) if line["step"] <= last]
+    assert kept_steps(tmp_path) == [best, last]
+    wanted = saved_weights(whole(name) / "model")
+    assert saved_weights(tmp_path / "model") == wanted
+    before = metrics(tmp_path)
+    shutil.rmtree(tmp_path / "model")
+    train(name, *flags, "--resume")
+    assert metrics(tmp_path) == before and saved_weights(tmp_path / "model") == wanted
+    assert kept_steps(tmp_path) == [best, last]
+
+
+def test_adapters(settings, tmp_path):
+    """The merged model is that of a run which ends at the best step."""
+    name = "train_bi_encoder"
+    flags = [*settings[name], "--lora_rank", 2, "--learning_rate", 0.04]
+    train(name, *flags, "--output_dir", tmp_path / "best")
+    best, _ = naive_best(name, lines(tmp_path / "best"))
+    assert best < STEPS
+    train(name, *flags, "--output_dir", tmp_path / "short", "--max_steps", best)
+    assert saved_weights(tmp_path / "best/model") == saved_weights(tmp_path / "short/model")
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_unknown_measures(settings, tmp_path, name):
+    """Also of a run without evaluation."""
+    error = importlib.import_module(name).UserError
+    flags = [*settings[name], "--metric_for_best_model", "nDCG@5"]
+    for output, more, measured in (
+        ("new", [], "MRR@10, nDCG@10, (accuracy@1, )?loss"),
+        ("none", ["--eval_rows", 0], "loss"),
+    ):
+        with pytest.raises(error, match=f"^--metric_for_best_model nDCG@5: .* choose one of {measured}$"):
+            train(name, *flags, "--output_dir", tmp_path / output, *more)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_damaged_best_checkpoint(whole, settings, tmp_path, name):
+    """It is said in one line, and model/ is left as it is."""
+    output = tmp_path / "out"
+    shutil.copytree(whole(name), output)
+    best, _ = naive_best(name, lines(output))
+    path = output / f"checkpoints/step_{best:08}"
+    (path / "model.safetensors").write_bytes(saved_weights(path)[:-1] + b"x")
+    shutil.rmtree(output / "model")
+    with pytest.raises(importlib.import_module(name).UserError) as error:
+        train(name, *settings[name], "--output_dir", output, "--resume")
+    assert str(error.value) == f"{path}: the best checkpoint is damaged or gone; model/ is not written"
+    assert not (output / "model").exists()
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_patience_without_a_measure(name, capsys):
+    with pytest.raises(SystemExit):
+        importlib.import_module(name).parse_args(["--train_data", "x", "--early_stopping_patience", "2"])
+    assert "--early_stopping_patience requires --metric_for_best_model" in capsys.readouterr().err
+
+
+def test_the_best_of_lines():
+    """The first step aside, lines of other measures aside, the first of equal ones, one that is not a number last."""
+    best = importlib.import_module("train_bi_encoder").best_evaluation
+
+    def records(*values):
+        return [{"step": step, "a": value, "other": 5.0, "loss": value} for step, value in enumerate(values)]
+
+    assert best(records(9.0, 1.0, 3.0, 2.0), "a") == (2, 1)
+    assert best(records(0.0, 1.0, 3.0, 1.0), "loss") == (1, 2)
+    assert best(records(0.0, 1.0, 3.0, 3.0), "a") == (2, 1)
+    assert best([*records(0.0, 3.0), {"step": 2, "other": 9.0}, {"step": 3, "a": 2.0}], "a") == (1, 1)
+    assert best(records(0.0, math.nan, 3.0, math.nan), "a") == (2, 1)
+    assert best(records(0.0, math.nan), "a") == (1, 0)
+    assert best(records(9.0), "a") == best(records(1.0, 2.0), "b") == best(records(1.0, 2.0), None) == (0, 0)

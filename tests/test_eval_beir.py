@@ -1,0 +1,190 @@
+"""--eval_beir: what the trainers measure on small collections is what eval_incremental.py measures of their models."""
+
+import importlib
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import ROOT, TRAINERS, launch, metrics, write_jsonl
+from test_best_model import train
+
+import train_bi_encoder
+import train_cross_encoder
+
+NAMES = {"nDCG@10": "nDCG@10", "RR@10": "MRR@10", "Success@1": "accuracy@1"}  # of the evaluator, of the trainers
+BI, CROSS = TRAINERS
+
+
+def write_beir(folder, rows):
+    """60 functions of 4-digit ids, every other with a title; 24 docstrings, two of them with ids of documents."""
+    ids = [f"{i:04}" for i in range(59)] + ["NA"]
+    titles = [row["docstring"][:20] * (i % 2) for i, row in enumerate(rows)]
+    records = [{"_id": name, "title": title, "text": row["code"][:300]} for name, title, row in zip(ids, titles, rows)]
+    write_jsonl(folder / "corpus.jsonl", records)
+    queries = {f"{i:03}": row["docstring"][:200] for i, row in enumerate(rows[:22])}
+    queries |= {"0005": rows[5]["code"][:300], "null": rows[59]["docstring"]}
+    write_jsonl(folder / "queries.jsonl", [{"_id": name, "text": text} for name, text in queries.items()])
+    qrels = [(f"{i:03}", ids[i + more], grade) for i in range(20) for more, grade in ((0, 2), (3 + i, 1), (30, 0))]
+    qrels += [("020", "0030", 0), ("021", "0021", 1), ("0005", "0006", 1), ("021", "9999", 2), ("null", "NA", 1)]
+    (folder / "qrels").mkdir()
+    for split, kept in (("test", qrels), ("dev", qrels[::2])):
+        lines = [f"{query}\t{document}\t{grade}\n" for query, document, grade in kept]
+        (folder / f"qrels/{split}.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines))
+
+
+@pytest.fixture(scope="module")
+def collections(tmp_path_factory, rows):
+    """[(BEIR folder, run file)]: the second run has fewer documents than are reranked."""
+    folder, dice, found = tmp_path_factory.mktemp("beir"), random.Random(0), []
+    for name, first, depth in (("one", 0, 15), ("two", 100, 5)):
+        write_beir(folder / name, rows[first : first + 60])
+        ids = [f"{i:04}" for i in range(59)] + ["NA"]
+        lines = []
+        for query in [*(f"{i:03}" for i in range(21)), "0005", "null", "unjudged"]:  # and none of 021
+            documents = ["0005"] * (query == "0005") + dice.sample([name for name in ids if name != "0005"], depth)
+            right = f"0{query}"
+            if query.isdigit() and right not in documents:
+                documents[int(query) % depth] = right
+            lines += [f"{query} Q0 {document} 1 {-place / 4} tag\n" for place, document in enumerate(documents)]
+        dice.shuffle(lines)
+        (folder / f"{name}.trec").write_text("".join(lines))
+        found.append((folder / name, folder / f"{name}.trec"))
+    return found
+
+
+def flags_for(name, corpus, bert, reranker, output, *more):
+    model, more = (bert, more) if name == BI else (reranker, ["--num_negatives", 2, *more])
+    return ["--train_data", corpus, "--model_name_or_path", model, "--max_steps", 3, "--batch_size", 16,
+            "--eval_steps", 3, "--learning_rate", 1e-3, "--max_length", 64, "--output_dir", output, *more]  # fmt: skip
+
+
+def measured(line, prefix=""):
+    return {name: line[prefix + name] for name in NAMES.values() if prefix + name in line}
+
+
+def means(result):
+    return {NAMES[name]: value["mean"] for name, value in result["metrics"].items()}
+
+
+def both(parts):
+    return {name: np.mean([part[name] for part in parts]) for name in parts[0]}
+
+
+def test_bi_encoder(evaluate, collections, corpus, bert, tmp_path):
+    """Of several collections and held-out rows each and the mean; prompts are applied."""
+    folders = [folder for folder, _ in collections]
+    more = ["--eval_rows", 50, "--eval_beir", *folders, "--prompts", "find: ", "code of a function: "]
+    train(BI, *flags_for(BI, corpus, bert, None, tmp_path / "run", *more))
+    line = metrics(tmp_path / "run")[-1]
+    parts = [measured(line, f"{name} ") for name in ("held_out", "one", "two")]
+    assert line["step"] == 3 and measured(line) == pytest.approx(both(parts)) and len(parts[0]) == 3
+    flags = ["--model_name_or_path", tmp_path / "run/model", "--cache_dtype", "float32", "--metrics", *NAMES]
+    found = evaluate("--beir", *folders, *flags)["models"]
+    assert [means(result) for result in found] == [pytest.approx(part, abs=1e-6) for part in parts[1:]]
+    assert 0 < found[0]["metrics"]["nDCG@10"]["mean"] != found[1]["metrics"]["nDCG@10"]["mean"]
+    assert [result["same_id_left_out"] for result in found] == [1, 1]
+    plain = evaluate("--beir", *folders, *flags, "--prompts", "", output="plain")["models"]
+    assert [means(result) for result in plain] != [pytest.approx(part, abs=1e-6) for part in parts[1:]]
+
+
+def test_cross_encoder(evaluate, collections, corpus, reranker, tmp_path):
+    """Candidates of run files, whose missing relevant documents are missed."""
+    folders, runs = zip(*collections)
+    more = ["--eval_rows", 10, "--eval_beir", *folders, "--eval_run", *runs, "--eval_rerank_k", 12]
+    train(CROSS, *flags_for(CROSS, corpus, None, reranker, tmp_path / "run", *more))
+    line = metrics(tmp_path / "run")[-1]
+    parts = [measured(line, f"{name} ") for name in ("held_out", "one", "two")]
+    assert line["step"] == 3 and measured(line) == pytest.approx(both(parts)) and len(parts[0]) == 2
+    for part, (folder, run) in zip(parts[1:], collections):
+        flags = ["--run", run, "--cross_encoder", tmp_path / "run/model", "--rerank_k", 12, "--metrics", *NAMES]
+        before, found = map(means, evaluate("--beir", folder, *flags)["models"])
+        assert part == pytest.approx({name: found[name] for name in part}, abs=1e-6) and part["nDCG@10"] > 0.05
+        assert part != pytest.approx({name: before[name] for name in part}, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_two_processes_without_held_out_rows(evaluate, collections, corpus, bert, reranker, tmp_path, name):
+    """One collection is the mean itself; the cross-encoder reranks what BM25 finds."""
+    beir, model = ["--beir", collections[0][0], "--split", "dev"], tmp_path / "run/model"
+    more = ["--eval_rows", 0, "--eval_beir", collections[0][0], "--eval_split", "dev"]
+    more += ["--eval_rerank_k", 11] * (name == CROSS)
+    launch(ROOT / f"{name}.py", *flags_for(name, corpus, bert, reranker, tmp_path / "run", *more), processes=2)
+    first, last = (line for line in metrics(tmp_path / "run") if "nDCG@10" in line)
+    assert not any(name.startswith("one ") for name in last)
+    flags = ["--model_name_or_path", model, "--cache_dtype", "float32"]
+    if name == CROSS:
+        evaluate(*beir, "--bm25")
+        flags = ["--run", tmp_path / "out/BM25/run.trec", "--cross_encoder", model, "--rerank_k", 11]
+    found = evaluate(*beir, *flags, "--metrics", *NAMES, output="again")
+    found = means(found["models"][1] if name == CROSS else found)
+    assert measured(last) == pytest.approx({name: found[name] for name in measured(last)}, abs=1e-6)
+    assert measured(first) != measured(last)
+    assert f"{collections[0][0]}: MRR@10 {last['MRR@10']:.4f}" in (model / "README.md").read_text()
+
+
+@pytest.mark.parametrize("layout", ["BEIR", "NanoBEIR"])
+@pytest.mark.parametrize("script", [train_bi_encoder, train_cross_encoder])
+def test_sources_of_hub_ids(script, layout, collections, tmp_path, monkeypatch):
+    """The configurations and splits that are read; NanoBEIR judges without grades."""
+    folder, asked = collections[0][0], []
+    lines = [line.split("\t") for line in (folder / "qrels/dev.tsv").read_text().splitlines()[1:]]
+    if layout == "BEIR":
+        configs, judgments = ["corpus", "queries"], folder / "qrels/dev.tsv"
+        wanted = ["o/n:corpus:corpus", "o/n:queries:queries", "o/n-qrels::dev"]
+    else:
+        configs, judgments = ["corpus", "qrels", "queries"], tmp_path / "train.parquet"
+        wanted = ["o/n:corpus:train", "o/n:queries:train", "o/n:qrels:train"]
+        lines = [(query, document, "1") for query, document, grade in lines if grade != "0"]
+        rows = [{"query-id": query, "corpus-id": document} for query, document, _ in lines]
+        pq.write_table(pa.Table.from_pylist(rows), judgments)
+    files = dict(zip(wanted, ([str(path)] for path in (folder / "corpus.jsonl", folder / "queries.jsonl", judgments))))
+    monkeypatch.setattr(script.datasets, "get_dataset_config_names", lambda name: asked.append(name) or configs)
+    monkeypatch.setattr(script, "list_files", lambda source: asked.append(source) or files[source])
+    found = script.open_beir("o/n", "dev", ("d: ", "q: "))
+    assert asked == ["o/n", *wanted]
+    records = [json.loads(line) for line in (folder / "corpus.jsonl").read_text().splitlines()]
+    assert found.documents == {r["_id"]: f"d: {r['title']} {r['text']}".replace(":  ", ": ").strip() for r in records}
+    judged = found.qrels[["query_id", "doc_id", "relevance"]].itertuples(index=False, name=None)
+    assert list(judged) == [(query, document, int(grade)) for query, document, grade in lines]
+    records = map(json.loads, (folder / "queries.jsonl").read_text().splitlines())
+    texts = {record["_id"]: "q: " + record["text"] for record in records}
+    assert found.queries == {query: texts[query] for query, _, _ in lines} and {"null", "0005"} < set(found.queries)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_collections_of_one_name(name, collections, corpus, bert, reranker, tmp_path):
+    """None takes another's place, nor that of the held-out rows."""
+    folders = [tmp_path / "a/held_out", tmp_path / "b/same", tmp_path / "c/same"]
+    for folder in folders:
+        folder.parent.mkdir()
+        folder.symlink_to(collections[0][0])
+    more = ["--eval_rows", 10, "--max_steps", 1, "--eval_beir", *folders]
+    train(name, *flags_for(name, corpus, bert, reranker, tmp_path / "run", *more))
+    found = [key for key in metrics(tmp_path / "run")[0] if key.endswith(" MRR@10")]
+    assert found == [f"{place} MRR@10" for place in ["held_out", folders[0], "same", folders[2]]]
+
+
+def test_runs_that_do_not_fit(collections, corpus, reranker, tmp_path, capsys):
+    (folder, _), other = collections[0], tmp_path / "other.trec"
+    other.write_text("q7 Q0 d7 1 2.5 tag\n")
+    for path in (other, tmp_path / "none.trec"):
+        more = ["--eval_rows", 0, "--eval_beir", folder, "--eval_run", path]
+        with pytest.raises(train_cross_encoder.UserError, match=f"--eval_run {path}: ") as error:
+            train(CROSS, *flags_for(CROSS, corpus, None, reranker, tmp_path / path.stem, *more))
+        assert "\n" not in str(error.value)
+    with pytest.raises(SystemExit):
+        train_cross_encoder.parse_args(["--train_data", "x", "--eval_beir", "a", "b", "--eval_run", "c"])
+    assert "--eval_run takes a run file for each of --eval_beir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_collection_that_is_not_there(name, collections):
+    script, (folder, _) = importlib.import_module(name), collections[0]
+    for split, there in (("train", folder), ("test", Path("nowhere/at/all"))):
+        with pytest.raises(script.UserError) as error, script.user_errors(f"--eval_beir {there}"):
+            script.open_beir(str(there), split, ("", ""))
+        assert str(error.value).startswith(f"--eval_beir {there}: ") and "\n" not in str(error.value)

@@ -1,0 +1,123 @@
+"""Losses of rows that have unlike numbers of documents, and the masks of false negatives."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer import losses
+
+import train_bi_encoder as script
+
+SIZES = [2, 1, 3, 1, 3, 2]
+UNLIKE = [{"q": f"query {i}", "pos": [f"positive {i}"], "neg": [f"negative {i} {j}" for j in range(size)],
+           "s": [i / 5, *(i / 7 - j for j in range(size))]} for i, size in enumerate(SIZES)]  # fmt: skip
+UNLIKE[2]["q"] = UNLIKE[0]["q"]  # texts that are no negatives of one another's rows
+UNLIKE[5]["pos"] = UNLIKE[1]["pos"]
+UNLIKE[3]["neg"] = UNLIKE[4]["pos"]
+
+
+def cosine(texts, *pair):
+    return F.cosine_similarity(*(texts[name] for name in pair), dim=0)
+
+
+def naive_infonce(texts, judge, rows, temperature=0.05, symmetric=False, mask_margin=None, query=0):
+    """One row and document at a time. texts, judge: {(row, its text: 0 the query, 1 the positive, ...): embedding}.
+    query 1: the positives look for their queries."""
+    lists, loss = [[row["q"], *row["pos"], *row["neg"]] for row in rows], 0.0
+    for i, own in enumerate(lists):
+        name, target, scores = (i, query), (i, 1 - query), []
+        for j, number in (other for other in texts if (other[1] == 0) == (query == 1)):
+            above = cosine(judge, name, (j, number)) - cosine(judge, name, target)
+            left_out = number < 2 and lists[j][0] == own[0] or lists[j][number or 1] == own[1]
+            if (j, number) == target or not (left_out or (mask_margin is not None and above > mask_margin)):
+                scores.append(cosine(texts, name, (j, number)) / temperature)
+        loss = loss + (torch.stack(scores).logsumexp(0) - cosine(texts, name, target) / temperature) / len(rows)
+    if symmetric:
+        return (loss + naive_infonce(texts, judge, rows, temperature, False, mask_margin, 1)) / 2
+    return loss
+
+
+def naive_teacher(loss, texts, rows, temperature=0.05):
+    total = 0.0
+    for i, row in enumerate(rows):
+        scores = torch.stack([cosine(texts, (i, 0), (i, j + 1)) / temperature for j in range(len(row["s"]))])
+        labels = torch.tensor(row["s"], dtype=torch.float64)
+        if loss == "kl":
+            teacher = labels.softmax(0)
+            total = total + (teacher * (teacher.log() - scores.log_softmax(0))).sum()
+        else:
+            total = total + ((scores[0] - scores[1:]) - (labels[0] - labels[1:])).square().mean()
+    return total / len(rows)
+
+
+CASES = [("infonce", {}, False), ("infonce", {"symmetric": True}, False), ("infonce", {"mask_margin": 0.1}, False),
+         ("infonce", {"mask_margin": 0.1, "symmetric": True}, False), ("infonce", {}, True),
+         ("infonce", {"mask_margin": 0.2, "symmetric": True}, True), ("kl", {}, False), ("margin_mse", {}, False),
+         ("kl", {"infonce": 0.5, "temperature": 0.3}, False), ("margin_mse", {"infonce": 0.5}, False)]  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", [None, 20], ids=["whole", "chunks"])
+@pytest.mark.parametrize("loss, loss_kwargs, guided", CASES)
+def test_loss_and_gradient_as_if_there_were_no_missing_documents(bert, monkeypatch, loss, loss_kwargs, guided, limit):
+    """The naive loop has none, and masks what scores too high; two processes take the rows in turn."""
+    monkeypatch.setattr(script, "MAX_SCORES", limit or script.MAX_SCORES)
+    rows = UNLIKE if loss != "infonce" else [*UNLIKE[:5], {**UNLIKE[5], "neg": []}]
+    flags = ["--loss", loss, "--loss_kwargs", json.dumps(loss_kwargs), *["--label_column", "s"] * (loss != "infonce")]
+    flags += ["--train_data", "x", "--columns", "q", "pos", "neg", "--model_name_or_path", str(bert)]
+    args = script.parse_args(flags)
+    table, _ = script.clean_pairs(pa.Table.from_pylist(rows), "x", 0, np.random.default_rng(0), [None, None], args)
+    model = script.load_model(args)
+    batch = next(script.make_batches([(table, {})], model, 10**6, args, Accelerator(cpu=True)))
+    names = [(i, 0) for i in range(6)]
+    names += [(i, j + 1) for i, row in enumerate(rows) for j in range(1 + len(row["neg"]))]
+    generator = torch.Generator().manual_seed(0)
+    embeddings, guide = (torch.randn(len(names), size, generator=generator, dtype=torch.float64) for size in (8, 5))
+    embeddings.requires_grad_()
+    guides = list(F.normalize(guide, dim=-1)[batch.places]) if guided else None
+    labels, columns = batch.labels if batch.labels is None else batch.labels.double(), list(embeddings[batch.places])
+    parts = torch.arange(0, 6, 2), torch.arange(1, 6, 2)
+    loss_fn = script.make_loss(args, model)
+    found = sum(loss_fn(columns, batch.ids, labels, part, guides) for part in parts)
+
+    texts, judge = dict(zip(names, embeddings)), dict(zip(names, guide if guided else embeddings.detach()))
+    weight, options = loss_kwargs.get("infonce", 1.0), {k: v for k, v in loss_kwargs.items() if k != "infonce"}
+    wanted = 0.0
+    if loss == "infonce" or "infonce" in loss_kwargs:
+        wanted = weight * naive_infonce(texts, judge, rows, **{"mask_margin": 0.0 if guided else None} | options)
+    if loss != "infonce":
+        wanted = wanted + naive_teacher(loss, texts, rows, **options)
+    gradients = [torch.autograd.grad(value, embeddings)[0] for value in (found, wanted)]
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-7)
+    if guided or "mask_margin" in loss_kwargs:
+        plain = naive_infonce(texts, judge, rows, symmetric=loss_kwargs.get("symmetric", False))
+        assert plain.item() > found.item() + 0.1
+
+
+@pytest.mark.parametrize("columns", [2, 3])
+@pytest.mark.parametrize("margin", [None, 0.003, -0.003])
+def test_guided_loss_is_that_of_sentence_transformers(bert, rows, columns, margin):
+    """With tiny models of theirs, of which the guide has larger weights; in float64, since rounding decides on a mask
+    where two similarities are nearly equal."""
+    model, guide = (SentenceTransformer(str(bert), device="cpu").double().eval() for _ in range(2))
+    with torch.no_grad():
+        for parameter in guide.parameters():
+            parameter.mul_(3)
+    texts = list(dict.fromkeys(text[:100] for row in rows for text in row.values()))
+    texts = [texts[first : first + 15] for first in range(0, 15 * columns, 15)]
+    own = {"contrast_anchors": False, "contrast_positives": False, "temperature": 0.05, "margin": -(margin or 0.0)}
+    theirs = losses.GISTEmbedLoss(model, guide, **own)([model.preprocess(part) for part in texts], None)
+    found, guides = ([encoder.encode(part, convert_to_tensor=True, normalize_embeddings=True) for part in texts]
+                     for encoder in (model, guide))  # fmt: skip
+    args = script.parse_args(["--train_data", "x"])
+    args.loss_kwargs = {} if margin is None else {"mask_margin": margin}
+    ids, loss_fn = torch.arange(15 * columns).view(columns, 15), script.make_loss(args, model)
+    given = found, ids, None, torch.arange(15)
+    assert loss_fn(*given, guides).item() == pytest.approx(theirs.item(), abs=1e-5)
+    args.loss_kwargs = {}
+    assert abs(script.make_loss(args, model)(*given).item() - theirs.item()) > 1e-4  # without the guide

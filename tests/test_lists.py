@@ -1,0 +1,229 @@
+"""Lists of documents: what is drawn of them, the forms of other projects, and whole runs on them."""
+
+import importlib
+import json
+import signal
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TRAINERS, launch, metrics, write_jsonl
+from forked import last_of
+
+FORMS = ROOT / "tests/forms"
+COLUMNS = ["--columns", "q", "pos", "neg"]
+BOTH = pytest.mark.parametrize("name", TRAINERS)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch, tmp_path):
+    """Blocks of 4 rows, so that 40 rows make several windows; main leaves a SIGTERM handler behind."""
+    for name in TRAINERS:
+        monkeypatch.setattr(importlib.import_module(name), "BLOCK", 4)
+    monkeypatch.chdir(tmp_path)
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+# ------------------------------------------------------------------------------------------------------------ draws
+
+
+def row(i, least=0):
+    """1 to 3 positives and `least` to `least` + 4 negatives; the score of each text is found from it."""
+    lists = {"pos": [f"positive {i} {j}" for j in range(1 + i % 3)],
+             "neg": [f"negative {i} {j}" for j in range(least + i % 5)]}  # fmt: skip
+    return {"q": f"query {i}", **lists, **{f"{key}_scores": list(map(score, value)) for key, value in lists.items()}}
+
+
+def score(text):
+    kind, i, j = text.split()
+    return (int(i) + int(j) / 8) * (1 if kind == "positive" else -1)
+
+
+ROWS, SCORED = [row(i) for i in range(40)], [row(i, least=1) for i in range(40)]
+
+
+def open_data(name, rows, *flags):
+    """Return (module, Args, Data) of a trainer on rows, or on the data of the flags if `rows` is None."""
+    module, data = importlib.import_module(name), ["--train_data", "x.jsonl"] * (rows is not None)
+    if rows is not None:
+        write_jsonl(Path("x.jsonl"), rows)
+    args = module.parse_args(last_of([*data, "--eval_rows", 0, "--shuffle_buffer", 16, *flags]))
+    if "cross" in name:
+        module.make_loss(args)
+    return module, args, module.open_data(args, module.clean_groups if "cross" in name else module.clean_pairs)
+
+
+def epochs(count, *opened):
+    """Return [[row as a dict]] of so many epochs of a source."""
+    (source,) = open_data(*opened)[2].sources
+    return [source.take(len(source)).to_pylist() for _ in range(count)]
+
+
+def by_query(rows):
+    return {row["query"]: row["documents"] for row in rows}
+
+
+@BOTH
+@pytest.mark.parametrize("limit", [None, 0, 2])
+def test_one_positive_and_so_many_negatives_of_the_row_are_drawn(name, limit):
+    """Each as often as any other of its row; a row with fewer keeps what it has."""
+    found, counts = epochs(150, name, ROWS, *COLUMNS, *(["--num_negatives", limit] if limit is not None else [])), {}
+    for row in (row for epoch in found for row in epoch):
+        counts.setdefault(row["query"], Counter()).update(row["documents"])
+        positive, *negatives = row["documents"]
+        assert positive.startswith("positive") and len(set(negatives)) == len(negatives)
+    for row in ROWS:
+        drawn = min(len(row["neg"]), len(row["neg"]) if limit is None else limit)
+        shares = dict.fromkeys(row["pos"], 1 / len(row["pos"]))
+        shares |= {text: drawn / len(row["neg"]) for text in row["neg"] if drawn}
+        assert set(counts[row["q"]]) == set(shares)
+        assert all(abs(counts[row["q"]][text] / 150 - share) < 0.15 for text, share in shares.items())
+        assert all(len(by_query(epoch)[row["q"]]) == 1 + drawn for epoch in found[:9])
+
+
+@BOTH
+def test_negatives_of_several_columns(name):
+    """Of columns of texts the first are taken; of columns of lists so many are drawn, as are the scores."""
+    flags = ["--columns", "q", "pos", "neg", "more", "--num_negatives", 1]
+    texts = [{"q": f"query {i}", "pos": "a", "neg": "b", "more": "c"} for i in range(4)]
+    assert all(row["documents"] == ["a", "b"] for epoch in epochs(3, name, texts, *flags) for row in epoch)
+    lists = [{"q": f"query {i}", "pos": ["a"], "neg": ["b"], "more": ["c", "d"], "scores": [4, 3, 2, 1]}
+             for i in range(4)]  # fmt: skip
+    scored = [*flags, "--loss", "kl", "--label_column", "scores"]
+    drawn = {(*row["documents"], *row["labels"]) for epoch in epochs(9, name, lists, *scored) for row in epoch}
+    assert drawn == {("a", "b", 4, 3), ("a", "c", 4, 2), ("a", "d", 4, 1)}
+
+
+@BOTH
+def test_draws_are_a_function_of_seed_and_epoch(name):
+    def draw(*flags):
+        return epochs(2, name, ROWS, *COLUMNS, "--num_negatives", 2, *flags)
+
+    first = draw()
+    assert first == draw() and by_query(first[0]) != by_query(first[1])
+    assert by_query(first[0]) != by_query(draw("--seed", 1)[0])
+    mapped = draw("--shuffle_buffer", 0)
+    data = ["x.jsonl", *COLUMNS, "--num_negatives", 2, "--shuffle_buffer", 0, "--streaming", "--max_steps", 1]
+    (stream,) = open_data(name, None, "--train_data", *data)[2].sources
+    assert mapped == [stream.take(40).to_pylist() for _ in range(2)]
+
+
+@BOTH
+@pytest.mark.parametrize("way", [[], ["--streaming", "--max_steps", 1]], ids=["mapped", "streaming"])
+def test_a_resume_draws_the_same(name, way):
+    """In the middle of windows, at their ends, and in later epochs."""
+
+    def batches(state, count):
+        flags = [*COLUMNS, "--num_negatives", 2, "--batch_size", 3, "--length_window", 2]
+        module, args, data = open_data(name, ROWS, *flags, *way)
+        found = module.row_batches(data.sources, data.weights, args, json.loads(json.dumps(state)))
+        return [(rows.to_pylist(), state) for rows, state in islice(found, count)]
+
+    whole = batches(None, 40)
+    for done in (1, 4, 5, 14, 21):
+        assert [rows for rows, _ in batches(whole[done - 1][1], 8)] == [rows for rows, _ in whole[done : done + 8]]
+
+
+@BOTH
+@pytest.mark.parametrize("limit", [[], ["--num_negatives", 2]])
+def test_scores_follow_what_was_drawn(name, limit):
+    flags = ["--loss", "kl", *limit, "--label_column"]
+    for epoch in epochs(5, name, SCORED, *COLUMNS, *flags, "pos_scores", "neg_scores"):
+        assert all(row["labels"] == list(map(score, row["documents"])) for row in epoch)
+    lists = [{"q": row["q"], "documents": row["pos"][:1] + row["neg"]} for row in SCORED]
+    lists = [{**row, "scores": list(map(score, row["documents"]))} for row in lists]
+    found = epochs(60, name, lists, "--columns", "q", "documents", *flags, "scores")
+    given = by_query([{"query": row["q"], **row} for row in lists])
+    for epoch in found:
+        assert all(row["labels"] == list(map(score, row["documents"])) for row in epoch)
+        for query, documents in by_query(epoch).items():
+            assert documents[0] == given[query][0] and set(documents) <= set(given[query])
+            assert len(documents) == (min(3, len(given[query])) if limit else len(given[query]))
+    drawn = {text for epoch in found for documents in by_query(epoch).values() for text in documents}
+    assert drawn == {text for documents in given.values() for text in documents}
+
+
+BAD = [({"neg_scores": [1.0]}, "no finite number"), ({"pos_scores": [], "neg_scores": []}, "no finite number"),
+       ({"neg_scores": [1.0, None, 1.0, 1.0, 1.0]}, "no finite number"), ({"pos": []}, "'pos' or 'neg' has no text"),
+       ({"pos": None}, "'pos' or 'neg' has no text"), ({"neg": ["a", "", "b", "c", "d"]}, "has no text")]  # fmt: skip
+
+
+@BOTH
+@pytest.mark.parametrize("place", [4, 8])
+@pytest.mark.parametrize("cells, reason", BAD)
+def test_bad_rows(name, cells, reason, place):
+    """A row of 2 positives and 5 negatives: between others, and alone in the last of three windows."""
+    flags = [*COLUMNS, "--loss", "kl", "--label_column", "pos_scores", "neg_scores", "--shuffle_buffer", 4]
+    rows = [*SCORED[:4], *SCORED[5:9]]
+    rows.insert(place, SCORED[4] | cells)
+    source = open_data(name, rows, *flags, "--on_bad_row", "skip")[2].sources[0]
+    for skipped in (place == 4, 1 + (place == 4)):
+        found = source.take(8).to_pylist()
+        assert set(by_query(found)) == {row["q"] for row in rows} - {"query 4"} and source.state["skipped"] == skipped
+        assert all(row["labels"] == list(map(score, row["documents"])) for row in found)
+    module, _, data = open_data(name, rows, *flags)
+    with pytest.raises(module.UserError, match=f"x.jsonl: .*{reason} in the row .*query 4.*--on_bad_row skip"):
+        data.sources[0].take(9)
+
+
+# ------------------------------------------------------------------------------------------- forms of other projects
+
+FLAGS = {
+    "flagembedding": f"--train_data {FORMS}/flagembedding.jsonl --columns query pos neg",
+    "tevatron_passages": f"--train_data {FORMS}/tevatron_passages.jsonl "
+    "--columns query positive_passages negative_passages",
+    "tevatron_ids": f"--train_data {FORMS}/tevatron_ids.jsonl "
+    "--columns query_text positive_document_ids negative_document_ids "
+    f"--corpus {FORMS}/tevatron_corpus.jsonl --corpus_columns docid document_text",
+}
+FLAGS["scores"] = f"{FLAGS['flagembedding']} --label_column pos_scores neg_scores --loss kl"
+
+
+def train(name, output, model, *more, check=True):
+    """Two steps; returns the CompletedProcess and the losses of metrics.jsonl."""
+    flags = ["--max_steps", 2, "--eval_rows", 2, "--batch_size", 4, "--logging_steps", 1, "--learning_rate", 1e-3,
+             "--model_name_or_path", model, "--output_dir", output, "--num_negatives", 2]  # fmt: skip
+    done = launch(ROOT / f"{name}.py", *flags, *more, check=check)
+    return done, [line["loss"] for line in metrics(output) if "loss" in line]
+
+
+@BOTH
+def test_the_same_rows_in_each_form(name):
+    """With the same draws, ids among them: title and text joined."""
+    found = [epochs(3, name, None, *FLAGS[form].split(), "--num_negatives", 2) for form in list(FLAGS)[:3]]
+    assert found[0] == found[1] == found[2]
+    for line in map(json.loads, (FORMS / "flagembedding.jsonl").read_text().splitlines()):
+        for epoch in map(by_query, found[0]):
+            positive, *negatives = epoch[line["query"]]
+            assert positive in line["pos"] and set(negatives) <= set(line["neg"])
+            assert len(negatives) == min(2, len(line["neg"]))
+
+
+@BOTH
+@pytest.mark.parametrize("form", FLAGS)
+def test_each_form_trains(name, form, bert, tmp_path):
+    _, (first, second) = train(name, tmp_path / "out", bert, *FLAGS[form].split())
+    assert 0 < first < 9 and 0 < second < 9 and first != second
+    assert (tmp_path / "out/model/model.safetensors").exists()
+
+
+def test_a_guide_leaves_out_negatives(bert, static, tmp_path):
+    """In a whole run, with a guide that has another tokenizer: same weights, rows and dropout in the first step."""
+    flags = FLAGS["flagembedding"].split()
+    _, plain = train("train_bi_encoder", tmp_path / "plain", bert, *flags)
+    _, guided = train("train_bi_encoder", tmp_path / "guided", bert, *flags, "--guide_model", static)
+    assert 0 < guided[0] < plain[0] - 0.01
+
+
+def test_other_losses_refuse_rows_of_unlike_sizes(bert, tmp_path):
+    """In one line; with equally many documents they train."""
+    flags = [*FLAGS["flagembedding"].split(), "--loss", "TripletLoss"]
+    done, _ = train("train_bi_encoder", tmp_path / "out", bert, *flags, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    wanted = "error: --loss TripletLoss: takes equally many documents a row: lower --num_negatives"
+    assert done.stderr.splitlines()[-1] == wanted
+    _, found = train("train_bi_encoder", tmp_path / "equal", bert, *flags, "--num_negatives", 1)
+    assert len(found) == 2
