@@ -6,9 +6,11 @@
     torchrun --nproc_per_node 2 train_bi_encoder.py args.yaml --resume           # two processes, on GPUs or CPUs
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_bi_encoder.py args.yaml --resume
 
-A row is an anchor, its positive, and as many hard negatives as there are further columns (and optionally a label):
+A row is an anchor, its positive, and as many hard negatives as there are further columns (and optionally a label), or
+lists of positives and negatives, of which each epoch draws one and --num_negatives:
 
     {"question": "read a gzip file", "code": "def read(path): ...", "wrong": "def write(path): ..."}
+    {"query": "read a gzip file", "pos": ["def read(file): ..."], "neg": ["def write(path): ...", "def cut(x): ..."]}
 
 The batch, over all processes, alone determines the gradient. Its texts are dealt to the processes, cut into
 micro-batches of at most --micro_batch_tokens, encoded longest first and gathered; the loss is that of the whole batch.
@@ -1355,10 +1357,8 @@ def main(args):
         eval_sets[HELD_OUT] = data.eval_rows if scored else held_out_collection(data.eval_rows)
     for name in args.eval_beir:
         with user_errors(f"--eval_beir {name}"):
-            short = Path(name).name
-            eval_sets[name if short in eval_sets else short] = open_beir(
-                name, args.eval_split, (prompts[-1], prompts[0])
-            )
+            eval_set, short = open_beir(name, args.eval_split, (prompts[-1], prompts[0])), Path(name).name
+        eval_sets[name if short in eval_sets else short] = eval_set
 
     # ---- model, loss and optimizer
     model = load_model(args, checkpoint).to(device)

@@ -11,9 +11,11 @@ A row is a query and its documents, in one of these shapes; --label_column names
     {"query": "read a gzip file", "code": "def read(path): ...", "label": 1}
     {"query": "read a gzip file", "code": "def read(path): ...", "wrong": "def write(path): ..."}
     {"query": "read a gzip file", "documents": ["def read(path): ...", "def write(path): ..."], "labels": [1, 0]}
+    {"query": "read a gzip file", "pos": ["def read(file): ..."], "neg": ["def write(path): ...", "def cut(x): ..."]}
 
 Without labels the first document is the positive and the others are negatives; if there are no others,
---num_negatives of them are drawn from the other rows of the batch.
+--num_negatives of them are drawn from the other rows of the batch. Of lists of positives and negatives each epoch
+draws one and --num_negatives.
 
 The batch, over all processes, alone determines the gradient. Its pairs are dealt to the processes, cut into
 micro-batches of at most --micro_batch_tokens, scored longest first and gathered; the loss is that of the whole batch.
@@ -21,7 +23,7 @@ Processes, --micro_batch_tokens and --grad_cache change time and memory, not the
 masks depend on how pairs are grouped).
 
 Output: model/ (loads in sentence-transformers), checkpoints/, metrics.jsonl, args.yaml and training.png.
-Left out on purpose: uploads to the Hub, several labels a pair, prompts and generative rerankers, DeepSpeed.
+Left out on purpose: uploads to the Hub, several labels a pair, generative rerankers, DeepSpeed.
 """
 
 import copy
