@@ -13,8 +13,7 @@ their own tokenizers: bi_encoder/ (static embeddings), cross_encoder/ (a small B
 train has no docstring or code of a held-out file. What exists already is kept (--overwrite makes everything anew).
 Output of a conversion: data-*.arrow or .parquet, which `datasets` maps. A column that a file or a JSON row lacks is
 null there. CSV and JSON are read twice, first for types that hold every row: text, where numbers and texts are mixed.
-Output of --ir_dataset: the BEIR layout, which eval_incremental.py reads, and triples of ids, which the trainers read.
-Left out on purpose: types set by hand, shuffling (the trainers shuffle), remote outputs, ORC.
+Output of --ir_dataset: a BEIR folder and triples of ids. Left out: types set by hand, shuffling, remote outputs, ORC.
 """
 
 import argparse

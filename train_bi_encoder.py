@@ -386,7 +386,7 @@ def flatten(columns, read):
     values, rows = [], []
     for number, column in enumerate(columns):
         part, row = column.combine_chunks(), np.arange(len(column))
-        if pa.types.is_list(part.type) or pa.types.is_large_list(part.type):
+        if pa.types.is_nested(part.type) and not pa.types.is_struct(part.type):
             part, row = pc.list_flatten(part), pc.list_parent_indices(part).to_numpy()
         values, rows = [*values, read(part, number)], [*rows, row]
     numbers, rows = np.repeat(np.arange(len(rows)), list(map(len, rows))), np.concatenate(rows)
@@ -429,10 +429,8 @@ def read_groups(table, lookups, args, random):
 
     texts, lengths, problems = [], 0, {}
     queries = as_texts(table[anchor].combine_chunks(), anchor, ids=bool(lookups[0]))
-    parts = (
-        (queries, np.arange(n), np.arange(n)),
-        (documents.take(kept) if drawn else documents, rows[kept], rows[~negative]),
-    )
+    documents = documents.take(kept) if drawn else documents
+    parts = (queries, np.arange(n), np.arange(n)), (documents, rows[kept], rows[~negative])
     for (part, owners, required), lookup, name in zip(parts, lookups, (repr(anchor), " or ".join(map(repr, names)))):
         part = lookup.texts(part) if lookup else part
         blank = pc.fill_null(pc.or_(pc.equal(pc.binary_length(part), 0), pc.utf8_is_space(part)), True)
@@ -787,7 +785,8 @@ def clean_pairs(table, source, number, random, lookups, args):
             problem = f"--loss {args.loss} takes a score for each of two or more documents; not so"
             problems[problem] = pc.or_(pc.not_equal(labels, sizes), pc.less(sizes, 2))
         else:
-            problems[f"not {pc.max(labels)} labels"] = pc.not_equal(labels, pc.max(labels))
+            problem = f"{' '.join(args.label_column)!r} has not {pc.max(labels)} labels, as in other rows,"
+            problems[problem] = pc.not_equal(labels, pc.max(labels))
     return drop_bad_rows(pa.table(columns), problems, table, source, args)
 
 
@@ -901,13 +900,13 @@ def softmax_loss(queries, documents, query_keys, document_keys, scale, rows, mar
 
     def chunk(targets, queries, documents):
         scores = queries[targets] @ documents.T * scale  # (targets, M)
-        same = query_keys[0][targets, None] == document_keys[0]
-        same |= (query_keys[1][targets, None] == document_keys[1]) | (document_keys[1] < 0)
+        masked = query_keys[0][targets, None] == document_keys[0]
+        masked |= (query_keys[1][targets, None] == document_keys[1]) | (document_keys[1] < 0)
         if margin is not None:
             similar = guide[0][targets] @ guide[1].T if guide else scores.detach() / scale
-            same |= similar > similar.gather(1, targets[:, None]) + margin
-        same.scatter_(1, targets[:, None], False)
-        return F.cross_entropy(scores.masked_fill(same, -torch.inf), targets, reduction="sum")
+            masked |= similar > similar.gather(1, targets[:, None]) + margin
+        masked.scatter_(1, targets[:, None], False)  # never the own document
+        return F.cross_entropy(scores.masked_fill(masked, -torch.inf), targets, reduction="sum")
 
     chunks = rows.split(max(1, MAX_SCORES // len(documents)))
     if len(chunks) == 1:
@@ -1085,6 +1084,9 @@ def open_beir(name, split, prompts):
         qrels = open_files(judgments, streaming=False)[:].to_pandas().astype(str)
     qrels = qrels.rename(columns={"query-id": "query_id", "corpus-id": "doc_id"})
     qrels = qrels.drop_duplicates(["query_id", "doc_id"], keep="last")
+    qrels = qrels[qrels["query_id"].isin(texts[1])]
+    if qrels.empty:
+        raise UserError(f"no judgment of {split!r} is of a query that {files[1][0]} has")
     qrels = qrels.assign(relevance=qrels["score"].astype(int) if "score" in qrels else 1)  # NanoBEIR has no grades
     queries = {query: texts[1][query] for query in qrels["query_id"].unique()}
     return EvalSet(queries, texts[0], qrels)
@@ -1105,7 +1107,7 @@ RANKING = {"MRR@10": ir_measures.RR @ 10, "nDCG@10": ir_measures.nDCG @ 10, "acc
 MEASURES = (*RANKING, "Spearman", "Pearson")
 
 
-def held_out_collection(rows):
+def held_out_set(rows):
     """Return the EvalSet in which each held-out query searches the positives of all held-out rows for its own."""
     queries = {f"query {number}": text for number, text in enumerate(rows["query"].to_pylist())}
     documents = {f"{number}": texts[0] for number, texts in enumerate(rows["documents"].to_pylist())}
@@ -1145,7 +1147,7 @@ def evaluate(model, eval_sets, max_tokens, args, accelerator):
         queries, documents = encode_pair(queries, documents, model, max_tokens, args, accelerator)
         labels = pc.list_flatten(eval_set["labels"])
         frame = pd.DataFrame({"score": (queries * documents).sum(-1).cpu(), "label": labels})
-        found[name] = {name: float(frame.corr(name.lower()).iloc[0, 1]) for name in ("Spearman", "Pearson")}
+        found[name] = {kind: float(frame.corr(kind.lower()).iloc[0, 1]) for kind in ("Spearman", "Pearson")}
     model.train()
     return mean_measures(found)
 
@@ -1354,7 +1356,7 @@ def main(args):
     eval_sets, prompts = {}, args.prompts or [""]
     if held_out:
         scored = args.label_column and pc.max(pc.list_value_length(data.eval_rows["labels"])).as_py() == 1
-        eval_sets[HELD_OUT] = data.eval_rows if scored else held_out_collection(data.eval_rows)
+        eval_sets[HELD_OUT] = data.eval_rows if scored else held_out_set(data.eval_rows)
     for name in args.eval_beir:
         with user_errors(f"--eval_beir {name}"):
             eval_set, short = open_beir(name, args.eval_split, (prompts[-1], prompts[0])), Path(name).name

@@ -395,7 +395,7 @@ def flatten(columns, read):
     values, rows = [], []
     for number, column in enumerate(columns):
         part, row = column.combine_chunks(), np.arange(len(column))
-        if pa.types.is_list(part.type) or pa.types.is_large_list(part.type):
+        if pa.types.is_nested(part.type) and not pa.types.is_struct(part.type):
             part, row = pc.list_flatten(part), pc.list_parent_indices(part).to_numpy()
         values, rows = [*values, read(part, number)], [*rows, row]
     numbers, rows = np.repeat(np.arange(len(rows)), list(map(len, rows))), np.concatenate(rows)
@@ -438,10 +438,8 @@ def read_groups(table, lookups, args, random):
 
     texts, lengths, problems = [], 0, {}
     queries = as_texts(table[anchor].combine_chunks(), anchor, ids=bool(lookups[0]))
-    parts = (
-        (queries, np.arange(n), np.arange(n)),
-        (documents.take(kept) if drawn else documents, rows[kept], rows[~negative]),
-    )
+    documents = documents.take(kept) if drawn else documents
+    parts = (queries, np.arange(n), np.arange(n)), (documents, rows[kept], rows[~negative])
     for (part, owners, required), lookup, name in zip(parts, lookups, (repr(anchor), " or ".join(map(repr, names)))):
         part = lookup.texts(part) if lookup else part
         blank = pc.fill_null(pc.or_(pc.equal(pc.binary_length(part), 0), pc.utf8_is_space(part)), True)
@@ -857,9 +855,8 @@ def make_batch(rows, state, model, max_tokens, args, accelerator):
     sizes = pinned(torch.tensor(pc.list_value_length(documents).to_numpy()), accelerator.device)
     labels = pinned(torch.tensor(pc.list_flatten(rows["labels"]).to_numpy()).float(), accelerator.device)
     texts = [queries.take(pc.list_parent_indices(documents)), pc.list_flatten(documents)]
-    return Batch(
-        rows, state, sizes, labels, make_local_batch(texts, len(texts[0]), model, max_tokens, args, accelerator)
-    )
+    local = make_local_batch(texts, len(texts[0]), model, max_tokens, args, accelerator)
+    return Batch(rows, state, sizes, labels, local)
 
 
 # ---- model and loss
@@ -1067,6 +1064,9 @@ def open_beir(name, split, prompts):
         qrels = open_files(judgments, streaming=False)[:].to_pandas().astype(str)
     qrels = qrels.rename(columns={"query-id": "query_id", "corpus-id": "doc_id"})
     qrels = qrels.drop_duplicates(["query_id", "doc_id"], keep="last")
+    qrels = qrels[qrels["query_id"].isin(texts[1])]
+    if qrels.empty:
+        raise UserError(f"no judgment of {split!r} is of a query that {files[1][0]} has")
     qrels = qrels.assign(relevance=qrels["score"].astype(int) if "score" in qrels else 1)  # NanoBEIR has no grades
     queries = {query: texts[1][query] for query in qrels["query_id"].unique()}
     return EvalSet(queries, texts[0], qrels)

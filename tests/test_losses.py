@@ -235,7 +235,7 @@ def test_held_out_measures_are_those_of_libraries(kind, rows, request, monkeypat
         return script.evaluate(model, {script.HELD_OUT: held_out}, 600, args, Accelerator(cpu=True))
 
     wanted = {name: found[measure] for name, measure in measures.items()}
-    assert evaluate(script.held_out_collection(table)) == pytest.approx(wanted, abs=1e-9)
+    assert evaluate(script.held_out_set(table)) == pytest.approx(wanted, abs=1e-9)
     scores = scores.diagonal()
     wanted = {"Spearman": scipy.stats.spearmanr(scores, labels)[0], "Pearson": scipy.stats.pearsonr(scores, labels)[0]}
     assert evaluate(table) == pytest.approx(wanted, abs=3e-3)  # two scores that are nearly equal may change places
