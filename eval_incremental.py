@@ -2,25 +2,33 @@
 
     python eval_incremental.py                                         # runs/bi_encoder/model, on held-out demo pairs
     python eval_incremental.py --model_name_or_path BAAI/bge-base-en-v1.5 runs/bge/model --beir scifact nfcorpus
-    python eval_incremental.py --query "read a gzip file"              # search instead; a second query takes seconds
+    python eval_incremental.py --query "read a gzip file"              # search instead; fast once the corpus is cached
     python eval_incremental.py --beir scifact --run bm25.run --cross_encoder runs/cross_encoder/model   # rerank
     python eval_incremental.py --corpus docs.parquet --export_vectors vectors       # for an index or a vector database
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml eval_incremental.py args.yaml
 
-A collection is a corpus, queries and judgments (qrels), in BEIR's layout or each given by its own flag, or pairs:
+A collection is --pairs, or a corpus, queries and judgments (qrels), each by its own flag or in BEIR's layout:
 
     corpus.jsonl   {"_id": "4983", "title": "Microstructural ...", "text": "Alterations of ..."}
     queries.jsonl  {"_id": "1", "text": "0-dimensional biomaterials lack ..."}
     qrels/test.tsv query-id <tab> corpus-id <tab> score
 
-The corpus is read in chunks. The vectors of a chunk come from the cache, or else are encoded and stored; every query
-keeps its best documents so far. Memory is bounded by the chunk, the queries and the judgments; search is exact; a run
-that was killed resumes by the same command. The key of a vector is its text and a fingerprint of the model. A
-cross-encoder reranks the best documents of each query; its scores are cached in the same way, by both texts.
+The corpus is read in chunks: vectors are taken from the cache, or encoded and stored, and the best documents of each
+query are updated. Memory is bounded by the chunk, the queries and the judgments; search is exact; rerun the command to
+resume a killed run. Vectors are cached by their text and a fingerprint of the model. A cross-encoder can rerank the
+best documents of each query; its scores are cached in the same way, by query and document.
 
 Output: metrics.json, report.png, and for each ranking run.trec and per_query.csv.
 Left out on purpose: approximate search, asymmetric models (Router), similarities other than cosine and dot product.
 """
+
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["accelerate>=1.15,<2", "datasets>=5.2,<6", "diskcache>=5.6.3,<6", "fsspec[http]>=2026.9",
+#   "ir_measures>=0.4.3,<1", "matplotlib>=3.11,<4", "numpy>=2.4,<3", "pandas>=2.2,<4", "pyarrow>=26,<27",
+#   "pyyaml>=6.0,<7", "scipy>=1.17,<2", "sentence-transformers>=6.2,<7", "tokenizers>=0.23,<1", "torch==2.13.0",
+#   "tqdm>=4.70,<5", "transformers>=5.23,<6", "xxhash>=4.1,<5", "zstandard>=0.25,<1"]
+# ///
 
 import csv
 import hashlib
@@ -114,37 +122,35 @@ class Args:
     queries: list[str] = flag([], "sources of the queries of --corpus")
     qrels: str | None = flag(None, "judgments of --corpus: TREC qrels, or query, document and grade")
     corpus_columns: list[str] = flag([], "id column (# for the row number), then text columns; none: _id title text")
-    query_columns: list[str] = flag([], "the same of the queries; none: _id text")
-    pairs: list[str] = flag([], f"sources of (query, document) rows instead; none of all: {DEMO}/heldout")
+    query_columns: list[str] = flag([], "the same for the queries; none: _id text")
+    pairs: list[str] = flag([], f"sources of (query, document) rows; without --beir and --corpus: {DEMO}/heldout")
     columns: list[str] = flag([], "query and document column of --pairs; none: the first two")
-    keep_same_id: bool = flag(False, "rank the document with the query's own id, too, which BEIR leaves out")
-    streaming: bool = flag(False, "read the corpus front to back instead of from a memory-mapped table made once")
+    keep_same_id: bool = flag(False, "also rank the document with the query's own id, which BEIR excludes")
+    streaming: bool = flag(False, "read the corpus front to back, without first converting it to a mapped table")
     # rankings
-    model_name_or_path: list[str] = flag([], "bi-encoders to compare; none: runs/bi_encoder/model, or --run alone")
+    model_name_or_path: list[str] = flag([], "bi-encoders to compare; none: runs/bi_encoder/model unless --run is set")
     run: list[str] = flag([], "rankings to evaluate or rerank, in TREC format: query Q0 document rank score tag")
     bm25: bool = flag(False, "compare with BM25 (requires bm25s, and the corpus in memory)")
-    cross_encoder: str | None = flag(None, "model that reranks what the bi-encoders or --run found")
-    rerank_k: int | None = flag(None, "documents of a query to rerank, the others stay behind; None: at most 100")
+    cross_encoder: str | None = flag(None, "model that reranks the rankings of the bi-encoders and --run, not --bm25")
+    rerank_k: int | None = flag(None, "documents to rerank per query; the others rank below them; None: at most 100")
     rerank_max_length: int | None = flag(None, "tokens a pair is truncated to; None: the model's own")
     top_k: int = flag(100, "documents ranked for each query")
     query: list[str] = flag([], "print the best documents for these texts instead of evaluating")
     # embeddings
     max_length: int | None = flag(None, "tokens a text is truncated to; None: the model's own")
-    prompts: list[str] = flag([], "prefix of queries, then of documents; none: the model's own")
-    truncate_dim: int | None = flag(None, "search with the first so many dimensions, for Matryoshka models")
+    prompts: list[str] = flag([], "prefix of queries, then of documents (one value: of both); none: the model's own")
+    truncate_dim: int | None = flag(None, "search with only this many leading dimensions, for Matryoshka models")
     micro_batch_tokens: int | None = flag(None, "tokens of a forward pass; None: 4,096 on a CPU, else 16,384")
-    corpus_chunk_size: int = flag(4096, "documents held at once; the most that a killed run encodes again")
+    corpus_chunk_size: int = flag(4096, "documents per chunk; a killed run re-encodes at most one chunk per process")
     cache_dir: str = flag("~/.cache/evenstep/embeddings", "folder of the embedding caches, one for each model")
-    cache_dtype: Literal["float32", "float16", "int8"] = flag("float16", "how vectors are stored, and searched")
-    cache_size_limit: float = flag(0, "GB of a model's cache, from which the oldest vectors go first; 0: no limit")
+    cache_dtype: Literal["float32", "float16", "int8"] = flag("float16", "precision of stored vectors, and of search")
+    cache_size_limit: float = flag(0, "GB per model's cache; beyond that the oldest vectors are removed; 0: no limit")
     cache_info: bool = flag(False, "list the models in --cache_dir, and exit")
     cache_clear: str | None = flag(None, "remove the cache of this model (name or fingerprint), and exit")
     # output
     metrics: list[str] = flag(["nDCG@10", "RR@10", "R@100", "AP"], "measures, by their names in ir_measures")
-    judged: bool = flag(False, "write judged.trec beside run.trec: the scores of all judged documents, for mining")
-    export_vectors: str | None = flag(
-        None, "write the vectors of the corpus as Parquet shards into this folder instead"
-    )
+    judged: bool = flag(False, "also write judged.trec: scores of judged documents, for mine_negatives.py --judged")
+    export_vectors: str | None = flag(None, "write the corpus vectors to this folder as Parquet shards instead")
     output_dir: str = flag("runs/eval", "folder for the results")
 
 
@@ -174,35 +180,34 @@ def parse_args(argv):
         with user_errors(f"--metrics {name}"):
             measure = ir_measures.parse_measure(name)
             cutoff = int(measure.params.get("cutoff", 1))
-            if cutoff < 1:  # which crashes trec_eval
-                raise UserError("a cutoff is above 0")
+            if cutoff < 1:  # crashes trec_eval
+                raise UserError("the cutoff must be above 0")
             list(ir_measures.iter_calc([measure], {"query": {"a": 1}}, {"query": {"a": 1.0}}))  # is it computable?
-        if cutoff > args.top_k and not (searching or exporting or args.run):
-            parser.error(f"--metrics {name}: deeper than --top_k {args.top_k}: raise it")
+        if cutoff > args.top_k and not (searching or exporting or (args.run and not args.model_name_or_path)):
+            parser.error(f"--metrics {name}: deeper than --top_k {args.top_k}; raise --top_k")
     if sum(map(bool, (args.beir, args.corpus, args.pairs))) > 1:
-        parser.error("--beir, --corpus, --pairs: give one of them")
+        parser.error("--beir, --corpus, --pairs: give only one of them")
     if args.corpus and not (searching or exporting or (args.queries and args.qrels)):
         parser.error("--corpus: requires --queries and --qrels, or --query or --export_vectors")
     if (args.queries or args.qrels) and not args.corpus:
         parser.error("--queries, --qrels: require --corpus")
     if not (args.beir or args.corpus or args.pairs or args.cache_info or args.cache_clear):
-        # An evaluation is of the held-out functions; a search is more fun over all of them.
+        # Evaluate on the held-out functions only; search and export all of them.
         args.pairs = [f"{DEMO}/heldout/*.parquet"] + [f"{DEMO}/train/*.parquet"] * (searching or exporting)
         if not Path(DEMO).is_dir():
             parser.error(f"no --beir, --corpus or --pairs, and no demo corpus in {DEMO}: run python prepare_corpus.py")
     if len(args.columns) not in (0, 2) or 1 in (len(args.corpus_columns), len(args.query_columns)):
-        parser.error("--columns takes two names; --corpus_columns, --query_columns an id column and text columns")
+        parser.error("--columns takes two names; --corpus_columns and --query_columns take an id and text columns")
     if not args.model_name_or_path and not args.run:
         args.model_name_or_path = ["runs/bi_encoder/model"]
-    alone = "--run, --query, --export_vectors: take one"
     if len(args.beir) > 1 and (args.run or searching or exporting):
-        parser.error(f"{alone} collection")
+        parser.error("--run, --query, --export_vectors: take one collection")
     if bool(args.run) + searching + exporting > 1:
-        parser.error(f"{alone} of them")
+        parser.error("--run, --query, --export_vectors: take one of them")
     if (searching or exporting) and (args.bm25 or args.judged or len(args.model_name_or_path) > 1):
-        parser.error("--query, --export_vectors: take one --model_name_or_path, without --bm25 and --judged")
+        parser.error("--query, --export_vectors: take one --model_name_or_path, and neither --bm25 nor --judged")
     if (args.rerank_k or 0) > args.top_k and args.model_name_or_path:
-        parser.error(f"--rerank_k {args.rerank_k}: more than --top_k {args.top_k}: raise that, too")
+        parser.error(f"--rerank_k {args.rerank_k}: more than --top_k {args.top_k}; raise --top_k, too")
     args.rerank_k = args.rerank_k or (100 if args.run else min(100, args.top_k))
     return args
 
@@ -226,32 +231,32 @@ def list_files(source):
     path, config, split = os.path.expanduser(source), None, "train"
     if os.path.exists(os.path.join(path, "state.json")):  # of Dataset.save_to_disk
         return sorted(map(str, Path(path).glob("*.arrow")))
-    if suffix := file_suffix(path):  # decided by name: a missing file is not to be taken for a Hub id
+    if suffix := file_suffix(path):  # decided by suffix, so that a missing file is not mistaken for a Hub id
         builder = datasets.load_dataset_builder(FORMATS[suffix], data_files=path)
     else:
         path, config, split = path.split(":") if path.count(":") == 2 else (path, config, split)
         builder = datasets.load_dataset_builder(path, name=config or None)
     files = builder.config.data_files
     if not files.get(split):
-        raise UserError(f"no file of a split {split!r}; its splits: {', '.join(map(str, files)) or 'none'}")
+        raise UserError(f"no split {split!r} with files; available: {', '.join(map(str, files)) or 'none'}")
     if not file_suffix(files[split][0]):
         raise UserError(f"{files[split][0]}: not one of {' '.join(FORMATS)}, with or without .gz or .zst")
     return list(files[split])
 
 
 def open_files(files, streaming=True):
-    """Return a Dataset or IterableDataset that hands out pyarrow Tables."""
+    """Return a Dataset or IterableDataset that yields pyarrow Tables."""
     suffix = file_suffix(files[0])
-    # The record batches of a mapped table are kept in a list: make them few.
+    # A mapped table keeps a list of its record batches: write few, large ones.
     kind, options = FORMATS[suffix], {"split": "train", "writer_batch_size": 20_000}
     options |= {"sep": "\t"} if suffix == ".tsv" else {}
     if kind == "parquet":  # else pyarrow reads up to 1 GiB ahead, and keeps what it has read of a file
         options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
     if kind == "arrow" and not streaming:
-        with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped where it is, everything else a copy
+        with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped in place, anything else copied below
             parts = [datasets.Dataset.from_file(file) for file in files]
             return datasets.concatenate_datasets(parts).with_format("arrow")
-    if kind in ("json", "csv"):  # a column of nulls at first would be typed null, and its first text fail
+    if kind in ("json", "csv"):  # a column that begins with nulls would be typed null and reject texts
         first = datasets.load_dataset(kind, data_files=files[:1], streaming=True, **options).with_format("arrow")
         schema = next(first.iter(1)).schema
         if pa.null() in schema.types:
@@ -274,16 +279,16 @@ def as_texts(column, name, ids=False):
 
 # ---- collections
 
-PAIR = ["query_id", "doc_id"]  # columns of a ranking or of judgments
+PAIR = ["query_id", "doc_id"]  # columns that identify a row of a ranking or of judgments
 
 
 @dataclass
 class Chunk:
     """Consecutive rows of a corpus, as they are encoded."""
 
-    first: int  # number of the first row
-    ids: pa.Array  # (n,) large_string
-    texts: pa.Array  # (n,) large_string with the prompt; or structs of a query and a document
+    first: int  # row number of the first text, from 0
+    ids: pa.Array  # (n,) large_string; None for queries and pairs
+    texts: pa.Array  # (n,) large_string, prompt included; for a cross-encoder structs (query, document)
     hashes: np.ndarray  # (n, 2) uint64, of the texts
 
 
@@ -297,14 +302,14 @@ def text_hashes(texts):
 
 
 class TextReader:
-    """Ids and texts of some sources, front to back, in chunks."""
+    """Read the ids and texts of sources in chunks, front to back."""
 
     def __init__(self, sources, columns, default, args):
         self.name, self.size, self.empty = sources[0], args.corpus_chunk_size, 0
         with user_errors(self.name):
             files = [file for source in sources for file in list_files(source)]
             available = next(open_files(files[:1]).iter(1)).column_names
-            # A title is usual, not certain. Of pairs the first two columns are meant.
+            # A title is optional. --pairs gives columns by position, looked up below.
             columns = columns or [name for name in default if name in available or name != "title"]
             self.id_column, *self.text_columns = [dict(enumerate(available)).get(name, name) for name in columns]
             names = [name for name in dict.fromkeys([self.id_column, *self.text_columns]) if name != "#"]
@@ -312,7 +317,8 @@ class TextReader:
         self.rows = None if args.streaming else len(self.dataset)
 
     def chunks(self, prompt="", process=0, processes=1):
-        """Yield the Chunks of one process, every P-th: text columns joined, behind the prompt."""
+        """Yield every P-th Chunk, those of one process: the prompt, then the text columns joined by spaces."""
+        self.empty = 0  # texts in this pass
         with user_errors(self.name):
             tables = enumerate(self.dataset.iter(self.size)) if self.rows is None else (
                 (n, self.dataset[n * self.size : (n + 1) * self.size])
@@ -337,26 +343,25 @@ class TextReader:
 
     def frame(self):
         """Return a DataFrame (id, text) of all rows."""
-        chunks = list(self.chunks())
-        columns = ([getattr(chunk, name).to_numpy(False) for chunk in chunks] for name in ("ids", "texts"))
-        return pd.DataFrame({name: np.concatenate(parts) for name, parts in zip(("id", "text"), columns)})
+        frames = [pd.DataFrame({"id": c.ids.to_numpy(False), "text": c.texts.to_numpy(False)}) for c in self.chunks()]
+        return pd.concat(frames, ignore_index=True)
 
 
 def read_trec(path, name):
-    """Return a DataFrame (query_id, doc_id, score) of a run ("run") or of judgments ("qrels": of TREC, or of BEIR)."""
+    """Return a DataFrame (query_id, doc_id, score) of a TREC run (name "run") or TREC or BEIR judgments ("qrels")."""
     with user_errors(f"--{name} {path}"):
         with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
-            separator = "\t" if "\t" in file.readline() else r"\s+"  # ids of BEIR may contain spaces
+            separator = "\t" if "\t" in file.readline() else r"\s+"  # BEIR's ids may contain spaces
         options = {"header": None, "dtype": str, "quoting": csv.QUOTE_NONE, "keep_default_na": False}
         frame = pd.read_csv(path, sep=separator, encoding="utf-8-sig", **options)
         fields = {6: [0, 2, 4]} if name == "run" else {3: [0, 1, 2], 4: [0, 2, 3]}
         if frame.shape[1] not in fields:
-            raise UserError(f"lines of {frame.shape[1]} fields, not {' or '.join(map(str, fields))}")
+            raise UserError(f"has {frame.shape[1]} fields per line, not {' or '.join(map(str, fields))}")
         frame = frame[fields[frame.shape[1]]].set_axis(["query_id", "doc_id", "score"], axis=1)
         bad = ~np.isfinite(scores := pd.to_numeric(frame["score"], errors="coerce"))
         bad[0] &= name == "run"  # BEIR's judgments have a header
         if bad.any():
-            raise UserError(f"line {bad.idxmax() + 1} has no number: {' '.join(frame.loc[bad.idxmax()])}")
+            raise UserError(f"line {bad.idxmax() + 1} has no finite score: {' '.join(frame.loc[bad.idxmax()])}")
         return frame.assign(score=scores)[np.isfinite(scores)]
 
 
@@ -382,7 +387,7 @@ def beir_sources(name, split):
         qrels = (name, "qrels") if nano else (f"{name}-qrels", "")
         for source, config in ((name, "corpus"), (name, "queries"), qrels):
             splits = list(datasets.load_dataset_builder(source, config or None).config.data_files)
-            sources.append(f"{source}:{config}:{splits[0] if config else split}")  # the only one of a configuration
+            sources.append(f"{source}:{config}:{splits[0] if config else split}")  # configurations have one split
     return sources[:1], sources[1:2], sources[2]
 
 
@@ -395,7 +400,7 @@ def read_qrels(source):
             frame = pd.DataFrame({new: as_texts(table[name], name, ids=True).to_numpy()
                                   for new, name in zip(PAIR, ("query-id", "corpus-id"))})  # fmt: skip
             frame["score"] = table["score"].to_numpy() if "score" in table.column_names else 1  # NanoBEIR has none
-        else:  # as texts, for ids may begin with zeros
+        else:  # read as text: ids may begin with zeros
             frame = read_trec(file, "qrels")
         if not (frame["score"] % 1 == 0).all():
             raise UserError("a grade is not a whole number")
@@ -404,13 +409,13 @@ def read_qrels(source):
 
 
 def open_collection(name, beir, args):
-    """Return the Collection of a value of --beir, or of --corpus or --pairs. Of pairs equal queries are one, and a
-    document equal to an answer is an answer."""
+    """Return the Collection of one --beir value, or of --corpus or --pairs. For pairs, equal queries are merged, and
+    every document equal to a query's answer is relevant to it."""
     sources = beir_sources(beir, args.split) if beir else (args.corpus or args.pairs, args.queries, args.qrels)
     first, second = args.columns or (0, 1)
     columns, default = (["#", second], ()) if args.pairs else (args.corpus_columns, ("_id", "title", "text"))
     corpus = TextReader(sources[0], columns, default, args)
-    if args.query or args.export_vectors is not None:  # which need no judgments
+    if args.query or args.export_vectors is not None:  # no judgments needed
         queries = {f"query {number}": text for number, text in enumerate(args.query, start=1)}
         return Collection(name, corpus, queries, pd.DataFrame(columns=[*PAIR, "relevance"]), [])
     if args.pairs:
@@ -420,7 +425,7 @@ def open_collection(name, beir, args):
         qrels = whole[["answer"]].assign(query_id=numbers.astype(str), relevance=1).drop_duplicates()
         qrels = qrels.merge(pairs.rename(columns={"id": "doc_id"}), on="answer")[[*PAIR, "relevance"]]
         queries, omit_same_id = dict(zip(map(str, range(len(queries))), queries)), False
-        counts = {"pairs lack a text; left out of the queries": len(pairs) - len(whole)}
+        counts = {"pairs lack a text; not used as queries": len(pairs) - len(whole)}
     else:
         qrels, reader = read_qrels(sources[2]), TextReader(sources[1], args.query_columns, ("_id", "text"), args)
         table = reader.frame()
@@ -428,9 +433,9 @@ def open_collection(name, beir, args):
         queries = dict(table[judged & ~again].itertuples(index=False))
         missing = sorted(set(qrels["query_id"]) - queries.keys())
         qrels = qrels[qrels["query_id"].isin(queries)]
-        # Row numbers identify nothing beyond their own table: the row of a query may well be that of its answer.
+        # Row numbers are not shared ids: query 5 and document 5 may well be a question and its answer.
         omit_same_id = not args.keep_same_id and "#" not in (corpus.id_column, reader.id_column)
-        counts = {"queries with the id of an earlier one left out": again.sum(),
+        counts = {"queries repeat an earlier id; left out": again.sum(),
                   "queries without judgments left out": (~judged).sum(), "queries are empty": reader.empty,
                   f"judged queries are unknown, such as {', '.join(missing[:3])}; left out": len(missing)}  # fmt: skip
     if not queries:
@@ -439,7 +444,7 @@ def open_collection(name, beir, args):
 
 
 def warnings_of(counts):
-    """Return a warning for each of {what: how often} that occurs."""
+    """Return a warning for each nonzero count of {message: count}."""
     return [f"{count:,} {what}" for what, count in counts.items() if count]
 
 
@@ -447,9 +452,9 @@ def warnings_of(counts):
 
 
 class NoPickleDisk(diskcache.Disk):
-    """diskcache without its pickles, which run code from a hostile folder (CVE-2025-69872), within its own folder."""
+    """Refuse pickles, which could run code from a hostile folder (CVE-2025-69872), and files outside of the folder."""
 
-    NAME = re.compile(r"[0-9a-f]{2}[/\\][0-9a-f]{2}[/\\][0-9a-f]{28}\.val")  # of a value's file, as diskcache makes it
+    NAME = re.compile(r"[0-9a-f]{2}[/\\][0-9a-f]{2}[/\\][0-9a-f]{28}\.val")  # relative path of a value's file
 
     def get(self, key, raw):
         if not raw:
@@ -458,7 +463,7 @@ class NoPickleDisk(diskcache.Disk):
 
     def fetch(self, mode, filename, value, read):
         if mode == diskcache.core.MODE_PICKLE or (filename and not self.NAME.fullmatch(filename)):
-            raise UserError("a value is a pickle, or outside of the folder: remove it")
+            raise UserError("a value is a pickle or lies outside of the folder: remove this cache")
         return super().fetch(mode, filename, value, read)
 
     def remove(self, file_path):
@@ -467,11 +472,11 @@ class NoPickleDisk(diskcache.Disk):
 
 
 class EmbeddingCache:
-    """Vectors on disk by the hash of their text, for one model.
+    """Store the vectors of one model on disk, by the hash of their text.
 
-    The texts that were encoded together are one value, a block: their hashes, their vectors, and a checksum. Its key
-    is the hash of these hashes, so that an unchanged chunk is one lookup. A table beside, in the same database, has
-    block and row of each text: as values of diskcache they would take five times as long to store."""
+    Texts encoded together form a block, one value of diskcache: their hashes, vectors and a checksum. Its key is the
+    hash of these hashes, so that an unchanged chunk takes one lookup. A table in the same database maps each text to
+    its block and row; as values of diskcache, these entries would take five times as long to store."""
 
     def __init__(self, folder, model, dimensions, dtype, limit=0):
         self.folder, self.dimensions, self.dtype, self.overflows = Path(folder), dimensions, dtype, 0
@@ -481,7 +486,7 @@ class EmbeddingCache:
             self.cache = diskcache.Cache(
                 str(self.folder),
                 disk=NoPickleDisk,
-                disk_min_file_size=0,  # blocks are files
+                disk_min_file_size=0,  # store every block as a file
                 eviction_policy="least-recently-stored" if limit else "none",
                 size_limit=int(limit * 1e9) or 2**62,
                 sqlite_mmap_size=0,  # a memory-mapped index would count as memory and grow with the corpus
@@ -491,10 +496,10 @@ class EmbeddingCache:
             (self.folder / "model.json").write_text(json.dumps(metadata))  # for --cache_info
 
     def errors(self):
-        return user_errors(f"--cache_dir {self.folder} (free space, or remove it if it is damaged)")
+        return user_errors(f"--cache_dir {self.folder} (free disk space, or remove the folder if it is damaged)")
 
     def pack(self, vectors):
-        """Return (n, bytes) uint8 rows as they are stored, of (n, D) float32."""
+        """Return (n, D) float32 vectors in stored form, (n, bytes) uint8 rows."""
         if self.dtype == "int8":  # each vector scaled to its largest component
             scale = np.maximum(np.abs(vectors).max(1, keepdims=True), 1e-30).astype(np.float32) / 127
             return np.hstack([scale.view(np.uint8), np.round(vectors / scale).astype(np.int8).view(np.uint8)])
@@ -505,7 +510,7 @@ class EmbeddingCache:
         return stored.view(np.uint8).reshape(len(vectors), -1)
 
     def unpack(self, rows):
-        """Return (n, D) vectors, float32 (of int8) or the stored dtype, of (n, bytes) uint8 rows."""
+        """Return the (n, D) vectors of (n, bytes) uint8 rows: float32 for int8, else in the stored dtype."""
         if self.dtype == "int8":
             return np.ascontiguousarray(rows[:, :4]).view(np.float32) * rows[:, 4:].view(np.int8)
         return np.ascontiguousarray(rows).view(self.dtype)
@@ -517,10 +522,10 @@ class EmbeddingCache:
             return None
         value = np.zeros(0, np.uint8)
         with file, suppress(ValueError):  # an empty file cannot be mapped
-            value = np.memmap(file, mode="c").view(np.ndarray)  # one copy less than reading it
+            value = np.memmap(file, mode="c").view(np.ndarray)  # saves a copy, compared with reading it
         n, rest = divmod(len(value) - 8, 16 + self.row_bytes)
         if rest or n < 0 or xxhash.xxh3_64_digest(value[:-8]) != value[-8:].tobytes():
-            tqdm.write(f"{self.folder}: a damaged block; what it held is computed again", file=sys.stderr)
+            tqdm.write(f"{self.folder}: a damaged block; its vectors are computed again", file=sys.stderr)
             self.cache.delete(b"block" + block)
             return None
         return value[: 16 * n].view(np.uint64).reshape(n, 2), value[16 * n : -8].reshape(n, -1)
@@ -532,27 +537,25 @@ class EmbeddingCache:
             if whole and np.array_equal(whole[0], hashes):
                 return whole[1], np.ones(len(hashes), bool)
             rows, found = np.zeros((len(hashes), self.row_bytes), np.uint8), np.zeros(len(hashes), bool)
-            keys, entries = keys_of(hashes), {}  # {hash: (block, row)}
+            keys, entries = keys_of(hashes), []
             for first in range(0, len(keys), 10_000):
                 part = keys[first : first + 10_000]
-                query = f"SELECT * FROM texts WHERE hash IN ({','.join('?' * len(part))})"
-                entries |= {key: entry for key, *entry in self.cache._sql(query, part)}
-            indices = np.array([index for index, key in enumerate(keys) if key in entries], int)
-            places = np.array([entries[keys[index]][1] for index in indices], int)
-            codes, blocks = pd.factorize(np.array([entries[keys[index]][0] for index in indices], object))
-            for code, block in enumerate(blocks):
+                entries += self.cache._sql(f"SELECT * FROM texts WHERE hash IN ({','.join('?' * len(part))})", part)
+            entries = pd.DataFrame(entries, columns=["hash", "block", "row"])
+            entries = pd.DataFrame({"hash": keys, "index": range(len(keys))}).merge(entries, on="hash")
+            for block, part in entries.groupby("block", sort=False):
                 if content := self.read_block(block):
-                    index, place = indices[codes == code], places[codes == code].clip(0, len(content[0]) - 1)
-                    same = (content[0][place] == hashes[index]).all(1)  # unless an entry is damaged
-                    rows[index[same]], found[index[same]] = content[1][place[same]], True
+                    index, row = part["index"].to_numpy(), part["row"].to_numpy(int).clip(0, len(content[0]) - 1)
+                    same = (content[0][row] == hashes[index]).all(1)  # False if an entry is damaged
+                    rows[index[same]], found[index[same]] = content[1][row[same]], True
             return rows, found
 
     def store(self, hashes, rows):
-        """Keep the (n, bytes) rows of n texts: all of them or, if the process is killed, none."""
+        """Store the (n, bytes) rows of n texts atomically: if the process is killed, all or none."""
         block, value = block_of(hashes), hashes.tobytes() + rows.tobytes()
         with self.errors(), self.cache.transact(retry=True):
-            self.overflows += self.cache.volume() + len(value) > self.cache.size_limit  # older vectors go
-            file = io.BytesIO(value + xxhash.xxh3_64_digest(value))  # bytes would be written line by line
+            self.overflows += self.cache.volume() + len(value) > self.cache.size_limit  # evicts older ones
+            file = io.BytesIO(value + xxhash.xxh3_64_digest(value))  # diskcache writes bytes line by line
             self.cache.set(b"block" + block, file, read=True)
             entries = sorted(zip(keys_of(hashes), repeat(block), range(len(hashes))))  # neighbours share pages
             self.cache._con.executemany("INSERT OR REPLACE INTO texts VALUES (?, ?, ?)", entries)
@@ -586,24 +589,24 @@ def manage_cache(args):
                     shutil.rmtree(note.parent)
                 cleared += 1
     if name and not cleared:
-        raise UserError(f"--cache_clear {name}: no such model in {args.cache_dir}; --cache_info lists them")
+        raise UserError(f"--cache_clear {name}: no such model in {args.cache_dir}; see --cache_info")
 
 
 # ---- micro-batches (same in train_bi_encoder.py)
 
 
 def cut_micro_batches(lengths, max_tokens):
-    """Return index arrays, longest text first, each of at most `max_tokens` with padding; a longer text stands alone.
+    """Return index arrays, longest text first, each of at most `max_tokens` with padding; a longer text is alone.
 
-    Of the cuts between texts of two lengths, or after another 1/16 of `max_tokens`, that with the fewest padded tokens
-    (all cuts: 0.3 % fewer at most, 30 times as long), where a forward pass counts as 32 tokens at 2,048 max_tokens
-    (12 to 35 measured on CPUs), and as 1,024 at 16,384 (GPUs)."""
+    Minimize the tokens with padding plus a cost for each forward pass: 32 tokens if `max_tokens` is 2,048 (12 to 35
+    measured on CPUs), 1,024 if it is 16,384 (GPUs). Cuts are tried where the length changes and after every 1/16 of
+    `max_tokens`; trying all of them saves at most 0.3 % of the tokens and takes 30 times as long."""
     order = np.argsort(-lengths, kind="stable")
     sizes = np.maximum(lengths[order], 1)
     places = np.flatnonzero(np.diff(sizes, prepend=0) | np.diff(np.cumsum(sizes) * 16 // max_tokens, prepend=0))
     begins, widths = [*places.tolist(), len(order)], sizes[places].tolist()
     cost_of_a_pass = 32 * (max_tokens / 2048) ** (5 / 3)
-    best = {len(places): (0.0, None)}  # {place: (cost of the best cut of the texts after it, end of its first part)}
+    best = {len(places): (0.0, None)}  # {place: (lowest cost of the texts from it on, end of their first array)}
     for first in reversed(range(len(places))):
         ends = range(first + 1, max(first + 2, bisect_right(begins, begins[first] + max_tokens // widths[first])))
         costs = (cost_of_a_pass + (begins[end] - begins[first]) * widths[first] + best[end][0] for end in ends)
@@ -619,13 +622,13 @@ def cut_micro_batches(lengths, max_tokens):
 
 
 def pinned(value, device):
-    """Return a tensor in memory from which a copy to a GPU does not wait for it; any other value as it is."""
+    """Return a tensor in page-locked memory if `device` is a GPU, for asynchronous copies; else return the value."""
     return value.pin_memory() if device.type == "cuda" and torch.is_tensor(value) else value
 
 
 def pad_micro_batches(encodings, model, max_tokens, device):
     """Return (micro-batches, tokens, tokens with padding) of tokenized texts or pairs; a micro-batch is (features,
-    indices in `encodings`). Where the model can (flash attention), texts are concatenated, without padding."""
+    indices in `encodings`). If the model supports it (flash attention), texts are concatenated without padding."""
     tokenizer, flat, micro_batches, padded = model.tokenizer, {}, [], 0
     lengths = np.array([len(encoding) for encoding in encodings], np.int64)
     starts, widths, total = torch.from_numpy(np.cumsum(lengths) - lengths), lengths, int(lengths.sum())
@@ -646,7 +649,7 @@ def pad_micro_batches(encodings, model, max_tokens, device):
             features |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": width, "max_length_k": width}
         else:
             features = {name: tokens[places].masked_fill_(~mask, fills[name][1]) for name, tokens in flat.items()}
-            if not mask.all():  # else transformers waits for the device, to find out that nothing is masked
+            if not mask.all():  # else transformers synchronizes the device to see that nothing is masked
                 features["attention_mask"] = mask.long()
         padded += features["input_ids"].numel()
         micro_batches.append(({name: pinned(value, device) for name, value in features.items()}, cut))
@@ -654,7 +657,7 @@ def pad_micro_batches(encodings, model, max_tokens, device):
 
 
 def prefetch(iterator, depth=2):
-    """Run an iterator in a background thread, `depth` items ahead; its errors surface here."""
+    """Yield from an iterator that runs in a background thread, `depth` items ahead; its errors are raised here."""
     with ThreadPoolExecutor(1) as pool:
         ahead = deque(pool.submit(next, iterator, None) for _ in range(depth))
         while (item := ahead.popleft().result()) is not None:
@@ -675,7 +678,7 @@ def make_micro_batches(texts, model, max_tokens, device):
     ends = np.append(0, np.cumsum([len(encoding) for encoding in encodings]))
     tokens = chain.from_iterable(encoding.ids for encoding in encodings)
     flat, ends = torch.from_numpy(np.fromiter(tokens, np.int64, ends[-1])), torch.from_numpy(ends)
-    size, micro_batches = max(1, max_tokens * len(texts) // max(1, len(flat))), []  # texts of a micro-batch
+    size, micro_batches = max(1, max_tokens * len(texts) // max(1, len(flat))), []  # texts per micro-batch
     for cut in np.split(np.arange(len(texts)), range(size, len(texts), size)):
         first, last = ends[cut[0]], ends[cut[-1] + 1]
         features = {"input_ids": flat[first:last], "offsets": ends[cut] - first}
@@ -709,27 +712,27 @@ def load_bi_encoder(path, args):
     with user_errors(f"--model_name_or_path {path}"):
         model = SentenceTransformer(path, device="cpu", model_kwargs={"use_safetensors": True})  # never a pickle
         if "SequenceClassification" in str(getattr(model.config, "architectures", None)):
-            raise UserError("a cross-encoder: use --cross_encoder")
+            raise UserError("is a cross-encoder: use --cross_encoder")
         if model.similarity_fn_name not in ("cosine", "dot"):
-            raise UserError(f"its similarity is {model.similarity_fn_name}, neither cosine nor dot")
+            raise UserError(f"similarity {model.similarity_fn_name} is not supported, only cosine and dot")
         if isinstance(model.tokenizer, Tokenizer):  # a static embedding model
             if args.max_length:
                 model.tokenizer.enable_truncation(args.max_length)
         else:
             set_max_length(model, args.max_length, "max_length")
-        dims, model.truncate_dim = args.truncate_dim or model.truncate_dim, None  # the cache keeps whole vectors
+        dims, model.truncate_dim = args.truncate_dim or model.truncate_dim, None  # the cache stores full vectors
         if (dims or 0) > model.get_embedding_dimension():
-            raise UserError(f"--truncate_dim {dims}: it has {model.get_embedding_dimension()} dimensions")
+            raise UserError(f"--truncate_dim {dims}: the model has {model.get_embedding_dimension()} dimensions")
         sides = ("query",), ("document", "passage", "corpus")
         own = [next((model.prompts[name] for name in names if model.prompts.get(name)), "") for names in sides]
         prompts = [args.prompts[0], args.prompts[-1]] if args.prompts else own
         if any(prompts) and any(isinstance(module, Pooling) and not module.include_prompt for module in model):
-            raise UserError("leaves its prompt out of the pooling, which is not supported: pass --prompts ''")
+            raise UserError("excludes prompts from pooling, which is not supported: pass --prompts ''")
     return model.eval(), dims, prompts
 
 
 def load_cross_encoder(path, args):
-    """Return a CrossEncoder on the CPU, which gives a pair one score."""
+    """Return a CrossEncoder on the CPU; it must have one label, one module and no default prompt."""
     with user_errors(f"--cross_encoder {path}"):
         config = transformers.AutoConfig.from_pretrained(path)
         if "SequenceClassification" not in str(config.architectures):
@@ -742,7 +745,7 @@ def load_cross_encoder(path, args):
 
 
 def set_max_length(model, length, name):
-    """Truncate texts, and of a pair the longer text first, as sentence-transformers does."""
+    """Truncate texts to `length` tokens or the model's limit; in pairs the longer text first, as CrossEncoder does."""
     limit = getattr(model.config, "max_position_embeddings", None) or math.inf
     model.max_seq_length = length or model.max_seq_length
     if model.max_seq_length > limit:
@@ -752,7 +755,7 @@ def set_max_length(model, length, name):
 
 
 def model_fingerprint(model, precision, dtype):
-    """Return a hash of all that makes a vector of a text: weights, tokenizer, modules, length, precision, dtype."""
+    """Return a hash of what determines the vector of a text: weights, tokenizer, modules, length, precision, dtype."""
     config = model.config.to_dict() if model.config else {}
     for name in ("_name_or_path", "transformers_version"):
         config.pop(name, None)
@@ -768,8 +771,8 @@ def model_fingerprint(model, precision, dtype):
 
 
 class CachedEncoder:
-    """Vectors of texts by a bi-encoder: from the cache, or else encoded and stored. Each process has its own chunks;
-    a text that two of them encounter at the same time is encoded by both."""
+    """Encode texts with a bi-encoder, each once: vectors are read from the cache, or computed and stored. Processes
+    have different chunks; a text that two of them reach at the same time is encoded by both."""
 
     unit, verb = "texts", "encoded"
 
@@ -779,7 +782,7 @@ class CachedEncoder:
             shape = self.load(args)  # (dimensions, dtype) of the cached vectors
             self.fingerprint = model_fingerprint(self.model, accelerator.mixed_precision, shape[1])
             self.model.to(accelerator.device)
-        self.longest = 6 * (self.model.max_seq_length or math.inf)  # characters, of which few texts need more
+        self.longest = 6 * (self.model.max_seq_length or math.inf)  # characters: max_seq_length tokens, or nearly
         default = 4096 if accelerator.device.type == "cpu" else 16_384
         default = 2**20 if isinstance(self.model.tokenizer, Tokenizer) else default
         self.max_tokens = args.micro_batch_tokens or default
@@ -792,7 +795,7 @@ class CachedEncoder:
 
     @contextmanager
     def clock(self, stage):
-        """Add the time spent within to that of a stage."""
+        """Add the seconds that the block takes to those of a stage."""
         started = time.perf_counter()
         yield
         self.meter[f"{stage} seconds"] += time.perf_counter() - started
@@ -809,13 +812,11 @@ class CachedEncoder:
             yield chunk
 
     def open_bar(self, name, rows):
-        """Show the progress of this process; in a log a line every ten seconds."""
+        """Show a progress bar on the main process; in a log, print a line every ten seconds."""
         options = {} if sys.stderr.isatty() else {"mininterval": 10, "ncols": 80}
+        rows = rows and math.ceil(rows / self.accelerator.num_processes)  # None: a stream
         self.bar = Bar(total=rows, unit=f" {self.unit}", desc=name, delay=1, **options,
                        disable=not self.accelerator.is_main_process)  # fmt: skip
-
-    def sizes(self, texts):
-        return pc.utf8_length(texts).to_numpy()
 
     def micro_batches(self, texts):
         return make_micro_batches(texts.to_pylist(), self.model, self.max_tokens, self.accelerator.device)
@@ -824,7 +825,7 @@ class CachedEncoder:
         return encode(self.model, features, self.accelerator)
 
     def __call__(self, chunk):
-        """Return (n, D) vectors of a chunk, as cached: float32 or --cache_dtype."""
+        """Return the (n, D) vectors of a chunk as cached: in --cache_dtype, or float32 for int8."""
         with self.clock("lookup"):
             rows, found = self.cache.lookup(chunk.hashes)
         new = np.flatnonzero(~found)
@@ -832,7 +833,7 @@ class CachedEncoder:
         self.meter.update(total=len(found), new=len(digests))
         self.bar.update(len(found) - len(new))
         if len(new):
-            texts = chunk.texts.take(new[np.unique(codes, return_index=True)[1]])  # each once, in order
+            texts = chunk.texts.take(new[np.unique(codes, return_index=True)[1]])  # distinct texts, in order
             with self.clock(self.verb.removesuffix("d")):
                 vectors = self.compute(texts)
             with self.clock("store"):
@@ -844,9 +845,10 @@ class CachedEncoder:
     @torch.inference_mode()
     def compute(self, texts):
         """Return (n, D) float32 vectors of texts, tokenized in the background by groups of similar length."""
-        sizes = np.minimum(self.sizes(texts), self.longest) + 1
+        columns = texts.flatten() if pa.types.is_struct(texts.type) else [texts]  # of pairs, or texts
+        sizes = np.minimum(sum(pc.utf8_length(column).to_numpy() for column in columns), self.longest) + 1
         order = np.argsort(-sizes, kind="stable")
-        ends = np.flatnonzero(np.diff(np.cumsum(sizes[order]) // (16 * self.max_tokens)))  # some four micro-batches
+        ends = np.flatnonzero(np.diff(np.cumsum(sizes[order]) // (16 * self.max_tokens)))  # a group: 4 micro-batches
         groups, outputs, indices = np.split(order, ends + 1), [], []
         ready = (self.micro_batches(texts.take(group)) for group in groups)
         for (micro_batches, tokens, padded), group in zip(prefetch(ready), groups):
@@ -859,7 +861,7 @@ class CachedEncoder:
         vectors = np.empty((len(texts), self.cache.dimensions), np.float32)
         vectors[np.concatenate(indices)] = torch.cat(outputs).cpu().numpy()
         if len(bad := np.flatnonzero(~np.isfinite(vectors).all(1))):
-            raise UserError(f"{self.path}: output for {str(texts[bad[0]])[:60]!r} is not finite; check its weights")
+            raise UserError(f"{self.path}: output for {str(texts[bad[0]])[:60]!r} is not finite; check the weights")
         return vectors
 
     def for_search(self, vectors):
@@ -878,7 +880,7 @@ class CachedEncoder:
         return self.for_search(self.accelerator.reduce(queries))
 
     def metadata(self):
-        """Return what metrics.json says of the work done since the last call; called by every process."""
+        """Return the work since the last call, of all processes, for metrics.json; every process must call it."""
         self.bar.close()
         meter = sum(gather_object([self.meter]), Counter())
         self.meter = Counter()
@@ -893,17 +895,14 @@ class CachedEncoder:
 
 
 class CachedScorer(CachedEncoder):
-    """Scores of (query, document) pairs by a cross-encoder, as vectors of one dimension: logits, without the sigmoid
-    that would make the highest equal."""
+    """Score (query, document) pairs with a cross-encoder, as vectors of one dimension. Scores are logits: in float32
+    a sigmoid would make the highest ones equal."""
 
     unit, verb = "pairs", "scored"
 
     def load(self, args):
         self.model = load_cross_encoder(self.path, args)
         return 1, "float32"
-
-    def sizes(self, pairs):
-        return sum(pc.utf8_length(part).to_numpy() for part in pairs.flatten())
 
     def micro_batches(self, pairs):
         pairs = list(zip(*(part.to_pylist() for part in pairs.flatten())))
@@ -924,29 +923,29 @@ class Bar(tqdm):
 
 # ---- search
 
-MAX_SCORES = 2**24  # of a tile of scores: 64 MB
+MAX_SCORES = 2**24  # scores in a tile: 64 MB of float32
 
 
 class TopK:
-    """The best K documents of each query so far; equal scores rank by the order of the corpus."""
+    """Keep the K best documents of each query; equal scores rank in the order of the corpus."""
 
     def __init__(self, queries, k):
         self.queries = queries  # (Q, D) float32
-        self.scores = torch.full((len(queries), k), -torch.inf, device=queries.device)  # (Q, K), falling
+        self.scores = torch.full((len(queries), k), -torch.inf, device=queries.device)  # (Q, K), descending
         self.rows = torch.full((len(queries), k), -1, device=queries.device)  # (Q, K) int64, -1: none yet
 
     def add(self, documents, first):
-        """Score (n, D) documents, the first of which is row `first`, later than all that were added before."""
+        """Score (n, D) documents, corpus rows `first` and following; calls must be in corpus order."""
         # The last columns of a product are summed in another order: pad, so that equal documents score equally.
         padded = F.pad(documents, (0, 0, 0, -len(documents) % 64))
         tile = max(1, MAX_SCORES // len(documents))
         for begin in range(0, len(self.queries), tile):
             best, rows = self.scores[begin : begin + tile], self.rows[begin : begin + tile]  # (q, K)
             scores = (self.queries[begin : begin + tile] @ padded.T)[:, : len(documents)]  # (q, n)
-            # Few documents pass a query's K-th best; only they are sorted. An equal score comes too late.
+            # Few documents exceed a query's K-th best; only they are sorted. An equal one ranks below, being later.
             passed, k = scores > best[:, -1:], best.shape[1]
             if len(documents) > k and passed.sum(1).max() > 2 * k:  # the first chunks
-                passed &= scores >= scores.topk(k).values[:, -1:]  # with all that equal the K-th
+                passed &= scores >= scores.topk(k).values[:, -1:]  # and ties with the K-th
             query, document = torch.nonzero(passed, as_tuple=True)
             if len(query):
                 counts = torch.bincount(query, minlength=len(best))
@@ -957,14 +956,14 @@ class TopK:
                 self.keep(begin, torch.cat([best, more], 1), torch.cat([rows, from_rows], 1))
 
     def merge(self, accelerator):
-        """Make these the best over all processes, each of which has seen other documents."""
+        """Merge the K best of all processes, which have scored different documents, on every process."""
         shape = (accelerator.num_processes, *self.rows.shape)
         scores, rows = (accelerator.gather(t).view(shape).transpose(0, 1).flatten(1) for t in (self.scores, self.rows))
-        order = rows.argsort(1)  # corpus order first, for a stable sort to keep among equal scores
+        order = rows.argsort(1)  # corpus order; the stable sort in keep() preserves it in ties
         self.keep(0, scores.gather(1, order), rows.gather(1, order))
 
     def keep(self, begin, scores, rows):
-        """Keep the K best of the scores (q, m) of queries `begin` and on."""
+        """Keep the K best of the (q, m) scores of q queries from `begin` on; rows: (q, m) int64."""
         order = scores.argsort(dim=1, descending=True, stable=True)[:, : self.scores.shape[1]]
         self.scores[begin : begin + len(scores)] = scores.gather(1, order)
         self.rows[begin : begin + len(scores)] = rows.gather(1, order)
@@ -975,15 +974,15 @@ class Run:
     """The ranked documents of each query, by a model or from a file."""
 
     name: str
-    ranking: pd.DataFrame  # query_id, doc_id, score; of each query the best first
-    metadata: dict  # what metrics.json says of it
-    judged: pd.DataFrame | None = None  # the same of the judged documents
+    ranking: pd.DataFrame  # query_id, doc_id, score; per query, best first
+    metadata: dict  # its entry in metrics.json
+    judged: pd.DataFrame | None = None  # the same for all judged documents (--judged)
     texts: dict = field(default_factory=dict)  # {document id: text}, in a search
 
 
 def make_run(name, ranking, collection, metadata, counts, depth=None, judged=None, texts=()):
-    """Return the Run of a ranking without the queries' own documents, each document once, cut at `depth`.
-    counts: {what: how often} to warn of."""
+    """Return the Run of a ranking, cut at `depth`, without duplicates and (omit_same_id) documents that share the
+    query's id. counts: {message: count}, the warnings."""
     own = ranking[collection.omit_same_id & (ranking["query_id"] == ranking["doc_id"])]
     relevant = own.merge(collection.qrels, on=PAIR)["relevance"].gt(0).sum() if len(own) else 0
     counts |= {"queries share their id with a document, which is left out; --keep_same_id keeps it": len(own),
@@ -994,18 +993,18 @@ def make_run(name, ranking, collection, metadata, counts, depth=None, judged=Non
 
 
 def judged_pairs(collection):
-    """Return the judgments but those of a query's own document where that is left out."""
+    """Return the judgments without those of documents that share the query's id, if rankings omit these."""
     own = collection.qrels["query_id"] == collection.qrels["doc_id"]
     return collection.qrels[~(own & collection.omit_same_id)]
 
 
 def read_run(path, name, collection):
-    """Return the Run of a file in the order of its scores, equal ones by document id, last first, as in trec_eval."""
+    """Return the Run of a file, sorted by score; ties by document id, descending, as in trec_eval."""
     ranking, queries = read_trec(path, "run").sort_values(["score", "doc_id"], ascending=False), collection.queries
     known = ranking["query_id"].isin(queries)
     if not known.any():
-        example = f"{next(iter(queries))!r}; it has {ranking['query_id'].iloc[0]!r}"
-        raise UserError(f"--run {path}: ranks documents for none of the judged queries, such as {example}")
+        example = f"{next(iter(queries))!r}; its first is {ranking['query_id'].iloc[0]!r}"
+        raise UserError(f"--run {path}: contains none of the judged queries, such as {example}")
     counts = {f"queries of {path} are not judged, or unknown; left out": ranking.loc[~known, "query_id"].nunique(),
               f"judged queries are not in {path}; they count as 0": len(queries.keys() - set(ranking["query_id"])),
               f"lines of {path} repeat a document; its best score counts": ranking.duplicated(PAIR).sum()}  # fmt: skip
@@ -1013,13 +1012,12 @@ def read_run(path, name, collection):
 
 
 def retrieve(encoder, name, collection, args, accelerator):
-    """Return the Run of a bi-encoder over a collection, complete on the main process."""
+    """Return the Run of a bi-encoder over a collection, the same on every process (the reranker requires that)."""
     ids, corpus = np.array(list(collection.queries), object), collection.corpus
     queries = encoder.encode_queries(list(collection.queries.values()), args.corpus_chunk_size)  # (Q, D)
     depth = args.top_k + collection.omit_same_id
     top = TopK(queries, min(depth, corpus.rows or depth))
-    judged = judged_pairs(collection)
-    judged = judged.assign(query=pd.Index(ids).get_indexer(judged["query_id"]))
+    judged = judged_pairs(collection).assign(query=lambda frame: pd.Index(ids).get_indexer(frame["query_id"]))
     judged_ids = pa.array(judged["doc_id"].unique(), pa.large_string())
     # {row: (id, text)} of the best documents so far; scores of the judged ones
     kept, scores = {}, [judged[:0][PAIR].assign(score=0.0)]
@@ -1043,7 +1041,7 @@ def retrieve(encoder, name, collection, args, accelerator):
                 products = queries[numbers[0]] * vectors[numbers[1]]  # (pairs, D)
                 scores.append(found[PAIR].assign(score=products.sum(1).tolist()))
 
-    # The best over all processes, by their ids
+    # Merge the results of all processes; replace rows by ids
     with encoder.clock("search"):
         top.merge(accelerator)
     metadata, parts = encoder.metadata(), gather_object([(kept, scores, corpus.empty)])
@@ -1058,10 +1056,10 @@ def retrieve(encoder, name, collection, args, accelerator):
     repeated = pd.concat([frame.loc[frame.duplicated(PAIR), "doc_id"] for frame in (ranking, scores)]).nunique()
     missing = len(judged_ids) - scores["doc_id"].nunique()
     counts = {
-        "ids occur at several documents; each counts once, with its best score": repeated,
+        "ids belong to several documents; each counts once, with its best score": repeated,
         "judged documents are not in the corpus; they count as not found": missing,
         "documents are empty; encoded as the empty string": sum(part[2] for part in parts),
-        "blocks went over --cache_size_limit; older vectors were removed": encoder.cache.overflows,
+        "blocks exceeded --cache_size_limit; older vectors were removed": encoder.cache.overflows,
     }
     scores = scores.sort_values("score", ascending=False, kind="stable").drop_duplicates(PAIR)
     texts = {name: text[len(encoder.prompts[1]) :] for name, text in kept.values()} if args.query else {}
@@ -1069,8 +1067,8 @@ def retrieve(encoder, name, collection, args, accelerator):
 
 
 def rerank(run, scorer, collection, args, accelerator):
-    """Return the Run with the first --rerank_k documents of each query in the order of a cross-encoder's scores.
-    The documents after them stay behind, in their order, so that deeper measures lose nothing."""
+    """Return the Run with the first --rerank_k documents of each query sorted by a cross-encoder's scores.
+    The other documents rank below them in their former order, so that deeper measures lose nothing."""
     first = run.ranking.groupby("query_id").head(args.rerank_k)
     judged = judged_pairs(collection) if args.judged else run.ranking[:0]
     requested = pd.concat([first, judged])[PAIR].drop_duplicates()
@@ -1085,19 +1083,18 @@ def rerank(run, scorer, collection, args, accelerator):
     metadata = scorer.metadata()
     scores = pd.DataFrame(chain(*gather_object([scores])), columns=[*PAIR, "score"])
     scores = scores.sort_values("score", ascending=False, kind="stable").drop_duplicates(PAIR)  # an id may occur twice
-    ranking = run.ranking[PAIR].merge(scores, "left")
-    ranking.loc[ranking.groupby("query_id").cumcount() >= args.rerank_k, "score"] = np.nan  # judged ones
+    ranking = run.ranking[PAIR].merge(first[PAIR].merge(scores), "left")  # NaN: not reranked, or not in the corpus
     ranking = ranking.sort_values("score", ascending=False, kind="stable")
     behind, lowest = ranking["score"].isna(), ranking.groupby("query_id")["score"].transform("min").fillna(0)
     ranking["score"] = ranking["score"].fillna(lowest - behind.groupby(ranking["query_id"]).cumsum())
-    missing = {"documents to rerank are not in the corpus; they stay behind": len(requested) - len(scores)}
+    missing = {"documents to rerank are not in the corpus; they rank last": len(requested) - len(scores)}
     metadata |= {"same_id_left_out": run.metadata["same_id_left_out"], "warnings": warnings_of(missing)}
     judged = scores.merge(judged[PAIR]) if args.judged else None
     return Run(f"{run.name}+{short_names([scorer.path])[0]}", ranking, metadata, judged, run.texts)
 
 
 def candidate_pairs(requested, collection, accelerator):
-    """Yield (query id, document id, document) of the requested pairs with a document of this process' chunks."""
+    """Yield (query id, document id, text) of the requested pairs whose document is in this process' chunks."""
     queries = requested.groupby("doc_id")["query_id"].agg(list)
     ids = pa.array(queries.index, pa.large_string())
     for chunk in collection.corpus.chunks("", accelerator.process_index, accelerator.num_processes):
@@ -1130,7 +1127,7 @@ def bm25_run(collection, args):
 
 def export_vectors(encoder, collection, args, accelerator):
     """Write a Parquet shard of (_id, vector) for each chunk, and at the end _vectors.json, which describes them. The
-    underscore hides it from what reads a folder of Parquet. An export that was killed starts again, from the cache."""
+    underscore hides it from readers of Parquet folders. A killed export starts again, with cached vectors."""
     folder, corpus, model = Path(args.export_vectors), collection.corpus, encoder.model
     length, similarity = args.max_length or model.max_seq_length, model.similarity_fn_name
     metadata = {"model": encoder.path, "fingerprint": encoder.fingerprint, "query_prompt": encoder.prompts[0],
@@ -1140,9 +1137,11 @@ def export_vectors(encoder, collection, args, accelerator):
                 "columns": [corpus.id_column, *corpus.text_columns]}  # fmt: skip
     with user_errors(f"--export_vectors {folder}: not written, choose an empty folder"):
         folder.mkdir(parents=True, exist_ok=True)
-        for path in sorted(folder.iterdir()) if accelerator.is_main_process else ():
+        paths = sorted(folder.iterdir()) if accelerator.is_main_process else []
+        for path in paths:  # all, before the first is removed
             if not re.fullmatch(r"vectors-\d{12}\.parquet(\.part)?|_vectors\.json", path.name):
-                raise UserError(f"{path.name} is of no export")
+                raise UserError(f"{path.name} does not belong to an export")
+        for path in paths:
             before = json.loads(path.read_text()) if path.suffix == ".json" else metadata
             if other := [name for name in metadata if before.get(name) != metadata[name]]:
                 raise UserError(f"it contains an export of another {', another '.join(other)}")
@@ -1155,7 +1154,7 @@ def export_vectors(encoder, collection, args, accelerator):
             columns = {"_id": chunk.ids.cast(pa.string())}
             columns["vector"] = pa.FixedSizeListArray.from_arrays(vectors.reshape(-1), vectors.shape[1])
             shard = folder / f"vectors-{chunk.first:012}.parquet"
-            options = {"compression": "none", "use_dictionary": False, "write_statistics": False}  # floats stay long
+            options = {"compression": "none", "use_dictionary": False, "write_statistics": False}  # incompressible
             pq.write_table(pa.table(columns), f"{shard}.part", **options)
             os.rename(f"{shard}.part", shard)
             rows += len(chunk.ids)
@@ -1171,8 +1170,8 @@ def export_vectors(encoder, collection, args, accelerator):
 
 def compute_metrics(ranking, collection, measures):
     """Return a DataFrame of the measures, a row for each query, by ir_measures. As in trec_eval, a document without
-    judgment is not relevant, and equal scores rank by document id, last first."""
-    # Some providers of ir_measures rank equal scores otherwise than trec_eval; ranks for scores leave no ties.
+    judgment is not relevant, and equal scores rank by document id, descending."""
+    # Some providers of ir_measures break ties unlike trec_eval: replace scores by ranks, which have no ties.
     ranking = ranking.sort_values(["score", "doc_id"], ascending=False)
     ranking["score"] = -ranking.groupby("query_id").cumcount().astype(float)
     parsed = {name: ir_measures.parse_measure(name) for name in measures}  # two names may mean one measure
@@ -1183,34 +1182,28 @@ def compute_metrics(ranking, collection, measures):
 
 
 def bootstrap_interval(samples):
-    """Return (low, high), the 95 % bootstrap interval of the mean over samples (collections) of their means over
-    queries, which are drawn within samples (Efron and Tibshirani 1993, percentile)."""
-    if all(np.ptp(values) == 0 for values in samples):
-        return (float(np.mean([values.mean() for values in samples])),) * 2
-
-    def mean(*drawn, axis):
-        return np.mean([values.mean(axis) for values in drawn], axis=0)
-
-    samples = [np.repeat(values, 2) if len(values) == 1 else values for values in samples]
-    batch = max(1, 2**22 // max(map(len, samples)))
-    found = bootstrap(samples, mean, n_resamples=9999, batch=batch, method="percentile", vectorized=True, rng=0)
+    """Return (low, high), the 95 % bootstrap interval (Efron and Tibshirani 1993, percentile) of the mean over samples
+    (collections) of their means over queries; queries are resampled within a sample."""
+    samples = [np.repeat(values, 2) if len(values) == 1 else values for values in samples]  # scipy requires two
+    options = {"n_resamples": 9999, "method": "percentile", "vectorized": True, "rng": 0}
+    found = bootstrap(samples, lambda *drawn, axis: np.mean([values.mean(axis) for values in drawn], axis=0),
+                      batch=max(1, 2**22 // max(map(len, samples))), **options)  # fmt: skip
     return tuple(map(float, found.confidence_interval))
 
 
 def paired_randomization_p(samples, others):
-    """Return the two-sided p of the paired randomization test on the difference of the means (Smucker et al. 2007)."""
+    """Return the two-sided p-value of the paired randomization test on the mean difference (Smucker et al. 2007)."""
     differences = np.concatenate([(a - b) / len(a) for a, b in zip(samples, others)])
     if len(differences) < 2 or not differences.any():
         return 1.0
     options = {"permutation_type": "samples", "vectorized": True, "n_resamples": 9999, "rng": 0}
-    test = permutation_test((differences, np.zeros_like(differences)), lambda a, b, axis: (a - b).sum(axis),
-                            batch=max(1, 2**22 // len(differences)), **options)  # fmt: skip
-    return float(test.pvalue)
+    batch = max(1, 2**22 // len(differences))
+    return float(permutation_test((differences,), np.sum, batch=batch, **options).pvalue)  # by flipping signs
 
 
 def summarize(tables, measures):
-    """Return for each ranking {measure: {mean, low, high, difference and p}} over collections; difference and p are to
-    the first ranking. tables: for each collection and ranking a DataFrame of compute_metrics."""
+    """Return {measure: {mean, low, high, difference, p}} over the collections for each ranking; difference and p are
+    relative to the first ranking. tables: one list per collection, of compute_metrics() for each ranking."""
     found = []
     for number, rankings in enumerate(zip(*tables)):
         found.append({})
@@ -1228,7 +1221,7 @@ def summarize(tables, measures):
 
 
 def short_names(paths):
-    """Return a short name of each model, run file or collection, all different: A for A/model, A/run.trec, A/*.x."""
+    """Return distinct short names of models, run files or collections: A for A/model, A/run.trec or A/*.x."""
     parts = [re.sub(r"/(model|run\.trec|\*[^/]*)?$", "", path).split("/") for path in paths]
     names = [part[-1] for part in parts]
     if len(set(names)) < len(names):
@@ -1237,7 +1230,7 @@ def short_names(paths):
 
 
 def write_trec(path, name, ranking):
-    """Write a ranking as a TREC run file."""
+    """Write a ranking as a TREC run file; white space in ids becomes an underscore."""
     with open(path, "w") as file:
         for query, part in ranking.groupby("query_id", sort=False):
             for rank, (document, score) in enumerate(zip(part["doc_id"], part["score"]), start=1):
@@ -1246,11 +1239,11 @@ def write_trec(path, name, ranking):
 
 
 SAME = """beir split corpus queries qrels pairs columns keep_same_id model_name_or_path run bm25 cross_encoder
-max_length rerank_max_length prompts truncate_dim"""  # flags that evaluations in the same --output_dir have in common
+max_length rerank_max_length prompts truncate_dim"""  # flags that must not change within one --output_dir
 
 
 def check_output(args):
-    """Raise UserError if --output_dir has the results of another evaluation, or cannot be written."""
+    """Raise UserError if --output_dir contains results for other values of SAME, or cannot be created."""
     with user_errors(f"--output_dir {args.output_dir}"), suppress(FileNotFoundError):
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         then, now = json.loads(Path(args.output_dir, "metrics.json").read_text()).get("args", {}), asdict(args)
@@ -1260,7 +1253,7 @@ def check_output(args):
 
 def write_results(collections, runs, args):
     """Write metrics.json, report.png and the files of each ranking into --output_dir, and print the table.
-    runs: for each collection the Runs to compare, of the same names."""
+    runs: for each collection a list of Runs, with the same names in each."""
     output, names, first = Path(args.output_dir), [run.name for run in runs[0]], args.metrics[0]
     tables = [[compute_metrics(run.ranking, collection, args.metrics) for run in found]
               for collection, found in zip(collections, runs)]  # fmt: skip
@@ -1283,7 +1276,7 @@ def write_results(collections, runs, args):
     (output / "metrics.json").write_text(json.dumps(record, indent=1))
     plot_report(collections, runs, summaries, args, output / "report.png")
 
-    # Rankings down, collections across with their mean; or, of one collection, its measures.
+    # A row per ranking; a column per collection and their mean or, for one collection, per measure.
     cells = {name: [row[first] for row in table] for name, table in summaries.items()}
     if len(runs) == 1:
         cells = {name: [row[name] for row in summaries[collections[0].name]] for name in args.metrics}
@@ -1317,7 +1310,7 @@ def plot_report(collections, runs, summaries, args, path):
     errors = np.stack([(means - lows).T, (highs - means).T], 1)  # (rankings, 2, collections)
     means.plot.bar(ax=axes[0], yerr=errors, rot=0, ylabel=first, ylim=(0, 1))
     for name, found in zip(names, zip(*runs)):
-        recalls = []  # (k,) of each collection
+        recalls = []  # a (top_k,) array per collection
         for collection, run in zip(collections, found):
             relevant = collection.qrels[collection.qrels["relevance"] > 0]
             hits = run.ranking.assign(rank=run.ranking.groupby("query_id").cumcount()).merge(relevant, on=PAIR)
@@ -1329,7 +1322,7 @@ def plot_report(collections, runs, summaries, args, path):
     axes[1].legend()
     seconds = [pd.DataFrame([run.metadata["seconds"] for run in found]).sum() for found in zip(*runs)]
     seconds = pd.DataFrame(seconds, names).fillna(0)
-    if seconds.size:  # runs from files alone have none
+    if seconds.size:  # none if all runs are files
         seconds.plot.barh(ax=axes[2], stacked=True, xlabel="seconds")
     for axis in axes:
         axis.grid(alpha=0.3)
@@ -1354,13 +1347,12 @@ def main(args):
     )
     transformers.utils.logging.disable_progress_bar()  # of each small file that is loaded
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each load of a local file asks the Hub
-    evaluating = not args.query and args.export_vectors is None
-    if evaluating:
+    if not args.query and args.export_vectors is None:
         check_output(args)
     sources = args.beir or [(args.corpus or args.pairs)[0]]
     collections = [open_collection(*pair, args) for pair in zip(short_names(sources), args.beir or [None])]
 
-    # ---- rankings: for each collection those of the runs and the bi-encoders, then the same reranked
+    # ---- rankings of each collection: of run files, then of bi-encoders, then all of them reranked
     paths = args.run + args.model_name_or_path
     names, runs = dict(zip(paths, short_names(paths))), [[] for _ in collections]
     for path in args.run:
@@ -1380,19 +1372,18 @@ def main(args):
 
     # ---- results
     main_process = accelerator.is_main_process
-    accelerator.end_training()  # BM25 and the report may take the main process long
+    accelerator.end_training()  # so that no process waits for BM25 and the report
     if not main_process:
         return
-    if args.bm25:
-        for collection, found in zip(collections, runs):
-            found.append(bm25_run(collection, args))
     for collection, found in zip(collections, runs):
+        if args.bm25:
+            found.append(bm25_run(collection, args))
         for warning in dict.fromkeys(chain(collection.warnings, *(run.metadata["warnings"] for run in found))):
             print(f"warning: {collection.name}: {warning}", file=sys.stderr)
     if args.query:
         print_hits(runs[0][-1], collections[0])
     else:
-        with user_errors(f"--output_dir {args.output_dir}: not written, the vectors are cached"):
+        with user_errors(f"--output_dir {args.output_dir}: results not written, but the vectors are cached"):
             write_results(collections, runs, args)
 
 

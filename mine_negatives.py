@@ -5,15 +5,21 @@
     python mine_negatives.py --corpus 'passages/*.parquet' --corpus_columns pid text --queries queries.tsv \
         --query_columns qid text --qrels qrels.txt.gz --run reranked.run.gz --allow_fewer --output groups.jsonl
 
-A row is a query, one of its positives, its negatives from best to worst, and the scores of these documents:
+A row is a query, one of its positives, its negatives by descending score, and the scores of all of these:
 
     {"query": "read a gzip file", "positive": "def read(path): ...", "negative_1": "def write(path): ...",
      "scores": [0.71, 0.64]}
 
-With --allow_fewer it holds lists of any length: "documents" (the positive first), "labels" (1, 0, ...) and "scores".
+With --allow_fewer rows have lists of any length: "documents" (the positive first), "labels" (1, 0, ...) and "scores".
 The rules are those of sentence_transformers.util.mine_hard_negatives; all documents of a run are candidates.
-Left out on purpose: models (whatever writes a run file can rank), several runs, near duplicates.
+Left out on purpose: models (any system can write the run file), merging runs, detecting near duplicates.
 """
+
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["datasets>=5.2,<6", "fsspec[http]>=2026.9", "numpy>=2.4,<3", "pandas>=2.2,<4", "pyarrow>=26,<27",
+#   "tqdm>=4.70,<5", "transformers>=5.23,<6", "zstandard>=0.25,<1"]
+# ///
 
 import csv
 import json
@@ -69,8 +75,8 @@ def flag(default, help):
 
 @dataclass
 class Args:
-    run: str | None = flag(None, "ranking to take negatives from, by any system: query Q0 document rank score tag")
-    judged: str | None = flag(None, "the same system's scores of judged documents, for positives that --run lacks")
+    run: str | None = flag(None, "run file of any system to take negatives from: query Q0 document rank score tag")
+    judged: str | None = flag(None, "the same system's run file of judged documents, for positives not in --run")
     beir: str | None = flag(None, "folder with corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv")
     split: str = flag("train", "judgments of --beir to use")
     corpus: list[str] = flag([], "sources of the documents by id, instead of --beir")
@@ -78,15 +84,15 @@ class Args:
     qrels: str | None = flag(None, "judgments, instead of --beir: TREC qrels, or query, document and grade")
     corpus_columns: list[str] = flag(["_id", "title", "text"], "id column of --corpus, then text columns, joined")
     query_columns: list[str] = flag(["_id", "text"], "id column of --queries, then text columns, joined")
-    keep_same_id: bool = flag(False, "allow the document with the query's own id, which BEIR leaves out")
-    absolute_margin: float | None = flag(None, "negatives score at least so much below the query's lowest positive")
-    relative_margin: float | None = flag(None, "the same as a share of that positive's score, such as 0.05")
-    range_min: int = flag(0, "first rank to take negatives from, counted among the candidates that are left")
-    range_max: int = flag(100, "rank to stop before")
-    sampling_strategy: Literal["top", "random"] = flag("top", "take the best of these ranks, or random ones")
-    num_negatives: int = flag(4, "negatives of a row")
+    keep_same_id: bool = flag(False, "also take the document with the query's own id, which BEIR excludes")
+    absolute_margin: float | None = flag(None, "negatives score at least this much below the query's lowest positive")
+    relative_margin: float | None = flag(None, "the same, as a fraction of that positive's score, such as 0.05")
+    range_min: int = flag(0, "first rank (from 0) to take negatives from, among candidates that pass the rules above")
+    range_max: int = flag(100, "end of the ranks, exclusive")
+    sampling_strategy: Literal["top", "random"] = flag("top", "take the first or random candidates of these ranks")
+    num_negatives: int = flag(4, "negatives per row")
     allow_fewer: bool = flag(False, "keep queries with fewer negatives, at least one; rows then hold lists")
-    seed: int = flag(0, "determines the random ones")
+    seed: int = flag(0, "seed of --sampling_strategy random")
     output: str = flag("mined.jsonl", "file to write")
 
 
@@ -101,11 +107,11 @@ def parse_args(argv):
     (args,) = parser.parse_args_into_dataclasses(argv)
     for name, value in asdict(args).items():
         if isinstance(value, int | float) and not (np.isfinite(value) and (value >= 0 or "margin" in name)):
-            parser.error(f"--{name} {value}: must be finite, and 0 or more unless it is a margin")
+            parser.error(f"--{name} {value}: must be finite and, except for a margin, 0 or more")
     if not 1 <= args.num_negatives <= args.range_max - args.range_min:
-        parser.error(f"--num_negatives {args.num_negatives}: must be 1 or more, at most --range_max less --range_min")
-    named = [bool(args.corpus), bool(args.queries), bool(args.qrels)]
-    if not args.run or named != [not args.beir] * 3:
+        parser.error(f"--num_negatives {args.num_negatives}: must be between 1 and --range_max - --range_min")
+    files = args.corpus, args.queries, args.qrels
+    if not args.run or (any(files) if args.beir else not all(files)):
         parser.error("requires --run, and either --beir or --corpus, --queries and --qrels")
     if args.beir:
         args.corpus, args.queries = [f"{args.beir}/corpus.jsonl"], [f"{args.beir}/queries.jsonl"]
@@ -132,32 +138,32 @@ def list_files(source):
     path, config, split = os.path.expanduser(source), None, "train"
     if os.path.exists(os.path.join(path, "state.json")):  # of Dataset.save_to_disk
         return sorted(map(str, Path(path).glob("*.arrow")))
-    if suffix := file_suffix(path):  # decided by name: a missing file is not to be taken for a Hub id
+    if suffix := file_suffix(path):  # decided by suffix, so that a missing file is not mistaken for a Hub id
         builder = datasets.load_dataset_builder(FORMATS[suffix], data_files=path)
     else:
         path, config, split = path.split(":") if path.count(":") == 2 else (path, config, split)
         builder = datasets.load_dataset_builder(path, name=config or None)
     files = builder.config.data_files
     if not files.get(split):
-        raise UserError(f"no file of a split {split!r}; its splits: {', '.join(map(str, files)) or 'none'}")
+        raise UserError(f"no split {split!r} with files; available: {', '.join(map(str, files)) or 'none'}")
     if not file_suffix(files[split][0]):
         raise UserError(f"{files[split][0]}: not one of {' '.join(FORMATS)}, with or without .gz or .zst")
     return list(files[split])
 
 
 def open_files(files, streaming=True):
-    """Return a Dataset or IterableDataset that hands out pyarrow Tables."""
+    """Return a Dataset or IterableDataset that yields pyarrow Tables."""
     suffix = file_suffix(files[0])
-    # The record batches of a mapped table are kept in a list: make them few.
+    # A mapped table keeps a list of its record batches: write few, large ones.
     kind, options = FORMATS[suffix], {"split": "train", "writer_batch_size": 20_000}
     options |= {"sep": "\t"} if suffix == ".tsv" else {}
     if kind == "parquet":  # else pyarrow reads up to 1 GiB ahead, and keeps what it has read of a file
         options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
     if kind == "arrow" and not streaming:
-        with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped where it is, everything else a copy
+        with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped in place, anything else copied below
             parts = [datasets.Dataset.from_file(file) for file in files]
             return datasets.concatenate_datasets(parts).with_format("arrow")
-    if kind in ("json", "csv"):  # a column of nulls at first would be typed null, and its first text fail
+    if kind in ("json", "csv"):  # a column that begins with nulls would be typed null and reject texts
         first = datasets.load_dataset(kind, data_files=files[:1], streaming=True, **options).with_format("arrow")
         schema = next(first.iter(1)).schema
         if pa.null() in schema.types:
@@ -182,20 +188,20 @@ def as_texts(column, name, ids=False):
 
 
 def read_trec(path, name):
-    """Return a DataFrame (query_id, doc_id, score) of a run ("run") or of judgments ("qrels": of TREC, or of BEIR)."""
+    """Return a DataFrame (query_id, doc_id, score) of a TREC run (name "run") or TREC or BEIR judgments ("qrels")."""
     with user_errors(f"--{name} {path}"):
         with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
-            separator = "\t" if "\t" in file.readline() else r"\s+"  # ids of BEIR may contain spaces
+            separator = "\t" if "\t" in file.readline() else r"\s+"  # BEIR's ids may contain spaces
         options = {"header": None, "dtype": str, "quoting": csv.QUOTE_NONE, "keep_default_na": False}
         frame = pd.read_csv(path, sep=separator, encoding="utf-8-sig", **options)
         fields = {6: [0, 2, 4]} if name == "run" else {3: [0, 1, 2], 4: [0, 2, 3]}
         if frame.shape[1] not in fields:
-            raise UserError(f"lines of {frame.shape[1]} fields, not {' or '.join(map(str, fields))}")
+            raise UserError(f"has {frame.shape[1]} fields per line, not {' or '.join(map(str, fields))}")
         frame = frame[fields[frame.shape[1]]].set_axis(["query_id", "doc_id", "score"], axis=1)
         bad = ~np.isfinite(scores := pd.to_numeric(frame["score"], errors="coerce"))
         bad[0] &= name == "run"  # BEIR's judgments have a header
         if bad.any():
-            raise UserError(f"line {bad.idxmax() + 1} has no number: {' '.join(frame.loc[bad.idxmax()])}")
+            raise UserError(f"line {bad.idxmax() + 1} has no finite score: {' '.join(frame.loc[bad.idxmax()])}")
         return frame.assign(score=scores)[np.isfinite(scores)]
 
 
@@ -203,7 +209,7 @@ def read_trec(path, name):
 
 
 def read_texts(name, sources, columns, ids):
-    """Return (for each of `ids` the index of its text, -1 if that is missing or empty; the distinct texts)."""
+    """Return the index of each id's text ((n,) int, -1: missing or empty) and the distinct texts ((m,) object)."""
     positions, ids = pd.factorize(ids)
     requested, parts = pa.array(ids, pa.large_string()), []
     id_column, *text_columns = columns
@@ -218,7 +224,7 @@ def read_texts(name, sources, columns, ids):
             parts.append(pa.table({"id": keys, "text": texts}).filter(kept))
         found = pa.concat_tables(parts).to_pandas()
         indices, texts = pd.factorize(found["text"])
-        indices = pd.Series(indices, found["id"]).reindex(ids, fill_value=-1)  # fails if an id occurs twice
+        indices = pd.Series(indices, found["id"]).reindex(ids, fill_value=-1)  # ValueError if an id occurs twice
     return indices.to_numpy()[positions], texts.to_numpy(object)
 
 
@@ -226,12 +232,12 @@ def read_texts(name, sources, columns, ids):
 
 
 def pairs(frame, column):
-    """Return a Series of integers, each for a query and its document or text."""
+    """Return a Series of int64 keys of (query, `column`), equal only if both are."""
     return frame["query"] * 2**32 + frame[column]
 
 
 def remove(run, rows, rule):
-    """Return `run` without `rows`; print how many a rule removes, and how many queries are left."""
+    """Return `run` without `rows`, a mask; print how many rows the rule removes, and the number of queries left."""
     run = run[~rows]
     print(f"{rows.sum():12,} {run['query'].nunique():12,}  {rule}")
     return run
@@ -239,7 +245,7 @@ def remove(run, rows, rule):
 
 def pick_negatives(run, positives, own, args):
     """Return the rows of `run` that are negatives. Columns: query, document and text (integers; -1: no text), value.
-    own: the documents with the ids of the queries."""
+    own: (query, document, text) of documents that share the query's id."""
     print(f"{len(run):,} candidates in --run\n{'removed':>12} {'queries left':>12}  rule")
     lowest = positives["value"].fillna(-np.inf).groupby(positives["query"]).min()
     run = run.assign(lowest=run["query"].map(lowest))
@@ -249,15 +255,15 @@ def pick_negatives(run, positives, own, args):
     run = remove(run, pairs(run, "document").isin(pairs(positives, "document")), "known positives")
     copies = pairs(run, "text").isin(pairs(positives, "text")) | run.duplicated(["query", "text"])
     run = remove(run, copies, "equal to a positive or a better candidate")
-    # Below, "not <=" also holds where a positive has no score: the lowest is -inf, the limit -inf or nan.
+    # ~(a <= b) also removes rows where b is nan: if a positive has no score, `lowest` is -inf, and b is -inf or nan.
     if (margin := args.absolute_margin) is not None:
         above = ~(run["value"] + margin <= run["lowest"])
-        run = remove(run, above, f"within {margin} of the lowest positive, or that has no score")
+        run = remove(run, above, f"within {margin} of the lowest positive, or a positive has no score")
     if (margin := args.relative_margin) is not None:
         above = ~(run["value"] <= run["lowest"] - run["lowest"].abs() * margin)
-        run = remove(run, above, f"within {margin:.1%} of the lowest positive, or that has no score")
+        run = remove(run, above, f"within {margin:.1%} of the lowest positive, or a positive has no score")
     inside = run.groupby("query").cumcount().between(args.range_min, args.range_max - 1)
-    run = remove(run, ~inside, f"outside of the ranks {args.range_min} to {args.range_max}")
+    run = remove(run, ~inside, f"outside of ranks {args.range_min} to {args.range_max - 1}")
     order = run.groupby("query").sample(frac=1, random_state=args.seed) if args.sampling_strategy == "random" else run
     chosen = order.groupby("query").head(args.num_negatives).index
     run = remove(run, ~run.index.isin(chosen), "more than --num_negatives")
@@ -266,7 +272,7 @@ def pick_negatives(run, positives, own, args):
 
 
 def write_rows(rows, queries, texts, args):
-    """Write a line for each of `rows`: a positive with the lists `texts` and `values` of its query's negatives."""
+    """Write each of `rows` as a JSON line; its `texts` and `values` are lists, of the negatives of its query."""
     path = Path(args.output)
     part = path.with_name(f".{path.name}.part")
     scored = rows["value"].notna().all()
@@ -295,9 +301,9 @@ def main(args):
         sources = [file for source in args.corpus + args.queries for file in list_files(source)]
     sources += [args.run, args.judged or args.run, args.qrels]
     if Path(args.output).resolve() in map(Path.resolve, map(Path, sources)):
-        raise UserError(f"--output {args.output}: is one of the sources; name another file")
+        raise UserError(f"--output {args.output}: is one of the sources; choose another file")
 
-    # judgments and scores; `own` are the documents with the ids of the queries
+    # judgments and scores; `own`: documents that share the id of the query
     columns = ["query", "document", "value"]
     qrels = read_trec(args.qrels, "qrels").set_axis(columns, axis=1).drop_duplicates(columns[:2], keep="last")
     positives = qrels[qrels["value"] > 0][columns[:2]]
@@ -306,7 +312,7 @@ def main(args):
     frames |= {name: read_trec(path, "run").set_axis(columns, axis=1)
                for name, path in (("run", args.run), ("judged", args.judged)) if path}  # fmt: skip
 
-    # integers instead of ids; queries of the same text become one, and -1 is a query without a text
+    # replace ids by integers; queries of equal text get one number, queries without a text -1
     table = pd.concat([frame.assign(source=name) for name, frame in frames.items()], ignore_index=True)
     table["query"], queries = read_texts("queries", args.queries, args.query_columns, table["query"])
     table["text"], texts = read_texts("corpus", args.corpus, args.corpus_columns, table["document"])
@@ -329,7 +335,7 @@ def main(args):
     lists = negatives.groupby("query").agg(texts=("text", list), values=("value", list))
     rows = positives.merge(lists, on="query")
     if rows.empty:
-        raise UserError(f"--output {args.output}: not written, since no row is left; check the ids and --split")
+        raise UserError(f"--output {args.output}: not written: no row is left; check the ids and --split")
     write_rows(rows, queries, texts, args)
     print(f"{len(rows):,} rows of {rows['query'].nunique():,} queries are in {args.output}")
 

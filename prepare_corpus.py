@@ -1,6 +1,6 @@
 """Convert any table to sharded, memory-mappable files; with no arguments, make the demo corpus and its models.
 
-    python prepare_corpus.py      # the demo: data/python_code, made from the Python that runs this
+    python prepare_corpus.py      # the demo: data/python_code, from the source files of this Python installation
     python prepare_corpus.py logs/*.jsonl.zst --output_dir data/logs --columns query clicked
     python prepare_corpus.py s3://bucket/pairs --output_dir data/pairs --filter "[('score', '>', 0.5)]"
     python prepare_corpus.py --ir_dataset beir/scifact --output_dir data/scifact
@@ -9,12 +9,19 @@
 A row of the demo is {"docstring": "Return the first index of value.", "code": "def find(items, value): ..."}; `code`
 never contains a docstring, so a match has to come from names and logic.
 Output of the demo: {train,heldout}/{stdlib,packages}-*.parquet, corpus.json (files, pairs), and untrained models with
-their own tokenizers: bi_encoder/ (static embeddings), cross_encoder/ (a small BERT). It holds out files, not pairs;
-train has no docstring or code of a held-out file. What exists already is kept (--overwrite makes everything anew).
-Output of a conversion: data-*.arrow or .parquet, which `datasets` maps. A column that a file or a JSON row lacks is
-null there. CSV and JSON are read twice, first for types that hold every row: text, where numbers and texts are mixed.
+their own tokenizers: bi_encoder/ (static embeddings), cross_encoder/ (a small BERT). Whole files are held out; train
+shares no docstring or code with them. Existing output is kept; --overwrite rebuilds it.
+Output of a conversion: data-*.arrow or .parquet, which `datasets` maps. Columns missing in a file or row are null.
+CSV and JSON are read twice, first to find types that fit every row: text where numbers and texts are mixed.
 Output of --ir_dataset: a BEIR folder and triples of ids. Left out: types set by hand, shuffling, remote outputs, ORC.
 """
+
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["datasets>=5.2,<6", "fsspec[http]>=2026.9", "matplotlib>=3.11,<4", "numpy>=2.4,<3",
+#   "pandas>=2.2,<4", "pyarrow>=26,<27", "sentence-transformers>=6.2,<7", "tokenizers>=0.23,<1", "torch==2.13.0",
+#   "tqdm>=4.70,<5", "transformers>=5.23,<6", "zstandard>=0.25,<1"]
+# ///
 
 import argparse
 import ast
@@ -71,9 +78,9 @@ def user_errors(name):
 
 @contextmanager
 def new_folder(folder):
-    """Yield an empty folder that replaces `folder` at the end of the block; if that fails, nothing has changed."""
+    """Yield an empty folder that replaces `folder` at the end of the block; if the block raises, `folder` is kept."""
     part, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(part, ignore_errors=True)  # of a killed run
+    shutil.rmtree(part, ignore_errors=True)  # left by a killed run
     try:
         part.mkdir(parents=True)
         yield part
@@ -90,8 +97,8 @@ def new_folder(folder):
 
 # ----------------------------------------------------------------------------------------------------- the demo corpus
 
-HELDOUT_PERCENT = 5  # of files: a few thousand pairs, enough for 1,000 candidates and a look at the variance
-MAX_CODE_CHARS = 4000  # some 1,000 tokens, four times what the trainers read; longer ones are mostly generated tables
+HELDOUT_PERCENT = 5  # of files: a few thousand pairs, more than the 1,000 candidates of an evaluation
+MAX_CODE_CHARS = 4000  # about 1,000 tokens, four times MODEL_MAX_LENGTH; longer code is mostly generated tables
 # Test suites repeat the same assertion many times over, and their docstrings describe a bug number, not the code.
 SKIPPED_FOLDERS = {"test", "tests", "testing", "_test", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -101,13 +108,13 @@ def definitions(statements):
     for statement in statements:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield statement
-        # Definitions occur in blocks only; ast.walk would visit every expression too and take half of the run.
+        # Definitions occur in blocks only; ast.walk would visit every expression too, half of the run time.
         for block in ("body", "orelse", "finalbody", "handlers", "cases"):
             yield from definitions(getattr(statement, block, ()))
 
 
 def is_stub(node):
-    """Return whether a statement tells nothing of what its function does: pass, a literal, NotImplementedError."""
+    """Return whether a statement reveals nothing of what a function does: pass, a literal, NotImplementedError."""
     if isinstance(node, ast.Raise):
         return node.exc is not None and "NotImplemented" in ast.dump(node.exc)
     return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
@@ -117,8 +124,7 @@ def docstring_pairs(path):
     """Return [(first docstring paragraph, source without any docstring)] of a file, or None if it does not parse."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in other people's strings
+        with warnings.catch_warnings(action="ignore"):  # of invalid escapes in other people's strings
             nodes = list(definitions(ast.parse(text).body))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
@@ -126,7 +132,7 @@ def docstring_pairs(path):
     documented = [node for node in nodes if ast.get_docstring(node)]
     for node in documented:
         # Nested docstrings go too: a query found verbatim in the enclosing function would be a second right answer.
-        # Lines become None rather than being deleted, so that every line number stays true.
+        # Lines become None rather than being deleted, so that line numbers stay valid.
         span = node.body[0]
         first, last = span.lineno - 1, span.end_lineno - 1
         rest = lines[first][: span.col_offset] + lines[last][span.end_col_offset :].lstrip(b"; \t")
@@ -142,7 +148,7 @@ def docstring_pairs(path):
         code = b"\n".join(line.removeprefix(indent).rstrip() for line in source).decode(errors="replace")
         paragraph = re.split(r"\n\s*\n|>>>", ast.get_docstring(node).strip())[0]  # doctests are code, not a query
         docstring = " ".join(paragraph.split()).encode("utf-8", "replace").decode()  # "\ud800" is legal in Python
-        # To be searched for it needs three words, and must not point to another docstring.
+        # A query needs at least three words, and must not merely refer to another docstring.
         pointer = r"(see|refer to|same as|inherit\w*( from)?|overrid\w*|implements?|alias (for|of))\b.{0,60}$"
         useful = len(re.findall(r"[^\W\d_]{2,}", docstring)) >= 3 and not re.match(pointer, docstring, re.IGNORECASE)
         if useful and len(source) >= 2 and len(code) <= MAX_CODE_CHARS:
@@ -157,20 +163,19 @@ def build_demo(roots, folder):
         for root in sorted({Path(root).resolve() for root in source_roots}):
             inside = [path.relative_to(root) for path in root.rglob("*.py")]
             for name in sorted(name.as_posix() for name in inside if not SKIPPED_FOLDERS.intersection(name.parts)):
-                # The path alone decides, so a file is on the same side on every machine and after every upgrade.
+                # Only the path determines the split, so it is the same on every machine and after every upgrade.
                 digest = hashlib.blake2b(f"{source}/{name}".encode(), digest_size=8).digest()
                 files.append((int.from_bytes(digest, "big") % 100 < HELDOUT_PERCENT, source, root / name))
-    # Held-out files go first: of two equal pairs the held-out one stays. Within a split the order of `roots` decides.
+    # Held-out files come first: of two equal pairs the held-out one is kept; within a split, the first of `roots`.
     files.sort(key=lambda file: not file[0])
     report = {"python": sys.version.split()[0], "files": len(files), "not_parsed": 0, "duplicates": 0, "pairs": {}}
-    rows = {(split, source): [] for split in ("train", "heldout") for source in roots}
-    seen = set()
-    with ProcessPoolExecutor(initializer=gc.disable) as pool:  # syntax trees have no cycles: scanning them is waste
+    rows, seen = {(split, source): [] for split in ("train", "heldout") for source in roots}, set()
+    with ProcessPoolExecutor(initializer=gc.disable) as pool:  # syntax trees have no cycles to collect
         found = pool.map(docstring_pairs, [path for *_, path in files], chunksize=16)
         for (heldout, source, _), pairs in zip(files, tqdm(found, total=len(files), unit="file", desc="parsing")):
             report["not_parsed"] += pairs is None
             for docstring, code in pairs or []:
-                # Equal but for case, punctuation and layout is equal: vendored copies differ in just that.
+                # Duplicates have the same words (in any case) in the docstring, or the same code but for white space.
                 keys = {" ".join(re.findall(r"\w+", docstring.lower())), "code " + "".join(code.split())}
                 if seen.isdisjoint(keys):
                     rows["heldout" if heldout else "train", source].append((docstring, code))
@@ -188,22 +193,21 @@ def build_demo(roots, folder):
 
 
 MODEL_MAX_LENGTH = 256  # tokens
-STATIC_DIM = 1024  # on the demo corpus 512 cost 0.007 of MRR@10
+STATIC_DIM = 1024  # 512 lowers MRR@10 on the demo corpus by 0.007
 
 
 def save_bi_encoder(folder, texts):
-    """Save a static embedding model (the mean of the embeddings of a text's words) with a tokenizer made for `texts`.
+    """Save a static embedding model (the mean of the embeddings of a text's tokens); train its tokenizer on `texts`.
 
-    Vectors begin at random with the length of their inverse document frequency, so that even untrained the rare words
-    of a text outweigh the common ones.
-    """
+    Initial vectors are random; their norms are proportional to inverse document frequency, so that rare tokens
+    outweigh common ones even before training."""
     import torch
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Normalize, StaticEmbedding
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
-    # identifiers are split into words (readGzipFile, read_gzip_file: read gzip file), and punctuation is dropped
+    # split identifiers into words (readGzipFile and read_gzip_file: read gzip file), and drop punctuation
     camel = Regex(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(camel, " "), normalizers.Lowercase()])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\p{L}\p{M}]+|\p{N}+"), "removed", invert=True)
@@ -227,14 +231,14 @@ def save_cross_encoder(folder, texts):
     from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
     wordpieces, special = BertWordPieceTokenizer(), ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    # The trainer chooses and numbers characters in random order, and merges depend on their numbers: specify both.
+    # The trainer selects and numbers characters in random order, and merges depend on it: specify the alphabet.
     counts = Counter()
     for char, count in Counter(chain.from_iterable(texts)).items():
         counts |= {c: counts[c] + count for c in wordpieces._tokenizer.normalizer.normalize_str(char).strip()}
     alphabet = sorted(counts, key=lambda c: (-counts[c], c))[:1000]
     fixed = {"initial_alphabet": alphabet, "special_tokens": special + [f"##{char}" for char in alphabet]}
     wordpieces.train_from_iterator(texts, vocab_size=30_000, show_progress=False, **fixed)
-    wordpieces = BertWordPieceTokenizer(wordpieces.get_vocab())  # only the usual ones are special
+    wordpieces = BertWordPieceTokenizer(wordpieces.get_vocab())  # only the five usual tokens stay special
     tokenizer = BertTokenizerFast(tokenizer_object=wordpieces._tokenizer, model_max_length=MODEL_MAX_LENGTH)
     tokenizer.save_pretrained(folder)
     shape = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
@@ -244,7 +248,7 @@ def save_cross_encoder(folder, texts):
 
 
 def save_models(folder):
-    """Save bi_encoder/ and cross_encoder/ beside the shards they are made for, unless they exist."""
+    """Save untrained bi_encoder/ and cross_encoder/ for the shards in `folder`, unless they exist."""
     savers = {folder / "bi_encoder": save_bi_encoder, folder / "cross_encoder": save_cross_encoder}
     if not (missing := [path for path in savers if not path.exists()]):
         return
@@ -263,20 +267,20 @@ def save_models(folder):
 FORMATS = {"parquet": "parquet", "arrow": "arrow", "jsonl": "json", "json": "json", "ndjson": "json",
            "csv": "csv", "tsv": "csv", "txt": "text"}  # fmt: skip
 SUFFIX = re.compile(rf"\.({'|'.join(FORMATS)})(\.(gz|zst|bz2|xz))?$", re.IGNORECASE)
-# A value of CSV that is not kept as a text; never one that a number could not give back, such as 007 or a long id.
+# CSV cells that may become numbers or booleans; all others stay text, such as 007 and ids too long for a number.
 CSV_VALUE = re.compile(r"true|false|-?(0|[1-9]\d{0,14})(\.\d+)?([eE][-+]?\d{1,2})?")
 
 
 def format_of(file):
     """Return (format, options) for `datasets` by the suffix of a file."""
     if not (suffix := SUFFIX.search(file)):
-        raise UserError(f"{file}: unknown suffix; supported: {', '.join(FORMATS)}, the texts also with .gz or .zst")
+        raise UserError(f"{file}: unknown suffix; supported: {', '.join(FORMATS)}; text formats also with .gz or .zst")
     return FORMATS[suffix[1].lower()], {"sep": "\t"} if suffix[1].lower() == "tsv" else {}
 
 
 def files_of(source):
     """Return the files of a path, glob, folder, URL or Hub id (of its split train), as `datasets` sorts them."""
-    if (Path(source) / "state.json").exists():  # of Dataset.save_to_disk, whose notes are JSON
+    if (Path(source) / "state.json").exists():  # of Dataset.save_to_disk, which also writes JSON files
         source = f"{source}/*.arrow"
     is_file = SUFFIX.search(source) or any(char in source for char in "*?[")  # else a folder or a Hub id
     with user_errors(source):
@@ -286,7 +290,7 @@ def files_of(source):
 
 
 def json_rows(lines):
-    """Yield the objects of lines of JSON."""
+    """Yield the object of each non-empty line; raise ValueError if it is not a JSON object."""
     for line in filter(str.strip, lines):
         try:
             yield {**json.loads(line)}
@@ -295,7 +299,7 @@ def json_rows(lines):
 
 
 def read_columns(file, names=None, keep=None):
-    """Yield {column: values}, 1,000 rows of a file at a time: lists for JSON, else Arrow arrays (CSV: of texts)."""
+    """Yield {column: values} for 1,000 rows of a file at a time; lists for JSON, else Arrow arrays (text for CSV)."""
     kind, options = format_of(file)
     load = functools.partial(datasets.load_dataset, data_files=file, split="train", streaming=True)
     with user_errors(file):
@@ -319,7 +323,7 @@ def read_columns(file, names=None, keep=None):
 
 
 def common_schema(files):
-    """Return the narrowest schema that holds every row of the files; CSV and JSON are read to their end for it."""
+    """Return the narrowest schema that fits every row of the files; CSV and JSON files are read completely."""
     types = {}
     for file in tqdm(files, desc="inspecting", unit="file"):
         kind, _ = format_of(file)
@@ -335,19 +339,19 @@ def common_schema(files):
                     types[name] = pa.string()
             if kind in ("parquet", "arrow"):
                 break
-    # A column without any value is text, as it will be in a file where it has one.
+    # A column of nulls only becomes text, the most likely type of later values.
     return pa.schema([(name, pa.string() if pa.types.is_null(kind) else kind) for name, kind in types.items()])
 
 
 def to_array(values, data_type):
-    """Return the values of a column as an array of a type that holds them; in one of texts the others are JSON."""
+    """Return the values of a column as an array of `data_type`; in a text column, other values become JSON."""
     if isinstance(values, list) and pa.types.is_string(data_type):
         values = [v if v is None or isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in values]
     return pa.array(values, data_type) if isinstance(values, list) else values.cast(data_type)
 
 
 def texts_of(column):
-    """Return the texts of a column of texts or of lists of texts; none of any other column."""
+    """Return a list of the texts in a column of texts or lists of texts; [] for any other column."""
     column = pc.list_flatten(column) if pa.types.is_list(column.type) else column
     return column.to_pylist() if pa.types.is_string(column.type) or pa.types.is_large_string(column.type) else []
 
@@ -358,7 +362,7 @@ def convert(args, folder):
     schema = common_schema(files)
     if missing := [name for name in args.columns or [] if name not in schema.names]:
         raise UserError(f"--columns {missing[0]}: the columns are: {', '.join(schema.names)}")
-    # only what is written or looks as if it was in the filter; other columns may be of any type
+    # read only columns that are written, or whose name occurs in the filter; the others may be of any type
     names = [name for name in schema.names if name in (args.columns or schema.names) or name in (args.filter or "")]
     schema = pa.schema([schema.field(name) for name in names])
     with user_errors(f"--filter {args.filter!r}"):
@@ -380,18 +384,18 @@ def convert(args, folder):
 
 
 def write_shards(tables, schema, folder, name, format, rows_per_shard):
-    """Write tables as folder/name-00000-of-0000N.format, at most `rows_per_shard` rows each; return the rows."""
+    """Write tables as folder/name-00000-of-0000N.format, at most `rows_per_shard` rows each; return the row count."""
     folder.mkdir(parents=True, exist_ok=True)
     shards, rows = [], 0
     with ExitStack() as stack:
-        # ten at a time, of which a filter may have left few rows: small record batches are slow to map
+        # join ten tables: a filter may leave few rows in each, and small record batches are slow to map
         joined = (pa.concat_tables(ten).combine_chunks() for ten in iter(lambda: list(islice(tables, 10)), []))
         for table in tqdm(joined, desc=f"writing {name}", unit=" x 10,000 rows", delay=1):
             while table.num_rows:
                 if rows % rows_per_shard == 0:
-                    stack.close()  # the shard before
+                    stack.close()  # closes the previous shard
                     shards.append(folder / f"{name}-{len(shards):05d}.{format}")
-                    # The stream format is what `datasets` maps; its batches are uncompressed: text is never copied.
+                    # `datasets` maps Arrow streams; their batches are uncompressed, so that text is not copied.
                     new_writer = pa.ipc.new_stream if format == "arrow" else pq.ParquetWriter
                     writer = stack.enter_context(new_writer(str(shards[-1]), schema))
                 part = table.slice(0, rows_per_shard - rows % rows_per_shard)
@@ -405,13 +409,12 @@ def write_shards(tables, schema, folder, name, format, rows_per_shard):
 def save_collection(name, folder):
     """Write a dataset of ir_datasets as corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv and triples.jsonl.
 
-    A triple is the ids of a query, a positive and a negative: the trainers take the texts from --corpus and --queries.
-    """
+    A triple has the ids of a query, a positive and a negative; trainers look up texts by --corpus and --queries."""
     import ir_datasets
 
     dataset, known, files = ir_datasets.load(name), ("train", "dev", "validation", "test"), {}
     splits = {next((part for part in name.split("/")[::-1] if part in known), "test"): dataset}
-    for split in known:  # of beir/scifact, the judgments are in beir/scifact/test
+    for split in known:  # the judgments of beir/scifact are in beir/scifact/test
         with suppress(KeyError):
             splits[split] = ir_datasets.load(f"{name}/{split}")
     if dataset.has_docs():
@@ -431,7 +434,7 @@ def save_collection(name, folder):
         files["triples.jsonl"] = ({"query": row.query_id, "positive": row.doc_id_a, "negative": row.doc_id_b}
                                   for row in dataset.docpairs_iter())  # fmt: skip
     if not files:
-        raise ValueError("no documents, queries or judgments; name a dataset under it")
+        raise ValueError("contains no documents, queries or judgments; specify one of its subsets")
     for file, rows in files.items():
         (folder / file).parent.mkdir(exist_ok=True)
         with open(folder / file, "w", encoding="utf-8") as sink:
@@ -447,17 +450,17 @@ PART_SIZES = (128, 1024, 10_000)  # texts of a batch on one process
 
 # same in train_bi_encoder.py, train_cross_encoder.py
 def cut_micro_batches(lengths, max_tokens):
-    """Return index arrays, longest text first, each of at most `max_tokens` with padding; a longer text stands alone.
+    """Return index arrays, longest text first, each of at most `max_tokens` with padding; a longer text is alone.
 
-    Of the cuts between texts of two lengths, or after another 1/16 of `max_tokens`, that with the fewest padded tokens
-    (all cuts: 0.3 % fewer at most, 30 times as long), where a forward pass counts as 32 tokens at 2,048 max_tokens
-    (12 to 35 measured on CPUs), and as 1,024 at 16,384 (GPUs)."""
+    Minimize the tokens with padding plus a cost for each forward pass: 32 tokens if `max_tokens` is 2,048 (12 to 35
+    measured on CPUs), 1,024 if it is 16,384 (GPUs). Cuts are tried where the length changes and after every 1/16 of
+    `max_tokens`; trying all of them saves at most 0.3 % of the tokens and takes 30 times as long."""
     order = np.argsort(-lengths, kind="stable")
     sizes = np.maximum(lengths[order], 1)
     places = np.flatnonzero(np.diff(sizes, prepend=0) | np.diff(np.cumsum(sizes) * 16 // max_tokens, prepend=0))
     begins, widths = [*places.tolist(), len(order)], sizes[places].tolist()
     cost_of_a_pass = 32 * (max_tokens / 2048) ** (5 / 3)
-    best = {len(places): (0.0, None)}  # {place: (cost of the best cut of the texts after it, end of its first part)}
+    best = {len(places): (0.0, None)}  # {place: (lowest cost of the texts from it on, end of their first array)}
     for first in reversed(range(len(places))):
         ends = range(first + 1, max(first + 2, bisect_right(begins, begins[first] + max_tokens // widths[first])))
         costs = (cost_of_a_pass + (begins[end] - begins[first]) * widths[first] + best[end][0] for end in ends)
@@ -470,7 +473,7 @@ def cut_micro_batches(lengths, max_tokens):
 
 
 def length_report(args, folder):
-    """Write lengths.json and lengths.png: token lengths by column, and the padding of some ways to batch them."""
+    """Write lengths.json and lengths.png: token lengths by column, and the padding of several ways to batch them."""
     from matplotlib.figure import Figure
     from transformers import AutoTokenizer
 
@@ -494,19 +497,17 @@ def length_report(args, folder):
         raise UserError(f"{args.sources[0]}: contains no text; set --columns")
     texts = np.random.default_rng(0).permutation(np.concatenate(list(lengths.values())))  # their lengths
 
-    windows = [np.sort(part) for part in np.split(texts, range(320, len(texts), 320))]
-    windows = [batch for window in windows for batch in np.split(window, range(32, len(window), 32))]
     ways = {"random batches of 32": np.split(texts, range(32, len(texts), 32))}
-    ways["windows of 320, sorted, batches of 32"] = windows
+    windows = map(np.sort, np.split(texts, range(320, len(texts), 320)))
+    ways["windows of 320, sorted, batches of 32"] = [b for w in windows for b in np.split(w, range(32, len(w), 32))]
     for size, budget in product(PART_SIZES, BUDGETS):
-        batches = [
-            p[cut] for p in np.split(texts, range(size, len(texts), size)) for cut in cut_micro_batches(p, budget)
-        ]
-        ways[f"micro-batches of {budget:,} tokens, {size:,} texts a process"] = batches
+        parts = np.split(texts, range(size, len(texts), size))
+        way = f"micro-batches of {budget:,} tokens, {size:,} texts a process"
+        ways[way] = [part[cut] for part in parts for cut in cut_micro_batches(part, budget)]
     costs = {way: (1 - texts.sum() / sum(len(b) * b.max() for b in ways[way]), len(ways[way])) for way in ways}
     costs = pd.DataFrame(costs, index=["padding", "passes"]).T
     padding = costs.padding.to_numpy()[2:].reshape(len(PART_SIZES), len(BUDGETS))
-    # The longest 1 % are rarely worth their quadratic attention; larger micro-batches are fewer, but may pad more.
+    # Suggest truncating the longest 1 %, and the largest micro-batches within 2 points of the least padding.
     longest = int(min(limit, -(-np.percentile(texts, 99) // 8) * 8))
     budget = BUDGETS[np.flatnonzero(padding[1] <= padding[1].min() + 0.02)[-1]]
     columns = pd.DataFrame({k: pd.Series(v).describe([0.5, 0.9, 0.95, 0.99]) for k, v in lengths.items()}).T
@@ -517,7 +518,7 @@ def length_report(args, folder):
     (folder / "lengths.json").write_text(json.dumps(report, indent=1) + "\n")
     print(columns.fillna(0).round().astype(int).to_string(), end="\n\n")
     print(costs.to_string(formatters={"padding": "{:.1%}".format, "passes": "{:,.0f}".format}) + "\n")
-    print(f"--max_length {longest} --micro_batch_tokens {budget}   (on a CPU 2048 at most; {folder}/lengths.png)")
+    print(f"try: --max_length {longest} --micro_batch_tokens {budget} (CPU: at most 2048); see {folder}/lengths.png")
     figure = Figure(figsize=(13, 4), layout="constrained")
     axes = figure.subplots(1, 2)
     for name, values in lengths.items():
@@ -526,7 +527,7 @@ def length_report(args, folder):
     axes[0].set(xlabel="tokens", ylabel="share of texts")
     for size, shares in zip(PART_SIZES, padding):
         axes[1].plot(BUDGETS, shares, marker="o", label=f"{size:,} texts a process")
-    for name, style in zip(costs.index, ("--", ":")):  # the first two, of fixed sizes
+    for name, style in zip(costs.index, ("--", ":")):  # the two with batches of 32
         axes[1].axhline(costs.padding[name], color="0.5", linestyle=style, label=name)
     axes[1].set(xlabel="--micro_batch_tokens", ylabel="padding", xscale="log", ylim=(0, None))
     axes[1].set_xticks(BUDGETS, [f"{budget:,}" for budget in BUDGETS])
@@ -536,22 +537,22 @@ def length_report(args, folder):
 
 
 def parse_args(argv):
-    """Return the options; exit with a line about one that is wrong."""
+    """Return the parsed flags; exit on a wrong value."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     option = parser.add_argument
     option("sources", nargs="*", metavar="SOURCE", help="path, glob, folder, URL or Hub id; none: the demo corpus")
-    option("--output_dir", type=Path, help=f"new folder for the shards (default: {DEMO}; of a report runs/lengths)")
-    option("--overwrite", action="store_true", help="replace a non-empty output_dir, once all is written")
+    option("--output_dir", type=Path, help=f"new folder for the shards (default: {DEMO}; for reports: runs/lengths)")
+    option("--overwrite", action="store_true", help="replace a non-empty --output_dir, when the new one is complete")
     option("--columns", nargs="+", metavar="C", help="columns to keep, in this order (default: all)")
-    option("--filter", metavar="F", help="rows to keep, as pyarrow's filters: \"[('lang', 'in', ['en', 'de'])]\"")
-    option("--format", choices=["arrow", "parquet"], default="arrow", help="arrow maps as it is; parquet is smaller")
-    option("--rows_per_shard", type=int, default=1_000_000, help="most rows of one file")
-    option("--make_models", action="store_true", help="add untrained models for SOURCE, as the demo has them")
-    option("--ir_dataset", metavar="NAME", help="a collection of the package ir_datasets, such as beir/scifact")
+    option("--filter", metavar="F", help="rows to keep, a pyarrow filter: \"[('lang', 'in', ['en', 'de'])]\"")
+    option("--format", choices=["arrow", "parquet"], default="arrow", help="arrow: mapped as it is; parquet: smaller")
+    option("--rows_per_shard", type=int, default=1_000_000, help="maximum rows per file")
+    option("--make_models", action="store_true", help="also save untrained models with tokenizers trained on SOURCE")
+    option("--ir_dataset", metavar="NAME", help="collection of ir_datasets to convert, such as beir/scifact")
     option("--length_report", action="store_true", help="count the tokens of SOURCE instead of converting it")
     option("--model_name_or_path", metavar="M", help="Hub id or folder whose tokenizer --length_report uses")
-    option("--max_length", type=int, metavar="N", help="tokens a text is cut to (default: the tokenizer's own)")
-    option("--sample", type=int, default=100_000, metavar="N", help="rows that --length_report counts, at random")
+    option("--max_length", type=int, metavar="N", help="tokens a text is truncated to (default: the tokenizer's own)")
+    option("--sample", type=int, default=100_000, metavar="N", help="random rows that --length_report reads")
     flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
     if repeated := [flag for flag in flags if flags.count(flag) > 1]:
         parser.error(f"{repeated[0]}: given twice; list all values after one flag")
@@ -561,22 +562,22 @@ def parse_args(argv):
     if args.length_report and (not args.sources or not args.model_name_or_path or args.filter):
         parser.error("--length_report requires SOURCE and --model_name_or_path, without --filter")
     if (args.ir_dataset and args.sources) or ((args.columns or args.filter) and not args.sources):
-        parser.error("--columns and --filter require SOURCE, --ir_dataset excludes it")
+        parser.error("--columns and --filter require SOURCE; --ir_dataset excludes SOURCE")
     if (args.ir_dataset or args.sources) and not (args.output_dir or args.length_report):
         parser.error("SOURCE and --ir_dataset require --output_dir")
     return args
 
 
 def main(args):
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it raises is reported once, in one line
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors are reported once, as a UserError
     if args.length_report:
         return length_report(args, args.output_dir or Path("runs/lengths"))
     output, is_demo = (args.output_dir or Path(DEMO)).resolve(), not args.sources and not args.ir_dataset
     if any(output in [Path(source).resolve(), *Path(source).resolve().parents] for source in args.sources):
-        raise UserError(f"--output_dir {output}: contains a SOURCE, which would be replaced; choose another")
+        raise UserError(f"--output_dir {output}: contains a SOURCE, which would be replaced; choose another folder")
     if args.overwrite or not (is_demo and (output / "corpus.json").exists()):
         if output.exists() and any(output.iterdir()) and not args.overwrite:
-            raise UserError(f"--output_dir {output}: is not empty; choose another, or --overwrite")
+            raise UserError(f"--output_dir {output}: is not empty; choose another folder, or set --overwrite")
         with new_folder(output) as part:
             if args.ir_dataset:
                 with user_errors(f"--ir_dataset {args.ir_dataset}"):
@@ -590,7 +591,7 @@ def main(args):
                 print(build_demo(roots, part)["pairs"])
     if is_demo or args.make_models:
         save_models(output)
-    print(f"-> {output}")
+    print(f"output: {output}")
 
 
 if __name__ == "__main__":

@@ -6,20 +6,28 @@
     torchrun --nproc_per_node 2 train_bi_encoder.py args.yaml --resume           # two processes, on GPUs or CPUs
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_bi_encoder.py args.yaml --resume
 
-A row is an anchor, its positive, and as many hard negatives as there are further columns (and optionally a label), or
-lists of positives and negatives, of which each epoch draws one and --num_negatives:
+A row is an anchor, a positive, any number of hard negatives (a column for each) and optionally a label; or an anchor
+with lists of positives and negatives, from which each epoch draws one positive and --num_negatives negatives:
 
     {"question": "read a gzip file", "code": "def read(path): ...", "wrong": "def write(path): ..."}
     {"query": "read a gzip file", "pos": ["def read(file): ..."], "neg": ["def write(path): ...", "def cut(x): ..."]}
 
-The batch, over all processes, alone determines the gradient. Its texts are dealt to the processes, cut into
-micro-batches of at most --micro_batch_tokens, encoded longest first and gathered; the loss is that of the whole batch.
-Processes, --micro_batch_tokens and --grad_cache change time and memory, not the gradient (without dropout: its random
-masks depend on how texts are grouped).
+The gradient depends on the batch alone (--batch_size rows over all processes). Each process encodes its part of the
+texts, longest first, in micro-batches of at most --micro_batch_tokens; the embeddings are gathered for one loss over
+the whole batch. So the number of processes, --micro_batch_tokens and --grad_cache change time and memory, but not the
+gradient (except with dropout, whose random masks depend on how texts are grouped).
 
 Output: model/ (loads in sentence-transformers), checkpoints/, metrics.jsonl, args.yaml and training.png.
 Left out on purpose: uploads to the Hub, asymmetric models (Router), images, DeepSpeed, models from scratch.
 """
+
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["accelerate>=1.15,<2", "datasets>=5.2,<6", "filelock>=4.2,<5", "fsspec[http]>=2026.9",
+#   "ir_measures>=0.4.3,<1", "matplotlib>=3.11,<4", "numpy>=2.4,<3", "pandas>=2.2,<4", "pyarrow>=26,<27",
+#   "pyyaml>=6.0,<7", "safetensors>=0.8,<1", "sentence-transformers>=6.2,<7", "tokenizers>=0.23,<1", "torch==2.13.0",
+#   "tqdm>=4.70,<5", "transformers>=5.23,<6", "zstandard>=0.25,<1"]
+# ///
 
 import copy
 import hashlib
@@ -69,7 +77,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm.auto import tqdm
 
-# Shapes: B rows of a batch, C text columns, D embedding dimensions, N = C * B texts of a batch, column after column.
+# Shapes: B rows of a batch, C columns (anchor, documents), D embedding dimensions, N texts of a batch, anchors first.
 
 # ---- errors and options (same in train_cross_encoder.py)
 
@@ -113,60 +121,60 @@ class Args:
     # data
     train_data: list[str] = flag([], "paths, globs, folders, URLs, Hub ids, ID:config:split; none: the demo corpus")
     eval_data: list[str] = flag([], "sources of held-out rows; none: the first rows of --train_data")
-    eval_rows: int | None = flag(None, "rows held out to evaluate on; None: 1,000, and at most a tenth")
-    eval_beir: list[str] = flag([], "small collections to evaluate on, too: BEIR folders, or Hub ids (NanoBEIR)")
-    eval_split: str = flag("test", "judgments of --eval_beir to use")
+    eval_rows: int | None = flag(None, "rows held out to evaluate on; None: 1,000, but at most a tenth of the rows")
+    eval_beir: list[str] = flag([], "small collections to evaluate on as well: BEIR folders, or Hub ids (NanoBEIR)")
+    eval_split: str = flag("test", "split of the judgments of --eval_beir")
     streaming: bool = flag(False, "read the sources front to back instead of at random from a memory-mapped table")
-    columns: list[str] = flag([], "anchor, positive, negatives..., texts or lists of texts; none: all but the label")
-    num_negatives: int | None = flag(None, "negative columns to use, or negatives to draw of lists; None: all")
-    corpus: list[str] = flag([], "sources of the documents by id; the columns then hold ids, not texts")
+    columns: list[str] = flag([], "columns of anchor, positive, negatives...: texts or lists; none: all but the label")
+    num_negatives: int | None = flag(None, "negatives of a row: columns to use, or texts drawn from lists; None: all")
+    corpus: list[str] = flag([], "sources of the documents by id; --columns then contain ids, not texts")
     queries: list[str] = flag([], "sources of the queries by id, for the first column")
     corpus_columns: list[str] = flag(["_id", "title", "text"], "id column of --corpus, then text columns, joined")
     query_columns: list[str] = flag(["_id", "text"], "id column of --queries, then text columns, joined")
-    label_column: list[str] = flag([], "column with a score or a list of scores; several are joined, row by row")
-    mixing_weights: list[float] = flag([], "share of each source; none: its rows (streams: equal shares)")
+    label_column: list[str] = flag([], "columns with a score or a list of scores; several are joined row by row")
+    mixing_weights: list[float] = flag([], "weight of each source; none: its number of rows (streams: equal weights)")
     mix_by: Literal["row", "batch"] = flag("row", "mix sources within a batch, or take each batch from one source")
-    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = flag("all_exhausted", "end of a mixed epoch")
-    shuffle_buffer: int = flag(10_000, "rows of a window, shuffled as a whole; 0: keep the order of the files")
-    length_window: int = flag(1, "batches sorted by text length before they are cut; 1: batches stay random")
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = flag("all_exhausted", "when a mixed epoch ends")
+    shuffle_buffer: int = flag(10_000, "rows that are shuffled together; 0: keep the order of the files")
+    length_window: int = flag(1, "batches whose rows are sorted by length and then cut into batches; 1: not sorted")
     on_bad_row: Literal["error", "skip"] = flag("error", "stop at an empty text or a bad label, or skip and count it")
     # model
     model_name_or_path: str = flag(f"{DEMO}/bi_encoder", "Hub id or folder")
     max_length: int | None = flag(None, "tokens a text is truncated to; None: the model's own")
-    query_max_length: int | None = flag(None, "tokens of a query, special ones aside; None: as of other texts")
+    query_max_length: int | None = flag(None, "tokens of a query, without special ones; None: --max_length")
     pooling: Literal["mean", "cls", "max", "lasttoken"] | None = flag(None, "replace the model's pooling")
     dropout: float | None = flag(None, "dropout probability of the transformer; None: the model's own")
-    lora_rank: int = flag(0, "train LoRA adapters of this rank instead of the layers themselves; 0: train all")
-    attn_implementation: str | None = flag(None, "of transformers: sdpa, flash_attention_2, ...; None: its own")
-    prompts: list[str] = flag([], "prefixes: of queries (one for all, or one a source), of documents; or one for both")
+    lora_rank: int = flag(0, "train LoRA adapters of this rank instead of all weights; 0: train all weights")
+    attn_implementation: str | None = flag(None, "attention kernels: sdpa, flash_attention_2, ...; None: the default")
+    prompts: list[str] = flag([], "prefix of queries (or one per source), then prefix of documents; or one for both")
     # step
     batch_size: int = flag(64, "rows of a batch, over all processes")
-    micro_batch_tokens: int | None = flag(None, "tokens of a forward pass; None: 2,048 on a CPU, else 16,384")
-    gradient_accumulation_steps: int = flag(1, "batches an optimizer step, each with its own in-batch negatives")
+    micro_batch_tokens: int | None = flag(None, "tokens per forward; None: 2,048 (CPU), 16,384 (GPU), 2**20 (static)")
+    gradient_accumulation_steps: int = flag(1, "batches per optimizer step, each with its own in-batch negatives")
     grad_cache: bool = flag(False, "run each forward pass twice, to hold the activations of one micro-batch only")
-    gradient_checkpointing: bool = flag(False, "hold the activations of one layer only, too; for long texts")
-    loss: str = flag("infonce", "infonce; margin_mse or kl, to teacher scores; or a class of sentence-transformers")
+    gradient_checkpointing: bool = flag(False, "recompute each layer's activations in backward; for long texts")
+    loss: str = flag("infonce", "infonce; margin_mse or kl, for teacher scores; or a class of sentence-transformers")
     loss_kwargs: str = flag("{}", 'JSON of its arguments; margin_mse, kl: {"infonce": 1} adds infonce at that weight')
-    guide_model: str | None = flag(None, "Hub id or folder of a model by which infonce masks false negatives")
-    matryoshka_dims: list[int] = flag([], "sum the loss over the first so many dimensions of each embedding")
+    guide_model: str | None = flag(None, "Hub id or folder of a model that detects false negatives for infonce")
+    matryoshka_dims: list[int] = flag([], "sum the loss over embeddings cut to each of these numbers of dimensions")
     # schedule
     learning_rate: float = flag(2e-5, "peak learning rate")
     weight_decay: float = flag(0.01, "weight decay of matrices; biases and norms have none")
-    warmup_ratio: float = flag(0.1, "share of the steps over which the learning rate rises from 0")
+    warmup_ratio: float = flag(0.1, "fraction of the steps over which the learning rate rises from 0")
     lr_scheduler_type: str = flag("linear", "schedule of transformers.get_scheduler: linear, cosine, constant, ...")
     max_grad_norm: float = flag(1.0, "clip the gradient to this norm; 0: do not")
     num_train_epochs: float = flag(1.0, "passes over the rows")
     rows_per_epoch: int = flag(0, "rows of an epoch, a fresh sample each; 0: all")
-    max_steps: int = flag(0, "stop after so many optimizer steps; 0: after --num_train_epochs")
-    seed: int = flag(0, "determines order, adapters and dropout")
-    full_determinism: bool = flag(False, "use deterministic kernels: a resume on a GPU, too, is equal to the bit")
+    max_steps: int = flag(0, "stop after this many optimizer steps; 0: after --num_train_epochs")
+    seed: int = flag(0, "seed of the row order, new weights and dropout")
+    full_determinism: bool = flag(False, "use deterministic kernels, so that a resumed run on a GPU is bit-identical")
     # run
     output_dir: str = flag("runs/bi_encoder", "folder for everything the run writes")
     resume: bool = flag(False, "resume from the newest intact checkpoint in --output_dir, or start if there is none")
-    accept_changed_data: bool = flag(False, "resume with changed sources: rows may come twice or not at all")
+    accept_changed_data: bool = flag(False, "resume although sources have changed: rows may be repeated or missed")
     eval_steps: int = flag(0, "steps between evaluations; 0: a tenth of the run")
-    metric_for_best_model: str | None = flag(None, "save the best evaluation's model by this measure, not the last")
-    early_stopping_patience: int = flag(0, "evaluations in a row without a new best that end the run; 0: no end")
+    metric_for_best_model: str | None = flag(None, "measure by which the best model is saved; None: the last model")
+    early_stopping_patience: int = flag(0, "stop after this many evaluations without a new best; 0: never")
     save_steps: int = flag(500, "steps between checkpoints; 0: only at the end")
     save_total_limit: int = flag(2, "checkpoints kept")
     logging_steps: int = flag(10, "steps between lines of metrics.jsonl")
@@ -203,7 +211,7 @@ def parse_args(argv):
         if not Path(DEMO).is_dir():
             parser.error(f"--train_data: not given, and no demo corpus in {DEMO}: run python prepare_corpus.py")
     if len(args.mixing_weights) not in (0, len(args.train_data)):
-        parser.error(f"--mixing_weights: {len(args.train_data)} sources require as many numbers")
+        parser.error(f"--mixing_weights: give {len(args.train_data)} numbers, one for each source")
     if args.streaming and not (args.max_steps or args.rows_per_epoch):
         parser.error("--streaming requires --max_steps or --rows_per_epoch: the length of a stream is unknown")
     if args.loss in TEACHER_LOSSES and not args.label_column:
@@ -211,9 +219,9 @@ def parse_args(argv):
     if args.early_stopping_patience and not args.metric_for_best_model:
         parser.error("--early_stopping_patience requires --metric_for_best_model, such as nDCG@10")
     if args.guide_model and args.loss != "infonce":
-        parser.error(f"--guide_model: is for --loss infonce, not {args.loss}")
+        parser.error(f"--guide_model requires --loss infonce, not {args.loss}")
     if len(args.prompts) not in (0, 1, 2, len(args.train_data) + 1):
-        parser.error("--prompts takes one, or two (queries, documents), or one for the queries of each source and one")
+        parser.error("--prompts takes one, or two (queries, documents), or one for each source and one for documents")
     return args
 
 
@@ -235,32 +243,32 @@ def list_files(source):
     path, config, split = os.path.expanduser(source), None, "train"
     if os.path.exists(os.path.join(path, "state.json")):  # of Dataset.save_to_disk
         return sorted(map(str, Path(path).glob("*.arrow")))
-    if suffix := file_suffix(path):  # decided by name: a missing file is not to be taken for a Hub id
+    if suffix := file_suffix(path):  # decided by suffix, so that a missing file is not mistaken for a Hub id
         builder = datasets.load_dataset_builder(FORMATS[suffix], data_files=path)
     else:
         path, config, split = path.split(":") if path.count(":") == 2 else (path, config, split)
         builder = datasets.load_dataset_builder(path, name=config or None)
     files = builder.config.data_files
     if not files.get(split):
-        raise UserError(f"no file of a split {split!r}; its splits: {', '.join(map(str, files)) or 'none'}")
+        raise UserError(f"no split {split!r} with files; available: {', '.join(map(str, files)) or 'none'}")
     if not file_suffix(files[split][0]):
         raise UserError(f"{files[split][0]}: not one of {' '.join(FORMATS)}, with or without .gz or .zst")
     return list(files[split])
 
 
 def open_files(files, streaming=True):
-    """Return a Dataset or IterableDataset that hands out pyarrow Tables."""
+    """Return a Dataset or IterableDataset that yields pyarrow Tables."""
     suffix = file_suffix(files[0])
-    # The record batches of a mapped table are kept in a list: make them few.
+    # A mapped table keeps a list of its record batches: write few, large ones.
     kind, options = FORMATS[suffix], {"split": "train", "writer_batch_size": 20_000}
     options |= {"sep": "\t"} if suffix == ".tsv" else {}
     if kind == "parquet":  # else pyarrow reads up to 1 GiB ahead, and keeps what it has read of a file
         options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
     if kind == "arrow" and not streaming:
-        with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped where it is, everything else a copy
+        with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped in place, anything else copied below
             parts = [datasets.Dataset.from_file(file) for file in files]
             return datasets.concatenate_datasets(parts).with_format("arrow")
-    if kind in ("json", "csv"):  # a column of nulls at first would be typed null, and its first text fail
+    if kind in ("json", "csv"):  # a column that begins with nulls would be typed null and reject texts
         first = datasets.load_dataset(kind, data_files=files[:1], streaming=True, **options).with_format("arrow")
         schema = next(first.iter(1)).schema
         if pa.null() in schema.types:
@@ -270,25 +278,25 @@ def open_files(files, streaming=True):
 
 
 class Source:
-    """The rows of a source, epoch after epoch, in windows that are shuffled whole: a pure function of files, seed and
-    number. `state` (JSON) is the position after the last row taken. clean is that of open_data."""
+    """The rows of a source, epoch after epoch, in windows that are shuffled as a whole: a pure function of the files,
+    the seed and `number`. `state` (JSON) is the position after the last row taken. clean: as in open_data."""
 
     def __init__(self, name, number, clean, args):
         self.name, self.number, self.clean, self.args = name, number, clean, args
         self.columns = list(dict.fromkeys([*args.columns, *args.label_column]))
         self.window, self.held_out, self.files = args.shuffle_buffer or 1000, 0, list_files(name)
-        self.pinned = 0  # files of a stream with held-out rows; they stay the first, where skip() skips these rows
+        self.pinned = 0  # leading files of a stream, with the held-out rows; not permuted, so that skip() skips those
         self.dataset = None if args.streaming else self.open(self.files)
         self.seek(None)
 
-    def __len__(self):  # of a stream unknown: streams are mixed in equal shares unless weights are given
+    def __len__(self):  # unknown for a stream: 1, so that streams are mixed equally by default
         return 1 if self.args.streaming else len(self.dataset) - self.held_out
 
     def open(self, files):
         return open_files(files, self.args.streaming).select_columns(self.columns)
 
     def hold_out(self, count):
-        """Return clean() of the first `count` rows, which are then not trained on."""
+        """Return clean() of the first `count` rows, and exclude them from training."""
         table = [] if self.args.streaming else self.dataset[:count]
         while self.args.streaming and len(table) < count and self.pinned < len(self.files):
             self.pinned += 1
@@ -314,50 +322,50 @@ class Source:
         return pa.concat_tables(parts)
 
     def read_windows(self):
-        """Yield the windows of all epochs, from that of `state` on, which is kept in step."""
+        """Yield the windows of all epochs, starting at `state`, and update `state` with each."""
         while True:
             found = self.state["window"] or self.state["used"]
             for table, stream in self.read_stream() if self.args.streaming else self.read_blocks():
                 table, bad = self.clean_rows(table, self.random(self.state["window"], 1))
                 if self.args.shuffle_buffer:
                     table = table.take(self.random(self.state["window"]).permutation(len(table)))
-                if not self.state["used"]:  # else they were counted before the resume
+                if not self.state["used"]:  # else its bad rows were counted before the resume
                     self.state["skipped"] += bad
                 self.state["stream"], found = stream, found or len(table)
                 yield table
                 self.state.update(window=self.state["window"] + 1, used=0)
             if not found:
-                raise UserError(f"no valid row is left to train on beside --eval_rows {self.args.eval_rows}")
+                raise UserError(f"no valid row is left to train on after --eval_rows {self.args.eval_rows}")
             self.state.update(epoch=self.state["epoch"] + 1, window=0, used=0, stream=None)
 
     def read_blocks(self):
-        """Yield the windows of an epoch: random blocks of neighbouring rows of a mapped table. A resume is a seek."""
+        """Yield (Table, None) for each window of an epoch from `state` on: random blocks of neighbouring rows."""
         block = min(BLOCK, self.window)
         blocks, count = np.arange(math.ceil(len(self) / block)), self.window // block
         if self.args.shuffle_buffer:
-            self.random().shuffle(blocks[: len(self) // block])  # a short last block stays the last
+            self.random().shuffle(blocks[: len(self) // block])  # a short last block stays last
         for first in range(self.state["window"] * count, len(blocks), count):
             starts = (self.held_out + blocks[first : first + count] * block).tolist()
             # As dataset[start : start + block] does, without the 70 µs that formatting takes.
             yield pa.concat_tables([self.dataset.data.fast_slice(start, block) for start in starts]), None
 
     def read_stream(self):
-        """Yield the windows of an epoch, and the stream's state before each, from which a resume reads it again. The
-        files come in a new order; `datasets` resumes a stream exactly if it does not shuffle."""
+        """Yield (Table, state of the stream before it) for each window of an epoch; a resume loads that state to read
+        the window again. Only files are permuted: `datasets` does not resume its own shuffling exactly."""
         files = self.files[self.pinned :]
         if self.args.shuffle_buffer:
             files = [files[i] for i in self.random().permutation(len(files))]
         stream = self.open(self.files[: self.pinned] + files).skip(self.held_out)
         if self.state["stream"]:
             stream.load_state_dict(self.state["stream"])
-        before = self.state["stream"] or stream.state_dict()  # which knows of a loaded state from the first row on
+        before = self.state["stream"] or stream.state_dict()  # does not reflect a loaded state before the first row
         for table in stream.iter(self.window):
             yield table, before
             before = stream.state_dict()
 
     def clean_rows(self, table, random):
         """Return clean() of a Table as read."""
-        table.validate(full=True)  # a damaged Arrow file has offsets that lead anywhere
+        table.validate(full=True)  # offsets of a damaged Arrow file may be out of bounds
         return self.clean(table.combine_chunks(), self.name, self.number, random)
 
     def random(self, *keys):
@@ -381,8 +389,8 @@ def join_texts(columns):
 
 
 def flatten(columns, read):
-    """Return (values, the row of each, the number of its column), row after row, of columns of values or of lists of
-    values; read(values, number) brings those of a column to the type of all."""
+    """Flatten columns of values, or of lists of values, into (values, row of each, column number of each), sorted by
+    row; read(values, column number) casts the values of each column to one common type."""
     values, rows = [], []
     for number, column in enumerate(columns):
         part, row = column.combine_chunks(), np.arange(len(column))
@@ -406,9 +414,9 @@ def parse_labels(column):
 
 
 def read_groups(table, lookups, args, random):
-    """Return ({column: values}, problems as of drop_bad_rows) of a Table as read: "query", large_string; "documents",
-    lists of large_string, the positive first; "length", bytes; "labels", lists of float64, if --label_column is given.
-    Of columns of lists one positive and --num_negatives of the other documents are drawn by `random`."""
+    """Return ({column: values}, problems as in drop_bad_rows) for a Table as read. Columns: "query", large_string;
+    "documents", lists of large_string, the positive first; "length", bytes; with --label_column, "labels", lists of
+    float64. From columns of lists, `random` draws one positive and --num_negatives of the other documents."""
     (anchor, *names), n, limit = args.columns, len(table), args.num_negatives
     lists = any(pa.types.is_nested(table[name].type) for name in names)
     names = names if lists or limit is None else names[: 1 + limit]
@@ -420,10 +428,10 @@ def read_groups(table, lookups, args, random):
 
     documents, rows, numbers = flatten([table[name] for name in names], read)
     kept, counts = np.arange(len(rows)), np.bincount(rows, minlength=n)
-    places = kept - (counts.cumsum() - counts)[rows]  # of each document in its row
+    places = kept - (counts.cumsum() - counts)[rows]  # position of each document in its row
     negative, drawn = (numbers if names[1:] else places) > 0, lists and (names[1:] or limit is not None)
     if drawn:
-        rank = pd.Series(random.random(len(rows))).groupby([rows, negative]).rank()  # 1 to that of the group's last
+        rank = pd.Series(random.random(len(rows))).groupby([rows, negative]).rank()  # random order within its group
         kept = np.flatnonzero(rank <= np.where(negative, len(rows) if limit is None else limit, 1))
     offsets = np.append(0, np.bincount(rows[kept], minlength=n).cumsum())
 
@@ -445,17 +453,17 @@ def read_groups(table, lookups, args, random):
             labels, owners, _ = flatten(labels, lambda values, _: values.cast(pa.float64()).fill_null(math.nan))
         finite, sizes = pc.is_finite(labels).to_numpy(False), np.bincount(owners, minlength=n)
         bad = np.isin(np.arange(n), owners[~finite]) | (sizes == 0)
-        if drawn:  # as the documents are
+        if drawn:  # draw the labels of the documents drawn
             bad, places = bad | (sizes != counts), places + (sizes.cumsum() - sizes)[rows]
             labels = pa.concat_arrays([labels, pa.array([math.nan])]).take(places[kept].clip(max=len(labels)))
-        problems[f"{' '.join(args.label_column)!r} has no finite number"] = pa.array(bad)
+        problems[f"{' '.join(args.label_column)!r} has missing, extra or non-finite numbers"] = pa.array(bad)
         columns["labels"] = pa.ListArray.from_arrays(offsets if drawn else np.append(0, sizes.cumsum()), labels)
     return columns, problems
 
 
 def drop_bad_rows(table, problems, original, source, args):
-    """Return (Table of the rows without a problem, number of the others); UserError for one unless they are skipped.
-    problems: {description: (n,) bool}; null is a problem, too. `original`: the rows as read, for the message."""
+    """Return (Table of the rows without a problem, number of the others); raise UserError for the first of the others
+    unless --on_bad_row is skip. problems: {description: (n,) bool}, null: True. `original`: the rows as read."""
     where = np.stack([pc.fill_null(rows, True).to_numpy(False) for rows in problems.values()])  # (problems, n)
     bad = where.any(0)
     if args.on_bad_row == "error" and bad.any():
@@ -466,8 +474,8 @@ def drop_bad_rows(table, problems, original, source, args):
 
 
 def draw_sources(drawn, weights, count):
-    """Return the sources of the next `count` rows, and count them in `drawn`, by the quota method (Balinski and Young
-    1975): each has its share to within a row at every moment, and the counts are the only state."""
+    """Return the source of each of the next `count` rows, and add them to `drawn`, the rows drawn of each source: the
+    only state. The quota method (Balinski and Young 1975) always keeps every source within a row of its share."""
     if len(weights) == 1:
         drawn[0] += count
         return [0] * count
@@ -480,8 +488,8 @@ def draw_sources(drawn, weights, count):
 
 
 def row_batches(sources, weights, args, state=None):
-    """Yield (Table of the rows of a batch, state after it) for ever: a pure function of sources, seed and batch size.
-    The state (JSON) travels with its batch: prefetching loses no row. `cut`: batches taken from a length window."""
+    """Yield (Table of a batch, state after it) without end: a pure function of sources, seed and batch size.
+    Each batch has its own state (JSON), so prefetching loses no row. "cut": batches taken from the length window."""
     state = state or {"drawn": [0] * len(sources), "sources": [None] * len(sources), "cut": 0}
     for source, saved in zip(sources, state["sources"]):
         source.seek(saved)
@@ -493,7 +501,7 @@ def row_batches(sources, weights, args, state=None):
         choices *= count // len(choices)
         tables = [sources[number].take(rows) for number, rows in enumerate(np.bincount(choices)) if rows]
         table = pa.concat_tables(tables).combine_chunks()
-        if len(tables) > 1:  # from one source after the other to the order of the choices
+        if len(tables) > 1:  # from the order of `tables` to that of `choices`
             table = table.take(np.argsort(np.argsort(choices, kind="stable")))
         if args.length_window > 1:
             table = table.take(np.argsort(table["length"], kind="stable"))
@@ -506,8 +514,8 @@ def row_batches(sources, weights, args, state=None):
 
 
 class TextLookup:
-    """Texts by id from a memory-mapped table. Its index (sorted 64-bit hashes of the ids, and the row of each) is a
-    mapped file, too, made once: 16 bytes a text on disk, none in memory."""
+    """Texts by id from a memory-mapped table. Its index (sorted 64-bit hashes of the ids, and the row of each) is also
+    a memory-mapped file, built once: 16 bytes per text on disk, none in memory."""
 
     def __init__(self, sources, columns):
         files = [file for source in sources for file in list_files(source)]
@@ -535,7 +543,7 @@ class TextLookup:
     def texts(self, ids):
         """Return the texts of a column of ids, large_string; null for an unknown id."""
         places = np.searchsorted(self.index[0], self.hashes(ids)).clip(max=len(self.dataset) - 1)
-        table = self.dataset[self.index[1, places].tolist()].combine_chunks()  # from a chunk a row
+        table = self.dataset[self.index[1, places].tolist()].combine_chunks()  # else one chunk for each row
         texts = join_texts({name: table[name] for name in self.text_columns})
         return pc.if_else(pc.equal(self.ids(table), ids), texts, None).combine_chunks()
 
@@ -548,7 +556,7 @@ class TextLookup:
 
 
 def data_fingerprint(files):
-    """Return a hash of the names and sizes of files, and of both ends of the first and the last."""
+    """Return a hash of the names and sizes of files, and of both ends of the first and the last file."""
     digest = hashlib.sha256()
     for number, file in enumerate(files):
         fs, path = fsspec.core.url_to_fs(file)
@@ -564,16 +572,16 @@ class Data:
 
     sources: list  # of Source
     weights: list  # share of each source
-    epoch_rows: float
+    epoch_rows: float  # mixed rows of an epoch
     eval_rows: pa.Table | None
     skipped: int  # bad rows among those held out
     description: list  # [name, rows, fingerprint] of each source and table of texts
 
 
 def open_data(args, clean):
-    """Return the Data of the flags; set args.columns and args.eval_rows where they are not given. clean(table, source,
-    number of the source, random, lookups, args) returns (Table of the valid rows, number of the others); lookups:
-    TextLookups of queries and of documents, or None."""
+    """Return the Data of the flags; set args.columns and args.eval_rows if they are not given. clean(table, name of
+    the source, its number, random, lookups, args) returns (Table of the valid rows, number of the others); lookups:
+    the TextLookups of queries and of documents, None where rows contain texts."""
     if not args.columns:
         with user_errors(f"--train_data {args.train_data[0]}"):
             first = next(open_files(list_files(args.train_data[0])[:1]).iter(1))
@@ -589,7 +597,7 @@ def open_data(args, clean):
         for number, name in enumerate(names):
             with user_errors(f"--{use}_data {name}"):
                 opened.append(Source(name, number, clean, args))
-    description = [[source.name, len(source), data_fingerprint(source.files)] for source in sources]
+    description = [[source.name, len(source), data_fingerprint(source.files)] for source in [*sources, *eval_sources]]
     description += [[lookup.name, len(lookup.dataset), lookup.fingerprint] for lookup in lookups if lookup]
     if args.eval_rows is None:
         bounded = not args.streaming and not args.eval_data
@@ -601,10 +609,10 @@ def open_data(args, clean):
             held_out += [source.hold_out(count)] if count else []
     for source in sources:
         if not len(source):
-            raise UserError(f"{source.name}: no row is left to train on beside --eval_rows {args.eval_rows}")
+            raise UserError(f"{source.name}: no row is left to train on after --eval_rows {args.eval_rows}")
     eval_rows = pa.concat_tables(table for table, _ in held_out).combine_chunks() if held_out else None
     weights = args.mixing_weights or list(map(len, sources))
-    ends = [len(source) * sum(weights) / weight for source, weight in zip(sources, weights)]  # rows that exhaust each
+    ends = [len(source) * sum(weights) / weight for source, weight in zip(sources, weights)]  # of each, in mixed rows
     epoch_rows = args.rows_per_epoch or (min if args.stopping_strategy == "first_exhausted" else max)(ends)
     return Data(sources, weights, epoch_rows, eval_rows, sum(bad for _, bad in held_out), description)
 
@@ -613,17 +621,17 @@ def open_data(args, clean):
 
 
 def cut_micro_batches(lengths, max_tokens):
-    """Return index arrays, longest text first, each of at most `max_tokens` with padding; a longer text stands alone.
+    """Return index arrays, longest text first, each of at most `max_tokens` with padding; a longer text is alone.
 
-    Of the cuts between texts of two lengths, or after another 1/16 of `max_tokens`, that with the fewest padded tokens
-    (all cuts: 0.3 % fewer at most, 30 times as long), where a forward pass counts as 32 tokens at 2,048 max_tokens
-    (12 to 35 measured on CPUs), and as 1,024 at 16,384 (GPUs)."""
+    Minimize the tokens with padding plus a cost for each forward pass: 32 tokens if `max_tokens` is 2,048 (12 to 35
+    measured on CPUs), 1,024 if it is 16,384 (GPUs). Cuts are tried where the length changes and after every 1/16 of
+    `max_tokens`; trying all of them saves at most 0.3 % of the tokens and takes 30 times as long."""
     order = np.argsort(-lengths, kind="stable")
     sizes = np.maximum(lengths[order], 1)
     places = np.flatnonzero(np.diff(sizes, prepend=0) | np.diff(np.cumsum(sizes) * 16 // max_tokens, prepend=0))
     begins, widths = [*places.tolist(), len(order)], sizes[places].tolist()
     cost_of_a_pass = 32 * (max_tokens / 2048) ** (5 / 3)
-    best = {len(places): (0.0, None)}  # {place: (cost of the best cut of the texts after it, end of its first part)}
+    best = {len(places): (0.0, None)}  # {place: (lowest cost of the texts from it on, end of their first array)}
     for first in reversed(range(len(places))):
         ends = range(first + 1, max(first + 2, bisect_right(begins, begins[first] + max_tokens // widths[first])))
         costs = (cost_of_a_pass + (begins[end] - begins[first]) * widths[first] + best[end][0] for end in ends)
@@ -637,19 +645,19 @@ def cut_micro_batches(lengths, max_tokens):
 
 @dataclass
 class LocalBatch:
-    """The part of N texts or pairs that this process encodes, and the order of the gathered outputs of all parts."""
+    """The n of N texts or pairs that this process encodes, and where each of the N is in the gathered outputs."""
 
-    micro_batches: list  # (features, indices in this part), longest first
-    tokens: int  # of this part
-    padded: int  # the same with padding
-    order: torch.Tensor  # (n,) the indices of the micro-batches, one after the other
-    indices: torch.Tensor  # (n,) the same among all N
-    gather_index: torch.Tensor  # (N,) row of each text among those gathered, where each part has ceil(N / P) rows
+    micro_batches: list  # (features, indices among the n), longest first
+    tokens: int  # of the n, without padding
+    padded: int  # tokens with padding
+    order: torch.Tensor  # (n,) indices among the n, in the order of the micro-batches
+    indices: torch.Tensor  # (n,) indices among the N of the same texts, in the same order
+    gather_index: torch.Tensor  # (N,) row of each text in the (P * ceil(N / P), D) outputs of P processes
 
 
 def make_local_batch(texts, queries, model, max_tokens, args, accelerator):
-    """Return this process' LocalBatch of N texts or pairs (`texts`: one array, or two), dealt longest first in snake
-    order (0 1 1 0 0 1 ...): even in count and in length. The first `queries` of the first array are queries."""
+    """Return this process's LocalBatch of N texts or pairs (`texts`: one array, or two), dealt longest first in snake
+    order (0 1 1 0 0 1 ...) to balance number and length. `queries`: number of queries, first in the first array."""
     lengths = sum(pc.binary_length(part).to_numpy() for part in texts)
     processes, order = accelerator.num_processes, np.argsort(-lengths, kind="stable")
     turn, owner = np.divmod(np.arange(len(order)), processes)
@@ -657,7 +665,7 @@ def make_local_batch(texts, queries, model, max_tokens, args, accelerator):
     local, gather_index = order[owner == accelerator.process_index], np.empty(len(order), np.int64)
     gather_index[order] = owner * -(-len(order) // processes) + turn
     local_texts = [part.take(local).to_pylist() for part in texts]
-    if args.query_max_length:  # cut where the last token ends
+    if args.query_max_length:  # truncate the text where its last allowed token ends
         tokenizer = getattr(model.tokenizer, "backend_tokenizer", model.tokenizer)
         for i in np.flatnonzero(local < queries):
             ends = tokenizer.encode(local_texts[0][i], add_special_tokens=False).offsets[: args.query_max_length]
@@ -669,13 +677,13 @@ def make_local_batch(texts, queries, model, max_tokens, args, accelerator):
 
 
 def pinned(value, device):
-    """Return a tensor in memory from which a copy to a GPU does not wait for it; any other value as it is."""
+    """Return a tensor in page-locked memory if `device` is a GPU, for asynchronous copies; else return the value."""
     return value.pin_memory() if device.type == "cuda" and torch.is_tensor(value) else value
 
 
 def pad_micro_batches(encodings, model, max_tokens, device):
     """Return (micro-batches, tokens, tokens with padding) of tokenized texts or pairs; a micro-batch is (features,
-    indices in `encodings`). Where the model can (flash attention), texts are concatenated, without padding."""
+    indices in `encodings`). If the model supports it (flash attention), texts are concatenated without padding."""
     tokenizer, flat, micro_batches, padded = model.tokenizer, {}, [], 0
     lengths = np.array([len(encoding) for encoding in encodings], np.int64)
     starts, widths, total = torch.from_numpy(np.cumsum(lengths) - lengths), lengths, int(lengths.sum())
@@ -696,7 +704,7 @@ def pad_micro_batches(encodings, model, max_tokens, device):
             features |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": width, "max_length_k": width}
         else:
             features = {name: tokens[places].masked_fill_(~mask, fills[name][1]) for name, tokens in flat.items()}
-            if not mask.all():  # else transformers waits for the device, to find out that nothing is masked
+            if not mask.all():  # else transformers synchronizes the device to see that nothing is masked
                 features["attention_mask"] = mask.long()
         padded += features["input_ids"].numel()
         micro_batches.append(({name: pinned(value, device) for name, value in features.items()}, cut))
@@ -704,7 +712,7 @@ def pad_micro_batches(encodings, model, max_tokens, device):
 
 
 def prefetch(iterator, depth=2):
-    """Run an iterator in a background thread, `depth` items ahead; its errors surface here."""
+    """Yield from an iterator that runs in a background thread, `depth` items ahead; its errors are raised here."""
     with ThreadPoolExecutor(1) as pool:
         ahead = deque(pool.submit(next, iterator, None) for _ in range(depth))
         while (item := ahead.popleft().result()) is not None:
@@ -721,7 +729,7 @@ def equalize_micro_batches(local, accelerator):
 
 
 def gather_outputs(parts, local, accelerator):
-    """Return (N, D) detached outputs for all texts, in their order, from the (n, D) parts of this process."""
+    """Return (N, D) detached outputs of all texts, in the batch's order; `parts`: (n, D) outputs of micro-batches."""
     order, gather_index = (t.to(accelerator.device, non_blocking=True) for t in (local.order, local.gather_index))
     padded = parts[0].new_zeros(-(-len(gather_index) // accelerator.num_processes), parts[0].shape[1])
     padded[order] = torch.cat(parts).detach()
@@ -732,7 +740,7 @@ def gather_outputs(parts, local, accelerator):
 
 
 def set_dropout(model, probability):
-    """Set the dropout probability of Dropout modules, and where modules and configs keep it as a number."""
+    """Set the dropout probability of Dropout modules and of all dropout numbers in modules and their configs."""
     found = 0
     for module in model.modules():
         for values in (vars(holder) for holder in (module, vars(module).get("config")) if holder is not None):
@@ -745,8 +753,8 @@ def set_dropout(model, probability):
 
 
 def add_lora(model, rank, checkpoint, task=None):
-    """Freeze the transformer and add adapters to its linear layers (Hu et al. 2021, section 4), scaled by 2: new ones,
-    or those of a checkpoint. `task` tells peft which other layers to train."""
+    """Freeze the transformer and add adapters to its linear layers (Hu et al. 2021, section 4; alpha is 2 * rank), new
+    or from a checkpoint. `task`: peft's task type, which decides what other layers are trained."""
     with user_errors("--lora_rank requires a transformer, and peft (pip install peft)"):
         from peft import LoraConfig, get_peft_model, set_peft_model_state_dict  # optional
 
@@ -758,7 +766,7 @@ def add_lora(model, rank, checkpoint, task=None):
 
 def freeze_unused(model, output):
     """Freeze the parameters on which an `output` of the model does not depend, such as BERT's pooler under mean
-    pooling. DDP waits for the gradient of every parameter: if one has none, it silently reduces none."""
+    pooling. DDP waits for every parameter's gradient: if one has none, no gradient is reduced, without an error."""
     output.sum().backward()
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.grad is not None)
@@ -769,8 +777,8 @@ def freeze_unused(model, output):
 
 
 def clean_pairs(table, source, number, random, lookups, args):
-    """Return (Table of the valid rows, number of the others) of a Table as read from `source`: the columns of
-    read_groups, with prompts."""
+    """Return (Table of the valid rows, number of the others) for a Table as read from `source`; the columns are
+    those of read_groups, with prompts."""
     columns, problems = read_groups(table, lookups, args, random)
     documents, texts = columns["documents"], columns["documents"].values
     if args.prompts:
@@ -782,10 +790,10 @@ def clean_pairs(table, source, number, random, lookups, args):
     if args.label_column:
         labels, sizes = pc.list_value_length(columns["labels"]), pc.list_value_length(documents)
         if args.loss in TEACHER_LOSSES:
-            problem = f"--loss {args.loss} takes a score for each of two or more documents; not so"
+            problem = f"--loss {args.loss} requires a score for each of two or more documents; violated"
             problems[problem] = pc.or_(pc.not_equal(labels, sizes), pc.less(sizes, 2))
         else:
-            problem = f"{' '.join(args.label_column)!r} has not {pc.max(labels)} labels, as in other rows,"
+            problem = f"{' '.join(args.label_column)!r} has fewer than the {pc.max(labels)} labels of other rows"
             problems[problem] = pc.not_equal(labels, pc.max(labels))
     return drop_bad_rows(pa.table(columns), problems, table, source, args)
 
@@ -800,7 +808,7 @@ def make_micro_batches(texts, model, max_tokens, device):
     ends = np.append(0, np.cumsum([len(encoding) for encoding in encodings]))
     tokens = chain.from_iterable(encoding.ids for encoding in encodings)
     flat, ends = torch.from_numpy(np.fromiter(tokens, np.int64, ends[-1])), torch.from_numpy(ends)
-    size, micro_batches = max(1, max_tokens * len(texts) // max(1, len(flat))), []  # texts of a micro-batch
+    size, micro_batches = max(1, max_tokens * len(texts) // max(1, len(flat))), []  # texts per micro-batch
     for cut in np.split(np.arange(len(texts)), range(size, len(texts), size)):
         first, last = ends[cut[0]], ends[cut[-1] + 1]
         features = {"input_ids": flat[first:last], "offsets": ends[cut] - first}
@@ -814,15 +822,15 @@ class Batch:
 
     rows: pa.Table
     state: dict  # of row_batches, after this batch
-    places: torch.Tensor  # (C, B) int64, of anchors and documents among the N texts, 0 where there is none
-    ids: torch.Tensor  # (C, B) int64, equal where texts are equal, -1 where there is none
-    labels: torch.Tensor | None  # (B,), or (B, labels) with NaN where there is none
+    places: torch.Tensor  # (C, B) int64, index of each anchor and document among the N texts; 0 if missing
+    ids: torch.Tensor  # (C, B) int64, equal for equal texts; -1 if missing
+    labels: torch.Tensor | None  # (B,), or (B, labels of a row) padded with NaN
     local: LocalBatch
     guide: LocalBatch | None  # the same texts for the guide
 
 
 def pad_lists(values, sizes, fill):
-    """Return (n, longest) the values of n lists of these sizes, with `fill` behind shorter ones."""
+    """Return an (n, longest) array of the values of n lists of these `sizes`, padded with `fill`."""
     mask = np.arange(sizes.max()) < sizes[:, None]
     padded = np.full(mask.shape, fill, values.dtype)
     padded[mask] = values
@@ -830,19 +838,19 @@ def pad_lists(values, sizes, fill):
 
 
 def make_batches(rows_and_states, model, max_tokens, args, accelerator, guide=None):
-    """Yield each Batch with this process' part of it tokenized; runs in a background thread."""
+    """Yield each Batch with this process's part of it tokenized; runs in a background thread."""
     for rows, state in rows_and_states:
         queries, documents, labels = rows["query"].combine_chunks(), rows["documents"].combine_chunks(), None
         texts, count = pa.concat_arrays([queries, documents.flatten()]), len(rows)  # (N,)
         places = pad_lists(np.arange(count, len(texts)), pc.list_value_length(documents).to_numpy(), -1)
         places = np.vstack([np.arange(count), places.T])  # (C, B)
         if places.min() < 0 and args.loss not in LOSSES:
-            raise UserError(f"--loss {args.loss}: takes equally many documents a row: lower --num_negatives")
+            raise UserError(f"--loss {args.loss} requires equally many documents in all rows: lower --num_negatives")
         ids = np.where(places < 0, -1, texts.dictionary_encode().indices.to_numpy().astype(np.int64)[places])
         if args.label_column:
             labels = rows["labels"].combine_chunks()
             labels = pad_lists(labels.flatten().to_numpy(), pc.list_value_length(labels).to_numpy(), np.nan)
-            labels = torch.from_numpy(labels.squeeze(1) if labels.shape[1] == 1 else labels).float()
+            labels = torch.from_numpy(labels).squeeze(1).float()  # (B,) if each row has one label
         tensors = (torch.from_numpy(places.clip(0)), torch.from_numpy(ids), labels)
         places, ids, labels = (pinned(part, accelerator.device) for part in tensors)
         parts = [encoder and make_local_batch([texts], count, encoder, max_tokens, args, accelerator)
@@ -854,10 +862,10 @@ def make_batches(rows_and_states, model, max_tokens, args, accelerator, guide=No
 
 
 def load_model(args, checkpoint=None):
-    """Return the SentenceTransformer of the flags, with the weights of a checkpoint."""
+    """Return the SentenceTransformer of the flags, with the weights of the checkpoint if one is given."""
     path = str(checkpoint) if checkpoint and not args.lora_rank else args.model_name_or_path
     options = {"use_safetensors": True, "attn_implementation": args.attn_implementation}  # never a pickle
-    torch.manual_seed(args.seed)  # of weights that the folder lacks, and of adapters
+    torch.manual_seed(args.seed)  # for adapters, and weights that the folder lacks
     with user_errors(f"--model_name_or_path {path}"):
         model = SentenceTransformer(path, device="cpu", model_kwargs=options)
         if isinstance(model.tokenizer, Tokenizer):
@@ -868,7 +876,7 @@ def load_model(args, checkpoint=None):
             model.max_seq_length = args.max_length or model.max_seq_length
             if model.max_seq_length > limit:
                 raise UserError(f"--max_length {model.max_seq_length}: the model has positions for {limit} tokens")
-            model.tokenizer.backend_tokenizer.no_padding()  # here, not at each call: two threads use the tokenizer
+            model.tokenizer.backend_tokenizer.no_padding()  # once, as two threads use the tokenizer and its settings
             model.tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
             if args.gradient_checkpointing:
                 model[0].model.activation_checkpointing_enable({"use_reentrant": False})
@@ -883,20 +891,20 @@ def load_model(args, checkpoint=None):
     if args.lora_rank:
         add_lora(model, args.lora_rank, checkpoint)
     else:
-        model.float()  # autocast, if any, requires float32 weights to update
+        model.float()  # with autocast, too, the weights updated are float32
     return model
 
 
-MAX_SCORES = 2**26  # of a score matrix held at once (256 MB); larger ones are computed by chunks, twice
+MAX_SCORES = 2**26  # in memory at once (256 MB); larger score matrices are computed in chunks, and again in backward
 
 
 def softmax_loss(queries, documents, query_keys, document_keys, scale, rows, margin=None, guide=None):
-    """Return the sum over `rows` of -log softmax of a row's own document (the i-th for query i) among its candidates.
+    """Return the cross-entropy of document i for query i among all documents, summed over the queries `rows`.
 
-    queries (B, D), documents (M, D); keys are (anchor ids, text ids), int64. A document whose anchor or text is also
-    that of the query is masked: it would be a false negative. Hard negatives have no anchor, and -1 for it; a document
-    that is missing has -1 for its text. With a margin, documents that are more similar to the query than its own by
-    more than that are masked, too, by the embeddings (queries, documents) of a guide if there are any."""
+    queries (B, D), documents (M, D); keys: (anchor ids, text ids) of each, int64. False negatives are masked:
+    documents with the query's anchor, or with the text of its target, document i. The anchor id of hard negatives is
+    -1, as is the text id of missing documents, which are masked as well. `margin`: mask documents whose similarity
+    to the query exceeds the target's by more than this. `guide`: embeddings (queries, documents) to measure it by."""
 
     def chunk(targets, queries, documents):
         scores = queries[targets] @ documents.T * scale  # (targets, M)
@@ -905,7 +913,7 @@ def softmax_loss(queries, documents, query_keys, document_keys, scale, rows, mar
         if margin is not None:
             similar = guide[0][targets] @ guide[1].T if guide else scores.detach() / scale
             masked |= similar > similar.gather(1, targets[:, None]) + margin
-        masked.scatter_(1, targets[:, None], False)  # never the own document
+        masked.scatter_(1, targets[:, None], False)  # never the target
         return F.cross_entropy(scores.masked_fill(masked, -torch.inf), targets, reduction="sum")
 
     chunks = rows.split(max(1, MAX_SCORES // len(documents)))
@@ -914,18 +922,18 @@ def softmax_loss(queries, documents, query_keys, document_keys, scale, rows, mar
     return sum(recompute(chunk, part, queries, documents, use_reentrant=False) for part in chunks)
 
 
-# A loss, by its name in LOSSES, takes the embeddings of the whole batch, gathered from all processes, and returns the
-# sum of the losses of `rows`, (n,) indices, divided by B: added up over the processes, the mean over the batch.
-# columns: C of (B, D), anchor, positive, negatives..., normalized if the model compares by cosine; ids: (C, B), equal
-# where texts are, -1 where there is none; labels: (B,), (B, C - 1) or None; guide: the columns by --guide_model, or
-# None. Further arguments are --loss_kwargs.
+# A loss in LOSSES takes the embeddings of the whole batch, gathered from all processes, and returns the sum of the
+# losses of `rows`, (n,) indices of this process, divided by B; the sum over processes is the mean over the batch.
+# columns: C tensors (B, D): anchors, positives, negatives..., normalized if the similarity is cosine; ids: (C, B),
+# equal for equal texts, -1 if missing; labels: (B,), (B, C - 1) or None; guide: the columns as embedded by
+# --guide_model, or None. Further arguments are --loss_kwargs.
 
 
 def infonce(columns, ids, labels, rows, guide=None, temperature=0.05, symmetric=False, mask_margin=None):
-    """InfoNCE (van den Oord et al. 2018, equation 4) with in-batch and hard negatives.
-    `symmetric`: mean with the loss of finding each positive's anchor (Radford et al. 2021, figure 3).
-    `mask_margin`: leave out documents more similar than the positive by over that (Zhang et al. 2025, equation 2);
-    with a guide by its embeddings, and 0 by default (Solatorio 2024, section 3)."""
+    """Return InfoNCE (van den Oord et al. 2018, equation 4) with in-batch and hard negatives.
+    `symmetric`: average it with the loss of finding each positive's anchor (Radford et al. 2021, figure 3).
+    `mask_margin`: mask documents whose similarity exceeds the positive's by more than this (Zhang et al. 2025,
+    equation 2); a guide, if any, measures the similarity, and the default is then 0 (Solatorio 2024, section 3)."""
     anchors, documents = columns[0], torch.cat(columns[1:])  # (B, D), (M, D)
     anchor_ids = torch.cat([ids[0], ids.new_full((ids[2:].numel(),), -1)])
     keys, margin = (ids[0], ids[1]), 0.0 if guide and mask_margin is None else mask_margin
@@ -939,12 +947,12 @@ def infonce(columns, ids, labels, rows, guide=None, temperature=0.05, symmetric=
 
 
 def row_scores(columns, rows, temperature):
-    """Return (rows, C - 1) similarities of anchors to their own documents, over the temperature."""
+    """Return (n, C - 1) similarities of the n anchors `rows` to their own documents, divided by the temperature."""
     return torch.stack([(columns[0][rows] * column[rows]).sum(-1) for column in columns[1:]], 1) / temperature
 
 
 def margin_mse(columns, ids, labels, rows, guide=None, temperature=0.05):
-    """Squared error of the margins between positive and negatives (Hofstätter et al. 2020, Margin-MSE)."""
+    """Return the squared error of the margins of positives over negatives (Hofstätter et al. 2020, Margin-MSE)."""
     scores, labels = row_scores(columns, rows, temperature), labels[rows]
     given = labels[:, 1:].isfinite()
     error = (scores[:, :1] - scores[:, 1:]) - (labels[:, :1] - labels[:, 1:].nan_to_num())
@@ -952,7 +960,7 @@ def margin_mse(columns, ids, labels, rows, guide=None, temperature=0.05):
 
 
 def kl(columns, ids, labels, rows, guide=None, temperature=0.05):
-    """KL divergence of the softmax over a row's documents from the teacher's (Lin et al. 2020)."""
+    """Return KL(teacher || model) of the softmax over a row's documents (Lin et al. 2020)."""
     scores, missing = row_scores(columns, rows, temperature), labels[rows].isnan()
     student, teacher = (part.masked_fill(missing, -1e9).log_softmax(1) for part in (scores, labels[rows]))
     return F.kl_div(student, teacher, reduction="sum", log_target=True) / len(columns[0])
@@ -965,7 +973,7 @@ def make_loss(args, model):
     """Return loss(columns, ids, labels, rows, guide) -> scalar: one of LOSSES, or a class of sentence-transformers."""
     options, dot, weight = dict(args.loss_kwargs), model.similarity_fn_name == "dot", 0.0
     if args.loss in TEACHER_LOSSES:
-        weight = options.pop("infonce", 0.0)  # the teacher says nothing about the documents of other rows
+        weight = options.pop("infonce", 0.0)  # teachers do not score the documents of other rows
         options = {"temperature": 1.0 if dot else 0.05} | options
     if args.loss in LOSSES:
 
@@ -980,9 +988,9 @@ def make_loss(args, model):
         with user_errors("--loss_kwargs"):
             module = getattr(losses, args.loss)(model, **options)
         if any(not name.startswith("model.") for name, _ in module.named_parameters()):
-            raise UserError(f"--loss {args.loss}: has weights of its own, which would not be trained")
+            raise UserError(f"--loss {args.loss} has weights of its own, which would not be trained")
 
-        def base(columns, ids, labels, rows, guide=None):  # each process takes the whole loss, and its share of it
+        def base(columns, ids, labels, rows, guide=None):  # each process computes the whole loss, returns its share
             return module.compute_loss_from_embeddings(columns, labels) * len(rows) / ids.shape[1]
 
     def matryoshka(columns, *rest):  # Kusupati et al. 2022, equation 1, with equal weights
@@ -990,7 +998,7 @@ def make_loss(args, model):
         return sum(base(part, *rest) for part in parts)
 
     if max(args.matryoshka_dims, default=0) > model.get_embedding_dimension():
-        raise UserError(f"--matryoshka_dims: the embeddings have {model.get_embedding_dimension()} dimensions")
+        raise UserError(f"--matryoshka_dims: the embeddings have only {model.get_embedding_dimension()} dimensions")
     return matryoshka if args.matryoshka_dims else base
 
 
@@ -1005,7 +1013,7 @@ def encode(model, features, accelerator):
 
 @torch.no_grad()
 def encode_all(model, local, accelerator):
-    """Return (N, D) embeddings of all texts without gradients, normalized if the model compares by cosine."""
+    """Return (N, D) embeddings of all texts without gradients, normalized if the model's similarity is cosine."""
     equalize_micro_batches(local, accelerator)
     with accelerator.autocast():
         parts = [encode(model, features, accelerator)[: len(cut)] for features, cut in local.micro_batches]
@@ -1014,14 +1022,14 @@ def encode_all(model, local, accelerator):
 
 
 def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator, guide=None):
-    """Add the gradient of the batch's loss to the model's; return this process' part of the loss, which is their sum.
-    `seed`: integers of this batch. `sync`: reduce the gradients over the processes in the last backward pass."""
+    """Add the gradient of the batch's loss to the model's; return this process's part of the loss (the parts add up).
+    `seed`: integers that identify this batch. `sync`: reduce gradients over processes in the last backward pass."""
     local, device, processes = batch.local, accelerator.device, accelerator.num_processes
     equalize_micro_batches(local, accelerator)
     last = len(local.micro_batches) - 1
 
     def embed(number):  # (n, D)
-        # The same dropout in a second forward pass, and after a resume.
+        # Repeat the same dropout in a second forward pass, and after a resume.
         torch.manual_seed(int(np.random.SeedSequence([*seed, accelerator.process_index, number]).generate_state(1)[0]))
         with nullcontext() if sync and number == last else accelerator.no_sync(model):
             features, cut = local.micro_batches[number]
@@ -1035,11 +1043,11 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator, guide
     places, ids, labels = (None if t is None else t.to(device, non_blocking=True) for t in tensors)
     columns = list(embeddings[places])  # C of (B, D)
     rows = torch.arange(accelerator.process_index, batch.ids.shape[1], processes, device=device)
-    with user_errors(f"--loss {args.loss}"):  # which may not take these columns, labels or --loss_kwargs
+    with user_errors(f"--loss {args.loss}"):  # a loss can reject columns, labels or --loss_kwargs
         guides = list(encode_all(guide, batch.guide, accelerator)[places]) if guide else None
         loss = loss_fn(columns, ids, labels, rows, guides)  # the part of these rows
         loss.backward()
-    # Times the number of processes, over which DDP averages: each sends back the gradient of its own texts.
+    # Multiply by the number of processes: DDP averages over them, but each has the gradient of its own texts only.
     gradient = accelerator.reduce(embeddings.grad)[local.indices.to(device, non_blocking=True)] * processes
     gradients = gradient.split([len(cut) for _, cut in local.micro_batches])  # (n, D) each
     if args.grad_cache:  # Gao et al. 2021, section 3.2: one graph at a time
@@ -1057,7 +1065,7 @@ HELD_OUT = "held_out"  # name of the held-out rows among the collections
 
 @dataclass
 class EvalSet:
-    """What to rank, in memory."""
+    """Queries, documents and judgments of a collection, in memory."""
 
     queries: dict  # {id: text}
     documents: dict  # {id: text}
@@ -1065,8 +1073,8 @@ class EvalSet:
 
 
 def open_beir(name, split, prompts):
-    """Return the EvalSet of a folder or Hub id in BEIR's or NanoBEIR's layout, in memory.
-    prompts: of documents and of queries."""
+    """Return the EvalSet of a folder or Hub id in the layout of BEIR or NanoBEIR.
+    prompts: (prefix of documents, prefix of queries)."""
     sources = [f"{name}/corpus.jsonl", f"{name}/queries.jsonl", f"{name}/qrels/{split}.tsv"]
     if not os.path.exists(sources[0]):
         sources = [f"{name}:corpus:corpus", f"{name}:queries:queries", f"{name}-qrels::{split}"]
@@ -1078,7 +1086,7 @@ def open_beir(name, split, prompts):
         frame = open_files(part, streaming=False)[:].to_pandas()
         frame = frame.reindex(columns=["_id", "title", "text"], fill_value="").fillna("").astype(str)
         texts.append(dict(zip(frame["_id"], prompt + (frame["title"] + " " + frame["text"]).str.strip())))
-    if judgments[0].endswith(".tsv"):  # as texts: ids may begin with zeros
+    if judgments[0].endswith(".tsv"):  # read ids as texts: they may begin with zeros
         qrels = pd.read_csv(judgments[0], sep="\t", dtype=str, quoting=3, keep_default_na=False)
     else:
         qrels = open_files(judgments, streaming=False)[:].to_pandas().astype(str)
@@ -1086,7 +1094,7 @@ def open_beir(name, split, prompts):
     qrels = qrels.drop_duplicates(["query_id", "doc_id"], keep="last")
     qrels = qrels[qrels["query_id"].isin(texts[1])]
     if qrels.empty:
-        raise UserError(f"no judgment of {split!r} is of a query that {files[1][0]} has")
+        raise UserError(f"no judgment of split {split!r} has a query of {files[1][0]}")
     qrels = qrels.assign(relevance=qrels["score"].astype(int) if "score" in qrels else 1)  # NanoBEIR has no grades
     queries = {query: texts[1][query] for query in qrels["query_id"].unique()}
     return EvalSet(queries, texts[0], qrels)
@@ -1094,10 +1102,8 @@ def open_beir(name, split, prompts):
 
 def mean_measures(found):
     """Return the means of {collection: {measure: value}}, and each value if there are several collections."""
-    measures = pd.DataFrame(found).mean(axis=1).to_dict()
-    for name, values in found.items() if len(found) > 1 else ():
-        measures |= {f"{name} {measure}": value for measure, value in values.items()}
-    return measures
+    each = {f"{name} {measure}": value for name, values in found.items() for measure, value in values.items()}
+    return pd.DataFrame(found).mean(axis=1).to_dict() | (each if len(found) > 1 else {})
 
 
 # ---- evaluation
@@ -1123,8 +1129,8 @@ def encode_pair(queries, documents, model, max_tokens, args, accelerator):
 
 
 def search(model, eval_set, max_tokens, args, accelerator):
-    """Return {measure: value} of all queries searching all documents. A document with the query's own id is left out,
-    as BEIR does; of equal scores the earlier document is first."""
+    """Return {measure: value} of searching all documents with all queries. A document with the query's own id is left
+    out, as in BEIR; of equal scores the earlier document ranks first."""
     texts, ids = zip(*((list(part.values()), np.array(list(part))) for part in (eval_set.queries, eval_set.documents)))
     queries, documents = encode_pair(*texts, model, max_tokens, args, accelerator)
     scores = (part @ documents.T for part in queries.split(max(1, MAX_SCORES // len(documents))))
@@ -1136,14 +1142,14 @@ def search(model, eval_set, max_tokens, args, accelerator):
 
 
 def evaluate(model, eval_sets, max_tokens, args, accelerator):
-    """Return {measure: value} of held-out rows and --eval_beir, the same on every process; of held-out pairs with a
-    label each the correlations of labels and similarities."""
+    """Return {measure: value} of held-out rows and --eval_beir, the same on every process. If held-out rows have one
+    label each, their measures are the correlations of labels and similarities."""
     model, found = accelerator.unwrap_model(model).eval(), {}
     for name, eval_set in eval_sets.items():
         if isinstance(eval_set, EvalSet):
             found[name] = search(model, eval_set, max_tokens, args, accelerator)
             continue
-        queries, documents = eval_set["query"].to_pylist(), pc.list_flatten(eval_set["documents"]).to_pylist()
+        queries, documents = eval_set["query"].to_pylist(), pc.list_element(eval_set["documents"], 0).to_pylist()
         queries, documents = encode_pair(queries, documents, model, max_tokens, args, accelerator)
         labels = pc.list_flatten(eval_set["labels"])
         frame = pd.DataFrame({"score": (queries * documents).sum(-1).cpu(), "label": labels})
@@ -1156,7 +1162,7 @@ def evaluate(model, eval_sets, max_tokens, args, accelerator):
 
 
 def save_atomically(folder, write):
-    """Fill `folder` by write(part), synced to disk before it is renamed."""
+    """Write `folder` atomically: fill a temporary folder by write(part), sync it to disk, then rename it."""
     part = folder.with_name(f".{folder.name}.part")
     with user_errors(f"{folder}: not written, earlier checkpoints are intact"):
         shutil.rmtree(part, ignore_errors=True)
@@ -1167,14 +1173,14 @@ def save_atomically(folder, write):
                 descriptor = os.open(path, os.O_RDONLY)
                 os.fsync(descriptor)
                 os.close(descriptor)
-            shutil.rmtree(folder, ignore_errors=True)  # a damaged checkpoint, or the model of a run that is repeated
+            shutil.rmtree(folder, ignore_errors=True)  # a damaged checkpoint, or an earlier model
             part.rename(folder)
-        finally:  # a full disk does not stay full
+        finally:  # do not leave a partial folder on a full disk
             shutil.rmtree(part, ignore_errors=True)
 
 
 def load_optimizer(path, model, optimizer):
-    """Restore an optimizer's tensors, sharded as their parameters are; its hyperparameters are those of the flags."""
+    """Restore an optimizer's tensors, sharded like their parameters; hyperparameters are not restored but kept."""
     groups, state = dcp.get_optimizer_state_dict(model, optimizer)["param_groups"], {}
     for name, tensor in load_file(path / "optimizer.safetensors").items():
         parameter, _, key = name.rpartition(".")
@@ -1186,17 +1192,17 @@ def load_optimizer(path, model, optimizer):
 
 @dataclass
 class Progress:
-    """What a resume restores beside weights and moments."""
+    """What a resume restores besides weights and optimizer state."""
 
     step: int = 0
     data_state: dict | None = None  # of row_batches
     losses: list = field(default_factory=list)  # of the steps since the last line of metrics.jsonl
     metrics: list = field(default_factory=list)  # the lines of metrics.jsonl
-    scaler: dict | None = None  # of float16
+    scaler: dict | None = None  # state of the gradient scaler (fp16)
 
 
 def checksums(folder):
-    """Return {relative path: SHA-256} of the files in a folder, but SHA256SUMS."""
+    """Return {relative path: SHA-256} of the files in a folder, except SHA256SUMS."""
     found = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "SHA256SUMS"):
         with open(path, "rb") as file:
@@ -1205,8 +1211,8 @@ def checksums(folder):
 
 
 def save_checkpoint(folder, model, tensors, state, keep, best):
-    """Write `folder` (model, optimizer's tensors, state as JSON, checksums), then remove all but the newest `keep` and
-    that of the step `best`."""
+    """Write `folder` (model, optimizer's tensors, state as JSON, checksums), then remove all checkpoints but the
+    newest `keep` and that of step `best`."""
 
     def write(part):
         model.save_pretrained(str(part), create_model_card=False)
@@ -1216,14 +1222,13 @@ def save_checkpoint(folder, model, tensors, state, keep, best):
 
     save_atomically(folder, write)
     steps = sorted(folder.parent.glob("step_*"))
-    newest = steps.index(folder) + 1  # later ones are damaged, since a resume did not use them
-    old = [path for path in steps[: max(0, newest - keep)] if path.name != f"step_{best:08}"]
-    for path in [*old, *steps[newest:], *folder.parent.glob(".step_*")]:
+    kept = [path for path in steps if path <= folder][-keep:]  # later ones are damaged: a resume did not use them
+    for path in {*steps, *folder.parent.glob(".step_*")} - {*kept, folder.with_name(f"step_{best:08}")}:
         shutil.rmtree(path)
 
 
 def is_intact(path):
-    """Return whether the files of a checkpoint are those of its checksums."""
+    """Return whether the files of a checkpoint match its checksums."""
     with suppress(OSError, ValueError):
         sums = dict(line.split("  ", 1)[::-1] for line in (path / "SHA256SUMS").read_text().splitlines())
         return bool(sums) and checksums(path) == sums
@@ -1231,18 +1236,17 @@ def is_intact(path):
 
 
 def best_evaluation(metrics, name):
-    """Return (step of the best evaluation by a measure, or of the lowest loss; number of evaluations after it), that
-    before the first step aside; (0, 0) if there is none."""
+    """Return (step of the best evaluation by the measure `name`, lowest if it is a loss; number of evaluations after
+    it), without the evaluation before the first step; (0, 0) if there is none."""
+    values = {record["step"]: record[name] for record in metrics if record["step"] and name in record}
     sign = -1 if name and name.endswith("loss") else 1
-    found = [(sign * record[name], -record["step"]) for record in metrics if record["step"] and name in record]
-    found = [(-math.inf if math.isnan(value) else value, step) for value, step in found]
-    best = max(found, default=(0, 0))
-    return -best[1], len(found) - 1 - found.index(best) if found else 0
+    best = max(values, key=lambda step: -math.inf if math.isnan(values[step]) else sign * values[step], default=0)
+    return best, sum(step > best for step in values)
 
 
 def newest_checkpoint(folder):
-    """Return (folder, state) of the newest intact checkpoint, or of the newest and None if none is intact, or two None
-    if there is none; report and skip a damaged one."""
+    """Return (folder, state) of the newest intact checkpoint, (newest folder, None) if none is intact, or (None, None)
+    if there is no checkpoint; report and skip damaged ones."""
     found = sorted(folder.glob("step_*"), reverse=True)
     for path in found:
         if is_intact(path):
@@ -1257,7 +1261,7 @@ def check_resume(saved, args, data):
     refused = [f"--{name} {now[name]} (was {then[name]})" for name in RESUME_ARGS.split() if now[name] != then[name]]
     if not args.accept_changed_data:
         pairs = zip(saved["data"], data.description)
-        refused += [f"{new[0]} has changed (or pass --accept_changed_data)" for old, new in pairs if old != new]
+        refused += [f"{new[0]} has changed (--accept_changed_data allows it)" for old, new in pairs if old != new]
     if refused:
         raise UserError(f"--resume: {'; '.join(refused)}; restore it, or start a new --output_dir")
 
@@ -1273,7 +1277,7 @@ def plot_metrics(metrics, path):
 
 
 def check_launch(accelerator):
-    """Raise UserError for launches that this step was not made for: some would train wrongly."""
+    """Raise UserError for launch configurations that are not supported: some would train wrongly."""
     kind = accelerator.distributed_type
     unsupported = kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or accelerator.parallelism_config
     if kind == DistributedType.FSDP:
@@ -1281,12 +1285,12 @@ def check_launch(accelerator):
         offload = plugin.cpu_ram_efficient_loading or isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         unsupported = unsupported or plugin.fsdp_version != 2 or offload or accelerator.scaler
     if unsupported:
-        raise UserError(f"{kind.value} as configured: launch with accelerate_configs/fsdp2.yaml (no offload, no fp16)")
+        raise UserError(f"unsupported launch, {kind.value}: use accelerate_configs/fsdp2.yaml (no offload, no fp16)")
 
 
 # ---- training
 
-# Flags that change what a step does: resumed with another value of one, a run would be another experiment.
+# Flags that change what a step computes: with another value, a resumed run would be another experiment.
 RESUME_ARGS = """train_data eval_data eval_rows streaming columns num_negatives label_column mixing_weights mix_by
 corpus queries query_columns corpus_columns shuffle_buffer length_window model_name_or_path lora_rank max_length
 query_max_length pooling dropout prompts batch_size gradient_accumulation_steps loss loss_kwargs guide_model
@@ -1295,9 +1299,8 @@ matryoshka_dims seed eval_beir eval_split metric_for_best_model"""
 
 def model_card(args, steps, metrics, data):
     """Return the README.md of the saved model: what it is, how it was trained, what was measured."""
-    measured = (record for record in reversed(metrics) if record["step"] <= steps and set(record) & set(MEASURES))
-    record = next(measured, {})
-    measured = ", ".join(f"{name} {record[name]:.4f}" for name in MEASURES if name in record)
+    last = {name: record[name] for record in metrics if record["step"] <= steps for name in MEASURES if name in record}
+    measured = ", ".join(f"{name} {value:.4f}" for name, value in last.items())
     return f"""---
 {{library_name: sentence-transformers, pipeline_tag: sentence-similarity, base_model: {args.model_name_or_path}}}
 ---
@@ -1313,11 +1316,11 @@ On {", ".join([f"{len(data.eval_rows or [])} held-out rows", *args.eval_beir])}:
 
 def main(args):
     # ---- set up
-    # Processes run different numbers of forward passes, which DDP's broadcast of buffers would not match.
+    # DDP would broadcast buffers in each forward pass, but processes run different numbers of them.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False)
     with user_errors("--report_to, or the launch"):
         accelerator = Accelerator(
-            cpu=not torch.accelerator.is_available(),  # else several processes on CPUs would not find one another
+            cpu=not torch.accelerator.is_available(),  # else processes on CPUs would not form one group
             gradient_accumulation_steps=args.gradient_accumulation_steps,
             log_with=args.report_to or None,
             project_dir=args.output_dir,
@@ -1325,11 +1328,11 @@ def main(args):
         )
     check_launch(accelerator)
     if accelerator.mixed_precision == "bf16":
-        torch.set_float32_matmul_precision("high")  # the loss, too, by tensor cores
+        torch.set_float32_matmul_precision("high")  # TF32 for the loss, which is not autocast
     if args.full_determinism:
         transformers.enable_full_determinism(args.seed)
-    transformers.utils.logging.disable_progress_bar()  # of each small file that is loaded or saved
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each load of a local file asks the Hub
+    transformers.utils.logging.disable_progress_bar()  # else one for each file loaded or saved
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else loading a local file contacts the Hub
     accumulation = args.gradient_accumulation_steps = accelerator.gradient_accumulation_steps  # a launch may set it
     device, is_main, processes = accelerator.device, accelerator.is_main_process, accelerator.num_processes
     output = Path(args.output_dir)
@@ -1340,15 +1343,15 @@ def main(args):
     found = newest_checkpoint(output / "checkpoints") if args.resume and is_main else (None, None)
     checkpoint, saved = broadcast_object_list([found])[0]
     if checkpoint and not saved:
-        raise UserError(f"{output}/checkpoints: none is intact; remove the folder to start from the beginning")
+        raise UserError(f"{output}/checkpoints: no checkpoint is intact; remove the folder to start anew")
     if not all(gather_object([not checkpoint or (output / "checkpoints" / checkpoint.name).exists()])):
-        raise UserError(f"--resume: a process does not find {checkpoint}: it must be on a shared disk")
+        raise UserError(f"--resume: some process cannot find {checkpoint}: it must be on a shared disk")
 
     # ---- data
     data = open_data(args, clean_pairs)
     held_out = len(data.eval_rows or [])
     if args.batch_size < processes or 0 < held_out < processes:
-        raise UserError(f"--batch_size {args.batch_size}, --eval_rows {held_out}: fewer than {processes} processes")
+        raise UserError(f"--batch_size {args.batch_size}, --eval_rows {held_out}: too few for {processes} processes")
     if saved:
         check_resume(saved, args, data)
     steps = args.max_steps or math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
@@ -1378,11 +1381,11 @@ def main(args):
           "weight_decay": decay * args.weight_decay} for decay in (True, False)],
         lr=args.learning_rate, fused=True)  # fmt: skip
     warmup = math.ceil(args.warmup_ratio * steps)
-    with user_errors("--lr_scheduler_type"):  # lr_lambdas: functions of the step
+    with user_errors("--lr_scheduler_type"):  # lr_lambdas[0]: step -> factor
         schedule = transformers.get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps).lr_lambdas[0]
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     sharded = accelerator.distributed_type == DistributedType.FSDP
-    model_to_save = copy.deepcopy(model).cpu() if sharded and is_main else model  # FSDP keeps parts of the other
+    model_to_save = copy.deepcopy(model).cpu() if sharded and is_main else model  # FSDP will shard `model`
     model, optimizer = accelerator.prepare(model, optimizer)
     unwrapped = accelerator.unwrap_model(model)
 
@@ -1416,11 +1419,11 @@ def main(args):
 
     def save():
         """Write a checkpoint; under FSDP every process must call it."""
-        options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole, on the main process only
+        options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # unsharded, on the main process only
         weights, states = dcp.get_state_dict(unwrapped, optimizer.optimizer, options=options)
         if is_main:
             if not all(weight.isfinite().all() for weight in weights.values()):
-                raise UserError(f"step {progress.step}: a weight is not finite: lower --learning_rate, and --resume")
+                raise UserError(f"step {progress.step}: a weight is not finite: lower --learning_rate, then --resume")
             if sharded:
                 model_to_save.load_state_dict(weights)
             states = states["state"].items()  # of the optimizer, by parameter
@@ -1433,27 +1436,26 @@ def main(args):
     # ---- train
     if progress.step == 0 and eval_sets:
         log(evaluate(model, eval_sets, max_tokens, args, accelerator))
-    measured = [*chain(*(record for record in progress.metrics if not record["step"])), "loss"]
+    measured = [name for line in progress.metrics if not line["step"] for name in line if name != "step"] + ["loss"]
     if args.metric_for_best_model not in [None, *measured]:
-        raise UserError(f"--metric_for_best_model {args.metric_for_best_model}: is not measured; choose one of "
-                        f"{', '.join(name for name in measured if name != 'step')}")  # fmt: skip
+        raise UserError(f"--metric_for_best_model {args.metric_for_best_model} is not measured: choose one of "
+                        f"{', '.join(measured)}")  # fmt: skip
     best, worse = best_evaluation(progress.metrics, args.metric_for_best_model)
-    finished = progress.step == steps or 0 < args.early_stopping_patience <= worse
+    finished = progress.step >= steps or 0 < args.early_stopping_patience <= worse
     rows = row_batches(data.sources, data.weights, args, progress.data_state)
     batches = prefetch(make_batches(rows, unwrapped, max_tokens, args, accelerator, guide))
     bar = tqdm(total=steps, initial=progress.step, disable=not is_main, unit="step", mininterval=1)
-    meter, stopping = Counter(), False  # sums of this process since the last line of metrics.jsonl, or since its start
-    model.train()
+    meter, stopping = Counter(), False  # sums of this process since its start or the last line of metrics.jsonl
     while not finished and not stopping:
         # one optimizer step
         started, loss = time.perf_counter(), 0.0
-        for group in optimizer.param_groups:  # the first step of a warmup has a rate above 0
+        for group in optimizer.param_groups:  # so that the first step of a warmup is not at 0
             group["lr"] = args.learning_rate * schedule(progress.step + (progress.step < warmup))
         for number in range(accumulation):
             requested = time.perf_counter()
             try:
                 batch = next(batches)
-            except UserError:  # the steps done are not lost
+            except UserError:  # save the steps already done
                 save() if is_main and not sharded and progress.step else None
                 raise
             meter["waited"] += time.perf_counter() - requested
@@ -1467,8 +1469,8 @@ def main(args):
         loss, stopping, norm = torch.stack([*sums, norm]).tolist()  # stopping: SIGTERM on any process, hence on all
         if not math.isfinite(loss) or not (math.isfinite(norm) or accelerator.scaler):
             (output / "nonfinite_batch.json").write_text(json.dumps(batch.rows.to_pylist(), indent=1))
-            raise UserError(f"step {progress.step + 1}: loss {loss}, gradient norm {norm}: fix the rows, which are in "
-                            f"{output}/nonfinite_batch.json, or lower --learning_rate, and --resume")  # fmt: skip
+            raise UserError(f"step {progress.step + 1}: loss {loss}, gradient norm {norm}: fix the rows (they are in "
+                            f"{output}/nonfinite_batch.json) or lower --learning_rate, then --resume")  # fmt: skip
         optimizer.step()
         optimizer.zero_grad()
         meter["skipped"] += optimizer.step_was_skipped
@@ -1486,7 +1488,7 @@ def main(args):
                       "learning_rate": optimizer.param_groups[0]["lr"], "rows_per_second": meter["rows"] / seconds,
                       "tokens_per_second": tokens / seconds, "padding_fraction": 1 - tokens / padded,
                       "data_wait_fraction": meter["waited"] / seconds}  # fmt: skip
-            record |= {"skipped_steps": meter["skipped"]} if accelerator.scaler else {}  # of float16
+            record |= {"skipped_steps": meter["skipped"]} if accelerator.scaler else {}  # by fp16's scaler
             bar.set_postfix_str("loss {loss:.4f}, {rows_per_second:,.0f} rows/s".format(**record), refresh=False)
             meter, progress.losses = Counter(), []
         if progress.step % eval_steps == 0 or finished:
@@ -1504,7 +1506,7 @@ def main(args):
     bar.close()
     batches.close()
     if not finished:
-        accelerator.print(f"stopped after step {progress.step:,} of {steps:,}: resume by this command and --resume")
+        accelerator.print(f"stopped after step {progress.step:,} of {steps:,}: rerun with --resume to continue")
     elif is_main:
         if best:
             path = output / f"checkpoints/step_{best:08}"
@@ -1522,7 +1524,7 @@ def main(args):
         plot_metrics(progress.metrics, output / "training.png")
         skipped = data.skipped + sum(source["skipped"] for source in progress.data_state["sources"])
         print(f"{skipped:,} bad rows skipped; " * (skipped > 0) + f"the model is in {output / 'model'}")
-    del model  # DDP must go before its process group does: together they deadlock in one run of fifty (torch 2.13)
+    del model  # delete DDP before its process group: else one exit in fifty deadlocks (torch 2.13)
     accelerator.free_memory()
     accelerator.end_training()
 
@@ -1532,8 +1534,8 @@ if __name__ == "__main__":
     try:
         main(parse_args(sys.argv[1:]))
     except UserError as error:
-        traceback.clear_frames(error.__traceback__)  # ends the line of a progress bar
-        # Every process meets the same error; the first one reports it, and the others only if that one has not.
+        traceback.clear_frames(error.__traceback__)  # deletes main's progress bar, which ends its line
+        # Every process raises the same error. Rank 0 reports it; the others do so only if they still run 5 s later.
         time.sleep(5 if int(os.environ.get("RANK", 0)) else 0)
         print(f"error: {error}", file=sys.stderr)
         status = 1

@@ -1,5 +1,5 @@
-"""What the evaluator promises, on a real model and collection: exact, incremental, the same on two processes, and when
-killed twenty times.
+"""Check the evaluator on a real model and collection: exact, incremental, and the same results on two processes and
+after twenty kills.
 
     python benchmarks/eval_exact.py MODEL_FOLDER BEIR_FOLDER [--kills 20]
 

@@ -1,4 +1,4 @@
-"""Memory, time and disk of the evaluator against the corpus' documents: encoding, from a full cache, and mining.
+"""Memory, time and disk space of the evaluator by corpus size: encoding, reading a full cache, and mining.
 
     python benchmarks/eval_memory.py [--documents 50000 1000000]
 

@@ -1,4 +1,4 @@
-"""The whole evaluation of a BEIR folder against InformationRetrievalEvaluator: first, and again, in turns.
+"""Evaluation of a BEIR folder against InformationRetrievalEvaluator: with an empty, then a full cache, in turns.
 
     python benchmarks/eval_peer.py MODEL_FOLDER BEIR_FOLDER [--max_length 256] [--rounds 2]
 

@@ -5,7 +5,7 @@
 Encodes code snippets of the demo corpus (python prepare_corpus.py) with the model in fp32, the cache empty each time,
 against SentenceTransformer.encode at its default and at other batch sizes; reads 500,000 cached vectors of 384
 dimensions against np.memmap of the same bytes; and searches 200,000 of them with 300 queries against faiss'
-IndexFlatIP with as many threads. Checks that both sides give the same. Writes eval_speed.json.
+IndexFlatIP with as many threads. Checks that both sides give the same results. Writes eval_speed.json.
 """
 
 import argparse

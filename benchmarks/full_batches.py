@@ -4,8 +4,8 @@
 
 The ceiling is a bare loop of forward and backward passes over texts of one length, as many as --micro_batch_tokens
 hold, and an AdamW step for as many tokens as a batch of the trainer has: no reading, no tokenizer, no loss. The length
-is the mean over the source's tokens, so that a token attends to as many others on both sides. The share of the
-trainer's time that waits for data stands beside. Writes full_batches.json.
+is the mean over the source's tokens, so that a token attends to as many others on both sides. Also
+reports the fraction of its time that the trainer waits for data. Writes full_batches.json.
 """
 
 import argparse

@@ -3,14 +3,14 @@
     python prepare_corpus.py
     python benchmarks/gpu.py 'data/python_code/train/*.parquet' [--peak_tflops 989]
 
-For encoders of 22 and 110 million weights, made from their configuration, so that no model is wanted. Batches of 1,024
+For encoders of 22 and 110 million weights, created from a configuration: no download. Batches of 1,024
 pairs: sdpa, larger micro-batches, --grad_cache, flash attention where it is installed, torch.compile; the peer's plain
 loss (flash attention, torch.compile) and its cached loss in mini-batches by tokens. Batches of 8,192 and 32,768:
 --grad_cache and the cached loss. Then cross-encoders on 1,024 pairs, and encoding as the evaluator does. Every side
-reads the same rows, in a process of its own; rates are those of the steps after the first three. A weight costs a
-token 6 FLOPs, and attention 12 x layers x width x length (Chowdhery et al. 2022, appendix B), where the length is half
-of --max_length; what --grad_cache and the cached loss compute twice is counted once. A side takes --limit seconds at
-most; --device cpu --tiny tries the benchmark itself. Writes gpu.json after each side.
+reads the same rows, in a process of its own; rates exclude the first three steps. FLOPs per token: 6 per weight, and
+12 x layers x width x length for attention (Chowdhery et al. 2022, appendix B), with half of --max_length as length;
+what --grad_cache and the cached loss compute twice is counted once. A side takes at most --limit seconds;
+--device cpu --tiny tests the benchmark itself. Writes gpu.json after each side.
 """
 
 import argparse

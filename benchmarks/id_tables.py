@@ -2,10 +2,10 @@
 
     python benchmarks/id_tables.py [--rows 5000000] [--lookups 200000] [--processes 2]
 
-Makes a JSON Lines table of so many passages. Then two processes at once each open it and look up random ids: first
-ours, those of a window of rows at once, then `sentence_transformers.util.resolve_ids` over a memory-mapped
-`datasets.Dataset`, five at a time, as a row of a query, a positive and negatives would. Memory is RssAnon, without the
-pages of mapped files, after minus before. Writes id_tables.json.
+Generates a JSON Lines table of --rows passages. Two processes at a time open it and look up random ids: first with
+our lookup, all ids of a window of rows together, then with `sentence_transformers.util.resolve_ids` over a mapped
+`datasets.Dataset`, five ids at a time, as for a row of a query, a positive and negatives. Memory is the increase of
+RssAnon, which excludes the pages of mapped files. Writes id_tables.json.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""InfoNCE split by rows over P processes: seconds of a process' part, and the error of the summed gradient.
+"""InfoNCE split by rows over P processes: seconds per process, and the error of the summed gradient.
 
     python benchmarks/loss_split.py [--batch_size 16384] [--dimensions 384] [--processes 1 2 4 8]
 

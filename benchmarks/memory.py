@@ -1,10 +1,10 @@
-"""Memory and speed of training against the corpus' rows, mapped and streaming, and how fast a run resumes inside it.
+"""Memory and speed of training by corpus size, mapped and streaming, and the time to resume in mid-corpus.
 
     python benchmarks/memory.py [--rows 100000 10000000] [--steps 300] [--rounds 3]
 
 Generates Parquet corpora of short rows and trains a small static model for as many steps on each, in turns; a first
 run makes the Arrow table that the others map, and is measured too. Memory is anonymous (RssAnon, read every 20 ms):
-the pages of a mapped file are the system's to drop. Tokens a second are those of all steps but the first ten. Medians
+the system can drop the pages of a mapped file. Tokens a second are those of all steps but the first ten. Medians
 over the rounds; each corpus is compared with the first. Writes memory.json.
 """
 

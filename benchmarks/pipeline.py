@@ -3,10 +3,10 @@
     python benchmarks/pipeline.py MODEL_FOLDER [--batch_size 1024 8192 32768] [--processes 1 8 64] [--script FILE]
 
 Generates a Parquet corpus of pairs of about 64 tokens a text, and makes batches as train_bi_encoder.py does for the
-first of so many processes: reads, checks, numbers equal texts and deals all rows; tokenizes its own and cuts them into
-micro-batches of 16,384 tokens in tensors. Seconds are those of the processor, which other work on it does not change:
-tokenizing, in Rust, of all cores together; the rest of the one thread that prepares batches. Medians over the batches.
---script: another edition of train_bi_encoder.py. Writes pipeline.json.
+first of --processes: reads, checks, numbers equal texts and partitions all rows; tokenizes its own and cuts them into
+tensors, micro-batches of 16,384 tokens. Times are CPU seconds, which other work on the machine does not change: of all
+cores for tokenizing (in Rust), of the thread that prepares batches for the rest. Medians over the batches.
+--script: another version of train_bi_encoder.py. Writes pipeline.json.
 """
 
 import argparse

@@ -2,10 +2,11 @@
 
     python benchmarks/quality.py MODEL_FOLDER BEIR_FOLDER [--seeds 0 1 2] [--only lists mask] [--folder quality]
 
-Trains on the train queries but a tenth, by which the best checkpoint is chosen, among the documents judged for them
-and the ten best of each. Negatives: of the ranks 0 to 50 of the model as it is, without those within 5 % of the
-positive's score. Then a cross-encoder on the same rows, which reranks the first 100. What was done before is not done
-again, so that a call that was stopped goes on. Writes FOLDER/quality.json after each run.
+Trains on nine tenths of the train queries. The others select the best checkpoint, once an epoch, by ranking the
+documents judged for them and the ten best of each. Negatives have ranks 0 to 49 by the initial model and score at
+least 5 % below the positive. Then trains a cross-encoder on the same rows to rerank the first documents of `mask`. If
+the best evaluation is not the last, both models are measured. Finished steps are skipped, so that an interrupted
+call can be repeated. Writes FOLDER/quality.json after each run.
 """
 
 import argparse
@@ -20,7 +21,6 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-BEST = ["--metric_for_best_model", "nDCG@10"]
 MASK = ["--loss_kwargs", '{"mask_margin": 0.1}']
 VARIANTS = {  # name: (rows, flags)
     "in_batch": ("fixed", ["--num_negatives", 0]),
@@ -30,16 +30,15 @@ VARIANTS = {  # name: (rows, flags)
     "mask": ("lists", ["--num_negatives", 2, *MASK]),
     "guide": ("lists", ["--num_negatives", 2, "--guide_model", "MODEL"]),
     "symmetric": ("lists", ["--num_negatives", 2, "--loss_kwargs", '{"symmetric": true}']),
-    "best": ("lists", ["--num_negatives", 2, *BEST]),
-    "all": ("lists", ["--num_negatives", 2, *MASK, *BEST]),
 }
 
 
-def run(log, script, *flags):
+def run(log, script, *flags, precision="no"):
     """Run a script of the project, its output going to a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w") as file:
-        subprocess.run([sys.executable, ROOT / script, *map(str, flags)], stdout=file, stderr=file, check=True)
+        subprocess.run([sys.executable, ROOT / script, *map(str, flags)], stdout=file, stderr=file, check=True,
+                       env={**os.environ, "ACCELERATE_MIXED_PRECISION": precision})  # fmt: skip
 
 
 def write_jsonl(path, records):
@@ -96,16 +95,20 @@ def evaluate(args, folder, model, name, *more):
     return found["mean"], found["low"], found["high"]
 
 
-def train(args, folder, script, name, rows, seed, *flags):
-    """Train, unless it was done before, and return the folder of the model."""
+def train(args, folder, script, name, seed, rows, *flags):
+    """Train, unless it was done before; return the folders of the best model and, if that is another one, the last."""
     output = folder / "runs" / name
     flags = [args.model if flag == "MODEL" else flag for flag in flags]
     common = ["--model_name_or_path", args.model, "--train_data", folder / f"{rows}.jsonl", "--max_length", 128,
               "--columns", "query", "documents", "--learning_rate", 5e-5, "--eval_rows", 0, "--seed", seed,
-              "--eval_beir", folder / "dev", "--output_dir", output, "--resume"]  # fmt: skip
+              "--eval_beir", folder / "dev", "--metric_for_best_model", "nDCG@10",
+              "--output_dir", output, "--resume"]  # fmt: skip
     if not (output / "model").exists():
-        run(folder / f"logs/{name}.log", script, *common, *flags)
-    return output / "model"
+        run(folder / f"logs/{name}.log", script, *common, *flags, precision=args.mixed_precision)
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    measured = {record["step"]: record["nDCG@10"] for record in records if record["step"] and "nDCG@10" in record}
+    last = output / f"checkpoints/step_{max(measured):08}"
+    return [output / "model", *([last] if measured[max(measured)] < max(measured.values()) else [])]
 
 
 def main():
@@ -115,7 +118,9 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", default=[*VARIANTS, "reranked"], choices=[*VARIANTS, "reranked"])
     parser.add_argument("--eval_length", type=int, default=256)
+    parser.add_argument("--rerank_k", type=int, default=20, help="documents of a query that the cross-encoder reranks")
     parser.add_argument("--folder", type=Path, default=Path("quality"))
+    parser.add_argument("--mixed_precision", default="no", choices=["no", "bf16"], help="of training")
     args = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     folder, found = args.folder.resolve(), {}
@@ -123,20 +128,23 @@ def main():
     prepare(args, folder)
     cache = ["--cache_dir", folder / "cache"]
     found["as it is"] = [evaluate(args, folder, args.model, "base", *cache)]
+    epoch = len((folder / "lists.jsonl").read_text().splitlines()) / 64
     for name in args.only:
         for seed in args.seeds:
             if name == "reranked":
-                flags = ["--batch_size", 32, "--num_negatives", 7, "--num_train_epochs", 3, *BEST]
-                teacher = train(args, folder, "train_cross_encoder.py", f"reranker.{seed}", "lists", seed, *flags)
-                model = folder / f"runs/all.{seed}/model"
-                result = evaluate(args, folder, model, f"reranked.{seed}", "--cross_encoder", teacher)
+                flags = ["--batch_size", 32, "--num_negatives", 7, "--num_train_epochs", 3]
+                flags += ["--eval_steps", int(2 * epoch), "--eval_rerank_k", args.rerank_k]
+                teacher, *_ = train(args, folder, "train_cross_encoder.py", f"reranker.{seed}", seed, "lists", *flags)
+                more = ["--cross_encoder", teacher, "--rerank_k", args.rerank_k]
+                models = [folder / f"runs/mask.{seed}/model"]
             else:
                 rows, flags = VARIANTS[name]
-                flags = ["--batch_size", 64, "--num_train_epochs", 4, *flags]
-                model = train(args, folder, "train_bi_encoder.py", f"{name}.{seed}", rows, seed, *flags)
-                result = evaluate(args, folder, model, f"{name}.{seed}")
-            found.setdefault(name, []).append(result)
-            (folder / "quality.json").write_text(json.dumps(found, indent=1))
+                flags = ["--batch_size", 64, "--num_train_epochs", 4, "--eval_steps", int(epoch), *flags]
+                models, more = train(args, folder, "train_bi_encoder.py", f"{name}.{seed}", seed, rows, *flags), []
+            for label, model in zip((name, f"{name}, last evaluation"), models):
+                result = evaluate(args, folder, model, f"{label}.{seed}", *more)
+                found.setdefault(label, []).append(result)
+                (folder / "quality.json").write_text(json.dumps(found, indent=1))
     print("| trained with | nDCG@10 by seed | mean |\n|---|---|---|")
     for name, results in found.items():
         cells = ", ".join("{:.3f} [{:.3f}, {:.3f}]".format(*result) for result in results)

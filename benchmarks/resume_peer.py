@@ -3,9 +3,9 @@
     python benchmarks/resume_peer.py [--rows 3000] [--kills 12]
 
 Each side trains a static model for one epoch, undisturbed, and again while it is killed by SIGKILL: in turn at any
-moment and while a checkpoint is being written. After each kill it goes on from its newest checkpoint; where that
-fails, the checkpoint is removed, as a person would do, and the failure is counted. What counts for the rows is the
-last time that each step was done. Writes resume_peer.json.
+moment and while a checkpoint is being written. After each kill it resumes from its newest checkpoint; where that
+fails, the checkpoint is removed, as a user would, and the failure is counted. Rows are compared by the last execution
+of each step. Writes resume_peer.json.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python benchmarks/scaling.py MODEL_FOLDER SOURCE [--columns docstring code] [--steps 5] [--rounds 3]
 
 The trainers do the same batches on both sides (rates over all steps but the first, losses beside them), the evaluator
-encodes the same texts. The last row is what the machine has to give: bare forward and backward passes of the model, in
-one process, and in two that know nothing of one another. Ratios are within a round, medians over the rounds. Writes
+encodes the same texts. The last row is the limit of the machine: bare forward and backward passes of the model, in one
+process, and in two independent ones. Ratios are within a round, medians over the rounds. Writes
 scaling.json.
 """
 

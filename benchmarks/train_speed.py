@@ -4,7 +4,7 @@
 
 Every side trains one epoch over the same rows in a process of its own: ours, the trainer with its plain loss, the
 trainer with its cached loss, in mini-batches of so many texts or tokens. Rates are rows over the seconds of all
-steps but the first, medians over the rounds; ratios are within a round. The mean loss stands beside, to show that all
+steps but the first, medians over the rounds; ratios are within a round. The mean loss is printed to show that all
 do the same work. Writes train_speed.json.
 """
 

@@ -592,27 +592,27 @@ def refusal(rows, *flags):
 
 
 BAD_GROUPS = [
-    ({"y": [0, 0]}, "", "a label for each document, one above 0 and one of 0 or less"),
-    ({"y": [1, 1]}, "", "one above 0 and one of 0 or less"),
-    ({"y": [1, 1]}, "--loss lambdaloss", "of 0 to 100, not all equal"),
-    ({"y": [0, 0]}, "--loss ranknet", "--loss ranknet takes a label for each document, not all equal"),
-    ({"y": [1, -1]}, "--loss lambdaloss", "of 0 to 100"),
+    ({"y": [0, 0]}, "", "a label for each document, at least one above 0 and one not above 0"),
+    ({"y": [1, 1]}, "", "at least one above 0 and one not above 0"),
+    ({"y": [1, 1]}, "--loss lambdaloss", "from 0 to 100, not all equal"),
+    ({"y": [0, 0]}, "--loss ranknet", "--loss ranknet requires a label for each document, not all equal"),
+    ({"y": [1, -1]}, "--loss lambdaloss", "from 0 to 100"),
     ({"y": [1, 0, 0]}, "", "a label for each document"),
-    ({"y": []}, "", "'y' has no finite number"),
+    ({"y": []}, "", "'y' has missing, extra or non-finite numbers"),
     ({"y": None}, "", "in the row"),
-    ({"y": [None, 0]}, "", "'y' has no finite number"),
-    ({"y": [math.nan, 0]}, "", "'y' has no finite number"),
-    ({"y": [math.inf, 0]}, "--loss mse", "'y' has no finite number"),
+    ({"y": [None, 0]}, "", "'y' has missing, extra or non-finite numbers"),
+    ({"y": [math.nan, 0]}, "", "'y' has missing, extra or non-finite numbers"),
+    ({"y": [math.inf, 0]}, "--loss mse", "'y' has missing, extra or non-finite numbers"),
     ({"d": [], "y": []}, "", "'d' has no text"),
     ({"d": None}, "", "'d' has no text"),
     ({"d": ["one", ""]}, "", "'d' has no text"),
-    ({"d": ["one"], "y": [1]}, "--loss kl", "--loss kl takes a label for each document, two or more"),
+    ({"d": ["one"], "y": [1]}, "--loss kl", "--loss kl requires a label for each document, two or more"),
 ]
 BAD_POINTS = [
     ({"d": " \t"}, "", "'d' has no text"),
-    ({"y": 5}, "", "--loss bce takes a label for each document, of 0 to 1 (or: mse)"),
-    ({"y": -0.5}, "", "--loss bce takes a label for each document, of 0 to 1 (or: mse)"),
-    ({"y": "high"}, "", "'y' has no finite number"),
+    ({"y": 5}, "", "--loss bce requires a label for each document, from 0 to 1 (or use mse)"),
+    ({"y": -0.5}, "", "--loss bce requires a label for each document, from 0 to 1 (or use mse)"),
+    ({"y": "high"}, "", "'y' has missing, extra or non-finite numbers"),
 ]
 
 

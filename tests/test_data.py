@@ -256,7 +256,7 @@ def test_labels_that_are_not_finite_numbers(streaming):
         file, skip = write(f"{number}.jsonl", rows), {"on_bad_row": "skip", "shuffle_buffer": 0}
         source = open_source(streaming, file, label_column=["score"], **skip)
         assert numbers(source.take(2)) == [0, 3] and source.state["skipped"] == 2, labels
-        with pytest.raises(script.UserError, match=f"{number}.jsonl: 'score' has no.* in the row .*row 1: .*skip"):
+        with pytest.raises(script.UserError, match=f"{number}.jsonl: 'score' has miss.* in the row .*row 1: .*skip"):
             open_source(streaming, file, label_column=["score"], shuffle_buffer=0).take(4)
 
 

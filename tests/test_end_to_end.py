@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -109,26 +108,3 @@ def test_help_prints_each_flag_once(capsys):
     printed = re.findall(r"^  (--\w[\w-]*)", text, re.M)
     assert printed == [f"--{name}" for name in script.Args.__dataclass_fields__]
     assert not re.search(r"--\w+-\w", text.partition("options:")[2])
-
-
-def test_readme_commands_are_real():
-    """The flags that the README names exist, and the files it launches are there."""
-    import eval_incremental
-    import mine_negatives
-    import train_bi_encoder
-    import train_cross_encoder
-
-    text = (ROOT / "README.md").read_text()
-    scripts = eval_incremental, mine_negatives, train_bi_encoder, train_cross_encoder
-    fields = {script.__name__: set(script.Args.__dataclass_fields__) for script in scripts}
-    fields["prepare_corpus"] = set(re.findall(r'"--(\w+)"', (ROOT / "prepare_corpus.py").read_text()))
-    for flag in set(re.findall(r"--([a-z_0-9]+)", text)) - {"config_file", "help"}:
-        assert any(flag in known for known in fields.values()), flag
-    commands = re.findall(r"^(?:python|accelerate launch).*?(\w+)\.py\b(.*)$", re.sub(r"\\\n *", "", text), re.M)
-    assert len(commands) >= 5
-    for name, rest in commands:
-        for flag in re.findall(r"--([a-z_0-9]+)", rest):
-            assert name not in fields or flag in fields[name], (name, flag)
-    for path in re.findall(r"accelerate_configs/\w+\.yaml|\b\w+\.py\b|tests/\w+\.py", text):
-        assert (ROOT / path).exists() or (ROOT / "benchmarks" / path).exists(), path
-    assert os.access(ROOT / ".ci/run", os.X_OK)

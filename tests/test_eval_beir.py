@@ -178,7 +178,7 @@ def test_runs_that_do_not_fit(collections, corpus, reranker, tmp_path, capsys):
         assert "\n" not in str(error.value)
     with pytest.raises(SystemExit):
         train_cross_encoder.parse_args(["--train_data", "x", "--eval_beir", "a", "b", "--eval_run", "c"])
-    assert "--eval_run takes a run file for each of --eval_beir" in capsys.readouterr().err
+    assert "--eval_run requires one run file for each of --eval_beir" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", TRAINERS)

@@ -412,7 +412,7 @@ def test_ids_that_do_not_fit(evaluate, beir, tmp_path, capsys):
         "1 judged queries are unknown, such as nobody; left out",
         "1 judged documents are not in the corpus",
         "1 documents are empty; encoded as the empty string",
-        "1 ids occur at several documents",
+        "1 ids belong to several documents",
     ):
         assert line in said, (line, said)
     assert got["queries"] == 60 and got["texts"]["total"] == 60 + 296
@@ -424,14 +424,14 @@ def test_ids_that_do_not_fit(evaluate, beir, tmp_path, capsys):
     [
         (["--beir", "/nowhere"], "--beir /nowhere: "),
         (["--beir", "{beir}", "--split", "dev"], "--beir {beir}: no judgments of --split dev; available: test"),
-        (["--beir", "{beir}", "--truncate_dim", "64"], "--truncate_dim 64: it has 32 dimensions"),
+        (["--beir", "{beir}", "--truncate_dim", "64"], "--truncate_dim 64: the model has 32 dimensions"),
         (["--beir", "{beir}", "--max_length", "9999"], "--max_length 9999: the model has positions for"),
         (["--beir", "{beir}", "--corpus_columns", "_id", "body"], "{beir}/corpus.jsonl: "),
         (["--beir", "{beir}", "--model_name_or_path", "/nowhere"], "--model_name_or_path /nowhere: "),
         (["--beir", "{beir}", "--model_name_or_path", "{damaged}"], "--model_name_or_path {damaged}: "),
         (
             ["--beir", "{beir}", "--model_name_or_path", "{reranker}"],
-            "{reranker}: a cross-encoder: use --cross_encoder",
+            "{reranker}: is a cross-encoder: use --cross_encoder",
         ),
         (["--beir", "{beir}", "--cache_dir", "{file}"], "--cache_dir {file}"),
         (["--beir", "{beir}", "--output_dir", "{file}/x"], "--output_dir {file}/x: "),
@@ -461,7 +461,7 @@ def test_one_clear_line(evaluate, beir, bert, reranker, tmp_path, flags, said):
         (["--top_k", "0"], "--top_k 0: must be finite, and above 0"),
         (["--queries", "q.jsonl", "--qrels", "r.tsv"], "--queries, --qrels: require --corpus"),
         (["--corpus", "c.jsonl"], "--corpus: requires --queries and --qrels"),
-        (["--corpus", "c.jsonl", "--beir", "b"], "--beir, --corpus, --pairs: give one of them"),
+        (["--corpus", "c.jsonl", "--beir", "b"], "--beir, --corpus, --pairs: give only one of them"),
         (["--columns", "a", "--pairs", "p.jsonl"], "--columns takes two names"),
     ],
 )
@@ -475,7 +475,7 @@ def test_malformed_qrels(tmp_path):
     path = tmp_path / "q.tsv"
     for score in ("good", "--5", "\u00b2", "", "inf"):
         path.write_text(f"query-id\tcorpus-id\tscore\nq1\td1\t1\nq2\td2\t{score}\n")
-        with pytest.raises(script.UserError, match="--qrels [^ ]*q.tsv: line 3 has no number: q2 d2"):
+        with pytest.raises(script.UserError, match="--qrels [^ ]*q.tsv: line 3 has no finite score: q2 d2"):
             script.read_qrels(str(path))
     path.write_text("q1\td1\t1\nq2\td2\t0.5\n")
     with pytest.raises(script.UserError, match="--qrels [^ ]*q.tsv: a grade is not a whole number"):
@@ -591,7 +591,7 @@ def test_foreign_or_broken_folder(evaluate, beir, tmp_path):
     assert not list(folder.glob("cache.db-*"))  # the evaluator has closed it
     whole = database.read_bytes()
     database.write_bytes(b"not a database" * 1000)
-    with pytest.raises(script.UserError, match=f"--cache_dir {folder} .*remove it if it is damaged"):
+    with pytest.raises(script.UserError, match=f"--cache_dir {folder} .*remove the folder if it is damaged"):
         evaluate("--beir", beir)
     database.unlink()  # this process may have the broken one open yet
     for rest in folder.glob("cache.db-*"):
@@ -599,7 +599,7 @@ def test_foreign_or_broken_folder(evaluate, beir, tmp_path):
     database.write_bytes(whole)
     assert evaluate("--beir", beir)["texts"]["encoded"] == 0
     database.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(script.UserError, match=f"--cache_dir {folder} .*remove it if it is damaged"):
+    with pytest.raises(script.UserError, match=f"--cache_dir {folder} .*remove the folder if it is damaged"):
         evaluate("--beir", beir)
     evaluate("--cache_clear", folder.name)
     assert evaluate("--beir", beir)["metrics"] == first["metrics"]
@@ -667,7 +667,7 @@ def test_full_or_read_only_disk(evaluate, beir, tmp_path, bert, say, how):
         if how == "read-only":
             subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         with pytest.raises(
-            script.UserError, match=f"--cache_dir {disk}/.* .free space, or remove it if it is damaged.: "
+            script.UserError, match=f"--cache_dir {disk}/.* .free disk space, or remove the folder if it is damaged.: "
         ):
             evaluate("--beir", beir, "--cache_dtype", "float32")
         if how == "full":  # what was stored serves the next run, with room
@@ -758,7 +758,7 @@ def test_layouts_of_the_hub(evaluate, beir, tmp_path, layout):
     if layout == "BEIR":
         judgments.mkdir()
         shutil.copy(beir / "qrels/test.tsv", judgments / "test.tsv")
-        with pytest.raises(script.UserError, match="no file of a split 'dev'; its splits: test"):
+        with pytest.raises(script.UserError, match="no split 'dev' with files; available: test"):
             evaluate("--beir", hub, "--split", "dev", output="dev")
     else:  # which has no grades
         lines = [line.split("\t") for line in (beir / "qrels/test.tsv").read_text().splitlines()[1:]]

@@ -250,7 +250,7 @@ def test_foreign_folder(export, tmp_path, beir, bert):
             export(tmp_path, bert, *flags)
         assert bytes_of(tmp_path) == before
     (tmp_path / "vectors/own.parquet").write_text("mine")
-    with pytest.raises(script.UserError, match="own.parquet is of no export"):
+    with pytest.raises(script.UserError, match="own.parquet does not belong to an export"):
         export(tmp_path, bert, "--corpus", beir / "corpus.jsonl")
     assert (tmp_path / "vectors/own.parquet").read_text() == "mine"
 

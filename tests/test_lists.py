@@ -146,8 +146,8 @@ def test_scores_follow_what_was_drawn(name, limit):
     assert drawn == {text for documents in given.values() for text in documents}
 
 
-BAD = [({"neg_scores": [1.0]}, "no finite number"), ({"pos_scores": [], "neg_scores": []}, "no finite number"),
-       ({"neg_scores": [1.0, None, 1.0, 1.0, 1.0]}, "no finite number"), ({"pos": []}, "'pos' or 'neg' has no text"),
+BAD = [({"neg_scores": [1.0]}, "non-finite numbers"), ({"pos_scores": [], "neg_scores": []}, "non-finite numbers"),
+       ({"neg_scores": [1.0, None, 1.0, 1.0, 1.0]}, "non-finite numbers"), ({"pos": []}, "'pos' or 'neg' has no text"),
        ({"pos": None}, "'pos' or 'neg' has no text"), ({"neg": ["a", "", "b", "c", "d"]}, "has no text")]  # fmt: skip
 
 
@@ -223,7 +223,7 @@ def test_other_losses_refuse_rows_of_unlike_sizes(bert, tmp_path):
     flags = [*FLAGS["flagembedding"].split(), "--loss", "TripletLoss"]
     done, _ = train("train_bi_encoder", tmp_path / "out", bert, *flags, check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    wanted = "error: --loss TripletLoss: takes equally many documents a row: lower --num_negatives"
+    wanted = "error: --loss TripletLoss requires equally many documents in all rows: lower --num_negatives"
     assert done.stderr.splitlines()[-1] == wanted
     _, found = train("train_bi_encoder", tmp_path / "equal", bert, *flags, "--num_negatives", 1)
     assert len(found) == 2

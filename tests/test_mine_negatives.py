@@ -164,7 +164,7 @@ def test_positives_without_a_score(small, tmp_path, capsys):
     assert "5 positives of 5 queries; 4 have a score" in capsys.readouterr().out
     rows = mine(tmp_path, *flags, "--absolute_margin", -20)
     assert len(rows) == 4 and all("scores" in row for row in rows)
-    assert f"{7:12} {4:12}  within -20.0 of the lowest positive, or that has no score" in capsys.readouterr().out
+    assert f"{7:12} {4:12}  within -20.0 of the lowest positive, or a positive has no score" in capsys.readouterr().out
     rows = mine(tmp_path, *flags, "--relative_margin", -20)
     assert len(rows) == 4 and all("scores" in row for row in rows)
     (small / "judged.run").write_text("d0 Q0 d1 1 13 x\n")
@@ -202,14 +202,14 @@ def test_errors(small, tmp_path, capsys, monkeypatch):
         (tmp_path / name).write_text(text)
     corpus = ["--run", small / "x.run", "--queries", small / "queries.jsonl", "--corpus", small / "corpus.jsonl"]
     for flags, said in (
-        (["--beir", small, "--run", "words"], "--run words: line 1 has no number: d0 e1 high"),
-        (["--beir", small, "--run", "short"], "--run short: line 2 has no number"),
-        (["--beir", small, "--run", "nan"], "--run nan: line 1 has no number"),
-        (["--beir", small, "--run", "others"], "mined.jsonl: not written, since no row is left"),
+        (["--beir", small, "--run", "words"], "--run words: line 1 has no finite score: d0 e1 high"),
+        (["--beir", small, "--run", "short"], "--run short: line 2 has no finite score"),
+        (["--beir", small, "--run", "nan"], "--run nan: line 1 has no finite score"),
+        (["--beir", small, "--run", "others"], "mined.jsonl: not written: no row is left"),
         (["--beir", small, "--run", "missing.run"], "--run missing.run: .*No such file"),
-        ([*corpus, "--qrels", "bad.tsv"], "--qrels bad.tsv: line 3 has no number"),
-        ([*corpus, "--qrels", "none.tsv"], "mined.jsonl: not written, since no row is left"),
-        ([*common, "--absolute_margin", 50], "mined.jsonl: not written, since no row is left"),
+        ([*corpus, "--qrels", "bad.tsv"], "--qrels bad.tsv: line 3 has no finite score"),
+        ([*corpus, "--qrels", "none.tsv"], "mined.jsonl: not written: no row is left"),
+        ([*common, "--absolute_margin", 50], "mined.jsonl: not written: no row is left"),
         ([*common, "--corpus_columns", "id", "text"], "corpus.jsonl: .*id"),
         ([*corpus, small / "corpus.jsonl", "--qrels", small / "qrels/train.tsv"], "corpus.jsonl: .*duplicate"),
     ):
@@ -224,8 +224,8 @@ def test_errors(small, tmp_path, capsys, monkeypatch):
         (corpus, "requires --run, and either --beir or"),
         ([*common, "--run", "y"], "--run: given twice"),
         ([*common, "--relative_margin", "nan"], "--relative_margin nan: must be finite"),
-        ([*common, "--seed", "-1"], "--seed -1: must be finite, and 0 or more"),
-        ([*common, "--range_max", "3"], "--num_negatives 4: must be 1 or more, at most --range_max"),
+        ([*common, "--seed", "-1"], "--seed -1: must be finite and, except for a margin, 0 or more"),
+        ([*common, "--range_max", "3"], "--num_negatives 4: must be between 1 and --range_max"),
     ):
         with pytest.raises(SystemExit):
             script.parse_args(list(map(str, flags)))

@@ -387,7 +387,7 @@ def test_wrong_number_of_prompts(count, capsys):
     sources = [str(i) for i in range(3 if count == 3 else 2)]
     with pytest.raises(SystemExit):
         train_bi_encoder.parse_args(["--train_data", *sources, "--prompts", *map(str, range(count))])
-    said = "--prompts takes one, or two (queries, documents), or one for the queries of each source and one"
+    said = "--prompts takes one, or two (queries, documents), or one for each source and one for documents"
     assert said in capsys.readouterr().err
 
 

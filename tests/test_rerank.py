@@ -240,11 +240,11 @@ def test_killed_at_random_moments(tmp_path, beir, run_file, reranker):
 @pytest.mark.parametrize(
     "content, said",
     [
-        ("q0 Q0 d1 1 2.5 tag\nq0 Q0 d2 2 tag\n", "line 2 has no number: q0 d2 tag"),
-        ("q0 Q0 d1 1 nan tag\nq0 Q0 d2 2 tag\n", "line 1 has no number: q0 d1 nan"),
+        ("q0 Q0 d1 1 2.5 tag\nq0 Q0 d2 2 tag\n", "line 2 has no finite score: q0 d2 tag"),
+        ("q0 Q0 d1 1 nan tag\nq0 Q0 d2 2 tag\n", "line 1 has no finite score: q0 d1 nan"),
         ("q0 Q0 d1 1 2 tag\nq0 Q0 d2 1 1 tag more\n", "Expected 6 fields in line 2, saw 7"),
-        ("q0 d1 2\n", "lines of 3 fields, not 6"),
-        ("nobody Q0 d1 1 2 tag\n", "ranks documents for none of the judged queries, such as 'q0'; it has 'nobody'"),
+        ("q0 d1 2\n", "has 3 fields per line, not 6"),
+        ("nobody Q0 d1 1 2 tag\n", "contains none of the judged queries, such as 'q0'; its first is 'nobody'"),
         ("", "No columns to parse"),
         (b"\xff\xfe\x00", "can't decode"),
         (None, "No such file"),
@@ -266,7 +266,7 @@ def test_unknown_documents_are_measured_and_stay_behind(evaluate, beir, reranker
     before, after = evaluate(*flags, "--cross_encoder", reranker)["models"]
     assert before["metrics"]["RR"]["mean"] == pytest.approx(0.5 / 60)
     assert after["metrics"]["RR"]["mean"] == pytest.approx(1 / 60)
-    assert after["warnings"] == ["1 documents to rerank are not in the corpus; they stay behind"]
+    assert after["warnings"] == ["1 documents to rerank are not in the corpus; they rank last"]
 
 
 @pytest.mark.parametrize("which", ["bi-encoder", "several labels", "nowhere", "damaged", "prompted"])

@@ -1,0 +1,93 @@
+"""The pages say what the scripts do: commands, flags, links and dependency headers. Run it to write docs/flags.md."""
+
+import argparse
+import ast
+import importlib
+import os
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ["train_bi_encoder", "train_cross_encoder", "eval_incremental", "mine_negatives", "prepare_corpus"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+
+
+def read_parser(name):
+    """Return the ArgumentParser of a script."""
+    script, found = importlib.import_module(name), []
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(argparse.ArgumentParser, "print_help", lambda parser, file=None: found.append(parser))
+        script.parse_args(["--help"])
+    return found[0]
+
+
+def flags_page():
+    """Return docs/flags.md: each script's flags, their defaults and what --help says of them."""
+    lines = ["# All flags", "", "As `--help` prints them; `python tests/test_docs.py` writes this page."]
+    for name in SCRIPTS:
+        parser = read_parser(name)
+        lines += ["", f"## {name}.py", "", parser.description.partition("\n")[0], ""]
+        lines += ["| flag | default | |", "|---|---|---|"]
+        for action in parser._actions[1:]:
+            flag = action.option_strings[0] if action.option_strings else action.dest.upper()
+            values = "" if action.default in (None, [], "") else action.default
+            values = " ".join(map(str, values)) if isinstance(values, list) else values
+            choices = f"{', '.join(map(str, action.choices))}: " if action.choices and action.choices != [True] else ""
+            text = choices + (action.help % vars(action) if action.help else "")
+            lines.append(f"| `{flag}` | {f'`{values}`' if values != '' else ''} | {text} |".replace("|  |", "| |"))
+    return "\n".join(lines) + "\n"
+
+
+def test_flags_page():
+    assert (ROOT / "docs/flags.md").read_text() == flags_page(), "python tests/test_docs.py writes it anew"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_and_links_are_real(page):
+    """Each command has flags of its script; files, pages and tests that are named exist."""
+    text = re.sub(r"\\\n *", "", page.read_text())
+    flags = {name: {word for action in read_parser(name)._actions for word in action.option_strings}
+             for name in SCRIPTS}  # fmt: skip
+    for name, rest in re.findall(r"^\s*(?:python|accelerate launch|torchrun).*?(\w+)\.py\b(.*)$", text, re.M):
+        for word in re.findall(r"(?<![\w-])--[a-z_0-9]+", rest):
+            assert name not in flags or word in flags[name], (name, word)
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / link).exists(), link
+    for path in re.findall(r"\b(?:tests|accelerate_configs|benchmarks|docs)/[\w/]+\.\w+", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_readme_is_short_and_complete():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 140
+    assert len(re.findall(r"^(?:python|accelerate launch)", text, re.M)) >= 7
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_dependency_header(name):
+    """The header by which `uv run` installs what a script imports: as requirements.txt bounds it, and all of it."""
+    text = (ROOT / f"{name}.py").read_text()
+    (header,) = re.findall(r"^# /// script\n((?:# .*\n)+?)# ///$", text, re.M)
+    stated = tomllib.loads(re.sub(r"^# ?", "", header, flags=re.M))
+    lines = (line.partition("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines())
+    required = {re.match(r"[\w-]+", line)[0].lower(): line for line in lines if line}
+    assert stated["requires-python"] == ">=3.11"
+    assert all(line in required.values() for line in stated["dependencies"])
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {node.module if isinstance(node, ast.ImportFrom) else alias.name for node in nodes for alias in node.names}
+    modules = {module.partition(".")[0] for module in names} - {"peft", "bm25s", "ir_datasets"}  # optional
+    packages = packages_distributions()
+    needed = {packages[module][0].lower().replace("_", "-") for module in modules - set(sys.stdlib_module_names)}
+    listed = {re.match(r"[\w-]+", line)[0].lower().replace("_", "-") for line in stated["dependencies"]}
+    assert needed <= listed and listed - needed <= {"zstandard", "fsspec"}  # by which `datasets` reads .zst and URLs
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    (ROOT / "docs/flags.md").write_text(flags_page())
