@@ -1238,16 +1238,16 @@ def write_trec(path, name, ranking):
                 file.write(" ".join(re.sub(r"\s", "_", field) for field in fields) + "\n")
 
 
-SAME = """beir split corpus queries qrels pairs columns keep_same_id model_name_or_path run bm25 cross_encoder
+OUTPUT_ARGS = """beir split corpus queries qrels pairs columns keep_same_id model_name_or_path run bm25 cross_encoder
 max_length rerank_max_length prompts truncate_dim"""  # flags that must not change within one --output_dir
 
 
 def check_output(args):
-    """Raise UserError if --output_dir contains results for other values of SAME, or cannot be created."""
+    """Raise UserError if --output_dir contains results for other values of OUTPUT_ARGS, or cannot be created."""
     with user_errors(f"--output_dir {args.output_dir}"), suppress(FileNotFoundError):
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         then, now = json.loads(Path(args.output_dir, "metrics.json").read_text()).get("args", {}), asdict(args)
-        if other := [f"--{name} {then.get(name)}" for name in SAME.split() if then.get(name) != now[name]]:
+        if other := [f"--{name} {then.get(name)}" for name in OUTPUT_ARGS.split() if then.get(name) != now[name]]:
             raise UserError(f"contains the results of {', '.join(other)}: choose another folder")
 
 

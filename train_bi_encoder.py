@@ -285,7 +285,7 @@ class Source:
         self.name, self.number, self.clean, self.args = name, number, clean, args
         self.columns = list(dict.fromkeys([*args.columns, *args.label_column]))
         self.window, self.held_out, self.files = args.shuffle_buffer or 1000, 0, list_files(name)
-        self.pinned = 0  # leading files of a stream, with the held-out rows; not permuted, so that skip() skips those
+        self.leading = 0  # files of a stream with the held-out rows; not permuted, so that skip() skips these rows
         self.dataset = None if args.streaming else self.open(self.files)
         self.seek(None)
 
@@ -298,9 +298,9 @@ class Source:
     def hold_out(self, count):
         """Return clean() of the first `count` rows, and exclude them from training."""
         table = [] if self.args.streaming else self.dataset[:count]
-        while self.args.streaming and len(table) < count and self.pinned < len(self.files):
-            self.pinned += 1
-            table = pa.concat_tables(self.open(self.files[: self.pinned]).take(count).iter(count))
+        while self.args.streaming and len(table) < count and self.leading < len(self.files):
+            self.leading += 1
+            table = pa.concat_tables(self.open(self.files[: self.leading]).take(count).iter(count))
         self.held_out = len(table)
         return self.clean_rows(table, self.random())
 
@@ -352,10 +352,10 @@ class Source:
     def read_stream(self):
         """Yield (Table, state of the stream before it) for each window of an epoch; a resume loads that state to read
         the window again. Only files are permuted: `datasets` does not resume its own shuffling exactly."""
-        files = self.files[self.pinned :]
+        files = self.files[self.leading :]
         if self.args.shuffle_buffer:
             files = [files[i] for i in self.random().permutation(len(files))]
-        stream = self.open(self.files[: self.pinned] + files).skip(self.held_out)
+        stream = self.open(self.files[: self.leading] + files).skip(self.held_out)
         if self.state["stream"]:
             stream.load_state_dict(self.state["stream"])
         before = self.state["stream"] or stream.state_dict()  # does not reflect a loaded state before the first row
@@ -429,15 +429,15 @@ def read_groups(table, lookups, args, random):
     documents, rows, numbers = flatten([table[name] for name in names], read)
     kept, counts = np.arange(len(rows)), np.bincount(rows, minlength=n)
     places = kept - (counts.cumsum() - counts)[rows]  # position of each document in its row
-    negative, drawn = (numbers if names[1:] else places) > 0, lists and (names[1:] or limit is not None)
-    if drawn:
+    negative, sampled = (numbers if names[1:] else places) > 0, lists and (names[1:] or limit is not None)
+    if sampled:
         rank = pd.Series(random.random(len(rows))).groupby([rows, negative]).rank()  # random order within its group
         kept = np.flatnonzero(rank <= np.where(negative, len(rows) if limit is None else limit, 1))
     offsets = np.append(0, np.bincount(rows[kept], minlength=n).cumsum())
 
     texts, lengths, problems = [], 0, {}
     queries = as_texts(table[anchor].combine_chunks(), anchor, ids=bool(lookups[0]))
-    documents = documents.take(kept) if drawn else documents
+    documents = documents.take(kept) if sampled else documents
     parts = (queries, np.arange(n), np.arange(n)), (documents, rows[kept], rows[~negative])
     for (part, owners, required), lookup, name in zip(parts, lookups, (repr(anchor), " or ".join(map(repr, names)))):
         part = lookup.texts(part) if lookup else part
@@ -453,11 +453,11 @@ def read_groups(table, lookups, args, random):
             labels, owners, _ = flatten(labels, lambda values, _: values.cast(pa.float64()).fill_null(math.nan))
         finite, sizes = pc.is_finite(labels).to_numpy(False), np.bincount(owners, minlength=n)
         bad = np.isin(np.arange(n), owners[~finite]) | (sizes == 0)
-        if drawn:  # draw the labels of the documents drawn
+        if sampled:  # draw the labels of the documents drawn
             bad, places = bad | (sizes != counts), places + (sizes.cumsum() - sizes)[rows]
             labels = pa.concat_arrays([labels, pa.array([math.nan])]).take(places[kept].clip(max=len(labels)))
         problems[f"{' '.join(args.label_column)!r} has missing, extra or non-finite numbers"] = pa.array(bad)
-        columns["labels"] = pa.ListArray.from_arrays(offsets if drawn else np.append(0, sizes.cumsum()), labels)
+        columns["labels"] = pa.ListArray.from_arrays(offsets if sampled else np.append(0, sizes.cumsum()), labels)
     return columns, problems
 
 
@@ -1371,8 +1371,8 @@ def main(args):
     max_tokens = args.micro_batch_tokens or default
     loss_fn, guide = make_loss(args, model), None
     if args.guide_model:
-        own = {"model_name_or_path": args.guide_model, "pooling": None, "dropout": None, "lora_rank": 0}
-        guide = load_model(replace(args, **own)).to(device).eval()
+        overrides = {"model_name_or_path": args.guide_model, "pooling": None, "dropout": None, "lora_rank": 0}
+        guide = load_model(replace(args, **overrides)).to(device).eval()
     model.train()
     features, _ = make_micro_batches(["a text"], model, max_tokens, device)[0][0]
     freeze_unused(model, encode(model, features, accelerator))
@@ -1440,8 +1440,8 @@ def main(args):
     if args.metric_for_best_model not in [None, *measured]:
         raise UserError(f"--metric_for_best_model {args.metric_for_best_model} is not measured: choose one of "
                         f"{', '.join(measured)}")  # fmt: skip
-    best, worse = best_evaluation(progress.metrics, args.metric_for_best_model)
-    finished = progress.step >= steps or 0 < args.early_stopping_patience <= worse
+    best, since_best = best_evaluation(progress.metrics, args.metric_for_best_model)
+    finished = progress.step >= steps or 0 < args.early_stopping_patience <= since_best
     rows = row_batches(data.sources, data.weights, args, progress.data_state)
     batches = prefetch(make_batches(rows, unwrapped, max_tokens, args, accelerator, guide))
     bar = tqdm(total=steps, initial=progress.step, disable=not is_main, unit="step", mininterval=1)
@@ -1495,8 +1495,8 @@ def main(args):
             record |= evaluate(model, eval_sets, max_tokens, args, accelerator)
         if record:
             log(record)
-            best, worse = best_evaluation(progress.metrics, args.metric_for_best_model)
-            finished |= 0 < args.early_stopping_patience <= worse
+            best, since_best = best_evaluation(progress.metrics, args.metric_for_best_model)
+            finished |= 0 < args.early_stopping_patience <= since_best
         due = args.save_steps and progress.step % args.save_steps == 0
         if stopping or finished or due or progress.step == best:
             save()

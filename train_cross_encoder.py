@@ -293,7 +293,7 @@ class Source:
         self.name, self.number, self.clean, self.args = name, number, clean, args
         self.columns = list(dict.fromkeys([*args.columns, *args.label_column]))
         self.window, self.held_out, self.files = args.shuffle_buffer or 1000, 0, list_files(name)
-        self.pinned = 0  # leading files of a stream, with the held-out rows; not permuted, so that skip() skips those
+        self.leading = 0  # files of a stream with the held-out rows; not permuted, so that skip() skips these rows
         self.dataset = None if args.streaming else self.open(self.files)
         self.seek(None)
 
@@ -306,9 +306,9 @@ class Source:
     def hold_out(self, count):
         """Return clean() of the first `count` rows, and exclude them from training."""
         table = [] if self.args.streaming else self.dataset[:count]
-        while self.args.streaming and len(table) < count and self.pinned < len(self.files):
-            self.pinned += 1
-            table = pa.concat_tables(self.open(self.files[: self.pinned]).take(count).iter(count))
+        while self.args.streaming and len(table) < count and self.leading < len(self.files):
+            self.leading += 1
+            table = pa.concat_tables(self.open(self.files[: self.leading]).take(count).iter(count))
         self.held_out = len(table)
         return self.clean_rows(table, self.random())
 
@@ -360,10 +360,10 @@ class Source:
     def read_stream(self):
         """Yield (Table, state of the stream before it) for each window of an epoch; a resume loads that state to read
         the window again. Only files are permuted: `datasets` does not resume its own shuffling exactly."""
-        files = self.files[self.pinned :]
+        files = self.files[self.leading :]
         if self.args.shuffle_buffer:
             files = [files[i] for i in self.random().permutation(len(files))]
-        stream = self.open(self.files[: self.pinned] + files).skip(self.held_out)
+        stream = self.open(self.files[: self.leading] + files).skip(self.held_out)
         if self.state["stream"]:
             stream.load_state_dict(self.state["stream"])
         before = self.state["stream"] or stream.state_dict()  # does not reflect a loaded state before the first row
@@ -437,15 +437,15 @@ def read_groups(table, lookups, args, random):
     documents, rows, numbers = flatten([table[name] for name in names], read)
     kept, counts = np.arange(len(rows)), np.bincount(rows, minlength=n)
     places = kept - (counts.cumsum() - counts)[rows]  # position of each document in its row
-    negative, drawn = (numbers if names[1:] else places) > 0, lists and (names[1:] or limit is not None)
-    if drawn:
+    negative, sampled = (numbers if names[1:] else places) > 0, lists and (names[1:] or limit is not None)
+    if sampled:
         rank = pd.Series(random.random(len(rows))).groupby([rows, negative]).rank()  # random order within its group
         kept = np.flatnonzero(rank <= np.where(negative, len(rows) if limit is None else limit, 1))
     offsets = np.append(0, np.bincount(rows[kept], minlength=n).cumsum())
 
     texts, lengths, problems = [], 0, {}
     queries = as_texts(table[anchor].combine_chunks(), anchor, ids=bool(lookups[0]))
-    documents = documents.take(kept) if drawn else documents
+    documents = documents.take(kept) if sampled else documents
     parts = (queries, np.arange(n), np.arange(n)), (documents, rows[kept], rows[~negative])
     for (part, owners, required), lookup, name in zip(parts, lookups, (repr(anchor), " or ".join(map(repr, names)))):
         part = lookup.texts(part) if lookup else part
@@ -461,11 +461,11 @@ def read_groups(table, lookups, args, random):
             labels, owners, _ = flatten(labels, lambda values, _: values.cast(pa.float64()).fill_null(math.nan))
         finite, sizes = pc.is_finite(labels).to_numpy(False), np.bincount(owners, minlength=n)
         bad = np.isin(np.arange(n), owners[~finite]) | (sizes == 0)
-        if drawn:  # draw the labels of the documents drawn
+        if sampled:  # draw the labels of the documents drawn
             bad, places = bad | (sizes != counts), places + (sizes.cumsum() - sizes)[rows]
             labels = pa.concat_arrays([labels, pa.array([math.nan])]).take(places[kept].clip(max=len(labels)))
         problems[f"{' '.join(args.label_column)!r} has missing, extra or non-finite numbers"] = pa.array(bad)
-        columns["labels"] = pa.ListArray.from_arrays(offsets if drawn else np.append(0, sizes.cumsum()), labels)
+        columns["labels"] = pa.ListArray.from_arrays(offsets if sampled else np.append(0, sizes.cumsum()), labels)
     return columns, problems
 
 
@@ -818,14 +818,14 @@ def draw_negatives(rows, seed, args):
     if args.label_column or pc.min(pc.list_value_length(rows["documents"])).as_py() > 1:
         return rows
     count = NUM_NEGATIVES if args.num_negatives is None else args.num_negatives
-    columns, known, random = rows.to_pydict(), defaultdict(set), Random(str(seed))
+    columns, listed, random = rows.to_pydict(), defaultdict(set), Random(str(seed))
     for query, documents in zip(columns["query"], columns["documents"]):
-        known[query].update(documents)
+        listed[query].update(documents)
     pool = list(dict.fromkeys(chain(*columns["documents"])))
     for query, documents, labels in zip(columns["query"], columns["documents"], columns["labels"]):
-        if len(documents) == 1:  # draw more than needed, as known ones are dropped
-            drawn = random.sample(pool, min(len(pool), count + len(known[query])))
-            documents += [document for document in drawn if document not in known[query]][:count]
+        if len(documents) == 1:  # draw more than needed, as listed ones are dropped
+            drawn = random.sample(pool, min(len(pool), count + len(listed[query])))
+            documents += [document for document in drawn if document not in listed[query]][:count]
             labels += [0.0] * (len(documents) - 1)
     if max(map(len, columns["documents"])) == 1:
         raise UserError("no other row has a negative to draw: raise --num_negatives, --batch_size or --eval_rows")
@@ -1369,8 +1369,8 @@ def main(args):
     eval_steps = args.eval_steps or max(1, steps // 10)
     eval_sets = {}
     if held_out:
-        negatives = replace(args, num_negatives=CANDIDATES - 1)
-        eval_sets[HELD_OUT] = draw_negatives(data.eval_rows, [args.seed, 0], negatives)
+        eval_args = replace(args, num_negatives=CANDIDATES - 1)
+        eval_sets[HELD_OUT] = draw_negatives(data.eval_rows, [args.seed, 0], eval_args)
     for name, run in zip_longest(args.eval_beir, args.eval_run):
         with user_errors(f"--eval_beir {name}"):
             eval_set, short = open_beir(name, args.eval_split, ("", "")), Path(name).name
@@ -1446,8 +1446,8 @@ def main(args):
     if args.metric_for_best_model not in [None, *measured]:
         raise UserError(f"--metric_for_best_model {args.metric_for_best_model} is not measured: choose one of "
                         f"{', '.join(measured)}")  # fmt: skip
-    best, worse = best_evaluation(progress.metrics, args.metric_for_best_model)
-    finished = progress.step >= steps or 0 < args.early_stopping_patience <= worse
+    best, since_best = best_evaluation(progress.metrics, args.metric_for_best_model)
+    finished = progress.step >= steps or 0 < args.early_stopping_patience <= since_best
     rows = row_batches(data.sources, data.weights, args, progress.data_state)
     batches = prefetch(make_batches(rows, unwrapped, max_tokens, args, accelerator))
     bar = tqdm(total=steps, initial=progress.step, disable=not is_main, unit="step", mininterval=1)
@@ -1501,8 +1501,8 @@ def main(args):
             record |= evaluate(model, eval_sets, max_tokens, args, accelerator)
         if record:
             log(record)
-            best, worse = best_evaluation(progress.metrics, args.metric_for_best_model)
-            finished |= 0 < args.early_stopping_patience <= worse
+            best, since_best = best_evaluation(progress.metrics, args.metric_for_best_model)
+            finished |= 0 < args.early_stopping_patience <= since_best
         due = args.save_steps and progress.step % args.save_steps == 0
         if stopping or finished or due or progress.step == best:
             save()
