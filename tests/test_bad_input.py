@@ -555,8 +555,17 @@ def test_every_flag_is_for_resume_or_may_change(name):
 
 
 def test_resume_with_flags_that_may_change(finished):
+    train(finished, "--resume", "--max_steps", 2)  # fewer than were done: nothing is left to do
+    assert newest() == 4
     train(finished, "--resume", "--learning_rate", 1e-4, "--max_steps", 5, "--save_steps", 3)
     assert newest() == 5
+
+
+def test_resume_with_changed_eval_data(flags, refusal):
+    given = [*flags, "--train_data", jsonl("x.jsonl"), "--eval_data", jsonl("held.jsonl", ROWS[:20])]
+    train(given, "--max_steps", 2)
+    jsonl("held.jsonl", ROWS[20:50])
+    assert "held.jsonl has changed" in refusal(given, "--resume")
 
 
 @both_ways

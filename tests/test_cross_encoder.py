@@ -264,6 +264,8 @@ def test_shapes(suffix, way):
     ragged = [{"q": "a", "d": ["b", "c", "d"], "y": [0, 1, 0]}, {"q": "e", "d": ["f", "g"], "y": [1, 0]}]
     wanted = [(["a", "b", "c", "d"], [0, 1, 0]), (["e", "f", "g"], [1, 0])]
     assert read(ragged, "--label_column", "y") == ("listwise_ce", wanted)
+    columns = [{"q": "a", "d": "b", "e": "c", "y": 1, "z": 0}]
+    assert read(columns, "--label_column", "y", "z") == ("listwise_ce", [(["a", "b", "c"], [1, 0])])
     as_json = [{"q": "a", "d": "b", "e": "c", "y": "[1, 0]"}]  # the labels of a CSV file
     assert read(as_json, "--label_column", "y") == ("listwise_ce", [(["a", "b", "c"], [1, 0])])
     teacher = ["--label_column", "y", "--loss", "margin_mse"]
