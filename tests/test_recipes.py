@@ -1,0 +1,461 @@
+"""The pages of docs/recipes: each applies to a copy of its script, runs by its own command, and does what it says."""
+
+import base64
+import copy
+import json
+import math
+import os
+import random
+import re
+import runpy
+import shlex
+import shutil
+import sqlite3
+import subprocess
+import sys
+import threading
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from conftest import ROOT, launch, metrics, write_jsonl
+from safetensors.torch import load_file
+from scipy.stats import spearmanr
+from sentence_transformers import SentenceTransformer, util
+from sentence_transformers.sentence_transformer import losses
+from test_best_model import lines
+
+import train_bi_encoder
+
+PAGES = {path.stem: path for path in sorted((ROOT / "docs/recipes").glob("*.md")) if path.stem != "README"}
+APPLY = [words for words in (["git", "apply"], ["patch", "-p1", "-i"]) if shutil.which(words[0])]
+
+
+@pytest.mark.skipif(not APPLY, reason="git or patch applies the pages")
+@pytest.mark.parametrize("name", PAGES)
+def test_recipe(name, tmp_path, rows, corpus, bert, beir):
+    """SETUPS may add files to the folder; CHECKS has the assertions of each page."""
+    text = PAGES[name].read_text()
+    title, count = re.match(r"# (.+): (\d+) lines\n", text).groups()
+    diff, command = (re.search(rf"^```{kind}\n(.+?)^```$", text, re.M | re.S)[1] for kind in ("diff", "sh"))
+    (script,) = re.findall(r"^--- a/(.+)$", diff, re.M)
+    program, started, *flags = shlex.split(command.replace("\\\n", ""))
+    assert (program, started) == ("python", script)
+    assert len(re.findall(r"^[+-](?!\+\+ b/|-- a/)", diff, re.M)) == int(count)
+    assert f"| [{title}]({name}.md) | `{script}` | {count} |" in PAGES[name].with_name("README.md").read_text()
+
+    shutil.copy(ROOT / script, tmp_path)
+    subprocess.run([*APPLY[0], PAGES[name]], cwd=tmp_path, check=True)
+    assert (tmp_path / script).read_text() != (ROOT / script).read_text()
+    for words in (["check"], ["format", "--check"]):
+        ruff = [sys.executable, "-m", "ruff", *words, "--config", ROOT / "pyproject.toml"]
+        subprocess.run([*ruff, tmp_path / script], check=True)
+    for source, target in ((corpus, "pairs"), (bert, "model"), (beir, "beir")):
+        shutil.copytree(source, tmp_path / target)
+
+    def run(*more, **options):
+        """Launch the command, `more` flags added to its own or in their place."""
+        return launch(tmp_path / script, *flags, *more, cwd=tmp_path, **options)
+
+    SETUPS.get(name, lambda *_: None)(tmp_path, rows)
+    run()
+    CHECKS[name](run, tmp_path, rows)
+
+
+def logged(output, name="loss"):
+    return [line[name] for line in metrics(output) if name in line]
+
+
+def check_resume(run, folder, step=2, **processes):
+    """Without what came after the checkpoint of a step, --resume ends with the same losses, weights and moments."""
+    output = folder / "runs/recipe"
+    checkpoints = sorted((output / "checkpoints").iterdir())
+    later = [output / "model", *(path for path in checkpoints if path.name > f"step_{step:08}")]
+    assert 1 < len(later) <= len(checkpoints)
+
+    def left():
+        files = (path for folder in later for path in sorted(folder.rglob("*.safetensors")))
+        return lines(output), [path.read_bytes() for path in files]
+
+    before = left()
+    for path in later:
+        shutil.rmtree(path)
+    run("--resume", **processes)
+    assert left() == before
+
+
+def batches(folder, *sources):
+    """Yield (queries, lists of documents, lists of labels or None) of each step of runs/recipe, its sources given by
+    their whole paths."""
+    flags = map(str, [folder / "runs/recipe/args.yaml", "--train_data", *sources])
+    args = train_bi_encoder.parse_args(list(flags))
+    data = train_bi_encoder.open_data(args, train_bi_encoder.clean_pairs)
+    for rows, _ in train_bi_encoder.row_batches(data.sources, data.weights, args):
+        labels = rows["labels"].to_pylist() if "labels" in rows.column_names else None
+        yield rows["query"].to_pylist(), rows["documents"].to_pylist(), labels
+
+
+def embed(model, queries, documents):
+    """Embeddings of queries and of the first document of each list."""
+    return [model.encode(texts, convert_to_tensor=True) for texts in (queries, [texts[0] for texts in documents])]
+
+
+def first_step(run, folder):
+    """{parameter: its change by the first step, at the full learning rate}."""
+    run("--max_steps", 1, "--lr_scheduler_type", "constant", "--output_dir", "runs/first")
+    before, after = (load_file(folder / name / "model.safetensors") for name in ("model", "runs/first/model"))
+    return {name: after[name] - tensor for name, tensor in before.items()}
+
+
+# ---- own_loss
+
+
+def setup_own_loss(folder, rows):
+    """Rows that have texts in common, and none to two negatives each."""
+    docs, codes = ([row[name] for row in rows] for name in ("docstring", "code"))
+    columns = [(docs[i % 11], codes[i % 7], codes[i % 5 : i % 5 + i % 3]) for i in range(99)]
+    shutil.rmtree(folder / "pairs")
+    (folder / "pairs").mkdir()
+    table = pa.table([pa.array(column) for column in zip(*columns)], ["docstring", "code", "wrong"])
+    pq.write_table(table, folder / "pairs/rows.parquet")
+
+
+def check_own_loss(run, folder, rows):
+    """The loss of the first batch is that of a loop over its pairs; the losses of two processes are those of one."""
+    queries, documents, _ = next(batches(folder, folder / "pairs/*.parquet"))
+    texts = list(dict.fromkeys([*queries, *sum(documents, [])]))
+    model = SentenceTransformer(str(folder / "model"), device="cpu")
+    vectors = dict(zip(texts, model.encode(texts, normalize_embeddings=True)))
+    total, positives = 0.0, 0
+    for query, (own, *_) in zip(queries, documents):
+        for other, candidates in zip(queries, documents):
+            for i, text in enumerate(candidates):
+                positive = text == own or (other == query and i == 0)
+                logit = 20 * float(vectors[query] @ vectors[text]) - 10
+                total -= math.log(1 / (1 + math.exp(-logit if positive else logit)))
+                positives += positive
+    assert len(queries) == 16 and positives > 32
+    run("--output_dir", "runs/two", processes=2)
+    one, two = logged(folder / "runs/recipe"), logged(folder / "runs/two")
+    assert one[0] == pytest.approx(total / len(queries), rel=1e-5)
+    assert len(one) == 4 and two == pytest.approx(one, rel=1e-5)
+
+
+# ---- optimizer
+
+
+def check_optimizer(run, folder, rows):
+    """A linear layer changes by a matrix with singular values near the rate times 0.2 sqrt(its longer side), a word
+    embedding by AdamW's first step, the rate times the sign of the gradient; a resume is exact."""
+    first = first_step(run, folder)
+    two, four = (load_file(folder / f"runs/recipe/checkpoints/step_0000000{n}/model.safetensors") for n in (2, 4))
+    linear = [name for name, change in first.items() if ".layer." in name and change.ndim == 2]
+    for name in linear:
+        for change in (first[name], four[name] - two[name]):  # rates: 1e-3, and 2/3 + 1/3 of that
+            values = torch.linalg.svdvals(change) / (1e-3 * 0.2 * math.sqrt(max(change.shape)))
+            assert values.max() < 1.3 and values.median() > 0.6, name
+    assert len(linear) == 12
+    assert first["embeddings.word_embeddings.weight"].abs().max() == pytest.approx(1e-3, rel=1e-2)
+    check_resume(run, folder)
+
+
+# ---- learned_temperature
+
+
+def check_learned_temperature(run, folder, rows):
+    """Loss and norm of the first gradient are autograd's of one pass over the whole batch; two processes that hold one
+    micro-batch at a time train the same; a resume is exact, and the scale at most 100."""
+    model = SentenceTransformer(str(folder / "model"), device="cpu").eval()
+    log_scale = torch.tensor(math.log(1 / 0.07), requires_grad=True)
+    queries, documents, _ = next(batches(folder, folder / "pairs/*.parquet"))
+    features = map(model.preprocess, (queries, sum(documents, [])))
+    anchors, positives = (F.normalize(model(part)["sentence_embedding"], dim=-1) for part in features)
+    loss = F.cross_entropy(anchors @ positives.T * log_scale.exp(), torch.arange(len(anchors)))
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in [*model.parameters(), log_scale] if p.grad is not None]).norm()
+    assert log_scale.grad.abs() > 0.01 * norm  # the norm depends on it
+    one, two, most = (folder / "runs" / name for name in ("recipe", "two", "most"))
+    run("--output_dir", two, "--grad_cache", "--micro_batch_tokens", 300, processes=2)
+    for output in (one, two):
+        assert logged(output)[0] == pytest.approx(loss.item(), rel=1e-5)
+        assert logged(output, "grad_norm")[0] == pytest.approx(norm.item(), rel=1e-5)
+        assert logged(output, "temperature") == pytest.approx(logged(one, "temperature"), rel=1e-5)
+    assert logged(two) == pytest.approx(logged(one), rel=1e-4)
+    assert logged(one, "temperature")[0] == pytest.approx(0.07 * math.exp(0.01 * log_scale.grad.sign()))
+    check_resume(run, folder)
+    run("--output_dir", most, "--learning_rate", 3, "--max_steps", 1, "--lr_scheduler_type", "constant")
+    assert logged(most, "temperature") == pytest.approx([1 / 100])
+
+
+# ---- layers
+
+
+def setup_layers(folder, rows):
+    """Four layers instead of two."""
+    model = SentenceTransformer(str(folder / "model"), device="cpu")
+    layers = model[0].model.encoder.layer
+    layers.extend([copy.deepcopy(layer) for layer in layers])
+    model[0].model.config.num_hidden_layers = 4
+    model.save_pretrained(str(folder / "model"), create_model_card=False)
+
+
+def check_layers(run, folder, rows):
+    """Embeddings and first layer stay; AdamW's first step changes the others by their learning rates."""
+    changes = {}
+    for name, change in first_step(run, folder).items():
+        number = re.search(r"(embeddings|layer\.\d)", name)
+        changes.setdefault(number and number[1], []).append(change.abs().max().item())
+    assert list(map(max, changes.values())) == pytest.approx([0, 0, 0.25e-3, 0.5e-3, 1e-3, 0], rel=1e-2)
+    assert logged(folder / "runs/recipe", "learning_rate")[0] == 1e-3
+    check_resume(run, folder)
+
+
+# ---- hub
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the Hub as takes a folder of small files; it refuses paths that end in `refused`."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        Hub.received.append((self.path, body))
+        url = "https://huggingface.co/somebody/recipe"
+        answer = {"url": url, "commitUrl": f"{url}/commit/1", "commitOid": "1"}
+        if "preupload" in self.path:
+            files = json.loads(body)["files"]
+            answer["files"] = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]
+        self.send_response(403 if self.path.endswith(Hub.refused) else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+
+ONLINE = """import os, runpy, huggingface_hub as hub
+os.environ["HF_TOKEN"], hub.constants.HF_HUB_OFFLINE = "hf_token", False
+hub.constants.ENDPOINT = hub.hf_api.api.endpoint = "http://127.0.0.1:{}"
+runpy.run_path("changed.py", run_name="__main__")
+"""
+
+
+def setup_hub(folder, rows):
+    """A server, and in place of the script one that runs it with that server as the Hub."""
+    Hub.received, Hub.refused = [], "nothing"
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    os.rename(folder / "train_bi_encoder.py", folder / "changed.py")
+    (folder / "train_bi_encoder.py").write_text(ONLINE.format(server.server_port))
+
+
+def check_hub(run, folder, rows):
+    """model/ arrives; an upload that fails is repeated by --resume; without permission there is no first step."""
+
+    def uploads():
+        """The number of uploads, of which the last was the files of model/."""
+        commits = [body for path, body in Hub.received if path == "/api/models/somebody/recipe/commit/main"]
+        sent = [line["value"] for line in map(json.loads, commits[-1].splitlines()) if line["key"] == "file"]
+        model = folder / "runs/recipe/model"
+        files = {f"{path.relative_to(model)}": path.read_bytes() for path in model.rglob("*") if path.is_file()}
+        assert {file["path"]: base64.b64decode(file["content"]) for file in sent} == files
+        return len(commits)
+
+    assert uploads() == 1
+    for refused, flags in (("/commit/main", ["--resume"]), ("/repos/create", ["--output_dir", "runs/refused"])):
+        Hub.refused = refused
+        assert "error: --hub_model_id somebody/recipe: " in run(*flags, check=False).stderr
+    assert not (folder / "runs/refused/checkpoints").exists()
+    Hub.refused = "nothing"
+    run("--resume")
+    assert uploads() == 3  # the second was refused
+    assert all(json.loads(body)["visibility"] == "private" for path, body in Hub.received if "create" in path)
+
+
+def unlike(rows):
+    """The rows whose code is that of no earlier row."""
+    return list({row["code"]: row for row in rows[::-1]}.values())[::-1]
+
+
+# ---- sql
+
+
+def setup_sql(folder, rows):
+    with closing(sqlite3.connect(folder / "pairs.sqlite")) as database:
+        database.execute("CREATE TABLE pairs (id INTEGER PRIMARY KEY, docstring TEXT, code TEXT)")
+        database.executemany("INSERT INTO pairs (docstring, code) VALUES (:docstring, :code)", rows)
+        database.commit()
+
+
+def check_sql(run, folder, rows):
+    """The first batch is that of a file with the same rows; a resume is exact, and refuses a changed database."""
+    pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
+    model = SentenceTransformer(str(folder / "model"), device="cpu")
+    queries, documents, _ = next(batches(folder, folder / "rows.parquet"))
+    embeddings = embed(model, queries, documents)
+    expected = losses.MultipleNegativesRankingLoss(model).compute_loss_from_embeddings(embeddings, None).item()
+    assert logged(folder / "runs/recipe")[0] == pytest.approx(expected, rel=1e-5)
+    check_resume(run, folder)
+    with closing(sqlite3.connect(folder / "pairs.sqlite")) as database:
+        database.execute("UPDATE pairs SET code = upper(code) WHERE id = 300")  # as long as before
+        database.commit()
+    assert "pairs.sqlite has changed" in run("--resume", check=False).stderr
+
+
+# ---- two_tasks
+
+
+def setup_two_tasks(folder, rows):
+    rows, draw = unlike(rows), random.Random(0)
+    (folder / "tasks").mkdir()
+    for name, part in (("pairs", rows[:100]), ("scored", rows[100:200]), ("heldout", rows[200:240])):
+        part = [{**row, "score": 1.0 if name == "pairs" else draw.random()} for row in part]
+        pq.write_table(pa.Table.from_pylist(part), folder / f"tasks/{name}.parquet")
+
+
+def check_two_tasks(run, folder, rows):
+    """A step of each task: its loss is that of sentence-transformers, by the weights before the step."""
+    pairs, scored, held_out = (folder / f"tasks/{name}.parquet" for name in ("pairs", "scored", "heldout"))
+    kinds = losses.MultipleNegativesRankingLoss, losses.CoSENTLoss
+    weights = folder / "model", folder / "runs/recipe/checkpoints/step_00000001"
+    steps = list(islice(batches(folder, pairs, scored, "--eval_data", held_out), 2))
+    for step, kind, path, source, loss in zip(steps, kinds, weights, (pairs, scored), logged(folder / "runs/recipe")):
+        queries, documents, labels = step
+        assert {texts[0] for texts in documents} < set(pq.read_table(source)["code"].to_pylist())
+        model = SentenceTransformer(str(path), device="cpu")
+        embeddings, labels = embed(model, queries, documents), torch.tensor(labels)[:, 0]
+        expected = kind(model).compute_loss_from_embeddings(embeddings, labels)
+        assert loss == pytest.approx(expected.item(), rel=1e-4)
+    check_resume(run, folder, step=1)
+
+
+# ---- measure
+
+
+def setup_measure(folder, rows):
+    """A BEIR folder in which each question has two documents, and one that is judged irrelevant."""
+    folder, rows = folder / "multihop", unlike(rows)[:100]
+    write_jsonl(folder / "corpus.jsonl", [{"_id": f"d{i}", "text": row["code"]} for i, row in enumerate(rows)])
+    write_jsonl(folder / "queries.jsonl", [{"_id": f"q{i}", "text": r["docstring"]} for i, r in enumerate(rows[:40])])
+    judged = "".join(f"q{i}\td{i}\t1\nq{i}\td{i + 1}\t2\nq{i}\td{i + 2}\t0\n" for i in range(40))
+    (folder / "qrels").mkdir()
+    (folder / "qrels/test.tsv").write_text(f"query-id\tcorpus-id\tscore\n{judged}")
+
+
+def check_measure(run, folder, rows):
+    """Its values are those of a loop over the lines of run.trec, and their mean has an interval."""
+    output, found = folder / "runs/eval", {f"q{i}": set() for i in range(40)}
+    for line in (output / "run.trec").read_text().splitlines():
+        query, _, document, rank, _, _ = line.split()
+        if int(rank) <= 50:
+            found[query].add(document)
+    expected = {query: {f"d{i}", f"d{i + 1}"} <= found[query] for i, query in enumerate(found)}
+    table = [line.split(",") for line in (output / "per_query.csv").read_text().splitlines()]
+    assert table[0] == ["query", "AllFound@50", "Success@50"]
+    assert {query: float(value) for query, value, _ in table[1:]} == expected
+    value = json.loads((output / "metrics.json").read_text())["results"][0]["metrics"]["AllFound@50"]
+    assert value["mean"] == pytest.approx(np.mean(list(expected.values())))
+    assert 0 < value["low"] < value["mean"] < value["high"] < 1
+
+
+# ---- similarity
+
+
+def check_similarity(run, folder, rows):
+    """The loss of the first batch is that of sentence-transformers with its Euclidean similarity; the saved model's
+    similarity gives the last evaluation, correlations with labels, and the scores of margin_mse and kl."""
+    model = SentenceTransformer(str(folder / "model"), device="cpu")
+    queries, documents, _ = next(batches(folder, folder / "pairs/*.parquet"))
+    embeddings = embed(model, queries, documents)
+    loss = losses.MultipleNegativesRankingLoss(model, scale=1, similarity_fct=util.euclidean_sim)
+    expected = loss.compute_loss_from_embeddings(embeddings, None).item()
+    assert logged(folder / "runs/recipe")[0] == pytest.approx(expected, rel=1e-5)
+
+    model = SentenceTransformer(str(folder / "runs/recipe/model"), device="cpu")
+    texts = [column.to_pylist() for column in pq.read_table(min((folder / "pairs").iterdir()))[:40].columns]
+    queries, documents = embed(model, texts[0], [[text] for text in texts[1]])
+    assert model.similarity_fn_name == "euclidean" and queries.norm(dim=1).max() > 1.1
+    assert_reciprocal_ranks(folder, model.similarity(queries, documents))
+
+    changed = runpy.run_path(folder / "train_bi_encoder.py")
+    similarities = model.similarity_pairwise(queries, documents)
+    scores = changed["row_scores"]([queries, documents, queries], torch.tensor([3, 5]), 0.5)
+    assert torch.allclose(scores, torch.stack([similarities[[3, 5]] / 0.5, torch.zeros(2)], 1), atol=1e-5)
+    flags = [folder / "runs/recipe/args.yaml", "--model_name_or_path", folder / "runs/recipe/model"]
+    args = train_bi_encoder.parse_args(list(map(str, flags)))
+    labelled = {"query": texts[0], "documents": [[text] for text in texts[1]], "labels": [[i] for i in range(40)]}
+    sets = {"labelled": pa.table(labelled)}
+    found = changed["evaluate"](changed["load_model"](args), sets, 2048, args, Accelerator(cpu=True))
+    assert found["Spearman"] == pytest.approx(spearmanr(similarities, range(40)).statistic, abs=1e-3)
+
+
+def assert_reciprocal_ranks(folder, scores):
+    """The last evaluation is that of the (Q, Q) scores of held-out rows; rounding may order those that are equal."""
+    own = scores.diagonal()[:, None]
+    ranks = torch.stack([(scores > own - 1e-5).sum(1), (scores > own + 1e-5).sum(1) + 1]).double()
+    low, high = (1 / ranks * (ranks <= 10)).mean(1).tolist()
+    assert low - 1e-6 < logged(folder / "runs/recipe", "MRR@10")[-1] < high + 1e-6 < low + 0.05
+
+
+# ---- images
+
+
+def setup_images(folder, rows):
+    """A CLIP model of random weights, whose tokens are characters, and images of one colour each with captions."""
+    from PIL import Image
+    from tokenizers import pre_tokenizers
+    from transformers import CLIPConfig, CLIPModel, CLIPProcessor, CLIPTokenizer
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    draw = random.Random(0)
+    captions = [{"caption": row["docstring"], "image": f"images/{i}.png"} for i, row in enumerate(rows[:100])]
+    write_jsonl(folder / "captions.jsonl", captions)
+    (folder / "images").mkdir()
+    for row in captions:
+        Image.new("RGB", (20, 30), tuple(draw.randrange(256) for _ in range(3))).save(folder / row["image"])
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
+    tokenizer = CLIPTokenizer({word: number for number, word in enumerate(words)}, [], model_max_length=32)
+    size = {"height": 16, "width": 16}
+    CLIPProcessor(CLIPImageProcessorPil(size=size, crop_size=size), tokenizer).save_pretrained(folder / "clip")
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"vocab_size": len(words), "max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": 1} | shape
+    vision = {"image_size": 16, "patch_size": 8} | shape
+    torch.manual_seed(0)
+    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+    CLIPModel(config).save_pretrained(folder / "clip")
+
+
+def check_images(run, folder, rows):
+    """Loss and gradient of the first batch are those of transformers.CLIPModel; the saved model gives the last
+    evaluation; two processes that hold one micro-batch at a time resume to the same loss and gradient."""
+    output, model = folder / "runs/recipe", SentenceTransformer(str(folder / "clip"), device="cpu")
+    captions, images, _ = next(batches(folder, folder / "captions.jsonl"))
+    features = model.preprocess(captions) | model.preprocess([str(folder / image) for (image,) in images])
+    inputs = {name: features[name] for name in ("input_ids", "attention_mask", "pixel_values")}
+    model[0].model.logit_scale.data.fill_(np.log(20))
+    loss = model[0].model(**inputs, return_loss=True).loss
+    loss.backward()
+    norms = [part.grad.norm() for name, part in model.named_parameters() if not name.endswith("logit_scale")]
+    assert logged(output)[0] == pytest.approx(loss.item(), rel=1e-5)
+    assert logged(output, "grad_norm")[0] == pytest.approx(torch.stack(norms).norm().item(), rel=1e-5)
+
+    model = SentenceTransformer(str(output / "model"), device="cpu")
+    held_out = [row["docstring"] for row in rows[:20]], [[str(folder / f"images/{i}.png")] for i in range(20)]
+    assert_reciprocal_ranks(folder, model.similarity(*embed(model, *held_out)))
+
+    before = metrics(output)[-1]
+    shutil.rmtree(output / "checkpoints/step_00000002")
+    run("--resume", "--grad_cache", "--micro_batch_tokens", 64, processes=2)
+    for name in ("step", "loss", "grad_norm"):
+        assert metrics(output)[-1][name] == pytest.approx(before[name], rel=1e-4)
+
+
+SETUPS = {"own_loss": setup_own_loss, "layers": setup_layers, "hub": setup_hub, "sql": setup_sql,
+          "two_tasks": setup_two_tasks, "measure": setup_measure, "images": setup_images}  # fmt: skip
+CHECKS = {"own_loss": check_own_loss, "optimizer": check_optimizer, "learned_temperature": check_learned_temperature,
+          "layers": check_layers, "hub": check_hub, "sql": check_sql, "two_tasks": check_two_tasks,
+          "measure": check_measure, "similarity": check_similarity, "images": check_images}  # fmt: skip
