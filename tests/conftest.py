@@ -48,15 +48,17 @@ def say(record_property):
     return lambda what, times, happened: record_property(what, (times, happened))
 
 
-def launch(script, *flags, processes=1, cwd=ROOT, check=True, really=False):
-    """Run a script on so many gloo processes, or `really` by accelerate's launcher; returns the CompletedProcess."""
+def launch(script, *flags, processes=1, cwd=ROOT, check=True, really=False, **more):
+    """Run a script on so many gloo processes, or `really` by accelerate's launcher; returns the CompletedProcess.
+
+    more: arguments of Forked."""
     if really:
         config = ROOT / "accelerate_configs" / ("multi_cpu.yaml" if processes > 1 else "cpu.yaml")
         start = ["accelerate.commands.accelerate_cli", "launch", "--config_file", config, "--main_process_port=0"]
         command = [sys.executable, "-m", *start, f"--num_processes={processes}", script, *last_of(flags)]
         result = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=240)
     else:
-        process = Forked(script, flags, processes, cwd)
+        process = Forked(script, flags, processes, cwd, **more)
         result = subprocess.CompletedProcess(flags, process.wait())
         result.stdout, result.stderr = process.read("stdout"), process.read("stderr")
     assert not check or result.returncode == 0, result.stderr[-4000:]

@@ -4,6 +4,7 @@ The server is multiprocessing's; it is started before the first of them and ends
 from its first line to its last, its signals, files, sockets and exit status are those of any other.
 """
 
+import ctypes
 import functools
 import multiprocessing
 import os
@@ -31,8 +32,11 @@ def last_of(flags):
     return [word for part in kept.values() for word in part]
 
 
-def run(script, flags, environment, cwd, output):
+def run(script, flags, environment, cwd, output, network):
     """In the forked process: what `python script flags` does, its output going to two files of the folder `output`."""
+    if network:  # as `ip netns exec network` does
+        with open(f"/run/netns/{network}") as namespace:
+            assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
@@ -46,31 +50,41 @@ def run(script, flags, environment, cwd, output):
 @functools.cache
 def start_server():
     """Once, with the scripts on its path only: what runs in an empty folder must not find them there."""
-    os.environ["PYTHONPATH"] = str(ROOT)
-    CONTEXT.set_forkserver_preload(["train_bi_encoder", "train_cross_encoder", "eval_incremental"])
+    os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests"
+    CONTEXT.set_forkserver_preload(["preload"])
     forkserver.ensure_running()
     del os.environ["PYTHONPATH"]
+
+
+def launcher_environment(*words):
+    """Return the environment that `accelerate launch words` gives a script, by accelerate's own functions."""
+    from accelerate.commands import launch
+
+    args = launch.launch_command_parser().parse_args([*map(str, words), "script"])
+    return launch.prepare_multi_gpu_env(launch._validate_launch_command(args)[0])
 
 
 class Forked:
     """A script on so many processes of one thread each, that find one another as those of torchrun do.
 
-    One that has not ended after `timeout` seconds is killed, and is a TimeoutError for whoever waits or polls.
+    environment: more of it; networks: [(namespace, address)] of the hosts, where each process has its own. One that has not ended after `timeout` seconds is killed, and is a TimeoutError for whoever waits or polls.
     """
 
-    def __init__(self, script, flags, processes=1, cwd=ROOT, timeout=240):
-        environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    def __init__(self, script, flags, processes=1, cwd=ROOT, timeout=240, environment={}, networks=()):
+        environment = {**os.environ, "ACCELERATE_USE_CPU": "true", **environment}
         start_server()
         if processes > 1:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
-                environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-            environment |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+                port = str(free.getsockname()[1])
+            environment |= {"MASTER_ADDR": networks[0][1] if networks else "127.0.0.1", "MASTER_PORT": port}
+            environment |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": "1" if networks else str(processes)}
         self.output, self.deadline = tempfile.mkdtemp(), time.monotonic() + timeout
         self.processes = []
         for rank in range(processes):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
-            words = [str(script), last_of(flags), environment | own, str(cwd), self.output]
+            own = {"RANK": str(rank), "LOCAL_RANK": "0" if networks else str(rank)} if processes > 1 else {}
+            network = networks[rank][0] if networks else None
+            words = [str(script), last_of(flags), environment | own, str(cwd), self.output, network]
             self.processes.append(CONTEXT.Process(target=run, args=words))
             self.processes[-1].start()
 

@@ -3,8 +3,6 @@
 import importlib
 import re
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 import yaml
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from conftest import ROOT, TRAINERS, launch, metrics, weights
+from forked import launcher_environment
 from safetensors.torch import load_file
 
 SETTINGS = {
@@ -23,13 +22,10 @@ SETTINGS = {
 def launch_sharded(folder, script, *flags, precision="no"):
     """Run a trainer with accelerate_configs/fsdp2.yaml on two CPU processes; return what it prints."""
     config = yaml.safe_load((ROOT / "accelerate_configs/fsdp2.yaml").read_text())
-    config |= {"use_cpu": True, "num_processes": 2, "mixed_precision": precision}
+    config |= {"use_cpu": True, "num_processes": 2, "mixed_precision": precision, "main_process_port": 0}
     (folder / "fsdp2.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port=0"]
-    command += ["--config_file", folder / "fsdp2.yaml", ROOT / "tests/fsdp2_worker.py", script, *flags]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    environment = launcher_environment("--config_file", folder / "fsdp2.yaml")
+    return launch(ROOT / "tests/fsdp2_worker.py", script, *flags, processes=2, environment=environment).stdout
 
 
 @pytest.mark.parametrize("script", TRAINERS)

@@ -1,0 +1,35 @@
+"""Imported by the server of forked.py: what every run would import or build anew, before the first is forked.
+
+That a run does it all by itself is for the tests that launch one for real.
+"""
+
+import gc
+import io
+import tempfile
+
+import matplotlib
+import scipy.io  # noqa: F401
+import torch
+import torch.distributed.fsdp  # noqa: F401
+import torch.utils.tensorboard  # noqa: F401
+import transformers
+import transformers.hf_argparser
+from tqdm import tqdm
+
+import eval_incremental  # noqa: F401
+import train_bi_encoder
+import train_cross_encoder  # noqa: F401
+
+tqdm.monitor_interval, monitored = 0, tqdm.monitor_interval  # its thread would not be there after a fork
+matplotlib.rcParams |= dict.fromkeys(["xtick.labelbottom", "ytick.labelleft"], False)  # half the time of a plot
+random = torch.get_rng_state()
+names = ["loss", "tokens_per_second", *train_bi_encoder.MEASURES]
+train_bi_encoder.plot_metrics([{"step": step} | dict.fromkeys(names, step) for step in range(2)], io.BytesIO())
+with tempfile.TemporaryDirectory() as folder:
+    shape = {"hidden_size": 2, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 2}
+    transformers.BertModel(transformers.BertConfig(vocab_size=9, **shape)).save_pretrained(folder)
+    transformers.BertModel.from_pretrained(folder)
+torch.set_rng_state(random)
+tqdm.monitor_interval = monitored
+gc.collect()
+gc.freeze()  # a collection in a run need not look at all this
