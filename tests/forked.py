@@ -67,11 +67,12 @@ def launcher_environment(*words):
 class Forked:
     """A script on so many processes of one thread each, that find one another as those of torchrun do.
 
-    environment: more of it; networks: [(namespace, address)] of the hosts, where each process has its own. One that has not ended after `timeout` seconds is killed, and is a TimeoutError for whoever waits or polls.
+    environment: more of it; networks: [(namespace, address)] of hosts with a process each; own: more flags of each.
+    One that has not ended after `timeout` seconds is killed, and is a TimeoutError for whoever waits or polls.
     """
 
-    def __init__(self, script, flags, processes=1, cwd=ROOT, timeout=240, environment={}, networks=()):
-        environment = {**os.environ, "ACCELERATE_USE_CPU": "true", **environment}
+    def __init__(self, script, flags, processes=1, cwd=ROOT, timeout=240, environment=None, networks=(), own=()):
+        environment = {**os.environ, "ACCELERATE_USE_CPU": "true", **(environment or {})}
         start_server()
         if processes > 1:
             with socket.socket() as free:
@@ -82,9 +83,16 @@ class Forked:
         self.output, self.deadline = tempfile.mkdtemp(), time.monotonic() + timeout
         self.processes = []
         for rank in range(processes):
-            own = {"RANK": str(rank), "LOCAL_RANK": "0" if networks else str(rank)} if processes > 1 else {}
+            place = {"RANK": str(rank), "LOCAL_RANK": "0" if networks else str(rank)} if processes > 1 else {}
             network = networks[rank][0] if networks else None
-            words = [str(script), last_of(flags), environment | own, str(cwd), self.output, network]
+            words = [
+                str(script),
+                last_of([*flags, *(own and own[rank])]),
+                environment | place,
+                str(cwd),
+                self.output,
+                network,
+            ]
             self.processes.append(CONTEXT.Process(target=run, args=words))
             self.processes[-1].start()
 

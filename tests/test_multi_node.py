@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT, launch, metrics, weights
+from forked import Forked, launcher_environment
 
 SCRIPT = ROOT / "train_bi_encoder.py"
 STEPS = 30
@@ -76,25 +77,21 @@ def flags(folder, corpus, bert):
     return list(map(str, flags))
 
 
-def launch_on(hosts, folder, flags, *outputs):
-    """Run the script on both hosts, a process each, with an output folder each; returns [(exit status, errors)]."""
-    processes = []
-    for rank, ((name, _), output) in enumerate(zip(hosts, outputs)):
-        command = ["ip", "netns", "exec", name, sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-        command += ["--config_file", "accelerate_configs/multi_node.yaml", "--num_processes=2"]
-        command += [f"--machine_rank={rank}", f"--main_process_ip={hosts[0][1]}", str(SCRIPT), *flags]
-        command += ["--output_dir", output]
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}
-        processes.append(subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True))
-    errors = [process.communicate(timeout=120)[1] for process in processes]
-    return [(process.returncode, text) for process, text in zip(processes, errors)]
+def fork_on(hosts, folder, flags, *outputs, words=()):
+    """Run the script on both hosts, a process each, as accelerate's launcher would; returns (exit status, errors)."""
+    words = words or ["--config_file", folder / "accelerate_configs/multi_node.yaml", "--num_processes=2"]
+    environment = launcher_environment(*words, "--machine_rank=1", f"--main_process_ip={hosts[0][1]}")
+    environment |= {"GLOO_SOCKET_IFNAME": "eth0"}
+    own = [["--output_dir", output] for output in outputs]
+    process = Forked(SCRIPT, flags, 2, folder, environment=environment, networks=hosts, own=own)
+    return process.wait(), process.read("stderr")
 
 
 @pytest.fixture(scope="module")
 def two_machines(hosts, folder, flags):
     """Output folder of a run on both hosts."""
-    for status, errors in launch_on(hosts, folder, flags, "two_machines", "two_machines"):
-        assert status == 0, errors[-4000:]
+    status, errors = fork_on(hosts, folder, flags, "two_machines", "two_machines")
+    assert status == 0, errors[-4000:]
     return folder / "two_machines"
 
 
@@ -122,11 +119,17 @@ SLURM_NODEID=1 ip netns exec {} "$@" & wait $! && wait $first""",
 
 
 def test_slurm_job_stopped_and_requeued_is_bit_identical(two_machines, hosts, folder, flags):
-    """slurm.sh itself, with stand-ins for srun and scontrol; before its time is up every process receives SIGTERM."""
+    """slurm.sh itself, with stand-ins for srun and scontrol; before its time is up every process receives SIGTERM.
+
+    When requeued it is launched as before, with words that are read from it: they are forked."""
     (folder / "bin").mkdir()
-    for name, text in STAND_INS.items():
+
+    def stand_in(name, text):
         (folder / "bin" / name).write_text("#!/bin/bash\n" + text.format(*(name for name, _ in hosts)) + "\n")
         (folder / "bin" / name).chmod(0o755)
+
+    for name, text in STAND_INS.items():
+        stand_in(name, text)
     path = f"{folder}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "GLOO_SOCKET_IFNAME": "eth0", "SLURM_JOB_NODELIST": "node[1-2]",
                    "SLURM_JOB_ID": "4711", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}  # fmt: skip
@@ -134,17 +137,29 @@ def test_slurm_job_stopped_and_requeued_is_bit_identical(two_machines, hosts, fo
     output = folder / "slurm"
     with open(folder / "slurm.log", "w") as log:
         job = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while job.poll() is None and time.monotonic() < deadline:
             if (output / "metrics.jsonl").exists() and (lines := metrics(output)) and lines[-1]["step"] >= 3:
                 send(hosts, signal.SIGTERM)
                 break
             time.sleep(0.01)
-        job.wait(60)
-        (checkpoint,) = (output / "checkpoints").iterdir()
-        assert 3 <= int(checkpoint.name[5:]) < STEPS and not (output / "model").exists()
-        before = (output / "metrics.jsonl").read_text()
-        subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log, check=True, timeout=120)
+        job.wait(120)
+    (checkpoint,) = (output / "checkpoints").iterdir()
+    assert 3 <= int(checkpoint.name[5:]) < STEPS and not (output / "model").exists()
+    before = (output / "metrics.jsonl").read_text()
+    stand_in("accelerate", """printf '%s\\n' "$@" > words$SLURM_NODEID""")
+    subprocess.run(command, cwd=folder, env=environment, check=True)
+    words = [(folder / f"words{number}").read_text().splitlines() for number in range(2)]
+    changed = [pair for pair in zip(*words, strict=True) if len(set(pair)) > 1]
+    at = words[0].index(str(SCRIPT))
+    assert (
+        changed == [("0", "1")]
+        and words[0][0] == "launch"
+        and words[0][at + 1 :][-3:] == ["--output_dir", "slurm", "--resume"]
+    )
+    options = [folder / word if word.endswith("multi_node.yaml") else word for word in words[0][1:at]]
+    status, errors = fork_on(hosts, folder, words[0][at + 1 :], words=options)
+    assert status == 0, errors[-4000:]
     assert (output / "metrics.jsonl").read_text().startswith(before)  # with its speeds: it did not just begin again
     found, wanted = ((run / "model/model.safetensors").read_bytes() for run in (output, two_machines))
     assert found == wanted
@@ -152,6 +167,6 @@ def test_slurm_job_stopped_and_requeued_is_bit_identical(two_machines, hosts, fo
 
 def test_machines_without_a_shared_disk_are_refused(two_machines, hosts, folder, flags):
     """Otherwise one would resume from the checkpoint and the other begin, in one run."""
-    for status, errors in launch_on(hosts, folder, [*flags, "--resume"], "two_machines", "a_disk_of_its_own"):
-        assert status and "it must be on a shared disk" in errors
+    status, errors = fork_on(hosts, folder, [*flags, "--resume"], "two_machines", "a_disk_of_its_own")
+    assert status == 1 and "it must be on a shared disk" in errors
     assert not (folder / "a_disk_of_its_own/args.yaml").exists()
