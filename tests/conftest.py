@@ -1,5 +1,6 @@
 """What the tests share: a small corpus of real text, tiny models, and real launches of the scripts."""
 
+import gc
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,28 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_M
 os.environ["OMP_NUM_THREADS"] = "1"  # threads of two test files at a time would wait for one another
 CACHE = tempfile.TemporaryDirectory(prefix="evenstep")  # of the Arrow tables that `datasets` makes; gone at the end
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
+os.environ["MATPLOTLIBRC"] = str(ROOT / "tests/matplotlibrc")
 sys.path.insert(0, str(ROOT))
 TRAINERS = ["train_bi_encoder", "train_cross_encoder"]
 CHAOS = int(os.environ.get("CHAOS", 0))  # kills of each script in tests/chaos
+
+
+def few_or_all(few, *choices):
+    """Return what to parametrize with: every combination of the choices under `make chaos`, else those named."""
+    return list(product(*choices)) if CHAOS else few
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what takes minutes and only `make chaos` runs."""
+    out = [item for item in items if not CHAOS and item.get_closest_marker("chaos")]
+    config.hook.pytest_deselected(items=out)
+    items[:] = [item for item in items if item not in out]
+
+
+def pytest_collection_finish():
+    """All test files are imported: the collection of garbage that ends a run in this process need not look at that."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter):

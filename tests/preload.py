@@ -7,21 +7,19 @@ import gc
 import io
 import tempfile
 
-import matplotlib
 import scipy.io  # noqa: F401
 import torch
 import torch.distributed.fsdp  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
 import transformers
 import transformers.hf_argparser
-from tqdm import tqdm
+from tqdm.std import TqdmDefaultWriteLock
 
 import eval_incremental  # noqa: F401
 import train_bi_encoder
 import train_cross_encoder  # noqa: F401
 
-tqdm.monitor_interval, monitored = 0, tqdm.monitor_interval  # its thread would not be there after a fork
-matplotlib.rcParams |= dict.fromkeys(["xtick.labelbottom", "ytick.labelleft"], False)  # half the time of a plot
+transformers.utils.logging.disable_progress_bar()  # a bar has a lock, which a run that is killed could leave locked
 random = torch.get_rng_state()
 names = ["loss", "tokens_per_second", *train_bi_encoder.MEASURES]
 train_bi_encoder.plot_metrics([{"step": step} | dict.fromkeys(names, step) for step in range(2)], io.BytesIO())
@@ -30,6 +28,7 @@ with tempfile.TemporaryDirectory() as folder:
     transformers.BertModel(transformers.BertConfig(vocab_size=9, **shape)).save_pretrained(folder)
     transformers.BertModel.from_pretrained(folder)
 torch.set_rng_state(random)
-tqdm.monitor_interval = monitored
+transformers.utils.logging.enable_progress_bar()
+assert not hasattr(TqdmDefaultWriteLock, "mp_lock"), "all runs would share this lock"
 gc.collect()
 gc.freeze()  # a collection in a run need not look at all this

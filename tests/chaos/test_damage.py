@@ -12,7 +12,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import CHAOS, ROOT, TRAINERS, launch, metrics
+from conftest import CHAOS, ROOT, TRAINERS, few_or_all, launch, metrics
 from forked import Forked
 
 import eval_incremental
@@ -80,16 +80,18 @@ def test_every_file_of_a_checkpoint(runs, tmp_path, say, capfd, name):
     )
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-@pytest.mark.parametrize("way", ["mapped", "streaming"])
+TWO = [("train_bi_encoder", "streaming"), ("train_cross_encoder", "mapped")]
+
+
+@pytest.mark.parametrize("name, way", few_or_all(TWO, TRAINERS, ["mapped", "streaming"]))
 def test_a_file_that_is_cut_while_it_is_read(rows, bert, tmp_path, say, name, way):
     """The checkpoints are intact: with the file restored, the run resumes to the same end."""
     file = tmp_path / "rows.arrow"
     short = [{"docstring": row["docstring"][:100], "code": row["code"][:150]} for row in rows] * 4
     with pa.ipc.new_stream(str(file), pa.Table.from_pylist(short[:1]).schema) as writer:
         writer.write_table(pa.Table.from_pylist(short), max_chunksize=50)
-    flags = ["--model_name_or_path", bert, "--train_data", file, "--max_steps", 60, "--save_steps", 2,
-             "--eval_rows", 6, "--batch_size", 6, "--logging_steps", 1, "--shuffle_buffer", 100,
+    flags = ["--model_name_or_path", bert, "--train_data", file, "--max_steps", 40, "--save_steps", 4,
+             "--eval_rows", 0, "--batch_size", 6, "--logging_steps", 1, "--shuffle_buffer", 100,
              *["--num_negatives", 2] * ("cross" in name), *["--streaming"] * (way == "streaming")]  # fmt: skip
     launch(ROOT / f"{name}.py", *flags, "--output_dir", tmp_path / "whole")
     shutil.copy(file, tmp_path / "kept")
@@ -118,7 +120,7 @@ def test_bits_of_an_embedding_cache(evaluate, beir, tmp_path, say):
     whole = evaluate("--beir", beir, output="whole")
     shutil.copytree(tmp_path / "cache", tmp_path / "kept")
     files = sorted(path.relative_to(tmp_path / "kept") for path in (tmp_path / "kept").rglob("*") if path.is_file())
-    dice, times, again, cleared = random.Random(0), CHAOS * 3 or 12, 0, 0
+    dice, times, again, cleared = random.Random(0), CHAOS * 3 or 6, 0, 0
     for number in range(times):
         shutil.rmtree(tmp_path / "cache")
         shutil.copytree(tmp_path / "kept", tmp_path / "cache")
@@ -143,7 +145,7 @@ def test_bits_of_an_embedding_cache(evaluate, beir, tmp_path, say):
     say("bits flipped in files of an embedding cache", times, happened)
 
 
-@pytest.mark.skipif(not CHAOS, reason="takes minutes; make chaos runs it")
+@pytest.mark.chaos
 @pytest.mark.parametrize("name", TRAINERS)
 def test_ten_thousand_steps(rows, bert, tmp_path, say, name):
     """Memory, files and threads are flat after warm-up, checkpoints pruned, logs bounded."""
