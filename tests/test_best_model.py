@@ -6,7 +6,7 @@ import shutil
 import signal
 
 import pytest
-from conftest import ROOT, TRAINERS, launch, metrics, write_jsonl
+from conftest import ROOT, TRAINERS, few_or_all, launch, metrics, write_jsonl
 from forked import Forked, last_of
 from test_resume import signal_when
 
@@ -102,11 +102,13 @@ def test_the_model_is_that_of_the_best_evaluation(whole, name):
     assert f"MRR@10 {line['MRR@10']:.4f}, nDCG@10 {line['nDCG@10']:.4f}" in card
 
 
+STOPPED = [("train_bi_encoder", 2, signal.SIGTERM, 5), ("train_cross_encoder", 1, signal.SIGKILL, 10)]
+
+
 @pytest.mark.parametrize(
     "name, processes, number, step",
-    [("train_bi_encoder", 1, signal.SIGKILL, 11), ("train_bi_encoder", 2, signal.SIGTERM, 5),
-     ("train_cross_encoder", 1, signal.SIGTERM, 10), ("train_cross_encoder", 2, signal.SIGKILL, 8)],
-)  # fmt: skip
+    few_or_all(STOPPED, TRAINERS, [1, 2], [signal.SIGKILL, signal.SIGTERM], [5, 11]),
+)
 def test_stopped_and_resumed(whole, settings, tmp_path, name, processes, number, step):
     """Before the best or behind it, whose checkpoint outlives later ones."""
     script, flags = ROOT / f"{name}.py", [*settings[name], "--output_dir", tmp_path]

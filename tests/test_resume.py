@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from conftest import ROOT, TRAINERS, launch, metrics, write_jsonl
+from conftest import ROOT, TRAINERS, few_or_all, launch, metrics, write_jsonl
 from forked import Forked
 
 SCRIPT = ROOT / "train_bi_encoder.py"
@@ -47,8 +47,10 @@ def settings(tmp_path_factory, rows, bert):
     return {"mapped": [*common, "--length_window", 2], "streaming": [*common, *stream]}
 
 
-@pytest.mark.parametrize("way", ["mapped", "streaming"])
-@pytest.mark.parametrize("name", TRAINERS)
+TWO = [("train_bi_encoder", "streaming"), ("train_cross_encoder", "mapped")]
+
+
+@pytest.mark.parametrize("name, way", few_or_all(TWO, TRAINERS, ["mapped", "streaming"]))
 def test_resumed_on_another_process_count(settings, tmp_path, name, way):
     """The remaining batches are the same rows: without dropout, the same losses."""
     script, few = ROOT / f"{name}.py", ["--eval_rows", 10] * (name == "train_cross_encoder")  # each ranks 10 documents

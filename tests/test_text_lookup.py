@@ -172,8 +172,7 @@ def test_a_killed_builder_leaves_no_index_and_two_at_once_build_one(tmp_path):
 # --------------------------------------------------------------------------------------------------------- training
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".tsv.gz"])
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name, suffix", zip([*TRAINERS, TRAINERS[0]], [".jsonl", ".parquet", ".tsv.gz"]))
 def test_ids_train_as_their_texts_do(short, bert, tmp_path, name, suffix):
     """The same losses and weights to the last bit; in the cross-encoder documents are lists of ids."""
     trainer = importlib.import_module(name)
