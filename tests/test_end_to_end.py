@@ -4,8 +4,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,12 +15,13 @@ SCRIPT = ROOT / "train_bi_encoder.py"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, corpus, static):
-    """Output folder of a run on one process, with tensorboard."""
-    output = tmp_path_factory.mktemp("run") / "out"
+    """Output folder of a run on one process, with tensorboard, of the script copied alone into an empty folder."""
+    folder = tmp_path_factory.mktemp("run")
+    script, output = shutil.copy(SCRIPT, folder), folder / "out"
     flags = ["--train_data", corpus, "--model_name_or_path", static, "--batch_size", 64, "--num_train_epochs", 3,
              "--eval_rows", 100, "--logging_steps", 1, "--learning_rate", 0.01, "--report_to", "tensorboard",
              "--output_dir", output, "--prompts", "query: ", "code: "]  # fmt: skip
-    launch(SCRIPT, *flags, "--resume", really=True)
+    launch(script, *flags, "--resume", really=True, cwd=folder)
     return output
 
 
@@ -78,8 +77,7 @@ def test_copied_alone_into_an_empty_folder(tmp_path, corpus, static):
     shutil.copy(SCRIPT, tmp_path)
     shutil.copytree(corpus, tmp_path / "pairs")
     flags = ["--train_data", "pairs", "--model_name_or_path", static, "--max_steps", "2", "--eval_rows", "20"]
-    command = [sys.executable, "-I", "train_bi_encoder.py", *flags]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    launch(tmp_path / "train_bi_encoder.py", *flags, cwd=tmp_path)
     assert list((tmp_path / "runs/bi_encoder/model").rglob("model.safetensors"))
     done = launch(tmp_path / "train_bi_encoder.py", cwd=tmp_path, check=False)
     assert done.returncode and "python prepare_corpus.py" in done.stderr.splitlines()[-1]

@@ -16,7 +16,7 @@ LOSSES = ["infonce", "symmetric", "negatives", "matryoshka", "lists", "guide", "
 def launched(tmp_path_factory, rows, bert):
     """Return {(processes, process): ({setting: (gradient, loss, passes)}, rows of 40 batches)}."""
     folder = tmp_path_factory.mktemp("gradients")
-    rows = [{name: text[:200] for name, text in row.items()} for row in rows]
+    rows = [{name: text[:100] for name, text in row.items()} for row in rows]
     codes = [row["code"] for row in rows]
     more = [{"label": len(code) % 7 / 7, "wrong": codes[i - 1], "worse": codes[i - 5],
              "lists": codes[max(0, i - i % 5) : i], "scores": [0.9, 0.5, len(code) % 5 / 9]}

@@ -68,10 +68,10 @@ def test_lora(name, corpus, bert, tmp_path):
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_without_dropout_the_layout_changes_nothing(name, corpus, bert, tmp_path):
-    """Losses of three layouts of the same batches agree with --dropout 0, and do not with 0.1."""
+    """Losses of three layouts of the same batches agree with --dropout 0, and those of two do not with 0.1."""
     found = {}
     for dropout in (0.1, 0):
-        for tokens, processes in ((200, 1), (5000, 1), (200, 2)):
+        for tokens, processes in ((200, 1), (5000, 1), (200, 2))[: 3 if dropout == 0 else 2]:
             output = tmp_path / f"{dropout} {tokens} {processes}"
             flags = flags_for(name, corpus, bert, output, "--micro_batch_tokens", tokens, "--max_steps", 3)
             launch(ROOT / f"{name}.py", *flags, "--dropout", dropout, processes=processes)
