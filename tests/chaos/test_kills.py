@@ -3,6 +3,7 @@
 A short form runs in `make test`; `make chaos` kills oftener. Each test says what it did, for its table.
 """
 
+import functools
 import json
 import os
 import random
@@ -12,11 +13,15 @@ import time
 
 import fsspec
 import pytest
-from conftest import CHAOS, ROOT, TRAINERS, launch, metrics
+from conftest import CHAOS, ROOT, TRAINERS, few_or_all, launch, metrics
 from forked import Forked
 
 KILLS = CHAOS or 4  # of each trainer, and of the evaluator
-STEPS = 24
+STEPS = 16
+WAYS = ["mapped", "streaming"]
+FOUR = [("train_bi_encoder", "mapped", 1), ("train_bi_encoder", "streaming", 2),
+        ("train_cross_encoder", "mapped", 2), ("train_cross_encoder", "streaming", 1)]  # every two in one  # fmt: skip
+TWO = [("train_bi_encoder", "streaming", 0), ("train_cross_encoder", "mapped", 1)]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +50,19 @@ def settings(tmp_path_factory, rows, bert):
     return {name: {way: [*flags, *own[name]] for way, flags in ways.items()} for name in own}
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, settings):
+    """whole(trainer, way of reading, processes): the folder of an undisturbed run."""
+
+    @functools.cache
+    def run(name, way, processes):
+        output = tmp_path_factory.mktemp("whole") / "out"
+        launch(ROOT / f"{name}.py", *settings[name][way], "--output_dir", output, processes=processes)
+        return output
+
+    return run
+
+
 def left(output):
     """Return what must be equal in the end: losses and measures of every step, the state of the data, the weights."""
     times = {"rows_per_second", "tokens_per_second", "data_wait_fraction"}
@@ -63,9 +81,11 @@ def wait_for(process, moment, output, dice):
         while process.poll() is None and time.monotonic() < until:
             time.sleep(0.002)
         return
-    parts = ".step_*.part" if moment == "a checkpoint being written" else ".step_*.part/SHA256SUMS"
-    while process.poll() is None and not list(output.glob(f"checkpoints/{parts}")):
-        pass
+    newest = max((int(path.name[5:]) for path in output.glob("checkpoints/step_*")), default=0)
+    part = f"checkpoints/.step_{newest + dice.choice([4, 6]):08}.part"  # not the next: one is left to resume from
+    part += "" if moment == "a checkpoint being written" else "/SHA256SUMS"
+    while process.poll() is None and not (output / part).exists():
+        time.sleep(0.001)
     time.sleep(dice.random() * 0.01)
 
 
@@ -76,14 +96,11 @@ def wait_for_step(process, output, step):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("way", ["mapped", "streaming"])
-@pytest.mark.parametrize("name", TRAINERS)
-def test_killed_at_random_moments(settings, tmp_path, say, name, way, processes):
+@pytest.mark.parametrize("name, way, processes", few_or_all(FOUR, TRAINERS, WAYS, [1, 2]))
+def test_killed_at_random_moments(whole, settings, tmp_path, say, name, way, processes):
     flags, script, dice = settings[name][way], ROOT / f"{name}.py", random.Random(f"{name} {way} {processes}")
-    launch(script, *flags, "--output_dir", tmp_path / "whole", processes=processes)
     moments = ["any moment", "a checkpoint being written", "a checkpoint about to get its name"]
-    kills, writing, ends, wanted = 0, 0, 0, -(-KILLS // 4)
+    kills, writing, ends, wanted = 0, 0, 0, -(-KILLS // (4 if CHAOS else 2))
     output = tmp_path / "killed"
     while kills < wanted or output.exists():
         log, kept = output / "metrics.jsonl", []
@@ -100,7 +117,7 @@ def test_killed_at_random_moments(settings, tmp_path, say, name, way, processes)
                 continue
         assert process.wait() == 0, process.read("stderr")[-2000:]
         assert log.read_text().splitlines()[: len(kept)] == kept  # and did not just begin again
-        assert left(output) == left(tmp_path / "whole")
+        assert left(output) == left(whole(name, way, processes))
         assert len(list(output.glob("checkpoints/*"))) == 2 and not list(output.glob("checkpoints/.*"))
         shutil.rmtree(output)
         ends += 1
@@ -109,13 +126,10 @@ def test_killed_at_random_moments(settings, tmp_path, say, name, way, processes)
     say(f"SIGKILL of `{name}.py`, {way}, {launched}", kills, happened)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("name", TRAINERS)
-def test_one_of_two_dies(settings, tmp_path, say, name, rank):
+@pytest.mark.parametrize("name, way, rank", few_or_all(TWO, TRAINERS, WAYS, [0, 1]))
+def test_one_of_two_dies(whole, settings, tmp_path, say, name, way, rank):
     """No launcher stands by: the other must end by itself."""
-    way = ["mapped", "streaming"][rank]
     flags, script, seconds = settings[name][way], ROOT / f"{name}.py", []
-    launch(script, *flags, "--output_dir", tmp_path / "whole", processes=2)
     output = tmp_path / "killed"
     for steps in (3, 9) if CHAOS else (3,):
         process = Forked(script, [*flags, "--output_dir", output, "--resume"], 2)
@@ -128,25 +142,24 @@ def test_one_of_two_dies(settings, tmp_path, say, name, rank):
         seconds.append(time.monotonic() - killed)
         process.wait()
     launch(script, *flags, "--output_dir", output, "--resume", processes=2)
-    assert left(output) == left(tmp_path / "whole")
+    assert left(output) == left(whole(name, way, 2))
     happened = f"the other ended within {max(seconds):.1f} s; resumed bit-identically"
     say(f"SIGKILL of process {rank} of two of `{name}.py`, {way}", len(seconds), happened)
 
 
-def test_stopped_and_continued(settings, tmp_path, say):
+def test_stopped_and_continued(whole, settings, tmp_path, say):
     """SIGSTOP to one of two, then SIGCONT: the other waits."""
     script, flags = ROOT / "train_bi_encoder.py", settings["train_bi_encoder"]["streaming"]
-    launch(script, *flags, "--output_dir", tmp_path / "whole", processes=2)
     output = tmp_path / "stopped"
     process = Forked(script, [*flags, "--output_dir", output], 2)
-    for rank, steps in ((0, 3), (1, 8), (0, 13)):
+    for rank, steps in ((0, 3), (1, 8)):
         wait_for_step(process, output, steps)
         os.kill(process.processes[rank].pid, signal.SIGSTOP)
         time.sleep(2)
         assert metrics(output)[-1]["step"] < STEPS
         os.kill(process.processes[rank].pid, signal.SIGCONT)
-    assert process.wait() == 0 and left(output) == left(tmp_path / "whole")
-    say("SIGSTOP of one of two trainers for 2 s, then SIGCONT", 3, "bit-identical to the undisturbed run")
+    assert process.wait() == 0 and left(output) == left(whole("train_bi_encoder", "streaming", 2))
+    say("SIGSTOP of one of two trainers for 2 s, then SIGCONT", 2, "bit-identical to the undisturbed run")
 
 
 # ------------------------------------------------------------------------------------------------- the evaluator
@@ -155,19 +168,8 @@ EVALUATOR = ROOT / "eval_incremental.py"
 
 
 def evaluator_flags(beir, bert, folder, output="out"):
-    places = {"--cache_dir": "cache", "--output_dir": output}
-    places = [part for flag, name in places.items() for part in (flag, folder / name)]
-    return [
-        "--model_name_or_path",
-        bert,
-        "--beir",
-        beir,
-        *places,
-        "--corpus_chunk_size",
-        16,
-        "--micro_batch_tokens",
-        256,
-    ]
+    return ["--model_name_or_path", bert, "--beir", beir, "--cache_dir", folder / "cache", "--output_dir",
+            folder / output, "--corpus_chunk_size", 16, "--micro_batch_tokens", 256]  # fmt: skip
 
 
 def results(folder):
@@ -176,43 +178,52 @@ def results(folder):
     ]
 
 
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory, beir, bert):
+    """wanted(processes): the results of an undisturbed evaluation."""
+
+    @functools.cache
+    def run(processes):
+        folder = tmp_path_factory.mktemp("wanted")
+        launch(EVALUATOR, *evaluator_flags(beir, bert, folder), processes=processes)
+        return results(folder / "out")
+
+    return run
+
+
 @pytest.mark.parametrize("processes", [1, 2])
-def test_evaluator_killed_at_random_moments(tmp_path, say, beir, bert, processes):
-    whole, dice, kills, ends = tmp_path / "whole", random.Random(processes), 0, 0
-    launch(EVALUATOR, *evaluator_flags(beir, bert, whole), processes=processes)
-    number = 0
+def test_evaluator_killed_at_random_moments(wanted, tmp_path, say, beir, bert, processes):
+    number, dice, kills, ends = 0, random.Random(processes), 0, 0
     while kills < -(-KILLS // 2):
         folder = tmp_path / str(number)
         process = Forked(EVALUATOR, evaluator_flags(beir, bert, folder), processes)
-        time.sleep(0.2 + dice.random() * 2)
+        time.sleep(0.1 + dice.random() * 1.5)
         running = process.poll() is None
         process.send(signal.SIGKILL)
         if process.wait() == -signal.SIGKILL and running:
             kills += 1
             continue
         assert process.wait() == 0, process.read("stderr")[-2000:]
-        assert results(folder / "out") == results(whole / "out")
+        assert results(folder / "out") == wanted(processes)
         number, ends = number + 1, ends + 1
     launch(EVALUATOR, *evaluator_flags(beir, bert, folder), processes=processes)
-    assert results(folder / "out") == results(whole / "out")
+    assert results(folder / "out") == wanted(processes)
     launched = "1 process" if processes == 1 else "2 processes"
     say(f"SIGKILL of `eval_incremental.py`, {launched}", kills, f"the same run and measures, all {ends + 1} times")
 
 
-def test_two_evaluators_on_one_cache(tmp_path, say, beir, bert):
-    launch(EVALUATOR, *evaluator_flags(beir, bert, tmp_path / "whole"))
+def test_two_evaluators_on_one_cache(wanted, tmp_path, say, beir, bert):
     times = max(1, KILLS // 10)
     for number in range(times):
         folder = tmp_path / str(number)
         both = [Forked(EVALUATOR, evaluator_flags(beir, bert, folder, f"out{i}")) for i in range(2)]
         for i, process in enumerate(both):
             assert process.wait() == 0, process.read("stderr")[-2000:]
-            assert results(folder / f"out{i}") == results(tmp_path / "whole/out")
+            assert results(folder / f"out{i}") == wanted(1)
     say("two evaluators at once on one cache", times, "the same run and measures for both")
 
 
-def test_one_of_two_evaluators_dies(tmp_path, say, beir, bert):
-    launch(EVALUATOR, *evaluator_flags(beir, bert, tmp_path / "whole"), processes=2)
+def test_one_of_two_evaluators_dies(wanted, tmp_path, say, beir, bert):
     seconds, dice = [], random.Random(0)
     for rank in (0, 1) * max(1, KILLS // 12):
         folder = tmp_path / f"{len(seconds)}"
@@ -229,6 +240,6 @@ def test_one_of_two_evaluators_dies(tmp_path, say, beir, bert):
         assert "Connection closed by peer" in last or "Connection reset by peer" in last, last  # of gloo
         process.wait()
         launch(EVALUATOR, *evaluator_flags(beir, bert, folder), processes=2)
-        assert results(folder / "out") == results(tmp_path / "whole/out")
+        assert results(folder / "out") == wanted(2)
     happened = f"the other ended within {max(seconds):.1f} s; the same measures after"
     say("SIGKILL of one of two processes of `eval_incremental.py`", len(seconds), happened)
