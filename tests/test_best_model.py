@@ -106,8 +106,7 @@ STOPPED = [("train_bi_encoder", 2, signal.SIGTERM, 5), ("train_cross_encoder", 1
 
 
 @pytest.mark.parametrize(
-    "name, processes, number, step",
-    few_or_all(STOPPED, TRAINERS, [1, 2], [signal.SIGKILL, signal.SIGTERM], [5, 11]),
+    "name, processes, number, step", few_or_all(STOPPED, TRAINERS, [1, 2], [signal.SIGKILL, signal.SIGTERM], [5, 11])
 )
 def test_stopped_and_resumed(whole, settings, tmp_path, name, processes, number, step):
     """Before the best or behind it, whose checkpoint outlives later ones."""

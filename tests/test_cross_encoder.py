@@ -18,10 +18,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import ROOT, launch, metrics, write_jsonl
-from forked import Forked
 from sentence_transformers import CrossEncoder
 from sentence_transformers.cross_encoder import losses
-from test_resume import signal_when
 from transformers import AutoTokenizer
 
 import train_cross_encoder as script
@@ -444,70 +442,6 @@ def test_held_out_rows_are_measured_as_predict_scores_them(rows, reranker, kind)
     else:
         wanted = library_ranking_measures(scores, labels, groups)
     assert found == pytest.approx(wanted, abs=5e-3 if kind == "scores" else 1e-5)  # ranks of nearly equal scores
-
-
-# ------------------------------------------------------------------------------------------- runs that are resumed
-
-STEPS = 9
-LONG = 400  # steps of a run that is stopped
-
-
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory, rows, bert):
-    """Return {way of reading: flags}: a mapped run, and a mixed stream with a shuffle window; dropout is on."""
-    folder = tmp_path_factory.mktemp("data")
-    short = [{"docstring": row["docstring"][:100], "code": row["code"][:150]} for row in rows]
-    files = [write(folder / f"{number}.jsonl", short[number::2]) for number in range(2)]
-    common = ["--model_name_or_path", bert, "--eval_rows", 6, "--batch_size", 6, "--logging_steps", 1,
-              "--micro_batch_tokens", 600, "--learning_rate", 1e-3, "--num_negatives", 2,
-              "--train_data", *files]  # fmt: skip
-    stream = ["--streaming", "--shuffle_buffer", 60, "--mixing_weights", 0.4, 0.6, "--mix_by", "batch"]
-    return {"mapped": [*common, "--grad_cache", "--length_window", 2], "streaming": [*common, *stream]}
-
-
-def left(output):
-    """Return what must be equal in the end: losses and measures of every step, and the weights."""
-    times = {"rows_per_second", "tokens_per_second", "data_wait_fraction"}
-    lines = [{name: value for name, value in line.items() if name not in times} for line in metrics(output)]
-    return lines, (output / "model/model.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize("way, processes, more", [("mapped", 1, ["--lora_rank", 2]), ("streaming", 2, [])])
-def test_resume_is_bit_identical(settings, tmp_path, way, processes, more):
-    """tests/chaos/test_kills.py has the other two ways."""
-    flags = [*settings[way], "--max_steps", STEPS, "--save_steps", 4, "--save_total_limit", 3, "--eval_steps", 4,
-             *more, "--output_dir", tmp_path / "out"]  # fmt: skip
-    launch(SCRIPT, *flags, processes=processes)
-    wanted = left(tmp_path / "out")
-    assert [line["step"] for line in wanted[0]] == list(range(STEPS + 1))
-    for folder in ("checkpoints/step_00000008", "checkpoints/step_00000009", "model"):
-        shutil.rmtree(tmp_path / "out" / folder)
-    launch(SCRIPT, *flags, "--resume", processes=processes)
-    assert left(tmp_path / "out") == wanted
-
-
-@pytest.mark.parametrize("way, processes", [("mapped", 1), ("streaming", 2)])
-def test_sigterm_finishes_the_step_and_exits_cleanly(settings, tmp_path, way, processes):
-    output = tmp_path / "out"
-    flags = [*settings[way], "--output_dir", output, "--eval_steps", 1000, "--save_steps", 0]
-    process = Forked(SCRIPT, [*flags, "--max_steps", LONG], processes)
-    assert signal_when(process, output, 4, signal.SIGTERM) == 0
-    last = metrics(output)[-1]["step"]
-    assert 4 <= last < LONG
-    assert [folder.name for folder in (output / "checkpoints").iterdir()] == [f"step_{last:08}"]
-    assert not (output / "model").exists() and "--resume" in process.read("stdout")
-    launch(SCRIPT, *flags, "--max_steps", last + 2, "--resume", processes=processes)
-    assert metrics(output)[-1]["step"] == last + 2 and (output / "model").exists()
-
-
-def test_without_dropout_two_processes_train_the_same_model(settings, tmp_path):
-    """AdamW divides by small numbers, hence not 1e-5."""
-    flags = [*settings["mapped"], "--max_steps", 6, "--dropout", 0, "--gradient_accumulation_steps", 2]
-    found = []
-    for processes in (1, 2):
-        launch(SCRIPT, *flags, "--output_dir", tmp_path / str(processes), processes=processes)
-        found.append([line["loss"] for line in metrics(tmp_path / str(processes)) if "loss" in line])
-    assert len(found[0]) == 6 and found[1] == pytest.approx(found[0], rel=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------------- whole runs

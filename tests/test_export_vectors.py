@@ -257,14 +257,7 @@ def test_foreign_folder(export, tmp_path, beir, bert):
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        ["--model_name_or_path", "a", "b"],
-        ["--query", "x"],
-        ["--run", "r"],
-        ["--bm25"],
-        ["--judged"],
-    ],
+    "flags", [["--model_name_or_path", "a", "b"], ["--query", "x"], ["--run", "r"], ["--bm25"], ["--judged"]]
 )
 def test_usage(flags, capsys):
     with pytest.raises(SystemExit):

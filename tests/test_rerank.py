@@ -54,11 +54,7 @@ def test_order_is_that_of_predict(evaluate, beir, reranker, tmp_path):
         "--beir", beir, "--cross_encoder", reranker, "--rerank_k", 12, "--top_k", 30, "--metrics", "RR", "P@5"
     )
     first, second = got["models"]
-    assert second["pairs"] == {
-        "total": 720,
-        "scored": 720,
-        "cached": 0,
-    }
+    assert second["pairs"] == {"total": 720, "scored": 720, "cached": 0}
     assert second["metrics"]["RR"]["mean"] != first["metrics"]["RR"]["mean"] and "p" in second["metrics"]["RR"]
     before = read_run(tmp_path / "out" / first["name"] / "run.trec")
     after = read_run(tmp_path / "out" / second["name"] / "run.trec")

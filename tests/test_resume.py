@@ -10,8 +10,7 @@ import pytest
 from conftest import ROOT, TRAINERS, few_or_all, launch, metrics, write_jsonl
 from forked import Forked
 
-SCRIPT = ROOT / "train_bi_encoder.py"
-STEPS = 60
+STEPS = 400  # of a run that is stopped
 
 
 def signal_when(process, output_dir, steps, number, ranks=slice(None)):
@@ -91,14 +90,19 @@ def test_resumed_past_a_bad_row_by_skipping_it(rows, bert, tmp_path, name, proce
     assert (out / last / "model.safetensors").read_bytes() == (whole / last / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("processes, ranks", [(1, slice(None)), (2, slice(1, 2))], ids=["one", "second of two"])
-def test_sigterm_finishes_the_step_and_exits_cleanly(settings, tmp_path, processes, ranks):
-    """All processes stop after the same step, whichever of them got the signal."""
-    flags = [*settings["mapped"], "--max_steps", STEPS, "--output_dir", tmp_path / "out", "--save_steps", 0]
-    process = Forked(SCRIPT, flags, processes, timeout=60)
-    assert signal_when(process, tmp_path / "out", 3, signal.SIGTERM, ranks) == 0
-    last = metrics(tmp_path / "out")[-1]["step"]
+@pytest.mark.parametrize("way, processes, ranks", [("mapped", 1, slice(None)), ("streaming", 2, slice(1, 2))],
+                         ids=["one", "second of two"])  # fmt: skip
+@pytest.mark.parametrize("name", TRAINERS)
+def test_sigterm_finishes_the_step_and_exits_cleanly(settings, tmp_path, name, way, processes, ranks):
+    """All processes stop after the same step, whichever of them got the signal; the run can be resumed."""
+    script, output = ROOT / f"{name}.py", tmp_path / "out"
+    flags = [*settings[way], "--eval_rows", 10, "--eval_steps", 1000, "--batch_size", 8, "--save_steps", 0]
+    flags += ["--output_dir", output]
+    process = Forked(script, [*flags, "--max_steps", STEPS], processes, timeout=120)
+    assert signal_when(process, output, 3, signal.SIGTERM, ranks) == 0
+    last = metrics(output)[-1]["step"]
     assert 3 <= last < STEPS
-    assert [folder.name for folder in (tmp_path / "out/checkpoints").iterdir()] == [f"step_{last:08}"]
-    assert not (tmp_path / "out/model").exists()
-    assert "--resume" in process.read("stdout")
+    assert [folder.name for folder in (output / "checkpoints").iterdir()] == [f"step_{last:08}"]
+    assert not (output / "model").exists() and "--resume" in process.read("stdout")
+    launch(script, *flags, "--max_steps", last + 2, "--resume", processes=processes)
+    assert metrics(output)[-1]["step"] == last + 2 and (output / "model").exists()
