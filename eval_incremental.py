@@ -710,6 +710,8 @@ def score(model, features, accelerator):
 def load_bi_encoder(path, args):
     """Return (SentenceTransformer on the CPU, dimensions to search with, prompts of queries and of documents)."""
     with user_errors(f"--model_name_or_path {path}"):
+        if os.path.isdir(f"{path}/model"):
+            raise UserError(f"is the output of a training run; its model is {path}/model")
         model = SentenceTransformer(path, device="cpu", model_kwargs={"use_safetensors": True})  # never a pickle
         if "SequenceClassification" in str(getattr(model.config, "architectures", None)):
             raise UserError("is a cross-encoder: use --cross_encoder")
@@ -888,6 +890,7 @@ class CachedEncoder:
         total, new, padded = meter["total"], meter["new"], meter["padded"]
         return {
             "fingerprint": self.fingerprint,
+            "max_length": None if self.model.max_seq_length == math.inf else self.model.max_seq_length,
             self.unit: {"total": total, self.verb: new, "cached": total - new},
             "padding_fraction": 1 - meter["tokens"] / padded if padded else 0.0,
             "seconds": {name: round(value / self.accelerator.num_processes, 4) for name, value in seconds.items()},
@@ -1294,6 +1297,7 @@ def write_results(collections, runs, args):
         for unit, verb in (("texts", "encoded"), ("pairs", "scored")):
             if counts := result.get(unit):
                 work = f"{counts[verb]:,} of {counts['total']:,} {unit} {verb}"
+                work += f", of at most {result['max_length']} tokens" if result["max_length"] else ""
                 print(f"{result['collection']}, {result['name']}: {work}{seconds}")
     print(f"{sum(len(c.queries) for c in collections):,} queries; metrics.json and report.png are in {output}")
 

@@ -338,6 +338,7 @@ def main(args):
         raise UserError(f"--output {args.output}: not written: no row is left; check the ids and --split")
     write_rows(rows, queries, texts, args)
     print(f"{len(rows):,} rows of {rows['query'].nunique():,} queries are in {args.output}")
+    print("to train on them: --columns query", "documents" if args.allow_fewer else "positive negative_1 ...")
 
 
 if __name__ == "__main__":

@@ -341,7 +341,7 @@ def test_two_processes_give_the_bytes_of_one(tmp_path, beir, bert):
     for name in ("run.trec", "per_query.csv"):
         assert (tmp_path / "1/out" / name).read_bytes() == (tmp_path / "2/out" / name).read_bytes()
     again = launch(SCRIPT, *flags_for(beir, bert, tmp_path / "1"), processes=2)  # the cache of one serves two
-    assert "0 of 353 texts encoded" in again.stdout
+    assert "0 of 353 texts encoded, of at most 128 tokens" in again.stdout
 
 
 # Counts each text that is encoded in a file of its own, so that what a killed run did is known.
@@ -433,6 +433,7 @@ def test_ids_that_do_not_fit(evaluate, beir, tmp_path, capsys):
             ["--beir", "{beir}", "--model_name_or_path", "{reranker}"],
             "{reranker}: is a cross-encoder: use --cross_encoder",
         ),
+        (["--beir", "{beir}", "--model_name_or_path", "{run}"], "{run}: is the output of a training run"),
         (["--beir", "{beir}", "--cache_dir", "{file}"], "--cache_dir {file}"),
         (["--beir", "{beir}", "--output_dir", "{file}/x"], "--output_dir {file}/x: "),
         (["--cache_clear", "nobody"], "--cache_clear nobody: no such model in "),
@@ -443,7 +444,8 @@ def test_one_clear_line(evaluate, beir, bert, reranker, tmp_path, flags, said):
     shutil.copytree(bert, tmp_path / "damaged")
     weights = tmp_path / "damaged/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    names = {"beir": beir, "file": tmp_path / "file", "damaged": tmp_path / "damaged", "reranker": reranker}
+    (tmp_path / "run/model").mkdir(parents=True)
+    names = {"beir": beir, "reranker": reranker, **{name: tmp_path / name for name in ("file", "damaged", "run")}}
     with pytest.raises(script.UserError) as error:
         evaluate(*[flag.format(**names) for flag in flags])
     assert said.format(**names) in str(error.value) and "\n" not in str(error.value)
