@@ -1,4 +1,4 @@
-# `make demo` and `make test` need Python 3.11 or newer, make and a package index, nothing else.
+# `make demo` and `make test` require only Python 3.11 or newer, make and a package index.
 PYTHON ?= python3
 BIN := .venv/bin
 EVALUATE := $(BIN)/python eval_incremental.py --model_name_or_path runs/demo/model --cache_dir runs/demo/cache
@@ -18,7 +18,7 @@ test: .venv/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-# What tests/chaos does a little of in `make test`, at length; prints a table of it.
+# The long form of tests/chaos and of some other tests, of which `make test` runs a short form; prints a table.
 chaos: .venv/installed-dev
 	CHAOS=52 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests/chaos \
 		tests/test_bad_input.py::test_full_disk_during_a_checkpoint tests/test_best_model.py::test_stopped_and_resumed \

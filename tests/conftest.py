@@ -1,4 +1,4 @@
-"""What the tests share: a small corpus of real text, tiny models, and real launches of the scripts."""
+"""Shared fixtures and helpers: a small corpus of real text, tiny models, and launches of the scripts."""
 
 import gc
 import json
@@ -12,51 +12,51 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from forked import ROOT, Forked, last_of
+from forked import ROOT, Forked, merge_flags
 
-# Nothing is looked up on a hub, progress bars are not drawn, and every process computes with one thread.
+# No requests to the Hub, few updates of progress bars, and one thread per process.
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_MININTERVAL": "60"}
-os.environ["OMP_NUM_THREADS"] = "1"  # threads of two test files at a time would wait for one another
-CACHE = tempfile.TemporaryDirectory(prefix="evenstep")  # of the Arrow tables that `datasets` makes; gone at the end
+os.environ["OMP_NUM_THREADS"] = "1"  # two test files run at a time, on few cores
+CACHE = tempfile.TemporaryDirectory(prefix="evenstep")  # for the Arrow tables of `datasets`; deleted at exit
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
 os.environ["MATPLOTLIBRC"] = str(ROOT / "tests/matplotlibrc")
 sys.path.insert(0, str(ROOT))
 TRAINERS = ["train_bi_encoder", "train_cross_encoder"]
-CHAOS = int(os.environ.get("CHAOS", 0))  # kills of each script in tests/chaos
+CHAOS = int(os.environ.get("CHAOS", 0))  # kills of each script in tests/chaos; 0: the short form
 
 
 def few_or_all(few, *choices):
-    """Return what to parametrize with: every combination of the choices under `make chaos`, else those named."""
+    """Return the parameters of a test: every combination of `choices` under `make chaos`, else only `few`."""
     return list(product(*choices)) if CHAOS else few
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what takes minutes and only `make chaos` runs."""
+    """Deselect tests marked `chaos`, which take minutes, except under `make chaos`."""
     out = [item for item in items if not CHAOS and item.get_closest_marker("chaos")]
     config.hook.pytest_deselected(items=out)
     items[:] = [item for item in items if item not in out]
 
 
 def pytest_collection_finish():
-    """All test files are imported: the collection of garbage that ends a run in this process need not look at that."""
+    """Exclude the imported modules from later garbage collections, such as that at the end of each run."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The table of `make chaos`: what was done to the scripts, how often, and what happened."""
+    """Print the table of `make chaos`: what each test did, how often, and the result."""
     seen = [row for report in terminalreporter.stats.get("passed", []) for row in report.user_properties]
     if CHAOS and seen:
-        terminalreporter.write_line("\n| what was done | times | what happened |\n|---|---|---|")
+        terminalreporter.write_line("\n| test | times | result |\n|---|---|---|")
         counts = Counter()
-        for what, (times, happened) in seen:
-            counts[what, happened] += times
-        for (what, happened), times in sorted(counts.items()):
-            terminalreporter.write_line(f"| {what} | {times:,} | {happened} |")
+        for test, (times, result) in seen:
+            counts[test, result] += times
+        for (test, result), times in sorted(counts.items()):
+            terminalreporter.write_line(f"| {test} | {times:,} | {result} |")
 
 
 def weights(folder):
-    """Return all weights of a saved model in one vector."""
+    """Return all weights of a saved model as one vector."""
     import torch
     from safetensors.torch import load_file
 
@@ -64,19 +64,18 @@ def weights(folder):
 
 
 @pytest.fixture
-def say(record_property):
-    """say(what was done, how often, what happened), for that table."""
-    return lambda what, times, happened: record_property(what, (times, happened))
+def report(record_property):
+    """report(test, times, result) adds a row to the table of `make chaos`."""
+    return lambda test, times, result: record_property(test, (times, result))
 
 
-def launch(script, *flags, processes=1, cwd=ROOT, check=True, really=False, **more):
-    """Run a script on so many gloo processes, or `really` by accelerate's launcher; returns the CompletedProcess.
-
-    more: arguments of Forked."""
-    if really:
+def launch(script, *flags, processes=1, cwd=ROOT, check=True, use_launcher=False, **more):
+    """Run a script on `processes` forked gloo processes, or by Accelerate's launcher if `use_launcher`; return the
+    CompletedProcess. more: further arguments of Forked."""
+    if use_launcher:
         config = ROOT / "accelerate_configs" / ("multi_cpu.yaml" if processes > 1 else "cpu.yaml")
         start = ["accelerate.commands.accelerate_cli", "launch", "--config_file", config, "--main_process_port=0"]
-        command = [sys.executable, "-m", *start, f"--num_processes={processes}", script, *last_of(flags)]
+        command = [sys.executable, "-m", *start, f"--num_processes={processes}", script, *merge_flags(flags)]
         result = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=240)
     else:
         process = Forked(script, flags, processes, cwd, **more)
@@ -87,19 +86,19 @@ def launch(script, *flags, processes=1, cwd=ROOT, check=True, really=False, **mo
 
 
 def metrics(output_dir):
-    """The lines of a run's metrics.jsonl."""
+    """Return the records of a run's metrics.jsonl."""
     return [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
 def write_jsonl(path, records):
-    """A JSON Lines file of dicts."""
+    """Write dicts to a JSON Lines file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 @pytest.fixture(scope="session")
 def rows():
-    """600 (docstring, code) pairs, unlike in length, from functions of the standard library."""
+    """Up to 600 (docstring, code) pairs of varied length, from functions of the standard library."""
     import argparse  # noqa: E401, I001 # fmt: skip
     import ast
     import asyncio
@@ -148,7 +147,7 @@ def bert(tmp_path_factory, rows):
 
 @pytest.fixture(scope="session")
 def static(tmp_path_factory, bert):
-    """Folder of a static embedding model: a vector of 32 dimensions a token."""
+    """Folder of a static embedding model with 32 dimensions and random weights."""
     import torch
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import StaticEmbedding
@@ -163,7 +162,7 @@ def static(tmp_path_factory, bert):
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory, rows):
-    """Folder of the rows in four Parquet shards."""
+    """Folder with the rows in four Parquet shards."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -175,22 +174,22 @@ def corpus(tmp_path_factory, rows):
 
 @pytest.fixture(scope="session")
 def beir(tmp_path_factory, rows):
-    """BEIR folder: 293 functions to find by 60 docstrings; one has two answers, one an irrelevant document."""
+    """BEIR folder of 293 functions, searched by 60 docstrings; q1 has two relevant documents, q2 an irrelevant one."""
     folder = tmp_path_factory.mktemp("beir")
     kept = list({row["code"]: row for row in rows}.values())[:293]
     write_jsonl(
         folder / "corpus.jsonl", [{"_id": f"d{i}", "title": "", "text": r["code"]} for i, r in enumerate(kept)]
     )
     write_jsonl(folder / "queries.jsonl", [{"_id": f"q{i}", "text": r["docstring"]} for i, r in enumerate(kept[:60])])
-    judged = [f"q{i}\td{i}\t1\n" for i in range(60)] + ["q1\td7\t2\n", "q2\td9\t0\n"]
+    qrels = [f"q{i}\td{i}\t1\n" for i in range(60)] + ["q1\td7\t2\n", "q2\td9\t0\n"]
     (folder / "qrels").mkdir()
-    (folder / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(judged))
+    (folder / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(qrels))
     return folder
 
 
 @pytest.fixture
 def evaluate(tmp_path, bert, capsys):
-    """Run the evaluator in this process on flags; returns its results. Cache and output lie in tmp_path."""
+    """Return a function that runs the evaluator in this process, in tmp_path, and returns its results."""
 
     import eval_incremental as script
 
@@ -198,7 +197,7 @@ def evaluate(tmp_path, bert, capsys):
         common = [] if {"--model_name_or_path", "--run"} & set(flags) else ["--model_name_or_path", bert]
         common += ["--cache_dir", tmp_path / "cache", "--output_dir", tmp_path / output, "--corpus_chunk_size", 64]
         shutil.rmtree(tmp_path / output, ignore_errors=True)
-        script.main(script.parse_args(last_of([*common, *flags])))
+        script.main(script.parse_args(merge_flags([*common, *flags])))
         path = tmp_path / output / "metrics.json"
         if path.exists():
             results = json.loads(path.read_text())["results"]
@@ -207,7 +206,7 @@ def evaluate(tmp_path, bert, capsys):
     return run
 
 
-def stored(cache_dir):
+def count_cached(cache_dir):
     """Return the number of vectors in each embedding cache of a folder."""
     found = []
     for note in sorted(Path(cache_dir).glob("*/model.json")):
@@ -218,7 +217,7 @@ def stored(cache_dir):
 
 @pytest.fixture(scope="session")
 def reranker(tmp_path_factory, bert):
-    """Folder of a tiny CrossEncoder of random weights, some of them large enough to tell pairs apart."""
+    """Folder of a tiny CrossEncoder with random weights, scaled up so that the scores of pairs differ."""
     import torch
     from sentence_transformers import CrossEncoder
 

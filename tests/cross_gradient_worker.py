@@ -1,4 +1,4 @@
-"""Launched by test_cross_encoder.py: the gradient of one step of every loss under many settings.
+"""Compute the gradient of one step of every loss under many settings; launched by test_cross_encoder.py.
 
 accelerate launch tests/cross_gradient_worker.py MODEL SOURCE OUTPUT
 """
@@ -38,7 +38,7 @@ def parse(*flags):
 def gradients_of(flags, settings, accumulation=1):
     """Yield (gradient of a step, loss of its last batch, micro-batches on this process, rows) for each setting.
 
-    settings: (max_tokens, grad_cache). The step is of the first `accumulation` batches.
+    settings: [(max_tokens, grad_cache)]. The step accumulates the first `accumulation` batches.
     """
     args = parse(*flags)
     loss_fn = script.make_loss(args)
@@ -55,12 +55,12 @@ def gradients_of(flags, settings, accumulation=1):
 
 
 model = script.load_model(parse())
-with torch.no_grad():  # freshly initialised, documents hardly differ, and the gradient of a group cancels to 0.0005
+with torch.no_grad():  # with fresh weights, scores hardly differ, and the gradient of a group cancels to 0.0005
     for parameter in model.parameters():
         parameter.mul_(10 if parameter.ndim > 1 else 1)
 features, _ = script.make_micro_batches(["a query"], ["a document"], model, 100, accelerator.device)[0][0]
 script.freeze_unused(model, script.score(model, features, accelerator))
-prepared = accelerator.prepare(model).eval()  # no dropout: it differs from micro-batch to micro-batch
+prepared = accelerator.prepare(model).eval()  # no dropout: its masks depend on the micro-batches
 settings = [(max_tokens, cache) for max_tokens in (300, 700, 10**6) for cache in (False, True)]
 gradients = {}
 for name, flags in CASES.items():

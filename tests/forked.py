@@ -1,7 +1,7 @@
-"""Real processes without the seconds that each would take to import torch: they are forked from one that has done so.
+"""Run scripts in processes forked from a server that has imported torch: each saves the seconds of that import.
 
-The server is multiprocessing's; it is started before the first of them and ends with the tests. What a process does
-from its first line to its last, its signals, files, sockets and exit status are those of any other.
+The server is multiprocessing's forkserver. It starts before the first process and ends with the tests. Apart from the
+imports, a forked process is like any other: its signals, files, sockets and exit status are real.
 """
 
 import ctypes
@@ -21,9 +21,10 @@ ROOT = Path(__file__).parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
-def last_of(flags):
-    """The words of a command line with each flag once, as given last: a test changes flags of a fixture's."""
-    parts = []  # a flag and its values each
+def merge_flags(flags):
+    """Return the words of a command line; a repeated flag keeps only its last values, so that tests can override
+    it."""
+    parts = []  # [flag, value, ...] each
     for word in map(str, flags):
         if word.startswith("--") or not parts:
             parts.append([])
@@ -33,7 +34,7 @@ def last_of(flags):
 
 
 def run(script, flags, environment, cwd, output, network):
-    """In the forked process: what `python script flags` does, its output going to two files of the folder `output`."""
+    """Do in the forked process what `python script flags` does; stdout and stderr are files in the folder `output`."""
     if network:  # as `ip netns exec network` does
         with open(f"/run/netns/{network}") as namespace:
             assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
@@ -49,7 +50,7 @@ def run(script, flags, environment, cwd, output, network):
 
 @functools.cache
 def start_server():
-    """Once, with the scripts on its path only: what runs in an empty folder must not find them there."""
+    """Start the server once. PYTHONPATH is set for it alone: a script copied into an empty folder must not need it."""
     os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests"
     CONTEXT.set_forkserver_preload(["preload"])
     forkserver.ensure_running()
@@ -57,7 +58,7 @@ def start_server():
 
 
 def launcher_environment(*words):
-    """Return the environment that `accelerate launch words` gives a script, by accelerate's own functions."""
+    """Return the environment that `accelerate launch words` gives a script, computed by Accelerate's own functions."""
     from accelerate.commands import launch
 
     args = launch.launch_command_parser().parse_args([*map(str, words), "script"])
@@ -65,13 +66,13 @@ def launcher_environment(*words):
 
 
 class Forked:
-    """A script on so many processes of one thread each, that find one another as those of torchrun do.
+    """A script on one or more processes, which find one another by torchrun's environment variables.
 
-    environment: more of it; networks: [(namespace, address)] of hosts with a process each; own: more flags of each.
-    One that has not ended after `timeout` seconds is killed, and is a TimeoutError for whoever waits or polls.
+    environment: further variables; networks: [(namespace, address)] of hosts with one process each; per_rank: flags
+    of each process. After `timeout` seconds, poll() and wait() kill all processes and raise TimeoutError.
     """
 
-    def __init__(self, script, flags, processes=1, cwd=ROOT, timeout=240, environment=None, networks=(), own=()):
+    def __init__(self, script, flags, processes=1, cwd=ROOT, timeout=240, environment=None, networks=(), per_rank=()):
         environment = {**os.environ, "ACCELERATE_USE_CPU": "true", **(environment or {})}
         start_server()
         if processes > 1:
@@ -87,7 +88,7 @@ class Forked:
             network = networks[rank][0] if networks else None
             words = [
                 str(script),
-                last_of([*flags, *(own and own[rank])]),
+                merge_flags([*flags, *(per_rank and per_rank[rank])]),
                 environment | place,
                 str(cwd),
                 self.output,
@@ -97,14 +98,14 @@ class Forked:
             self.processes[-1].start()
 
     def poll(self):
-        """None while they run, then the exit status; where one has failed the others are killed."""
+        """Return None while they run, then the exit status; if one fails, kill the others."""
         statuses = [process.exitcode for process in self.processes]
         if any(statuses):
             self.send(signal.SIGKILL)
         elif None in statuses:
             if time.monotonic() > self.deadline:
                 self.send(signal.SIGKILL)
-                raise TimeoutError(f"no end in time; {self.read('stderr')[-4000:]}")
+                raise TimeoutError(f"timed out; {self.read('stderr')[-4000:]}")
             return None
         for process in self.processes:
             process.join()
@@ -116,11 +117,11 @@ class Forked:
         return status
 
     def send(self, number, ranks=slice(None)):
-        """A signal to each that still runs, or to those of `ranks`."""
+        """Send a signal to those of `ranks` that still run."""
         for process in self.processes[ranks]:
             if process.exitcode is None:
                 os.kill(process.pid, number)
 
     def read(self, name):
-        """What they have written to "stdout" or "stderr"."""
+        """Return what all processes have written to `name`: "stdout" or "stderr"."""
         return Path(f"{self.output}/{name}").read_text()

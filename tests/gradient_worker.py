@@ -1,4 +1,4 @@
-"""Launched by test_equalities.py: the gradient of one step under many settings, and the rows of the next batches.
+"""Compute the gradient of one step under many settings, and read 40 batches; launched by test_equalities.py.
 
 accelerate launch tests/gradient_worker.py MODEL SOURCE OUTPUT
 """
@@ -35,7 +35,7 @@ accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwar
 
 
 def open_rows(flags):
-    """Return (Args, the endless batches of rows) of a case."""
+    """Return (Args, endless iterator over the batches of rows) for flags."""
     args = script.parse_args(["--model_name_or_path", model_path, "--train_data", source, "--eval_rows", "0", *flags])
     data = script.open_data(args, script.clean_pairs)
     return args, script.row_batches(data.sources, data.weights, args)
@@ -44,11 +44,11 @@ def open_rows(flags):
 def gradients_of(flags, settings, accumulation=1):
     """Yield (gradient of a step, loss of its last batch, micro-batches of that on this process) for each setting.
 
-    settings: (max_tokens, grad_cache). The step is of the first `accumulation` batches.
+    settings: [(max_tokens, grad_cache)]. The step accumulates the first `accumulation` batches.
     """
     args, rows = open_rows(flags)
     loss_fn, rows = script.make_loss(args, model), list(islice(rows, accumulation))
-    # By mean or max pooling: the similarities of first tokens differ by less than rounding, on which a mask depends.
+    # Not cls pooling: its similarities differ by less than rounding errors, which would decide what is masked.
     guide = script.load_model(replace(args, pooling="max")).eval() if args.guide_model else None
     accelerator.gradient_accumulation_steps = accumulation
     for max_tokens, args.grad_cache in settings:
@@ -64,7 +64,7 @@ columns = ["--columns", "docstring", "code"]
 model = script.load_model(open_rows(columns)[0])
 features, _ = script.make_micro_batches(["a text"], model, 100, accelerator.device)[0][0]
 script.freeze_unused(model, script.encode(model, features, accelerator))
-prepared = accelerator.prepare(model).eval()  # no dropout: it differs from micro-batch to micro-batch
+prepared = accelerator.prepare(model).eval()  # no dropout: its masks depend on the micro-batches
 settings = [(max_tokens, cache) for max_tokens in (128, 700, 10**6) for cache in (False, True)]
 gradients = {}
 for name, flags in CASES.items():

@@ -1,6 +1,6 @@
-"""Imported by the server of forked.py: what every run would import or build anew, before the first is forked.
+"""Imported once by the server of forked.py: what every run would otherwise import or initialize again.
 
-That a run does it all by itself is for the tests that launch one for real.
+Tests that launch a script with `use_launcher` or as a subprocess check that it runs without this.
 """
 
 import gc
@@ -19,7 +19,7 @@ import eval_incremental  # noqa: F401
 import train_bi_encoder
 import train_cross_encoder  # noqa: F401
 
-transformers.utils.logging.disable_progress_bar()  # a bar has a lock, which a run that is killed could leave locked
+transformers.utils.logging.disable_progress_bar()  # a bar has a lock, which a killed run could leave locked
 random = torch.get_rng_state()
 names = ["loss", "tokens_per_second", *train_bi_encoder.MEASURES]
 train_bi_encoder.plot_metrics([{"step": step} | dict.fromkeys(names, step) for step in range(2)], io.BytesIO())
@@ -29,6 +29,6 @@ with tempfile.TemporaryDirectory() as folder:
     transformers.BertModel.from_pretrained(folder)
 torch.set_rng_state(random)
 transformers.utils.logging.enable_progress_bar()
-assert not hasattr(TqdmDefaultWriteLock, "mp_lock"), "all runs would share this lock"
+assert not hasattr(TqdmDefaultWriteLock, "mp_lock"), "forked runs would share this lock"
 gc.collect()
-gc.freeze()  # a collection in a run need not look at all this
+gc.freeze()  # exclude all this from garbage collections in the runs

@@ -1,4 +1,4 @@
-"""Bad input gets one clear line that names the source, row, column or flag; and nothing already written is lost."""
+"""Bad input is refused with one line that names the source, row, column or flag; no earlier output is lost."""
 
 import gzip
 import importlib
@@ -30,7 +30,7 @@ ROWS = [{"a": f"anchor {i} of the corpus", "b": f"positive {i} of the corpus", "
 
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(monkeypatch, tmp_path):
-    """Runs write into out/; main leaves a SIGTERM handler behind, which later tests must not have."""
+    """Run in an empty folder; restore the SIGTERM handler, which a trainer's main() replaces."""
     monkeypatch.chdir(tmp_path)
     torch.set_num_threads(1)
     handler = signal.getsignal(signal.SIGTERM)
@@ -40,7 +40,7 @@ def in_an_empty_folder(monkeypatch, tmp_path):
 
 @pytest.fixture
 def flags(static):
-    """Flags of a run of four steps, two epochs of the 52 rows that are not held out; --train_data is missing."""
+    """Flags of a run of four steps: two epochs of the 52 rows that are not held out. Tests add --train_data."""
     return run_flags(static)
 
 
@@ -55,7 +55,7 @@ def jsonl(name, rows=ROWS):
 
 
 def with_flags(flags, changed):
-    """Return flags with those of `changed` in place of their own."""
+    """Return `flags`, overridden by those of `changed`."""
     given = {}
     for word in map(str, [*flags, *changed]):
         if word.startswith("--"):
@@ -71,7 +71,7 @@ def train(flags, *changed):
 
 @pytest.fixture
 def refusal(capsys):
-    """Return a function that runs the script and returns the one line it is refused with."""
+    """Return a function that runs the script, which must refuse its input, and returns the one-line message."""
 
     def run(flags, *changed):
         try:
@@ -82,15 +82,15 @@ def refusal(capsys):
             assert error.code == 2
             message = capsys.readouterr().err.splitlines()[-1].partition("error: ")[2]
         else:
-            pytest.fail("accepted")
+            pytest.fail("not refused")
         assert message and "\n" not in message
         return message
 
     return run
 
 
-def replaced(rows, number, **cells):
-    """Return the rows with other cells in one of them."""
+def replace_cells(rows, number, **cells):
+    """Return the rows with new values in some cells of one row."""
     return [{**row, **cells} if i == number else row for i, row in enumerate(rows)]
 
 
@@ -98,7 +98,7 @@ def snapshot(folder):
     return {path: path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
 
 
-def streamed(way):
+def streaming(way):
     return ["--streaming"] * (way == "streamed")
 
 
@@ -124,24 +124,24 @@ def assert_one_error_line(result, *words):
     assert result.returncode not in (0, None)
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert all(word in line for word in words), line
-    assert f'File "{SCRIPT}"' not in result.stderr  # a traceback of the script's
+    assert f'File "{SCRIPT}"' not in result.stderr  # no traceback from the script
 
 
 def test_one_error_line_and_exit_code(flags):
-    jsonl("x.jsonl", replaced(ROWS, 30, b=""))
+    jsonl("x.jsonl", replace_cells(ROWS, 30, b=""))
     result = launch(SCRIPT, *flags, "--train_data", "x.jsonl", cwd=os.getcwd(), check=False)
     assert_one_error_line(result, "x.jsonl", "anchor 30", "'b'", "--on_bad_row skip")
 
 
 def test_batch_smaller_than_the_process_count(flags):
-    """On two processes: one line although both of them meet the error."""
+    """Two processes raise the error, but only one line is printed."""
     given = with_flags(flags, ["--train_data", jsonl("x.jsonl"), "--batch_size", 1])
     result = launch(SCRIPT, *given, processes=2, cwd=os.getcwd(), check=False)
     assert_one_error_line(result, "--batch_size 1", "2 processes")
 
 
-def test_full_disk_during_a_checkpoint(flags, tmp_path, say):
-    """A tmpfs with room for one checkpoint and half of the next."""
+def test_full_disk_during_a_checkpoint(flags, tmp_path, report):
+    """A tmpfs with space for one checkpoint and half of the next."""
     flags = [*flags, "--train_data", jsonl("x.jsonl")]
     train(flags, "--max_steps", 2)
     size = sum(map(len, snapshot(tmp_path / "out/checkpoints").values()))
@@ -149,7 +149,7 @@ def test_full_disk_during_a_checkpoint(flags, tmp_path, say):
     os.mkdir("out")
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={int(size * 1.5)}", "tmpfs", "out"])
     if mounted.returncode:
-        pytest.skip("no right to mount a small file system")
+        pytest.skip("no permission to mount a tmpfs")
     try:
         with pytest.raises(script.UserError, match="step_00000004.*No space left") as caught:
             train(flags)
@@ -158,13 +158,13 @@ def test_full_disk_during_a_checkpoint(flags, tmp_path, say):
         subprocess.run(["mount", "-o", "remount,size=100m", "out"], check=True)
         train(flags, "--resume")
         assert checkpoints() == ["step_00000002", "step_00000004"]
-        say("a disk too full for the next checkpoint", 1, "one line; with room, resumed from the one before")
+        report("a disk too full for the next checkpoint", 1, "one-line error; then resumed from the previous one")
     finally:
         subprocess.run(["umount", "--lazy", "out"], check=True)  # weights read from it may still be mapped
 
 
-def test_what_gets_its_name_is_on_disk(flags, monkeypatch):
-    """Each file of a checkpoint and of the model as it stays, and their folders, are synced before the rename."""
+def test_files_are_synced_before_the_rename(flags, monkeypatch):
+    """Every file and folder of a checkpoint or model has been synced, at its final size, when it is renamed."""
     synced, at_rename, fsync, rename = {}, {}, os.fsync, Path.rename
 
     def record_fsync(descriptor):
@@ -187,7 +187,7 @@ def test_what_gets_its_name_is_on_disk(flags, monkeypatch):
 @pytest.mark.parametrize("what, more", [("checkpoint", []), ("checkpoint", ["--save_total_limit", 1]), ("model", [])],
                          ids=["checkpoint", "the only checkpoint", "model"])  # fmt: skip
 def test_files_that_cannot_grow(flags, monkeypatch, what, more):
-    """RLIMIT_FSIZE stands for a full disk: no file may pass 40 kB from the second checkpoint, or the model, on."""
+    """RLIMIT_FSIZE imitates a full disk: from the second checkpoint or the model on, no file can exceed 40 kB."""
     real, calls = script.save_atomically, []
 
     def limited(folder, write):
@@ -206,7 +206,7 @@ def test_files_that_cannot_grow(flags, monkeypatch, what, more):
     assert newest() == (2 if what == "checkpoint" else 4)
 
 
-# ------------------------------------------------------------------------------------------------------ the sources
+# ------------------------------------------------------------------------------------------------------ sources
 
 
 @pytest.mark.parametrize("source", ["missing.parquet", "missing-*.jsonl", "folder", "./folder/x", "nothing_here",
@@ -236,8 +236,8 @@ def test_truncated_file(flags, refusal, suffix, way):
     shutil.copy(name, "kept")
     for share in (0.0, 0.3, 0.99):
         os.truncate(name, int(os.path.getsize(name) * share))
-        # a stream meets the damage when it gets there: within the first window of shuffled rows
-        assert name in refusal(flags, "--train_data", name, *streamed(way))
+        # a stream fails when it reaches the damage, here within the first shuffle window
+        assert name in refusal(flags, "--train_data", name, *streaming(way))
         shutil.rmtree("out", ignore_errors=True)
         shutil.copy("kept", name)
 
@@ -247,7 +247,7 @@ def test_zst_cut_in_the_middle(flags, refusal, way):
     with zstandard.open("x.jsonl.zst", "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in ROWS * 100)
     os.truncate("x.jsonl.zst", os.path.getsize("x.jsonl.zst") // 2)
-    assert "x.jsonl.zst" in refusal(flags, "--train_data", "x.jsonl.zst", *streamed(way))
+    assert "x.jsonl.zst" in refusal(flags, "--train_data", "x.jsonl.zst", *streaming(way))
 
 
 @both_ways
@@ -255,15 +255,15 @@ def test_zst_cut_in_the_middle(flags, refusal, way):
 def test_malformed_json_line(flags, refusal, line, way):
     lines = [json.dumps(row) for row in ROWS]
     Path("x.jsonl").write_text("\n".join([*lines[:41], line, *lines[41:]]) + "\n")
-    assert "x.jsonl" in refusal(flags, "--train_data", "x.jsonl", *streamed(way))
+    assert "x.jsonl" in refusal(flags, "--train_data", "x.jsonl", *streaming(way))
 
 
 @both_ways
 def test_malformed_csv_line(flags, refusal, way):
-    """A comma too many would shift the columns, so a row with more cells than the header is no row."""
+    """A row with more cells than the header is refused: an extra comma would shift its columns."""
     lines = ["a,b", *(f"{row['a']},{row['b']}" for row in ROWS), '"anchor, unquoted", and a comma, positive']
     Path("x.csv").write_text("\n".join(lines))
-    assert "x.csv" in refusal(flags, "--train_data", "x.csv", *streamed(way))
+    assert "x.csv" in refusal(flags, "--train_data", "x.csv", *streaming(way))
 
 
 @both_ways
@@ -273,8 +273,8 @@ def test_file_without_rows(flags, refusal, suffix, way):
     Path(name).touch()
     if suffix == "parquet":
         pq.write_table(pa.Table.from_pylist(ROWS[:0], pa.schema({"a": pa.string(), "b": pa.string()})), name)
-    assert name in refusal(flags, "--train_data", name, *streamed(way))
-    assert name in refusal(flags, "--train_data", jsonl("y.jsonl"), name, *streamed(way))
+    assert name in refusal(flags, "--train_data", name, *streaming(way))
+    assert name in refusal(flags, "--train_data", jsonl("y.jsonl"), name, *streaming(way))
 
 
 # ------------------------------------------------------------------------------------------------- columns and rows
@@ -282,12 +282,12 @@ def test_file_without_rows(flags, refusal, suffix, way):
 
 @both_ways
 def test_missing_column(flags, refusal, way):
-    message = refusal(flags, "--train_data", jsonl("x.jsonl"), "--columns", "a", "c", *streamed(way))
+    message = refusal(flags, "--train_data", jsonl("x.jsonl"), "--columns", "a", "c", *streaming(way))
     assert "x.jsonl" in message and "c" in message and "score" in message
-    message = refusal(flags, "--train_data", "x.jsonl", "--label_column", "stars", *streamed(way))
+    message = refusal(flags, "--train_data", "x.jsonl", "--label_column", "stars", *streaming(way))
     assert "x.jsonl" in message and "stars" in message
     other = jsonl("y.jsonl", [{"a": "an anchor", "c": "a positive"}])
-    assert "y.jsonl" in refusal(flags, "--train_data", "x.jsonl", other, *streamed(way))
+    assert "y.jsonl" in refusal(flags, "--train_data", "x.jsonl", other, *streaming(way))
 
 
 @pytest.mark.parametrize("row", [{"a": "text"}, {"score": 1.0}])
@@ -299,9 +299,9 @@ def test_too_few_columns(static, refusal, row):
 @both_ways
 @pytest.mark.parametrize("text", [None, "", "  \n"])
 def test_bad_rows_are_refused_or_skipped_and_counted(flags, refusal, capsys, text, way):
-    """52 rows are left beside the eight held out; one epoch is 52 rows with 3 bad ones among them."""
-    rows = replaced(replaced(replaced(ROWS, 20, a=None), 33, b=text), 50, score=None)
-    given = [*flags, "--train_data", jsonl("x.jsonl", rows), *streamed(way), "--label_column", "score"]
+    """Of the 52 rows that are not held out, 3 are bad: one batch of 49 rows reads them all."""
+    rows = replace_cells(replace_cells(replace_cells(ROWS, 20, a=None), 33, b=text), 50, score=None)
+    given = [*flags, "--train_data", jsonl("x.jsonl", rows), *streaming(way), "--label_column", "score"]
     given += ["--loss", "CoSENTLoss", "--batch_size", 49, "--max_steps", 1]
     message = refusal(given)
     assert "x.jsonl" in message and "--on_bad_row skip" in message
@@ -311,14 +311,14 @@ def test_bad_rows_are_refused_or_skipped_and_counted(flags, refusal, capsys, tex
     assert "3 bad rows skipped" in capsys.readouterr().out
 
 
-def test_nothing_but_bad_rows(flags, refusal):
+def test_only_bad_rows(flags, refusal):
     rows = [{**row, "b": ""} for row in ROWS]
     assert "x.jsonl" in refusal(flags, "--train_data", jsonl("x.jsonl", rows), "--on_bad_row", "skip")
 
 
 def test_a_bad_row_in_the_middle_loses_no_step(flags, refusal):
-    """It leaves a checkpoint of the last step; resumed with skip, the run equals one that skipped all along."""
-    given = [*flags, "--train_data", jsonl("x.jsonl", replaced(ROWS * 4, 200, b="")), "--shuffle_buffer", 60]
+    """The last good step is saved; resumed with --on_bad_row skip, the run equals one that skipped from the start."""
+    given = [*flags, "--train_data", jsonl("x.jsonl", replace_cells(ROWS * 4, 200, b="")), "--shuffle_buffer", 60]
     given += ["--batch_size", 16, "--max_steps", 16, "--save_steps", 0]
     assert "--on_bad_row skip" in refusal(given)
     assert 0 < newest() < 16
@@ -330,14 +330,14 @@ def test_a_bad_row_in_the_middle_loses_no_step(flags, refusal):
 
 
 @both_ways
-def test_resume_on_mended_data(flags, refusal, way):
-    """Refused, naming the flag that accepts it; accepted, it trains what a run on the mended data trains."""
-    given = [*flags, "--shuffle_buffer", 60, "--batch_size", 16, "--max_steps", 16, "--save_steps", 0, *streamed(way)]
-    bad, mended = replaced(ROWS * 4, 200, b=""), replaced(ROWS * 4, 200, b="a mended text")
-    train(given, "--train_data", jsonl("x.jsonl", mended), "--output_dir", "whole")
+def test_resume_on_corrected_data(flags, refusal, way):
+    """Refused without --accept_changed_data; with it, the run equals one on the corrected data from the start."""
+    given = [*flags, "--shuffle_buffer", 60, "--batch_size", 16, "--max_steps", 16, "--save_steps", 0, *streaming(way)]
+    bad, corrected = replace_cells(ROWS * 4, 200, b=""), replace_cells(ROWS * 4, 200, b="a corrected text")
+    train(given, "--train_data", jsonl("x.jsonl", corrected), "--output_dir", "whole")
     assert "'b' has no text" in refusal(given, "--train_data", jsonl("x.jsonl", bad))
     assert 0 < newest() < 16
-    jsonl("x.jsonl", mended)
+    jsonl("x.jsonl", corrected)
     message = refusal(given, "--train_data", "x.jsonl", "--resume")
     assert "x.jsonl has changed" in message and "--accept_changed_data" in message
     train(given, "--train_data", "x.jsonl", "--resume", "--accept_changed_data")
@@ -351,9 +351,9 @@ def test_a_run_that_ends_within_a_length_window(flags):
 
 
 @pytest.mark.parametrize("kind", ["transformer", "static"])
-def test_long_row_is_cut_and_trains(flags, bert, kind):
-    """Of 20,000 words, with micro-batches of 16 tokens."""
-    jsonl("x.jsonl", replaced(ROWS, 33, b="word " * 20_000))
+def test_a_long_text_is_truncated(flags, bert, kind):
+    """A text of 20,000 words, with micro-batches of 16 tokens."""
+    jsonl("x.jsonl", replace_cells(ROWS, 33, b="word " * 20_000))
     model = ["--model_name_or_path", bert] if kind == "transformer" else []
     train(flags, *model, "--train_data", "x.jsonl", "--micro_batch_tokens", 16, "--max_length", 64, "--max_steps", 2)
     assert weights()
@@ -363,13 +363,13 @@ def test_long_row_is_cut_and_trains(flags, bert, kind):
 
 
 @pytest.mark.parametrize("weights", [["1"], ["1", "2", "3"], ["1", "-1"], ["1", "0"], ["1", "nan"], ["1", "inf"]])
-def test_mixing_weights_of_the_wrong_count_or_sign(flags, refusal, weights):
+def test_wrong_mixing_weights(flags, refusal, weights):
     jsonl("x.jsonl"), jsonl("y.jsonl")
     assert "--mixing_weights" in refusal(flags, "--train_data", "x.jsonl", "y.jsonl", "--mixing_weights", *weights)
 
 
 def test_a_flag_given_twice(bert, capsys):
-    """Refused in one line by every script, whichever way it is spelled; a file of flags may be overridden."""
+    """Refused in one line, whether spelled `--a b` or `--a=b`; a flag may still override a file of flags."""
     import eval_incremental
     import prepare_corpus
     import train_cross_encoder
@@ -428,7 +428,7 @@ WRONG_FLAGS = """\
 
 @pytest.mark.parametrize("wrong", WRONG_FLAGS.splitlines())
 def test_wrong_flag(flags, refusal, monkeypatch, wrong):
-    """A value no run can mean is neither replaced by the default silently, nor a traceback."""
+    """An invalid value is refused in one line; it neither falls back to the default nor prints a traceback."""
     words = wrong.split(" ")
     if wrong.count("--seed") == 2:
         monkeypatch.setitem(globals(), "with_flags", lambda flags, changed: list(map(str, [*flags, *changed])))
@@ -446,7 +446,7 @@ def test_damaged_weights_of_the_model(flags, refusal, bert, tmp_path):
 
 
 def test_one_labelled_row_to_evaluate_on(flags):
-    """There is no correlation of one pair; the run refuses it or does without, but does not fail halfway."""
+    """The correlation of one pair is undefined: the run refuses it at once, or trains without it."""
     label = ["--label_column", "score", "--loss", "CoSENTLoss", "--eval_rows", 1]
     try:
         train(flags, "--train_data", jsonl("x.jsonl"), *label)
@@ -457,7 +457,7 @@ def test_one_labelled_row_to_evaluate_on(flags):
 @pytest.mark.parametrize("text", ["nosuchflag: 1", "mix_by: column", "on_bad_row: ignore", "seed: 2.5", "- a: b",
                                   "seed: many", "{"])  # fmt: skip
 def test_wrong_file_of_flags(flags, refusal, monkeypatch, text):
-    """A value in it is checked like that of a flag."""
+    """Values in the file are checked like those of flags."""
     Path("args.yaml").write_text(text + "\n")
     monkeypatch.setitem(globals(), "with_flags", lambda flags, changed: ["args.yaml", *map(str, [*flags, *changed])])
     message = refusal(flags, "--train_data", jsonl("x.jsonl"))
@@ -465,7 +465,7 @@ def test_wrong_file_of_flags(flags, refusal, monkeypatch, text):
 
 
 def test_file_of_flags_and_flags_that_override_it():
-    """One source is one source, whether in a list or not; a loss's arguments are JSON or YAML."""
+    """In YAML or JSON; one source need not be a list, and --loss_kwargs may be a mapping."""
     Path("args.yaml").write_text(
         "train_data: x.jsonl\nbatch_size: 8\nseed: 3\nmix_by: batch\nlearning_rate: 2e-5\n"
         "loss_kwargs: {symmetric: true}\nprompts: ['query: ', '']\nmax_length: null\ngrad_cache: true\n"
@@ -483,11 +483,11 @@ def test_no_demo_corpus(refusal):
     assert "python prepare_corpus.py" in refusal([])
 
 
-# ------------------------------------------------------------------------------------------------ runs already there
+# ------------------------------------------------------------------------------------------------ existing runs
 
 
 @pytest.fixture(scope="module")
-def run_once(static, tmp_path_factory):
+def finished_run(static, tmp_path_factory):
     """Folder of a finished run, with checkpoints of steps 2 and 4."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder := tmp_path_factory.mktemp("run"))
@@ -498,9 +498,9 @@ def run_once(static, tmp_path_factory):
 
 
 @pytest.fixture
-def finished(run_once, flags, monkeypatch):
-    """Flags of a run that is in out/ as it finished."""
-    monkeypatch.chdir(run_once)
+def finished(finished_run, flags, monkeypatch):
+    """Flags of the finished run; out/ is a fresh copy of its output."""
+    monkeypatch.chdir(finished_run)
     shutil.rmtree("out")
     shutil.rmtree("again", ignore_errors=True)
     shutil.copytree("as_finished", "out")
@@ -543,8 +543,8 @@ warmup_ratio weight_decay"""
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_every_flag_is_for_resume_or_may_change(name):
-    """A new flag has to be put down on one of the two lists; each of the former is compared."""
+def test_every_flag_is_in_resume_args_or_may_change(name):
+    """Each flag is in RESUME_ARGS, where a change is refused, or in MAY_CHANGE: a new flag must be added to one."""
     trainer, data = importlib.import_module(name), SimpleNamespace(description=[])
     args, kept = trainer.Args(), trainer.RESUME_ARGS.split()
     assert sorted(set(asdict(args)) - set(kept)) == MAY_CHANGE.split()
@@ -555,7 +555,7 @@ def test_every_flag_is_for_resume_or_may_change(name):
 
 
 def test_resume_with_flags_that_may_change(finished):
-    train(finished, "--resume", "--max_steps", 2)  # fewer than were done: nothing is left to do
+    train(finished, "--resume", "--max_steps", 2)  # fewer steps than were done: nothing to do
     assert newest() == 4
     train(finished, "--resume", "--learning_rate", 1e-4, "--max_steps", 5, "--save_steps", 3)
     assert newest() == 5
@@ -571,7 +571,7 @@ def test_resume_with_changed_eval_data(flags, refusal):
 @both_ways
 @pytest.mark.parametrize("change", ["rows added", "rows replaced"])
 def test_resume_with_changed_data(flags, refusal, tmp_path, change, way):
-    flags = [*flags, "--train_data", jsonl("x.jsonl"), *streamed(way)]
+    flags = [*flags, "--train_data", jsonl("x.jsonl"), *streaming(way)]
     train(flags, "--max_steps", 2)
     before = snapshot(tmp_path / "out")
     others = [{"a": f"other {i}", "b": f"text {i}"} for i in range(60)]
@@ -591,7 +591,7 @@ def damage(path):
 
 
 def model_file(checkpoint):
-    """Return the weights of a checkpoint."""
+    """Return the path of a checkpoint's weights."""
     (path,) = [path for path in Path(checkpoint).rglob("*.safetensors") if path.name != "optimizer.safetensors"]
     return path
 
@@ -612,22 +612,22 @@ def test_damaged_checkpoint_is_reported_and_skipped(finished, capfd, file, how):
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_damaged_checkpoint_does_not_push_out_intact_ones(finished, keep):
-    """The damaged one has the highest number; the step between is what a run killed after it must find."""
+def test_a_damaged_checkpoint_does_not_replace_an_intact_one(finished, keep):
+    """Step 3, saved after resuming from step 2, is kept although the damaged checkpoint is of step 4."""
     damage(model_file("out/checkpoints/step_00000004"))
     train(finished, "--resume", "--max_steps", 3, "--save_total_limit", keep)
     assert newest() == 3
 
 
-def test_resumed_past_a_damaged_checkpoint_it_reaches_the_same_weights(finished):
+def test_resume_past_a_damaged_checkpoint_gives_the_same_weights(finished):
     whole = weights()
     damage(model_file("out/checkpoints/step_00000004"))
     train(finished, "--resume")
     assert weights() == whole and newest() == 4
 
 
-def test_what_a_killed_run_left_is_removed(finished):
-    """Killed between its last checkpoint and the removal of the oldest, or while it wrote one."""
+def test_leftovers_of_a_killed_run_are_removed(finished):
+    """An old checkpoint that was about to be removed, and one that was being written."""
     before = sorted(Path("out/checkpoints").iterdir())
     for name in ("step_00000001", ".step_00000003.part"):
         shutil.copytree(before[-1], Path("out/checkpoints") / name)
@@ -635,8 +635,8 @@ def test_what_a_killed_run_left_is_removed(finished):
     assert checkpoints() == ["step_00000004", "step_00000005"]
 
 
-def test_only_damaged_checkpoints_lose_nothing(finished, refusal):
-    """Without an intact one --resume must not begin again over what may yet be repaired."""
+def test_resume_is_refused_if_no_checkpoint_is_intact(finished, refusal):
+    """The run must not start anew and overwrite checkpoints that might be repaired."""
     for path in Path("out/checkpoints").iterdir():
         damage(model_file(path))
     before = snapshot("out")
@@ -644,8 +644,8 @@ def test_only_damaged_checkpoints_lose_nothing(finished, refusal):
     assert snapshot("out") == before
 
 
-def test_args_yaml_of_a_run_runs_again(finished, monkeypatch):
-    """It is all that a run needs."""
+def test_args_yaml_reproduces_the_run(finished, monkeypatch):
+    """Its flags alone give the same weights."""
     given = yaml.safe_load(Path("out/args.yaml").read_text())
     assert given["train_data"] == ["x.jsonl"]
     script.main(script.parse_args(["out/args.yaml", "--output_dir", "again"]))
@@ -656,7 +656,7 @@ def test_args_yaml_of_a_run_runs_again(finished, monkeypatch):
 
 
 def test_loss_that_turns_nan_keeps_the_last_good_checkpoint(flags, refusal, monkeypatch):
-    """At the third step."""
+    """The loss of the third step is NaN."""
     real, calls = script.forward_backward, []
 
     def forward_backward(*given):
@@ -672,7 +672,7 @@ def test_loss_that_turns_nan_keeps_the_last_good_checkpoint(flags, refusal, monk
 
 
 def test_weights_that_overflow_never_reach_a_checkpoint(flags, bert, refusal):
-    """A learning rate of 1e38 leaves a finite loss and weights that are infinite a step later."""
+    """With a learning rate of 1e38, weights overflow while the loss is still finite."""
     rate = ["--learning_rate", 1e38, "--weight_decay", 1e3, "--warmup_ratio", 0, "--save_steps", 1]
     given = ["--model_name_or_path", bert, "--train_data", jsonl("x.jsonl"), *rate, "--max_steps", 20]
     assert "--learning_rate" in refusal(flags, *given)
@@ -682,7 +682,7 @@ def test_weights_that_overflow_never_reach_a_checkpoint(flags, bert, refusal):
 
 
 def test_model_with_a_nan_weight(flags, bert, refusal, tmp_path, capsys):
-    """It is refused at the first step at the latest, and its evaluation before is not a perfect score."""
+    """Refused at the first step at the latest; the evaluation before it does not report a perfect score."""
     shutil.copytree(bert, tmp_path / "model")
     tensors = load_file(tmp_path / "model/model.safetensors")
     tensors["embeddings.LayerNorm.weight"][0] = float("nan")

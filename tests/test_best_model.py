@@ -1,4 +1,4 @@
-"""--metric_for_best_model and --early_stopping_patience: whole runs, stopped runs, adapters and refusals."""
+"""--metric_for_best_model and --early_stopping_patience: uninterrupted and stopped runs, adapters, refused flags."""
 
 import importlib
 import math
@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from conftest import ROOT, TRAINERS, few_or_all, launch, metrics, write_jsonl
-from forked import Forked, last_of
+from forked import Forked, merge_flags
 from test_resume import signal_when
 
 RATES = {"rows_per_second", "tokens_per_second", "data_wait_fraction"}
@@ -16,11 +16,11 @@ MEASURE = {"train_bi_encoder": "nDCG@10", "train_cross_encoder": "loss"}
 
 
 def train(name, *flags):
-    """A run in this process, whose handler of SIGTERM is kept."""
+    """Run a trainer in this process without replacing the SIGTERM handler."""
     script = importlib.import_module(name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(signal, "signal", lambda *_: None)
-        script.main(script.parse_args(last_of(flags)))
+        script.main(script.parse_args(merge_flags(flags)))
 
 
 def lines(output):
@@ -31,13 +31,13 @@ def saved_weights(folder):
     return (folder / "model.safetensors").read_bytes()
 
 
-def left(output):
-    """What must be equal in the end."""
+def final_state(output):
+    """Return what a resumed run must reproduce: metrics and final weights."""
     return lines(output), saved_weights(output / "model")
 
 
 def naive_best(name, found):
-    """(step of the best line, steps of the measured lines)."""
+    """Return (step of the best evaluation, steps of all evaluations)."""
     sign = -1 if MEASURE[name] == "loss" else 1
     values = {line["step"]: sign * line[MEASURE[name]] for line in found if line["step"] and MEASURE[name] in line}
     return next(step for step, value in values.items() if value == max(values.values())), list(values)
@@ -49,8 +49,8 @@ def kept_steps(output):
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory, rows, bert):
-    """{trainer: flags} of runs that are at their best in the middle: four steps of the bi-encoder pair the held-out
-    queries with their documents, twelve with others; seven batches of the cross-encoder have ever fewer documents."""
+    """{trainer: flags} of runs whose best step is in the middle. The bi-encoder trains four steps on the held-out
+    pairs, then twelve on wrong ones; the cross-encoder's lists, and so its loss, shrink for seven steps."""
     folder, texts = tmp_path_factory.mktemp("rows"), rows[:32]
     wrong = [{**row, "code": texts[i // 16 * 16 + (i + 1) % 16]["code"]} for i, row in enumerate(texts)]
     write_jsonl(folder / "held_out.jsonl", texts)
@@ -75,9 +75,9 @@ def settings(tmp_path_factory, rows, bert):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, settings):
-    """whole(trainer, processes): the folder of a run that was not stopped."""
-    folder, done = tmp_path_factory.mktemp("whole"), {}
+def undisturbed(tmp_path_factory, settings):
+    """undisturbed(trainer, processes) returns the output folder of a run that was not stopped."""
+    folder, done = tmp_path_factory.mktemp("undisturbed"), {}
 
     def run(name, processes=1):
         if (name, processes) not in done:
@@ -89,8 +89,8 @@ def whole(tmp_path_factory, settings):
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_the_model_is_that_of_the_best_evaluation(whole, name):
-    output = whole(name)
+def test_the_saved_model_is_that_of_the_best_evaluation(undisturbed, name):
+    output = undisturbed(name)
     found = lines(output)
     best, _ = naive_best(name, found)
     assert found[0]["step"] == 0 and (best == 7 if name == "train_cross_encoder" else 2 < best < STEPS - 2)
@@ -108,37 +108,37 @@ STOPPED = [("train_bi_encoder", 2, signal.SIGTERM, 5), ("train_cross_encoder", 1
 @pytest.mark.parametrize(
     "name, processes, number, step", few_or_all(STOPPED, TRAINERS, [1, 2], [signal.SIGKILL, signal.SIGTERM], [5, 11])
 )
-def test_stopped_and_resumed(whole, settings, tmp_path, name, processes, number, step):
-    """Before the best or behind it, whose checkpoint outlives later ones."""
+def test_stopped_and_resumed(undisturbed, settings, tmp_path, name, processes, number, step):
+    """Stopped before or after the best step, whose checkpoint outlives later ones."""
     script, flags = ROOT / f"{name}.py", [*settings[name], "--output_dir", tmp_path]
     process = Forked(script, flags, processes)
     assert signal_when(process, tmp_path, step, number) == (0 if number == signal.SIGTERM else -number)
     assert not (tmp_path / "model").exists() and step <= metrics(tmp_path)[-1]["step"] < STEPS
     launch(script, *flags, "--resume", processes=processes)
-    assert left(tmp_path) == left(whole(name, processes))
-    assert kept_steps(tmp_path) == kept_steps(whole(name, processes))
+    assert final_state(tmp_path) == final_state(undisturbed(name, processes))
+    assert kept_steps(tmp_path) == kept_steps(undisturbed(name, processes))
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_patience(whole, settings, tmp_path, name):
-    """The run is the whole one, cut three evaluations after the best; its resume takes no step."""
+def test_patience(undisturbed, settings, tmp_path, name):
+    """The run equals the undisturbed one up to three evaluations after the best; its resume takes no step."""
     flags = [*settings[name], "--output_dir", tmp_path, "--early_stopping_patience", 3]
     train(name, *flags)
-    best, measured = naive_best(name, lines(whole(name)))
+    best, measured = naive_best(name, lines(undisturbed(name)))
     last = measured[measured.index(best) + 3]
-    assert last < STEPS and lines(tmp_path) == [line for line in lines(whole(name)) if line["step"] <= last]
+    assert last < STEPS and lines(tmp_path) == [line for line in lines(undisturbed(name)) if line["step"] <= last]
     assert kept_steps(tmp_path) == [best, last]
-    wanted = saved_weights(whole(name) / "model")
-    assert saved_weights(tmp_path / "model") == wanted
+    expected = saved_weights(undisturbed(name) / "model")
+    assert saved_weights(tmp_path / "model") == expected
     before = metrics(tmp_path)
     shutil.rmtree(tmp_path / "model")
     train(name, *flags, "--resume")
-    assert metrics(tmp_path) == before and saved_weights(tmp_path / "model") == wanted
+    assert metrics(tmp_path) == before and saved_weights(tmp_path / "model") == expected
     assert kept_steps(tmp_path) == [best, last]
 
 
 def test_adapters(settings, tmp_path):
-    """The merged model is that of a run which ends at the best step."""
+    """The merged model equals that of a run that ends at the best step."""
     name = "train_bi_encoder"
     flags = [*settings[name], "--lora_rank", 2, "--learning_rate", 0.04]
     train(name, *flags, "--output_dir", tmp_path / "best")
@@ -150,7 +150,7 @@ def test_adapters(settings, tmp_path):
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_unknown_measures(settings, tmp_path, name):
-    """Also of a run without evaluation."""
+    """Refused with a list of the measures, also if nothing is evaluated."""
     error = importlib.import_module(name).UserError
     flags = [*settings[name], "--metric_for_best_model", "nDCG@5"]
     for output, more, measured in (
@@ -162,10 +162,10 @@ def test_unknown_measures(settings, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_a_damaged_best_checkpoint(whole, settings, tmp_path, name):
-    """It is said in one line, and model/ is left as it is."""
+def test_a_damaged_best_checkpoint(undisturbed, settings, tmp_path, name):
+    """Reported in one line; model/ is not written."""
     output = tmp_path / "out"
-    shutil.copytree(whole(name), output)
+    shutil.copytree(undisturbed(name), output)
     best, _ = naive_best(name, lines(output))
     path = output / f"checkpoints/step_{best:08}"
     (path / "model.safetensors").write_bytes(saved_weights(path)[:-1] + b"x")
@@ -183,8 +183,8 @@ def test_patience_without_a_measure(name, capsys):
     assert "--early_stopping_patience requires --metric_for_best_model" in capsys.readouterr().err
 
 
-def test_the_best_of_lines():
-    """The first step aside, lines of other measures aside, the first of equal ones, one that is not a number last."""
+def test_best_evaluation():
+    """Step 0 and records without the measure are ignored; of equal values the first is best; NaN is worst."""
     best = importlib.import_module("train_bi_encoder").best_evaluation
 
     def records(*values):

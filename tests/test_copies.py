@@ -1,4 +1,4 @@
-"""What stands in several scripts is the same text in each, and a section that says so stands there."""
+"""Functions, classes and sections shared by several scripts are the same text in each."""
 
 import ast
 import re
@@ -6,20 +6,20 @@ import re
 from conftest import ROOT
 
 SCRIPTS = ["train_bi_encoder", "train_cross_encoder", "eval_incremental", "mine_negatives", "prepare_corpus"]
-# Of these each script has its own, by the same name since they do the same for another kind of row, model or output.
+# Each script has its own version of these: the same purpose, for another kind of row, model or output.
 OWN = {"main", "Args", "parse_args", "Batch", "make_batches", "make_micro_batches", "load_model", "make_loss",
        "margin_mse", "kl", "model_card", "encode", "forward_backward", "evaluate"}  # fmt: skip
 HEADING = re.compile(r"^# -+ (.+?)(?: \(same in (.+)\))?$", re.M)
 
 
 def read_scripts():
-    """Return {name: text} of the scripts of the second edition: those with a UserError."""
+    """Return {file name: text} of the scripts."""
     texts = {f"{name}.py": ROOT / f"{name}.py" for name in SCRIPTS if (ROOT / f"{name}.py").exists()}
     return {name: path.read_text() for name, path in texts.items() if "class UserError" in path.read_text()}
 
 
 def drifted(texts):
-    """Return [(name, script, script)] of definitions at the top of several `texts` ({script: source}) that differ."""
+    """Return [(name, script, other script)] of top-level definitions that differ in `texts`, {script: source}."""
     seen, found = {}, []
     for script, text in texts.items():
         lines = text.splitlines()
@@ -34,7 +34,7 @@ def drifted(texts):
 
 
 def missing_sections(texts):
-    """Return [(heading, script, other script)] of sections that are not the same text in the script they name."""
+    """Return [(heading, script, other script)] of sections that do not occur in the script they name."""
     found = []
     for script, text in texts.items():
         headings = list(HEADING.finditer(text))
@@ -46,17 +46,17 @@ def missing_sections(texts):
     return found
 
 
-def test_same_name_same_text():
+def test_definitions_of_the_same_name_are_equal():
     assert drifted(read_scripts()) == []
 
 
-def test_sections_that_are_the_same_elsewhere():
+def test_marked_sections_are_equal():
     scripts = read_scripts()
     assert missing_sections(scripts) == []
     assert "(same in train_cross_encoder.py)" in scripts["train_bi_encoder.py"]
 
 
-def test_drift_is_seen():
+def test_drift_is_detected():
     a, b = "def cut(x):\n    return x\n", "def cut(x):\n    return -x\n"
     assert drifted({"a.py": a, "b.py": a}) == []
     assert drifted({"a.py": a, "b.py": b}) == [("cut", "a.py", "b.py")]
@@ -65,4 +65,4 @@ def test_drift_is_seen():
     head, tail = "# ----- data (same in b.py)\nX = 1\n\n\n" + a, "# ----- step\nY = 2\n"
     assert missing_sections({"a.py": head + tail, "b.py": "X = 1\n\n\n" + a + "Z = 3\n"}) == []
     assert missing_sections({"a.py": head + tail, "b.py": "X = 2\n\n\n" + a}) == [("data", "a.py", "b.py")]
-    assert missing_sections({"a.py": head + tail, "c.py": ""}) == []  # b.py has yet to come
+    assert missing_sections({"a.py": head + tail, "c.py": ""}) == []  # b.py is not given

@@ -1,4 +1,4 @@
-"""The cross-encoder: losses, equalities, shapes of rows, tokenization, measures, resume, whole runs and bad input."""
+"""The cross-encoder: losses, gradients, row formats, tokenization, measures, whole runs and bad input."""
 
 import json
 import math
@@ -29,7 +29,7 @@ SCRIPT = ROOT / "train_cross_encoder.py"
 
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(monkeypatch, tmp_path):
-    """main leaves a SIGTERM handler behind, which later tests must not have."""
+    """Run in an empty folder; restore the SIGTERM handler, which a trainer's main() replaces."""
     monkeypatch.chdir(tmp_path)
     handler = signal.getsignal(signal.SIGTERM)
     yield
@@ -41,7 +41,7 @@ def parse(*flags):
 
 
 def write(name, rows):
-    """Write rows as JSON Lines, or as Parquet in pieces of 7 rows; return the path as str."""
+    """Write rows as JSON Lines, or as Parquet in row groups of 7; return the path as str."""
     if str(name).endswith(".parquet"):
         pq.write_table(pa.Table.from_pylist(rows), name, row_group_size=7)
     else:
@@ -58,14 +58,14 @@ LOGITS = torch.randn(15, generator=torch.Generator().manual_seed(1)) * 3
 
 
 def loss_of(loss, logits, labels, sizes=SIZES, **loss_kwargs):
-    """Return the loss that --loss and --loss_kwargs choose."""
+    """Return the loss selected by --loss and --loss_kwargs."""
     made = script.make_loss(parse("--loss", loss, "--label_column", "y", "--loss_kwargs", json.dumps(loss_kwargs)))
     mean_over_pairs = loss in script.MEANS_OVER_PAIRS
     return made(logits, labels) if mean_over_pairs else made(*script.pad_groups(torch.tensor(sizes), logits, labels))
 
 
 def by_group(*tensors):
-    """Return, for each group, a list of floats of each tensor."""
+    """Return the values of each tensor in each group, as lists of floats."""
     return [[tensor[group == GROUPS].tolist() for tensor in tensors] for group in range(len(SIZES))]
 
 
@@ -141,7 +141,7 @@ NAIVE = [
 
 
 @pytest.mark.parametrize("naive, loss_kwargs", NAIVE)
-def test_loss_is_the_naive_loop(naive, loss_kwargs):
+def test_losses_equal_naive_loops(naive, loss_kwargs):
     loss = naive.__name__.removeprefix("naive_")
     logits, labels = LOGITS.double().requires_grad_(), ((GRADES > 0) if loss == "bce" else GRADES).double()
     found = loss_of(loss, logits, labels, **loss_kwargs)
@@ -150,8 +150,8 @@ def test_loss_is_the_naive_loop(naive, loss_kwargs):
     assert logits.grad.isfinite().all() and logits.grad.abs().sum() > 0
 
 
-class Given(CrossEncoder):
-    """A CrossEncoder whose logit for (query, "7") is the seventh of the given ones."""
+class GivenLogits(CrossEncoder):
+    """A CrossEncoder whose logit for (query, "7") is logits[7]."""
 
     num_labels, device = 1, torch.device("cpu")
 
@@ -166,13 +166,13 @@ class Given(CrossEncoder):
         return {"scores": self.logits[features["indices"]][:, None]}
 
 
-def test_losses_are_those_of_sentence_transformers():
-    model, pairs, classes = Given(LOGITS), [[str(i) for i in range(15)]] * 2, (GRADES > 0).float()
+def test_losses_equal_those_of_sentence_transformers():
+    model, pairs, classes = GivenLogits(LOGITS), [[str(i) for i in range(15)]] * 2, (GRADES > 0).float()
     lists = [["query"] * 5, [[str(i) for i in range(15) if GROUPS[i] == group] for group in range(5)]]
     lists = lists, list(GRADES.split(SIZES))
     threes = [["query"] * 5, *([str(3 * group + i) for group in range(5)] for i in range(3))]  # groups of one size
     threes = threes, list(GRADES.view(5, 3))
-    for found, wanted in (
+    for found, expected in (
         (loss_of("bce", LOGITS, classes), losses.BinaryCrossEntropyLoss(model)(pairs, classes)),
         (loss_of("mse", LOGITS, GRADES), losses.MSELoss(model)(pairs, GRADES)),
         (loss_of("ranknet", LOGITS, GRADES), losses.RankNetLoss(model)(*lists)),
@@ -180,7 +180,7 @@ def test_losses_are_those_of_sentence_transformers():
         (loss_of("lambdaloss", LOGITS, GRADES, k=2), losses.LambdaLoss(model, k=2)(*lists)),
         (loss_of("margin_mse", LOGITS, GRADES, [3] * 5), losses.MarginMSELoss(model)(*threes)),
     ):
-        assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
+        assert found.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------- equalities
@@ -190,7 +190,7 @@ CASES = ["bce", "mse", "listwise_ce", "drawn", "lists", "ranknet", "lambdaloss",
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory, rows, bert):
-    """Return {(processes, process): {setting: (gradient, loss, passes, rows)}} for 1 and 2 processes."""
+    """Return {(processes, process): {setting: (gradient, loss, micro-batches, rows)}} for 1 and 2 processes."""
     folder = tmp_path_factory.mktemp("gradients")
     codes = [row["code"][:400] for row in rows]
     table = []
@@ -210,32 +210,32 @@ def launched(tmp_path_factory, rows, bert):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradient_is_that_of_one_process_and_one_pass(launched, case):
-    wanted = launched[1, 0][case, 10**6, False]
-    assert wanted[0].norm() > 0.01
+def test_gradients_equal_those_of_one_process_and_one_pass(launched, case):
+    expected = launched[1, 0][case, 10**6, False]
+    assert expected[0].norm() > 0.01
     for gradients in launched.values():
         for max_tokens in (300, 700, 10**6):
             for cache in (False, True):
                 gradient, loss, passes, rows = gradients[case, max_tokens, cache]
-                assert rows == wanted[3]  # drawn negatives, too
+                assert rows == expected[3]  # including drawn negatives
                 assert passes > 2 or max_tokens > 300
-                assert ((gradient - wanted[0]).norm() / wanted[0].norm()).item() < 1e-5
-                assert loss == pytest.approx(wanted[1], rel=1e-5)
+                assert ((gradient - expected[0]).norm() / expected[0].norm()).item() < 1e-5
+                assert loss == pytest.approx(expected[1], rel=1e-5)
 
 
-def test_the_two_processes_ran_different_numbers_of_passes(launched):
-    """Otherwise the equality above would prove little: collectives get out of step there."""
+def test_processes_ran_different_numbers_of_passes(launched):
+    """Without this, the test above would prove little: only unequal numbers can desynchronize the collectives."""
     settings = [(case, max_tokens, False) for case in CASES for max_tokens in (300, 700)]
     assert any(launched[2, 0][setting][2] != launched[2, 1][setting][2] for setting in settings)
 
 
-def test_accumulated_batches_are_one_batch_for_a_mean_over_pairs(launched):
-    wanted = launched[1, 0]["one batch of 64"][0]
+def test_accumulated_batches_equal_one_batch_for_a_mean_over_pairs(launched):
+    expected = launched[1, 0]["one batch of 64"][0]
     for gradients in launched.values():
-        assert ((gradients["four batches of 16"][0] - wanted).norm() / wanted.norm()).item() < 1e-5
+        assert ((gradients["four batches of 16"][0] - expected).norm() / expected.norm()).item() < 1e-5
 
 
-# --------------------------------------------------------------------------------------------------- shapes of rows
+# --------------------------------------------------------------------------------------------------- row formats
 
 
 def first_rows(rows, *flags, suffix="jsonl", count=None):
@@ -251,7 +251,7 @@ def first_rows(rows, *flags, suffix="jsonl", count=None):
 
 @pytest.mark.parametrize("way", [[], ["--streaming", "--max_steps", 1]])
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_shapes(suffix, way):
+def test_row_formats(suffix, way):
     def read(rows, *flags):
         return first_rows(rows, *flags, *way, suffix=suffix)
 
@@ -260,8 +260,8 @@ def test_shapes(suffix, way):
     assert read([{"q": "a", "d": "b", "e": "c"}]) == ("listwise_ce", [(["a", "b", "c"], [1, 0])])
     assert read([{"q": "a", "d": "b", "e": ["c", "d"]}])[1] == [(["a", "b", "c", "d"], [1, 0, 0])]
     ragged = [{"q": "a", "d": ["b", "c", "d"], "y": [0, 1, 0]}, {"q": "e", "d": ["f", "g"], "y": [1, 0]}]
-    wanted = [(["a", "b", "c", "d"], [0, 1, 0]), (["e", "f", "g"], [1, 0])]
-    assert read(ragged, "--label_column", "y") == ("listwise_ce", wanted)
+    expected = [(["a", "b", "c", "d"], [0, 1, 0]), (["e", "f", "g"], [1, 0])]
+    assert read(ragged, "--label_column", "y") == ("listwise_ce", expected)
     columns = [{"q": "a", "d": "b", "e": "c", "y": 1, "z": 0}]
     assert read(columns, "--label_column", "y", "z") == ("listwise_ce", [(["a", "b", "c"], [1, 0])])
     as_json = [{"q": "a", "d": "b", "e": "c", "y": "[1, 0]"}]  # the labels of a CSV file
@@ -281,7 +281,7 @@ def groups_of(rows):
 def test_drawn_negatives():
     table, args = groups_of([(f"query {i // 2}", f"document {i % 17}") for i in range(40)])
 
-    def draw(seed, count=None):  # 4
+    def draw(seed, count=None):  # default: 4
         args.num_negatives = count
         return script.draw_negatives(table, seed, args).to_pylist()
 
@@ -297,7 +297,7 @@ def test_drawn_negatives():
     assert {document for row in found for document in row["documents"][1:]} == everything
 
 
-def test_negatives_are_drawn_for_lone_positives_only():
+def test_negatives_are_drawn_only_for_rows_without_negatives():
     table, args = groups_of([("a", ["b", "c"]), ("d", ["e"]), ("f", ["g"])])
     found = script.draw_negatives(table, [0], args).to_pylist()
     assert [row["documents"] for row in found[:1]] == [["b", "c"]]
@@ -311,7 +311,7 @@ def test_negatives_are_drawn_for_lone_positives_only():
 
 
 def test_ids_in_lists():
-    """Numbers or texts; an id that is missing, null or unknown makes a bad row."""
+    """Ids are numbers or texts; a row with a null or unknown id, or with an empty list, is bad."""
     corpus = write("corpus.jsonl", [{"_id": i, "text": f"text {i}"} for i in range(20)])
 
     def open_source(name, lists, *flags):
@@ -324,8 +324,8 @@ def test_ids_in_lists():
         lists = [[3, 4], [5, None], [7, 8, 9], [5, 20], [], [0]]
         lists = [[None if number is None else kind(number) for number in ids] for ids in lists]
         source = open_source(f"{kind.__name__}.jsonl", lists, "--on_bad_row", "skip")
-        wanted = [["text 3", "text 4"], ["text 7", "text 8", "text 9"], ["text 0"]]
-        assert source.take(3)["documents"].to_pylist() == wanted and source.state["skipped"] == 3
+        expected = [["text 3", "text 4"], ["text 7", "text 8", "text 9"], ["text 0"]]
+        assert source.take(3)["documents"].to_pylist() == expected and source.state["skipped"] == 3
         for bad in (1, 3, 4):
             with pytest.raises(script.UserError, match="no text has the id in 'ds' in the row .*query 1.*_row skip"):
                 open_source(f"{kind.__name__}{bad}.jsonl", [lists[0], lists[bad]]).take(2)
@@ -335,7 +335,7 @@ def test_ids_in_lists():
 
 
 def token_ids(model, pairs):
-    """Return the ids of each pair, without padding."""
+    """Return the token ids of each pair, without padding."""
     micro_batches, tokens, _ = script.make_micro_batches(*zip(*pairs), model, 10**6, torch.device("cpu"))
     found = {}
     for features, cut in micro_batches:
@@ -346,7 +346,7 @@ def token_ids(model, pairs):
 
 
 def test_pairs_are_truncated_as_by_the_library(bert):
-    """The longer text first: up to half of the tokens are kept of each text, and no pair is refused."""
+    """The longer text is truncated first, and neither to less than half of the tokens."""
     model = script.load_model(parse("--model_name_or_path", bert, "--max_length", 32))
     tokenizer = AutoTokenizer.from_pretrained(bert)
     texts = ["a", "read the file", "b " * 14, "read the file " * 5, "b " * 28, "b " * 29, "write a line of text " * 50]
@@ -366,7 +366,7 @@ def test_pairs_are_truncated_as_by_the_library(bert):
 
 
 def naive_class_measures(scores, labels):
-    """Every threshold in turn, above the highest score included."""
+    """Return the measures, computed at every threshold, including one above all scores."""
     cuts = [scores >= cut for cut in [*sorted(set(scores), reverse=True), 2]]
     hits = [(cut * labels).sum() for cut in cuts]
     steps = zip([0, *hits], hits, cuts)
@@ -384,7 +384,7 @@ def library_ranking_measures(scores, labels, groups):
     return {"MRR@10": found[ir_measures.RR @ 10], "nDCG@10": found[ir_measures.nDCG @ 10]}
 
 
-def test_ranking_measures_are_those_of_the_library():
+def test_ranking_measures_equal_those_of_the_library():
     random = np.random.default_rng(0)
     groups = np.repeat(np.arange(40), random.integers(1, 30, 40))
 
@@ -399,12 +399,12 @@ def test_ranking_measures_are_those_of_the_library():
     best = np.array([teacher[i] == teacher[groups == groups[i]].max() for i in range(len(groups))])
     assert measure(scores, teacher, True) == pytest.approx(library_ranking_measures(scores, best, groups))
     equal = script.ranking_measures(np.ones(2), np.array([1.0, 0.0]))
-    assert equal["MRR@10"] == 0.5  # a model that gives one score to all is not flattered
+    assert equal["MRR@10"] == 0.5  # of equal scores the worse document ranks first
 
 
 @pytest.mark.parametrize("kind", ["drawn", "lists", "teacher", "classes", "scores"])
-def test_held_out_rows_are_measured_as_predict_scores_them(rows, reranker, kind):
-    """Held-out queries without labels rank their document among 50, drawn from those of the held-out rows."""
+def test_held_out_measures_equal_those_of_predict(rows, reranker, kind):
+    """Without labels, each query ranks its document among 50, drawn from the held-out documents."""
     labels, codes = ["--label_column", "y"], [row["code"][:80] for row in rows]
     flags, cells = {
         "drawn": ([], lambda i: {}),
@@ -435,13 +435,13 @@ def test_held_out_rows_are_measured_as_predict_scores_them(rows, reranker, kind)
     if kind == "teacher":
         labels = np.concatenate([np.array(row["labels"]) == max(row["labels"]) for row in held_out])
     if kind == "classes":
-        wanted = naive_class_measures(scores, labels)
+        expected = naive_class_measures(scores, labels)
     elif kind == "scores":
         pair = pd.DataFrame({"scores": scores, "labels": labels})
-        wanted = {"Spearman": pair.corr("spearman").iloc[0, 1], "Pearson": pair.corr().iloc[0, 1]}
+        expected = {"Spearman": pair.corr("spearman").iloc[0, 1], "Pearson": pair.corr().iloc[0, 1]}
     else:
-        wanted = library_ranking_measures(scores, labels, groups)
-    assert found == pytest.approx(wanted, abs=5e-3 if kind == "scores" else 1e-5)  # ranks of nearly equal scores
+        expected = library_ranking_measures(scores, labels, groups)
+    assert found == pytest.approx(expected, abs=5e-3 if kind == "scores" else 1e-5)  # near-ties may swap ranks
 
 
 # ------------------------------------------------------------------------------------------------------- whole runs
@@ -449,8 +449,7 @@ def test_held_out_rows_are_measured_as_predict_scores_them(rows, reranker, kind)
 
 @pytest.mark.parametrize("loss", ["bce", "listwise_ce"])
 def test_copied_alone_into_an_empty_folder(tmp_path, rows, bert, loss):
-    """What it leaves behind; model and checkpoint load as a CrossEncoder that gives the trained scores: bce trains a
-    probability, every other loss the logit itself."""
+    """All outputs are written; model and checkpoint load as a CrossEncoder with the trained scores."""
     shutil.copy(SCRIPT, tmp_path)
     labels = [{"label": i % 2} if loss == "bce" else {} for i in range(80)]
     write("x.jsonl", [{**row, "code": row["code"][:200], **label} for row, label in zip(rows, labels)])
@@ -481,13 +480,13 @@ def test_copied_alone_into_an_empty_folder(tmp_path, rows, bert, loss):
     micro_batches, *_ = script.make_micro_batches(*zip(*pairs), trained, 10**6, torch.device("cpu"))
     with torch.no_grad():
         logits = [script.score(trained, features, Accelerator(cpu=True)) for features, _ in micro_batches]
-    wanted = torch.cat(logits).view(-1)[np.argsort([i for _, cut in micro_batches for i in cut])]
-    wanted = wanted.sigmoid() if loss == "bce" else wanted
+    expected = torch.cat(logits).view(-1)[np.argsort([i for _, cut in micro_batches for i in cut])]
+    expected = expected.sigmoid() if loss == "bce" else expected
     for folder in ("model", "checkpoints/step_00000002"):
         found = CrossEncoder(str(run / folder), device="cpu").predict(pairs)
-        assert torch.allclose(torch.tensor(found), wanted, atol=1e-6)
+        assert torch.allclose(torch.tensor(found), expected, atol=1e-6)
     before = CrossEncoder(str(run / "checkpoints/step_00000001"), device="cpu").predict(pairs)
-    assert not torch.allclose(torch.tensor(before), wanted, atol=1e-6)
+    assert not torch.allclose(torch.tensor(before), expected, atol=1e-6)
 
 
 def test_help_prints_each_flag_once(capsys):
@@ -505,7 +504,7 @@ POINTS = [{"q": f"query {i}", "d": f"document {i}", "y": i % 2} for i in range(3
 
 
 def refusal(rows, *flags):
-    """Return the one line of the UserError."""
+    """Return the one-line message of the UserError."""
     with pytest.raises(script.UserError) as error:
         first_rows(rows, *flags)
     assert "\n" not in str(error.value)
@@ -540,7 +539,7 @@ BAD_POINTS = [
 @pytest.mark.parametrize("good, cells, flags, phrase", [*((GOOD, *bad) for bad in BAD_GROUPS),
                                                         *((POINTS, *bad) for bad in BAD_POINTS)])  # fmt: skip
 def test_bad_rows(good, cells, flags, phrase):
-    """The line names the row, and --on_bad_row skip leaves out that row alone."""
+    """The message names the row, and --on_bad_row skip leaves out only that row."""
     rows = [*good[:7], {**good[7], **cells}, *good[8:]]
     flags = ["--label_column", "y", *flags.split()]
     message = refusal(rows, *flags)
@@ -551,7 +550,7 @@ def test_bad_rows(good, cells, flags, phrase):
 
 @pytest.mark.parametrize("cells", [{"d": "a text"}, {"d": ["one", 3]}, {"y": 1}, {"y": ["a", 0]}])
 def test_columns_of_several_types(cells):
-    """`datasets` makes JSON of one, in which texts stand in quotes: no row of it is trained on."""
+    """`datasets` turns such a column into JSON, with texts in quotes: none of its rows is trained on."""
     rows = [*GOOD[:7], {**GOOD[7], **cells}, *GOOD[8:]]
     for skip in ([], ["--on_bad_row", "skip"]):
         message = refusal(rows, "--label_column", "y", *skip)
@@ -561,7 +560,7 @@ def test_columns_of_several_types(cells):
 
 
 @pytest.mark.parametrize("value", [5, {"x": "y"}, [["one"], ["two"]]])
-def test_columns_of_documents_that_hold_no_texts(value):
+def test_document_columns_without_texts(value):
     message = refusal([{**row, "d": value} for row in POINTS], "--label_column", "y")
     assert message.startswith("x.jsonl: column 'd' holds "), message
 
@@ -593,7 +592,7 @@ def test_unknown_loss_kwargs():
 # ------------------------------------------------------------------------------------------------------------ model
 
 
-def test_models_that_are_refused(bert, tmp_path):
+def test_refused_models(bert, tmp_path):
     CrossEncoder(str(bert), device="cpu", num_labels=3).save_pretrained(str(tmp_path / "three"))
     for flags, hint in (
         (["--model_name_or_path", tmp_path / "three"], "three: .*3 labels"),
@@ -605,7 +604,7 @@ def test_models_that_are_refused(bert, tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_a_new_head_is_a_function_of_the_seed(bert):
+def test_a_new_head_depends_only_on_the_seed(bert):
     def head(seed):
         return script.load_model(parse("--model_name_or_path", bert, "--seed", seed)).model.classifier.weight
 

@@ -1,4 +1,4 @@
-"""Reading, order, hold-out, mixing and resume of the data, each against a plain list of rows."""
+"""Reading, order, hold-out, mixing and resume of the data, each compared with a plain list of rows."""
 
 import csv
 import gzip
@@ -27,7 +27,7 @@ both_kinds = pytest.mark.parametrize("streaming", [False, True], ids=["mapped", 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch, tmp_path):
-    """Blocks of 4 rows, so that a few hundred rows cross every boundary; paths are relative to an empty folder."""
+    """Use blocks of 4 rows, so that a few hundred rows cross every boundary; run in an empty folder."""
     monkeypatch.setattr(script, "BLOCK", 4)
     monkeypatch.chdir(tmp_path)
 
@@ -50,7 +50,7 @@ def open_data(**changed):
 
 
 def table(count, first=0):
-    """Rows of texts that are hard for text formats: quotes, tabs, line ends, accents, spaces at the start."""
+    """Return rows of texts that are difficult in text formats: quotes, tabs, line breaks, accents, leading spaces."""
     return [
         {"a": f'row {i}: "quoted", ça\nand\r\nmore', "b": f" positive {i}\ttab\u2028{'x' * (i % 17)}"}
         for i in range(first, first + count)
@@ -58,7 +58,7 @@ def table(count, first=0):
 
 
 def write(path, rows):
-    """Write rows in the format of the suffix, in pieces of 37 rows where it has pieces; return the path as str."""
+    """Write rows in the format of the suffix, in groups of 37 rows if it has groups; return the path as str."""
     name = str(path)
     if ".parquet" in name:
         pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=37)
@@ -91,7 +91,7 @@ def texts(rows):
 
 
 def numbers(rows):
-    """Return the running numbers that `table` wrote into the rows."""
+    """Return the row numbers that `table` wrote into the texts."""
     return [int(text.split(":")[0].removeprefix("row ")) for text in rows["query"].to_pylist()]
 
 
@@ -144,8 +144,8 @@ def test_folders_globs_and_configurations(streaming, tmp_path):
         "folder": 60, "./folder/*.jsonl": 60, f"{tmp_path}/folder/[12].jsonl": -20, "saved": 130,
         "saved/*.arrow": 130, "./configs:one:train": 5, "configs:two:train": 14, f"{tmp_path}/configs:two:dev": 9,
     }.items():  # fmt: skip
-        wanted = table(40, 20) if count < 0 else table(count)
-        assert texts(open_source(streaming, name, shuffle_buffer=0).take(len(wanted))) == wanted, name
+        expected = table(40, 20) if count < 0 else table(count)
+        assert texts(open_source(streaming, name, shuffle_buffer=0).take(len(expected))) == expected, name
     wrong = {"configs:two:test": "'test'.*train, dev", "configs:three:train": "configs:three.*one.*two"}
     for name, hint in wrong.items():
         with pytest.raises(script.UserError, match=hint):
@@ -163,7 +163,7 @@ def test_text_lines_with_the_column_named_twice(streaming, suffix):
 @both_kinds
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 def test_several_compressed_frames_in_one_file(streaming, suffix):
-    """Logs are appended to frame by frame (cat a.gz b.gz); reading only the first frame would lose rows silently."""
+    """As from `cat a.gz b.gz`: a reader that stops after the first frame would lose rows silently."""
     parts = [write(f"{i}.jsonl.{suffix}", table(60, 60 * i)) for i in range(3)]
     Path(f"all.jsonl.{suffix}").write_bytes(b"".join(Path(part).read_bytes() for part in parts))
     source = open_source(streaming, f"all.jsonl.{suffix}", shuffle_buffer=0)
@@ -173,7 +173,7 @@ def test_several_compressed_frames_in_one_file(streaming, suffix):
 @both_kinds
 @pytest.mark.parametrize("suffix", ["parquet", "stream.arrow", "jsonl", "csv"])
 def test_labels(streaming, suffix):
-    """A number, and a list of numbers, which is its JSON in a CSV file."""
+    """A label is a number or a list of numbers; a list in a CSV file is JSON."""
     for label in (lambda i: i / 8, lambda i: [i / 8, 1.0]):
         rows = [{"score": label(i), **row} for i, row in enumerate(table(60))]
         if suffix == "csv":
@@ -187,17 +187,17 @@ def test_labels(streaming, suffix):
 def test_hub_ids(monkeypatch):
     """ID, and ID:config:split, where config may be empty."""
     files = {split: [f"hf://datasets/o/n@abc/{split}.parquet"] for split in ("train", "dev")}
-    asked, builder = [], SimpleNamespace(config=SimpleNamespace(data_files=files))
+    requested, builder = [], SimpleNamespace(config=SimpleNamespace(data_files=files))
     monkeypatch.setattr(
-        script.datasets, "load_dataset_builder", lambda path, name: asked.append((path, name)) or builder
+        script.datasets, "load_dataset_builder", lambda path, name: requested.append((path, name)) or builder
     )
     for source, split in {"o/n": "train", "o/n:cfg:dev": "dev", "o/n::dev": "dev"}.items():
         assert script.list_files(source) == files[split]
-    assert asked == [("o/n", None), ("o/n", "cfg"), ("o/n", None)]
+    assert requested == [("o/n", None), ("o/n", "cfg"), ("o/n", None)]
 
 
 def test_a_parquet_stream_is_not_read_ahead():
-    """While its first rows are in use, the rest of a file of 228 MB of texts is left on disk, but for some 45 MB."""
+    """While the first rows of a 228 MB file are in use, less than 120 MB are allocated (about 45 MB measured)."""
     texts = pa.array(np.char.add("x" * 100, np.arange(1_000_000).astype(str)))
     pq.write_table(pa.table({"a": texts, "b": texts}), "x.parquet", row_group_size=50_000)
     before, windows = pa.total_allocated_bytes(), script.open_files(["x.parquet"]).iter(1000)
@@ -217,7 +217,7 @@ def test_a_changed_file_is_read_again():
 
 @both_kinds
 def test_a_column_that_is_null_in_the_first_chunk(streaming):
-    """`datasets` types it as null, and its first text would fail: 12 MB of rows come before it here."""
+    """`datasets` would type it as null and fail at its first text, which here follows 12 MB of rows."""
     rows = [{"note": None, "a": f"row {i}: " + "x" * 60_000, "b": "y"} for i in range(200)]
     rows += [{"note": "a note", "a": f"row {i}: z", "b": "y"} for i in range(200, 220)]
     file = write("x.jsonl", rows)
@@ -229,7 +229,7 @@ def test_a_column_that_is_null_in_the_first_chunk(streaming):
 
 @both_kinds
 def test_a_column_of_texts_and_numbers(streaming):
-    """`datasets` makes JSON of it, in which texts stand in quotes: not trained on, and the message says what helps."""
+    """`datasets` turns it into JSON, with texts in quotes: it is refused, and the message names prepare_corpus.py."""
     values = ['say "hi"', 3, None, {"x": 1}, ["y"], "7 days", True, "", "last"]
     file = write("x.jsonl", [{"a": f"row {i}: ", "b": "y"} | {"b": value} for i, value in enumerate(values)])
     with pytest.raises(script.UserError, match="x.jsonl: column 'b' holds .*json.*, not texts: .*prepare_corpus.py"):
@@ -239,8 +239,8 @@ def test_a_column_of_texts_and_numbers(streaming):
 @both_kinds
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
 @pytest.mark.parametrize("value", [5, 2.5, True, [["one", "two"]], {"x": "y"}])
-def test_a_column_that_holds_no_texts(streaming, suffix, value):
-    """Whatever the format, a number or a list of negatives is not trained on as its letters."""
+def test_a_column_without_texts(streaming, suffix, value):
+    """In any format, numbers, nested lists and structs are refused, not converted to text."""
     if suffix == "csv" and not isinstance(value, int | float):
         return
     file = write(f"x.{suffix}", [{"a": row["a"], "b": value} for row in table(60)])
@@ -265,16 +265,16 @@ def test_labels_that_are_not_finite_numbers(streaming):
 
 @both_kinds
 @pytest.mark.parametrize("buffer", [1, 3, 60, 196, 197, 198, 10_000])
-def test_each_epoch_holds_every_row_once_in_another_order(shards, streaming, buffer):
+def test_each_epoch_contains_every_row_once_in_a_new_order(shards, streaming, buffer):
     order = numbers(open_source(streaming, shards, shuffle_buffer=buffer).take(3 * 197))
     epochs = [order[i : i + 197] for i in range(0, len(order), 197)]
     assert all(sorted(epoch) == list(range(197)) for epoch in epochs)
-    if not streaming or buffer > 1:  # a stream with a buffer of one row shuffles its shards alone
+    if not streaming or buffer > 1:  # with a buffer of one row, a stream shuffles only its shards
         assert all(one != other for one, other in combinations([list(range(197)), *epochs], 2))
 
 
 @both_kinds
-def test_the_order_is_a_function_of_seed_and_number_of_the_source(shards, streaming):
+def test_the_order_depends_on_the_seed_and_the_source_number(shards, streaming):
     def order(number, **changed):
         return numbers(open_source(streaming, shards, number, shuffle_buffer=60, **changed).take(197))
 
@@ -288,7 +288,7 @@ def test_without_a_shuffle_buffer_rows_keep_the_order_of_the_files(shards):
         assert numbers(open_source(streaming, shards, shuffle_buffer=0).take(400)) == [i % 197 for i in range(400)]
 
 
-def test_rows_of_a_mapped_batch_come_from_far_apart(monkeypatch):
+def test_rows_of_a_mapped_batch_are_far_apart(monkeypatch):
     monkeypatch.setattr(script, "BLOCK", 100)
     file = write("large.parquet", table(10_000, 1000))
     order = numbers(open_source(False, file, shuffle_buffer=2000).take(10_000))
@@ -296,21 +296,21 @@ def test_rows_of_a_mapped_batch_come_from_far_apart(monkeypatch):
         batch = sorted(order[first : first + 64])
         assert batch[-1] - batch[0] > 3_000
         assert len({row // 100 for row in batch}) >= 10  # of the 20 blocks of a window
-        assert np.median(np.diff(batch)) > 3  # neighbours in the file are no neighbours in a batch
+        assert np.median(np.diff(batch)) > 3  # neighbours in the file are rarely in one batch
 
 
 # --------------------------------------------------------------------------------------------------------- hold-out
 
 
 @both_kinds
-@pytest.mark.parametrize("held", [1, 30, 101, 120, 196])
-def test_held_out_rows_are_never_trained_on(shards, streaming, held):
-    """Within the first file, all of it, and more than it."""
+@pytest.mark.parametrize("held_out", [1, 30, 101, 120, 196])
+def test_held_out_rows_are_never_trained_on(shards, streaming, held_out):
+    """Fewer rows than the first file has, exactly as many, and more."""
     source = open_source(streaming, shards, shuffle_buffer=60)
-    rows, bad = source.hold_out(held)
-    assert (numbers(rows), bad) == (list(range(held)), 0)
-    for epoch in np.array_split(numbers(source.take(3 * (197 - held))), 3):
-        assert sorted(epoch.tolist()) == list(range(held, 197))
+    rows, bad = source.hold_out(held_out)
+    assert (numbers(rows), bad) == (list(range(held_out)), 0)
+    for epoch in np.array_split(numbers(source.take(3 * (197 - held_out))), 3):
+        assert sorted(epoch.tolist()) == list(range(held_out, 197))
 
 
 @both_kinds
@@ -324,7 +324,7 @@ def test_held_out_rows_are_the_first_of_each_source_in_proportion(shards, stream
 
 
 def test_held_out_by_default(shards):
-    """A tenth of the training rows, at most 1,000; with sources of their own the first rows of those."""
+    """A tenth of the training rows, at most 1,000; the first rows of --eval_data if it is given."""
     assert len(open_data(train_data=[shards])[0].eval_rows) == 19
     large = write("large.parquet", table(20_000))
     assert len(open_data(train_data=[large])[0].eval_rows) == 1000
@@ -357,34 +357,35 @@ def batches_of(data, args, state=None):
 
 
 def assert_resumes(open_batches, count, cuts):
-    """After the state of a batch, as JSON, come the next ten batches, and so they do after the state of the fifth."""
+    """Resume from the state, as JSON, after each of `cuts` batches: the next ten batches must follow, and again after
+    the fifth of these. Return all batches of the run that was not resumed."""
     whole = list(islice(open_batches(None), count))
     for done in cuts:
         state = whole[done - 1][1]
         for skipped in (0, 5):
             found = list(islice(open_batches(json.loads(json.dumps(state))), 10))
-            wanted = whole[done + skipped : done + skipped + 10]
-            assert [rows.to_pylist() for rows, _ in found[: len(wanted)]] == [rows.to_pylist() for rows, _ in wanted]
-            for (_, state), (_, other) in zip(found, wanted):
+            expected = whole[done + skipped : done + skipped + 10]
+            assert [r.to_pylist() for r, _ in found[: len(expected)]] == [r.to_pylist() for r, _ in expected]
+            for (_, state), (_, other) in zip(found, expected):
                 assert state["drawn"] == other["drawn"] and state["cut"] == other["cut"]
-                for one, two in zip(state["sources"], other["sources"]):  # the position of a stream has several forms
+                for one, two in zip(state["sources"], other["sources"]):  # a position in a stream has several forms
                     assert {**(one or {}), "stream": None} == {**(two or {}), "stream": None}
             state = found[4][1]
     return whole
 
 
 @both_kinds
-@pytest.mark.parametrize("buffer, held", [(0, 0), (20, 0), (60, 30), (10_000, 110)])
-def test_resume_of_one_source(shards, streaming, buffer, held):
-    """Batches of 5 rows end in windows, at their ends, in all shards and epochs; held-out rows stay out."""
+@pytest.mark.parametrize("buffer, held_out", [(0, 0), (20, 0), (60, 30), (10_000, 110)])
+def test_resume_of_one_source(shards, streaming, buffer, held_out):
+    """At states within and between windows, shards and epochs; held-out rows stay excluded."""
 
     def open_batches(state):
         source = open_source(streaming, shards, shuffle_buffer=buffer, batch_size=5)
-        if held:
-            source.hold_out(held)
+        if held_out:
+            source.hold_out(held_out)
         return script.row_batches([source], [1], source.args, state)
 
-    epoch = (197 - held) // 5
+    epoch = (197 - held_out) // 5
     step = 12 if streaming else 5
     cuts = {1, 2, 3, 4, 5, epoch - 1, epoch, epoch + 1, *range(7, epoch, step)}
     assert_resumes(open_batches, 2 * epoch + 20, cuts)
@@ -394,7 +395,7 @@ def test_resume_of_one_source(shards, streaming, buffer, held):
 @pytest.mark.parametrize("mix_by", ["row", "batch"])
 @pytest.mark.parametrize("length_window", [1, 3])
 def test_resume_of_mixed_sources(streaming, mix_by, length_window):
-    """Three and more epochs of each source, of two files and one, with bad rows to skip."""
+    """Several epochs of two sources; one has two files, with bad rows to skip."""
     bad = {0, 77, 78, 149}
     rows = [{**row, "a": "" if i in bad else row["a"]} for i, row in enumerate(table(150))]
     Path("x").mkdir()
@@ -418,7 +419,7 @@ def test_resume_of_mixed_sources(streaming, mix_by, length_window):
 
 
 @pytest.mark.parametrize("weights", [[1], [2, 1], [0.3, 0.7], [5, 3, 2], [1, 1, 1], [10, 1, 1, 1, 1, 1]])
-def test_every_source_has_its_share_to_within_a_row_at_every_moment(weights):
+def test_each_source_is_always_within_a_row_of_its_share(weights):
     drawn = [0] * len(weights)
     for total in range(1, 300):
         (source,) = script.draw_sources(drawn, weights, 1)
@@ -431,7 +432,7 @@ def test_every_source_has_its_share_to_within_a_row_at_every_moment(weights):
 
 
 def test_length_window_groups_rows_by_length_and_loses_none():
-    """The same rows as without it, in batches of more equal length, and long batches not always first."""
+    """The same rows as without it, in batches of more equal lengths, and the longest batch is not always the first."""
     rows = [{"a": f"row {i}: " + "word " * (i * 7919 % 97), "b": "positive"} for i in range(240)]
     file = write("lengths.jsonl", rows)
 
@@ -459,7 +460,7 @@ def test_rows_per_epoch_is_a_fresh_sample_each_epoch(shards):
 
 @pytest.mark.parametrize("strategy, rows", [("first_exhausted", 394), ("all_exhausted", 400)])
 def test_rows_of_an_epoch_of_mixed_sources(shards, strategy, rows):
-    """Half from 197 rows and half from 200: 394 rows of the mix read the one to its end, 400 the other too."""
+    """With equal shares of 197 and 200 rows, 394 mixed rows exhaust the first source, 400 both."""
     other = write("other.jsonl", table(200, 1000))
     given = {"mixing_weights": [1, 1], "stopping_strategy": strategy, "eval_rows": 0}
     data, args = open_data(train_data=[shards, other], batch_size=rows, **given)
@@ -471,7 +472,7 @@ def test_rows_of_an_epoch_of_mixed_sources(shards, strategy, rows):
 
 @pytest.mark.parametrize("streaming, shares", [(False, [20, 10]), (True, [15, 15])])
 def test_shares_without_weights(streaming, shares):
-    """Those of the rows; of streams, whose length is unknown, equal ones."""
+    """In proportion to the numbers of rows; equal for streams, whose lengths are unknown."""
     sources = [write("x.jsonl", table(200)), write("y.jsonl", table(100, 1000))]
     data, args = open_data(train_data=sources, batch_size=30, eval_rows=0, streaming=streaming, max_steps=1)
     batch = numbers(next(batches_of(data, args))[0])
@@ -480,7 +481,7 @@ def test_shares_without_weights(streaming, shares):
 
 @both_kinds
 def test_urls(streaming, tmp_path, monkeypatch):
-    """A URL gives the rows of the file behind it; nothing else is asked for."""
+    """A URL gives the rows and the fingerprint of the local file."""
     monkeypatch.setattr(script.datasets.config, "HF_HUB_OFFLINE", False)
     write("x.parquet", table(60))
     handler = partial(http.server.SimpleHTTPRequestHandler, directory=os.getcwd())
@@ -497,7 +498,7 @@ def test_urls(streaming, tmp_path, monkeypatch):
 
 @both_kinds
 def test_an_arrow_file_with_wrong_offsets(streaming):
-    """It would lead a reader anywhere in memory, and end the process without a word."""
+    """A reader that does not validate them would access memory at random and crash."""
     write("x.arrow", table(60))
     data, offsets = Path("x.arrow").read_bytes(), np.cumsum([0] + [len(row["a"].encode()) for row in table(60)][:36])
     place = data.index(offsets[1:9].astype(np.int32).tobytes())
@@ -506,8 +507,8 @@ def test_an_arrow_file_with_wrong_offsets(streaming):
         open_source(streaming, "x.arrow").take(60)
 
 
-def test_bytes_that_are_no_text(tmp_path):
-    """A file of other bytes than its name says gives one line that names it, and no traceback."""
+def test_a_file_of_another_format(tmp_path):
+    """A file that is not in the format of its suffix is refused with one line that names it."""
     for suffix in ("parquet", "arrow", "jsonl", "jsonl.gz", "jsonl.zst"):
         Path(f"x.{suffix}").write_bytes(b"\x80\x04not what it says" * 9)
         for streaming in (False, True):
@@ -518,7 +519,7 @@ def test_bytes_that_are_no_text(tmp_path):
 
 
 def test_a_large_parquet_file_is_streamed_in_constant_memory(tmp_path):
-    """By its defaults pyarrow keeps the bytes of a file that it has read."""
+    """By default, pyarrow keeps what it has read of a file in memory."""
     blocks, schema = np.random.default_rng(0).bytes(250_000), pa.schema([("text", pa.string())])
     with pq.ParquetWriter(tmp_path / "x.parquet", schema, compression="none", use_dictionary=False) as writer:
         for first in range(0, 400_000, 20_000):

@@ -1,4 +1,4 @@
-"""The pages say what the scripts do: commands, flags, links and dependency headers. Run it to write docs/flags.md."""
+"""Commands, flags, links and dependency headers are valid. Run it to write docs/flags.md."""
 
 import argparse
 import ast
@@ -27,7 +27,7 @@ def read_parser(name):
 
 
 def flags_page():
-    """Return docs/flags.md: each script's flags, their defaults and what --help says of them."""
+    """Return docs/flags.md: the flags of each script, with defaults and help texts."""
     lines = ["# All flags", "", "As `--help` prints them; `python tests/test_docs.py` writes this page."]
     for name in SCRIPTS:
         parser = read_parser(name)
@@ -44,18 +44,18 @@ def flags_page():
 
 
 def test_flags_page():
-    assert (ROOT / "docs/flags.md").read_text() == flags_page(), "python tests/test_docs.py writes it anew"
+    assert (ROOT / "docs/flags.md").read_text() == flags_page(), "run python tests/test_docs.py to update it"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_and_links_are_real(page):
-    """Each command has flags of its script; files, pages and tests that are named exist."""
+def test_commands_and_links_are_valid(page):
+    """Each flag of a command belongs to its script, and each linked or named file exists."""
     text = re.sub(r"\\\n *", "", page.read_text())
     flags = {name: {word for action in read_parser(name)._actions for word in action.option_strings}
              for name in SCRIPTS}  # fmt: skip
     for name, rest in re.findall(r"^\s*(?:python|accelerate launch|torchrun).*?(\w+)\.py\b(.*)$", text, re.M):
         for word in re.findall(r"(?<![\w-])--[a-z_0-9]+", rest):
-            added = re.search(rf"^\+ +{word[2:]}: ", text, re.M)  # by the diff of a recipe
+            added = re.search(rf"^\+ +{word[2:]}: ", text, re.M)  # added by the diff of a recipe
             assert name not in flags or word in flags[name] or added, (name, word)
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / link).exists(), link
@@ -72,7 +72,7 @@ def test_readme_is_short_and_complete():
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_dependency_header(name):
-    """The header by which `uv run` installs what a script imports: as requirements.txt bounds it, and all of it."""
+    """The header for `uv run` lists every package that the script imports, bounded as in requirements.txt."""
     text = (ROOT / f"{name}.py").read_text()
     (header,) = re.findall(r"^# /// script\n((?:# .*\n)+?)# ///$", text, re.M)
     stated = tomllib.loads(re.sub(r"^# ?", "", header, flags=re.M))
@@ -86,7 +86,7 @@ def test_dependency_header(name):
     packages = packages_distributions()
     needed = {packages[module][0].lower().replace("_", "-") for module in modules - set(sys.stdlib_module_names)}
     listed = {re.match(r"[\w-]+", line)[0].lower().replace("_", "-") for line in stated["dependencies"]}
-    assert needed <= listed and listed - needed <= {"zstandard", "fsspec"}  # by which `datasets` reads .zst and URLs
+    assert needed <= listed and listed - needed <= {"zstandard", "fsspec"}  # `datasets` needs them for .zst and URLs
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whole runs as a user starts them: what they leave behind, what loads, what runs alone in an empty folder."""
+"""Whole runs as a user starts them: outputs, loading the model, a script copied alone into an empty folder."""
 
 import json
 import math
@@ -21,7 +21,7 @@ def run(tmp_path_factory, corpus, static):
     flags = ["--train_data", corpus, "--model_name_or_path", static, "--batch_size", 64, "--num_train_epochs", 3,
              "--eval_rows", 100, "--logging_steps", 1, "--learning_rate", 0.01, "--report_to", "tensorboard",
              "--output_dir", output, "--prompts", "query: ", "code: "]  # fmt: skip
-    launch(script, *flags, "--resume", really=True, cwd=folder)
+    launch(script, *flags, "--resume", use_launcher=True, cwd=folder)
     return output
 
 
@@ -38,15 +38,15 @@ def test_outputs(run):
 
 
 def test_schedule(run):
-    """Linear after a warmup over a tenth of the steps that starts above 0."""
+    """The learning rate warms up over a tenth of the steps, starting above 0, and then decays linearly."""
     rates = [line["learning_rate"] for line in metrics(run) if "learning_rate" in line]
     steps, warmup = len(rates), math.ceil(len(rates) / 10)
-    wanted = [(step + 1) / warmup if step < warmup else (steps - step) / (steps - warmup) for step in range(steps)]
-    assert rates == pytest.approx([0.01 * share for share in wanted])
+    expected = [(step + 1) / warmup if step < warmup else (steps - step) / (steps - warmup) for step in range(steps)]
+    assert rates == pytest.approx([0.01 * share for share in expected])
 
 
 def test_card(run):
-    """What was trained, on what, measured on what rows, and a command that starts it again."""
+    """It reports steps, held-out rows, measures and the command."""
     text, last = (run / "model/README.md").read_text(), metrics(run)[-1]
     card = " ".join(text.split())
     assert "library_name: sentence-transformers" in card and f"{last['MRR@10']:.4f}" in card
@@ -64,13 +64,13 @@ def test_tensorboard(run):
 
 
 def test_model_and_checkpoint_load_in_sentence_transformers(run, tmp_path):
-    """In another process, with the prompts; the newest checkpoint is the model."""
+    """In another process, the saved model applies its prompts; the newest checkpoint gives the same embeddings."""
     code = "import sys; from sentence_transformers import SentenceTransformer as S; m = S(sys.argv[1], device='cpu')\n"
     (tmp_path / "load.py").write_text(code + "print(m.encode_query(['how to read a file']).tolist())")
     other = launch(tmp_path / "load.py", run / "model")
     newest = max((run / "checkpoints").iterdir())
-    wanted = SentenceTransformer(str(newest), device="cpu").encode("query: how to read a file")
-    assert torch.allclose(torch.tensor(json.loads(other.stdout)[0]), torch.tensor(wanted), atol=1e-6)
+    expected = SentenceTransformer(str(newest), device="cpu").encode("query: how to read a file")
+    assert torch.allclose(torch.tensor(json.loads(other.stdout)[0]), torch.tensor(expected), atol=1e-6)
 
 
 def test_copied_alone_into_an_empty_folder(tmp_path, corpus, static):
@@ -84,12 +84,12 @@ def test_copied_alone_into_an_empty_folder(tmp_path, corpus, static):
 
 
 def test_two_processes_train_the_same_model(tmp_path, corpus, bert):
-    """Without dropout, which would differ on each. AdamW divides by small numbers, hence not 1e-5."""
+    """Without dropout, whose masks depend on the process. AdamW divides by small numbers, hence only 1e-4."""
     flags = ["--train_data", corpus, "--model_name_or_path", bert, "--max_steps", 6, "--batch_size", 30,
              "--logging_steps", 1, "--eval_rows", 40, "--matryoshka_dims", 32, 16, "--dropout", 0,
              "--gradient_accumulation_steps", 2]  # fmt: skip
     launch(SCRIPT, *flags, "--output_dir", tmp_path / "1")
-    launch(SCRIPT, *flags, "--output_dir", tmp_path / "2", processes=2, really=True)
+    launch(SCRIPT, *flags, "--output_dir", tmp_path / "2", processes=2, use_launcher=True)
     first, second = ([line["loss"] for line in metrics(tmp_path / n) if "loss" in line] for n in "12")
     assert len(first) == 6 and second == pytest.approx(first, rel=1e-4)
     measured = [metrics(tmp_path / n)[0]["MRR@10"] for n in "12"]

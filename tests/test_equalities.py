@@ -1,4 +1,4 @@
-"""The equalities that the project promises, on 1, 2 and 4 processes."""
+"""Gradients and batches are the same on 1, 2 and 4 processes."""
 
 import json
 
@@ -14,7 +14,7 @@ LOSSES = ["infonce", "symmetric", "negatives", "matryoshka", "lists", "guide", "
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory, rows, bert):
-    """Return {(processes, process): ({setting: (gradient, loss, passes)}, rows of 40 batches)}."""
+    """Return {(processes, process): ({setting: (gradient, loss, micro-batches)}, rows of 40 batches)}."""
     folder = tmp_path_factory.mktemp("gradients")
     rows = [{name: text[:100] for name, text in row.items()} for row in rows]
     codes = [row["code"] for row in rows]
@@ -33,40 +33,40 @@ def launched(tmp_path_factory, rows, bert):
     return found
 
 
-def assert_close(found, wanted):
-    """Compare gradient and loss to 1e-5 relative."""
-    assert wanted[0].norm() > 0
-    assert ((found[0] - wanted[0]).norm() / wanted[0].norm()).item() < 1e-5
-    assert found[1] == pytest.approx(wanted[1], rel=1e-5)
+def assert_close(found, expected):
+    """Compare gradient and loss, to a relative error of 1e-5."""
+    assert expected[0].norm() > 0
+    assert ((found[0] - expected[0]).norm() / expected[0].norm()).item() < 1e-5
+    assert found[1] == pytest.approx(expected[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_gradient_is_that_of_one_process_and_one_pass(launched, loss):
-    wanted = launched[1, 0][0][loss, 10**6, False]
-    assert wanted[2] < 3  # forward passes: one, or two where that pads less
+def test_gradients_equal_those_of_one_process_and_one_pass(launched, loss):
+    expected = launched[1, 0][0][loss, 10**6, False]
+    assert expected[2] < 3  # forward passes: one, or two if that pads less
     for gradients, _ in launched.values():
         for max_tokens in (128, 700, 10**6):
             for cache in (False, True):
-                assert_close(gradients[loss, max_tokens, cache], wanted)
+                assert_close(gradients[loss, max_tokens, cache], expected)
 
 
-def test_masked_negatives_change_the_gradient(launched):
-    """Otherwise the equality of "guide" would prove little."""
-    plain, guided = (launched[1, 0][0][name, 10**6, False][0] for name in ("infonce", "guide"))
-    assert (guided - plain).norm() > 0.01 * plain.norm()
+def test_the_guide_changes_the_gradient(launched):
+    """Without this, the test of "guide" above would prove little."""
+    unguided, guided = (launched[1, 0][0][name, 10**6, False][0] for name in ("infonce", "guide"))
+    assert (guided - unguided).norm() > 0.01 * unguided.norm()
 
 
-def test_the_two_processes_ran_different_numbers_of_passes(launched):
-    """Otherwise the equality above would prove little: collectives get out of step there."""
+def test_processes_ran_different_numbers_of_passes(launched):
+    """Without this, the test above would prove little: only unequal numbers can desynchronize the collectives."""
     settings = [(loss, max_tokens, False) for loss in LOSSES for max_tokens in (128, 700)]
     assert any(launched[2, 0][0][name][2] != launched[2, 1][0][name][2] for name in settings)
 
 
-def test_accumulated_batches_are_one_batch_for_a_mean_over_rows(launched):
+def test_accumulated_batches_equal_one_batch_for_a_mean_over_rows(launched):
     for gradients, _ in launched.values():
         found, _, _ = gradients["four batches of 16"]
-        wanted, _, _ = launched[1, 0][0]["one batch of 64"]
-        assert ((found - wanted).norm() / wanted.norm()).item() < 1e-5
+        expected, _, _ = launched[1, 0][0]["one batch of 64"]
+        assert ((found - expected).norm() / expected.norm()).item() < 1e-5
 
 
 def test_batches_are_the_same_on_any_number_of_processes(launched):

@@ -1,4 +1,4 @@
-"""--eval_beir: what the trainers measure on small collections is what eval_incremental.py measures of their models."""
+"""--eval_beir: the trainers' measures on small collections equal those of eval_incremental.py for the saved models."""
 
 import importlib
 import json
@@ -15,12 +15,13 @@ from test_best_model import train
 import train_bi_encoder
 import train_cross_encoder
 
-NAMES = {"nDCG@10": "nDCG@10", "RR@10": "MRR@10", "Success@1": "accuracy@1"}  # of the evaluator, of the trainers
+NAMES = {"nDCG@10": "nDCG@10", "RR@10": "MRR@10", "Success@1": "accuracy@1"}  # {evaluator: trainers}
 BI, CROSS = TRAINERS
 
 
 def write_beir(folder, rows):
-    """60 functions of 4-digit ids, every other with a title; 24 docstrings, two of them with ids of documents."""
+    """Write a BEIR folder of 60 functions, every other with a title, and 24 queries, one with the id of a document.
+    The ids "NA" and "null" must be read as texts."""
     ids = [f"{i:04}" for i in range(59)] + ["NA"]
     titles = [row["docstring"][:20] * (i % 2) for i, row in enumerate(rows)]
     records = [{"_id": name, "title": title, "text": row["code"][:300]} for name, title, row in zip(ids, titles, rows)]
@@ -38,19 +39,19 @@ def write_beir(folder, rows):
 
 @pytest.fixture(scope="module")
 def collections(tmp_path_factory, rows):
-    """[(BEIR folder, run file)]: the second run has fewer documents than are reranked."""
-    folder, dice, found = tmp_path_factory.mktemp("beir"), random.Random(0), []
+    """[(BEIR folder, run file)]; in the second run, queries have fewer documents than are reranked."""
+    folder, rng, found = tmp_path_factory.mktemp("beir"), random.Random(0), []
     for name, first, depth in (("one", 0, 15), ("two", 100, 5)):
         write_beir(folder / name, rows[first : first + 60])
         ids = [f"{i:04}" for i in range(59)] + ["NA"]
         lines = []
-        for query in [*(f"{i:03}" for i in range(21)), "0005", "null", "unjudged"]:  # and none of 021
-            documents = ["0005"] * (query == "0005") + dice.sample([name for name in ids if name != "0005"], depth)
+        for query in [*(f"{i:03}" for i in range(21)), "0005", "null", "unjudged"]:  # 021 has no line
+            documents = ["0005"] * (query == "0005") + rng.sample([name for name in ids if name != "0005"], depth)
             right = f"0{query}"
             if query.isdigit() and right not in documents:
                 documents[int(query) % depth] = right
             lines += [f"{query} Q0 {document} 1 {-place / 4} tag\n" for place, document in enumerate(documents)]
-        dice.shuffle(lines)
+        rng.shuffle(lines)
         (folder / f"{name}.trec").write_text("".join(lines))
         found.append((folder / name, folder / f"{name}.trec"))
     return found
@@ -70,35 +71,35 @@ def means(result):
     return {NAMES[name]: value["mean"] for name, value in result["metrics"].items()}
 
 
-def both(parts):
+def average(parts):
     return {name: np.mean([part[name] for part in parts]) for name in parts[0]}
 
 
 def test_bi_encoder(evaluate, collections, corpus, bert, tmp_path):
-    """Of several collections and held-out rows each and the mean; prompts are applied."""
+    """The mean is over held-out rows and all collections; prompts are applied."""
     folders = [folder for folder, _ in collections]
     more = ["--eval_rows", 50, "--eval_beir", *folders, "--prompts", "find: ", "code of a function: "]
     train(BI, *flags_for(BI, corpus, bert, None, tmp_path / "run", *more))
     line = metrics(tmp_path / "run")[-1]
     parts = [measured(line, f"{name} ") for name in ("held_out", "one", "two")]
-    assert line["step"] == 3 and measured(line) == pytest.approx(both(parts)) and len(parts[0]) == 3
+    assert line["step"] == 3 and measured(line) == pytest.approx(average(parts)) and len(parts[0]) == 3
     flags = ["--model_name_or_path", tmp_path / "run/model", "--cache_dtype", "float32", "--metrics", *NAMES]
     found = evaluate("--beir", *folders, *flags)["models"]
     assert [means(result) for result in found] == [pytest.approx(part, abs=1e-6) for part in parts[1:]]
     assert 0 < found[0]["metrics"]["nDCG@10"]["mean"] != found[1]["metrics"]["nDCG@10"]["mean"]
     assert [result["same_id_left_out"] for result in found] == [1, 1]
-    plain = evaluate("--beir", *folders, *flags, "--prompts", "", output="plain")["models"]
-    assert [means(result) for result in plain] != [pytest.approx(part, abs=1e-6) for part in parts[1:]]
+    without_prompts = evaluate("--beir", *folders, *flags, "--prompts", "", output="without_prompts")["models"]
+    assert [means(result) for result in without_prompts] != [pytest.approx(part, abs=1e-6) for part in parts[1:]]
 
 
 def test_cross_encoder(evaluate, collections, corpus, reranker, tmp_path):
-    """Candidates of run files, whose missing relevant documents are missed."""
+    """Run files provide the candidates; relevant documents that they lack count as not found."""
     folders, runs = zip(*collections)
     more = ["--eval_rows", 10, "--eval_beir", *folders, "--eval_run", *runs, "--eval_rerank_k", 12]
     train(CROSS, *flags_for(CROSS, corpus, None, reranker, tmp_path / "run", *more))
     line = metrics(tmp_path / "run")[-1]
     parts = [measured(line, f"{name} ") for name in ("held_out", "one", "two")]
-    assert line["step"] == 3 and measured(line) == pytest.approx(both(parts)) and len(parts[0]) == 2
+    assert line["step"] == 3 and measured(line) == pytest.approx(average(parts)) and len(parts[0]) == 2
     for part, (folder, run) in zip(parts[1:], collections):
         flags = ["--run", run, "--cross_encoder", tmp_path / "run/model", "--rerank_k", 12, "--metrics", *NAMES]
         before, found = map(means, evaluate("--beir", folder, *flags)["models"])
@@ -108,7 +109,7 @@ def test_cross_encoder(evaluate, collections, corpus, reranker, tmp_path):
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_two_processes_without_held_out_rows(evaluate, collections, corpus, bert, reranker, tmp_path, name):
-    """One collection is the mean itself; the cross-encoder reranks what BM25 finds."""
+    """With one collection, only the mean is reported; the cross-encoder reranks the documents of BM25."""
     beir, model = ["--beir", collections[0][0], "--split", "dev"], tmp_path / "run/model"
     more = ["--eval_rows", 0, "--eval_beir", collections[0][0], "--eval_split", "dev"]
     more += ["--eval_rerank_k", 11] * (name == CROSS)
@@ -129,23 +130,23 @@ def test_two_processes_without_held_out_rows(evaluate, collections, corpus, bert
 @pytest.mark.parametrize("layout", ["BEIR", "NanoBEIR"])
 @pytest.mark.parametrize("script", [train_bi_encoder, train_cross_encoder])
 def test_sources_of_hub_ids(script, layout, collections, tmp_path, monkeypatch):
-    """The configurations and splits that are read; NanoBEIR judges without grades."""
-    folder, asked = collections[0][0], []
+    """Which configurations and splits are read; the judgments of NanoBEIR have no grades."""
+    folder, requested = collections[0][0], []
     lines = [line.split("\t") for line in (folder / "qrels/dev.tsv").read_text().splitlines()[1:]]
     if layout == "BEIR":
         configs, judgments = ["corpus", "queries"], folder / "qrels/dev.tsv"
-        wanted = ["o/n:corpus:corpus", "o/n:queries:queries", "o/n-qrels::dev"]
+        expected = ["o/n:corpus:corpus", "o/n:queries:queries", "o/n-qrels::dev"]
     else:
         configs, judgments = ["corpus", "qrels", "queries"], tmp_path / "train.parquet"
-        wanted = ["o/n:corpus:train", "o/n:queries:train", "o/n:qrels:train"]
+        expected = ["o/n:corpus:train", "o/n:queries:train", "o/n:qrels:train"]
         lines = [(query, document, "1") for query, document, grade in lines if grade != "0"]
         rows = [{"query-id": query, "corpus-id": document} for query, document, _ in lines]
         pq.write_table(pa.Table.from_pylist(rows), judgments)
-    files = dict(zip(wanted, ([str(path)] for path in (folder / "corpus.jsonl", folder / "queries.jsonl", judgments))))
-    monkeypatch.setattr(script.datasets, "get_dataset_config_names", lambda name: asked.append(name) or configs)
-    monkeypatch.setattr(script, "list_files", lambda source: asked.append(source) or files[source])
+    files = dict(zip(expected, ([str(p)] for p in (folder / "corpus.jsonl", folder / "queries.jsonl", judgments))))
+    monkeypatch.setattr(script.datasets, "get_dataset_config_names", lambda name: requested.append(name) or configs)
+    monkeypatch.setattr(script, "list_files", lambda source: requested.append(source) or files[source])
     found = script.open_beir("o/n", "dev", ("d: ", "q: "))
-    assert asked == ["o/n", *wanted]
+    assert requested == ["o/n", *expected]
     records = [json.loads(line) for line in (folder / "corpus.jsonl").read_text().splitlines()]
     assert found.documents == {r["_id"]: f"d: {r['title']} {r['text']}".replace(":  ", ": ").strip() for r in records}
     judged = found.qrels[["query_id", "doc_id", "relevance"]].itertuples(index=False, name=None)
@@ -156,8 +157,8 @@ def test_sources_of_hub_ids(script, layout, collections, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_collections_of_one_name(name, collections, corpus, bert, reranker, tmp_path):
-    """None takes another's place, nor that of the held-out rows."""
+def test_collections_of_the_same_name(name, collections, corpus, bert, reranker, tmp_path):
+    """Their measures are kept apart, also from those of the held-out rows."""
     folders = [tmp_path / "a/held_out", tmp_path / "b/same", tmp_path / "c/same"]
     for folder in folders:
         folder.parent.mkdir()
@@ -168,7 +169,7 @@ def test_collections_of_one_name(name, collections, corpus, bert, reranker, tmp_
     assert found == [f"{place} MRR@10" for place in ["held_out", folders[0], "same", folders[2]]]
 
 
-def test_runs_that_do_not_fit(collections, corpus, reranker, tmp_path, capsys):
+def test_run_files_that_do_not_fit(collections, corpus, reranker, tmp_path, capsys):
     (folder, _), other = collections[0], tmp_path / "other.trec"
     other.write_text("q7 Q0 d7 1 2.5 tag\n")
     for path in (other, tmp_path / "none.trec"):
@@ -182,9 +183,9 @@ def test_runs_that_do_not_fit(collections, corpus, reranker, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_a_collection_that_is_not_there(name, collections):
+def test_a_missing_collection(name, collections):
     script, (folder, _) = importlib.import_module(name), collections[0]
-    for split, there in (("train", folder), ("test", Path("nowhere/at/all"))):
-        with pytest.raises(script.UserError) as error, script.user_errors(f"--eval_beir {there}"):
-            script.open_beir(str(there), split, ("", ""))
-        assert str(error.value).startswith(f"--eval_beir {there}: ") and "\n" not in str(error.value)
+    for split, collection in (("train", folder), ("test", Path("nowhere/at/all"))):
+        with pytest.raises(script.UserError) as error, script.user_errors(f"--eval_beir {collection}"):
+            script.open_beir(str(collection), split, ("", ""))
+        assert str(error.value).startswith(f"--eval_beir {collection}: ") and "\n" not in str(error.value)

@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, launch, stored, write_jsonl
-from forked import Forked, last_of
+from conftest import ROOT, count_cached, launch, write_jsonl
+from forked import Forked, merge_flags
 
 import eval_incremental as script
 
@@ -29,8 +29,8 @@ SCRIPT = ROOT / "eval_incremental.py"
 TREC_EVAL = ROOT.parent / "shared/data/ref_trec_eval"
 
 
-def plain(bert, beir, prompts=("", ""), dims=None):
-    """{query: {document: score}} by encoding everything with sentence-transformers."""
+def score_all(bert, beir, prompts=("", ""), dims=None):
+    """Return {query: {document: score}} by encoding everything with sentence-transformers."""
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(str(bert), device="cpu")
@@ -43,14 +43,14 @@ def plain(bert, beir, prompts=("", ""), dims=None):
     return {q: dict(zip(documents, line)) for q, line in zip(queries, (a @ b.T).tolist())}
 
 
-def naive(run, qrels):
-    """{measure: mean} by a loop over the queries, from run and qrels as dicts."""
+def naive_measures(run, qrels):
+    """Return {measure: mean} by a loop over the queries; run, qrels: {query: {document: score or grade}}."""
     sums = {"nDCG@10": 0.0, "RR@10": 0.0, "R@100": 0.0, "AP": 0.0}
-    for query, known in qrels.items():
+    for query, judgments in qrels.items():
         ranked = sorted(run[query], key=lambda d: -run[query][d])[:100]
-        gains = [known.get(d, 0) for d in ranked]
-        ideal = sorted(known.values(), reverse=True)
-        positive = sum(g > 0 for g in known.values())
+        gains = [judgments.get(d, 0) for d in ranked]
+        ideal = sorted(judgments.values(), reverse=True)
+        positive = sum(g > 0 for g in judgments.values())
         sums["nDCG@10"] += sum(g / math.log2(2 + i) for i, g in enumerate(gains[:10])) / sum(
             g / math.log2(2 + i) for i, g in enumerate(ideal[:10])
         )
@@ -70,23 +70,23 @@ def read_run(path):
 
 
 def read_qrels(path):
-    """{query: {document: relevance}} of judgments, as the evaluator reads them."""
+    """Return {query: {document: relevance}} of judgments as the evaluator reads them."""
     found = {}
     for query, document, relevance in script.read_qrels(str(path)).itertuples(index=False):
         found.setdefault(query, {})[document] = relevance
     return found
 
 
-# ------------------------------------------------------------------------------------------------------ correct
+# ------------------------------------------------------------------------------------------------------ correctness
 
 
 @pytest.mark.parametrize("extra", [(), ("--streaming",), ("--prompts", "find: ", "code: "), ("--truncate_dim", 16)])
 def test_equals_encoding_everything(evaluate, beir, bert, tmp_path, extra):
     got = evaluate("--beir", beir, "--cache_dtype", "float32", *extra)
     prompts = ("find: ", "code: ") if "--prompts" in extra else ("", "")
-    run = plain(bert, beir, prompts, 16 if "--truncate_dim" in extra else None)
+    run = score_all(bert, beir, prompts, 16 if "--truncate_dim" in extra else None)
     qrels = read_qrels(beir / "qrels/test.tsv")
-    for name, value in naive(run, qrels).items():
+    for name, value in naive_measures(run, qrels).items():
         assert got["metrics"][name]["mean"] == pytest.approx(value, abs=1e-4), name  # nearly equal scores may swap
     for query, found in read_run(tmp_path / "out/run.trec").items():
         best = sorted(run[query].values(), reverse=True)[:100]
@@ -109,8 +109,8 @@ def test_written_run_gives_the_same_measures_in_pytrec_eval(evaluate, beir, tmp_
         assert [float(v) for v in values] == pytest.approx([each[query][t] for t in names.values()], abs=1e-6)
 
 
-def measured(run, qrels, measures):
-    """{measure: (Q,) values} by compute_metrics() of {query: {document: score}}."""
+def measure_each(run, qrels, measures):
+    """Return {measure: (Q,) values} of compute_metrics() for run and qrels as dicts."""
     run, qrels = (
         pd.DataFrame(
             [(q, d, score) for q, found in given.items() for d, score in found.items()], columns=[*script.PAIR, name]
@@ -122,7 +122,7 @@ def measured(run, qrels, measures):
 
 
 @pytest.mark.skipif(not TREC_EVAL.is_dir(), reason="needs trec_eval's own test runs in ../shared/data/ref_trec_eval")
-def test_trec_evals_own_expected_values():
+def test_measures_equal_the_expected_values_of_trec_eval():
     names = {"AP": "map", "RR": "recip_rank", "Rprec": "Rprec", "Bpref": "bpref", "infAP": "infAP", "nDCG": "ndcg"}
     for k in (5, 10, 20, 100):
         names |= {f"P@{k}": f"P_{k}", f"R@{k}": f"recall_{k}", f"nDCG@{k}": f"ndcg_cut_{k}"}
@@ -132,7 +132,7 @@ def test_trec_evals_own_expected_values():
     for line in (TREC_EVAL / "out.test.aq").read_text().splitlines():
         measure, query, value = line.split()
         expected[measure, query] = value
-    got = measured(run, read_qrels(TREC_EVAL / "qrels.test"), list(names))
+    got = measure_each(run, read_qrels(TREC_EVAL / "qrels.test"), list(names))
     compared = 0
     for ours, theirs in names.items():
         for query, value in zip(run, got[ours]):
@@ -170,8 +170,8 @@ def test_top_k_equals_a_full_sort_and_ties_keep_the_corpus_order():
     assert torch.equal(two[0].rows, full)
 
 
-def test_equal_vectors_score_equally_wherever_they_stand():
-    """Unequal in the last digit is how BLAS leaves the last columns of a product."""
+def test_equal_vectors_have_equal_scores_at_any_position():
+    """BLAS may round the last columns of a product differently."""
     generator = torch.Generator().manual_seed(0)
     for size in range(1, 70):
         top = script.TopK(torch.randn(3, 384, generator=generator), size)
@@ -180,17 +180,17 @@ def test_equal_vectors_score_equally_wherever_they_stand():
 
 
 def test_bootstrap_interval_and_randomization_test():
-    dice = np.random.default_rng(0)
-    values = dice.random(200)
+    rng = np.random.default_rng(0)
+    values = rng.random(200)
     low, high = script.bootstrap_interval([values])
     half = 1.96 * values.std(ddof=1) / 200**0.5
     assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.005)
     p = script.paired_randomization_p
-    assert p([values], [values]) == 1.0 and p([values + 0.05 * dice.random(200)], [values]) < 0.001
-    few = np.array([0.0, 0.5, 1.0, 0.2])  # 16 sign flips in all, counted by hand: two of them as extreme
+    assert p([values], [values]) == 1.0 and p([values + 0.05 * rng.random(200)], [values]) < 0.001
+    few = np.array([0.0, 0.5, 1.0, 0.2])  # 2 of the 16 sign flips are as extreme, counted by hand
     assert p([few + 0.1], [few]) == pytest.approx(2 / 16)
-    # Several collections: their means count alike, however many queries they have.
-    others = dice.random(50) / 2
+    # Several collections count equally, whatever their numbers of queries.
+    others = rng.random(50) / 2
     low, high = script.bootstrap_interval([values, others])
     half = 1.96 * (values.var(ddof=1) / 200 + others.var(ddof=1) / 50) ** 0.5 / 2
     mean = (values.mean() + others.mean()) / 2
@@ -226,13 +226,13 @@ def test_each_text_is_encoded_once(evaluate, beir, tmp_path, rows):
     front = [{"_id": f"front{i}", "text": f"one more, number {i}"} for i in range(10)]
     write_jsonl(changed / "corpus.jsonl", [*front, *records])
     assert evaluate("--beir", changed)["texts"]["encoded"] == 10
-    # another corpus of other shape that shares 40 texts, each of them there twice
+    # another corpus that shares 40 texts, each of which occurs twice
     shared = [{"_id": f"s{i}", "text": rows[i % 40]["code"]} for i in range(80)]
     write_jsonl(changed / "corpus.jsonl", [*shared, {"_id": "d0", "text": "unseen"}])
     assert evaluate("--beir", changed, "--corpus_chunk_size", 7)["texts"]["encoded"] == 1
 
 
-def test_a_changed_model_is_a_new_key(evaluate, beir, bert, tmp_path):
+def test_a_changed_model_has_a_cache_of_its_own(evaluate, beir, bert, tmp_path):
     from safetensors.torch import load_file, save_file
 
     evaluate("--beir", beir)
@@ -270,10 +270,10 @@ def test_cache_round_trip(tmp_path, dtype, tolerance):
         rows, found = script.EmbeddingCache(tmp_path / "c", "m", 24, dtype).lookup(hashes[order])
         assert found.all() and np.array_equal(rows, packed[order])
         assert np.abs(cache.unpack(rows).astype(np.float32) - vectors[order]).max() <= tolerance * 4
-    strange = np.arange(300) % 3 == 1
-    asked = np.where(strange[:, None], hashes + np.uint64(1), hashes)
-    rows, found = cache.lookup(asked)
-    assert np.array_equal(found, ~strange) and np.array_equal(rows[found], packed[~strange])
+    unknown = np.arange(300) % 3 == 1
+    requested = np.where(unknown[:, None], hashes + np.uint64(1), hashes)
+    rows, found = cache.lookup(requested)
+    assert np.array_equal(found, ~unknown) and np.array_equal(rows[found], packed[~unknown])
 
 
 def test_pairs_and_comparison(evaluate, corpus, bert, tmp_path, capsys):
@@ -286,7 +286,7 @@ def test_pairs_and_comparison(evaluate, corpus, bert, tmp_path, capsys):
     assert [result["name"] for result in got["models"]] == ["st", "second", "BM25"]
     second = got["models"][1]["metrics"]["nDCG@10"]
     assert second["difference"] == pytest.approx(second["mean"] - got["models"][0]["metrics"]["nDCG@10"]["mean"])
-    assert 0 < second["p"] <= 1 and got["models"][2]["metrics"]["nDCG@10"]["mean"] > 0.2  # words do help here
+    assert 0 < second["p"] <= 1 and got["models"][2]["metrics"]["nDCG@10"]["mean"] > 0.2  # the texts share words
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
         "metrics.json", "report.png", "st", "second", "BM25"}  # fmt: skip
     assert (tmp_path / "out/BM25/run.trec").exists()
@@ -294,7 +294,7 @@ def test_pairs_and_comparison(evaluate, corpus, bert, tmp_path, capsys):
     assert "p = " in shown and "BM25" in shown and "nDCG@10" in shown
 
 
-def test_equal_documents_of_pairs_are_all_answers(evaluate, tmp_path):
+def test_equal_documents_of_pairs_are_all_relevant(evaluate, tmp_path):
     pairs = [{"q": "a", "d": "def a(): 1"}, {"q": "b", "d": "def a(): 1"}, {"q": "a", "d": "class B"}]
     write_jsonl(tmp_path / "pairs.jsonl", pairs)
     got = evaluate("--pairs", tmp_path / "pairs.jsonl", "--metrics", "R@3", "R@2", "--top_k", 3)
@@ -311,11 +311,11 @@ def test_search(evaluate, beir, capsys, rows):
     assert capsys.readouterr().out in shown
 
 
-# ---------------------------------------------------------------------------------------- many processes, killed
+# ---------------------------------------------------------------------------------------- several processes, kills
 
 
 def flags_for(beir, bert, folder):
-    """Flags of an evaluation with all of its files in `folder`."""
+    """Return the flags of an evaluation with all of its files in `folder`."""
     places = {"--cache_dir": "cache", "--output_dir": "out"}
     places = [part for flag, name in places.items() for part in (flag, folder / name)]
     return [
@@ -337,15 +337,15 @@ def test_two_processes_give_the_bytes_of_one(tmp_path, beir, bert):
         launch(SCRIPT, *flags_for(beir, bert, place), processes=processes)
         (result,) = json.loads((place / "out/metrics.json").read_text())["results"]
         assert result["texts"] == {"total": 353, "encoded": 353, "cached": 0}
-        assert stored(place / "cache") == [353]
+        assert count_cached(place / "cache") == [353]
     for name in ("run.trec", "per_query.csv"):
         assert (tmp_path / "1/out" / name).read_bytes() == (tmp_path / "2/out" / name).read_bytes()
-    again = launch(SCRIPT, *flags_for(beir, bert, tmp_path / "1"), processes=2)  # the cache of one serves two
+    again = launch(SCRIPT, *flags_for(beir, bert, tmp_path / "1"), processes=2)  # two processes use the cache of one
     assert "0 of 353 texts encoded, of at most 128 tokens" in again.stdout
 
 
-# Counts each text that is encoded in a file of its own, so that what a killed run did is known.
-COUNTED = """
+# Writes a byte to a log for each text encoded, so that the work of killed runs is known.
+COUNTING_DRIVER = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 import eval_incremental as script
@@ -362,23 +362,23 @@ script.main(script.parse_args(sys.argv[1:]))
 
 
 def test_killed_at_random_moments(tmp_path, beir, bert):
-    """Three SIGKILLs; twenty are in benchmarks/eval_exact.py."""
+    """Three SIGKILLs; benchmarks/eval_exact.py sends twenty."""
     log = tmp_path / "log"
     driver = tmp_path / "driver.py"
-    driver.write_text(COUNTED.format(root=str(ROOT), log=str(log), pause=0.05))
+    driver.write_text(COUNTING_DRIVER.format(root=str(ROOT), log=str(log), pause=0.05))
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     launch(driver, *flags_for(beir, bert, undisturbed))
     assert log.stat().st_size == 353
     log.unlink()
-    dice = random.Random(0)
+    rng = random.Random(0)
     kills = 0
     while kills < 3:
         process = Forked(driver, flags_for(beir, bert, killed))
-        held = log.stat().st_size if log.exists() else 0
-        wanted = held + dice.randint(1, 80)
-        while process.poll() is None and (log.stat().st_size if log.exists() else 0) < wanted:
+        logged = log.stat().st_size if log.exists() else 0
+        expected = logged + rng.randint(1, 80)
+        while process.poll() is None and (log.stat().st_size if log.exists() else 0) < expected:
             time.sleep(0.01)
-        time.sleep(dice.random() * 0.2)
+        time.sleep(rng.random() * 0.2)
         if process.poll() is not None:
             break
         process.send(signal.SIGKILL)
@@ -393,7 +393,7 @@ def test_killed_at_random_moments(tmp_path, beir, bert):
 # ---------------------------------------------------------------------------------------------------- bad input
 
 
-def test_ids_that_do_not_fit(evaluate, beir, tmp_path, capsys):
+def test_inconsistent_ids_are_reported(evaluate, beir, tmp_path, capsys):
     folder = tmp_path / "beir"
     shutil.copytree(beir, folder)
     with open(folder / "corpus.jsonl", "a") as file:
@@ -406,7 +406,7 @@ def test_ids_that_do_not_fit(evaluate, beir, tmp_path, capsys):
     with open(folder / "qrels/test.tsv", "a") as file:
         file.write("nobody\td1\t1\nq3\tnowhere\t1\nq4\t17\t1\n")
     got = evaluate("--beir", folder, "--top_k", 1000)
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     for line in (
         "1 queries without judgments left out",
         "1 judged queries are unknown, such as nobody; left out",
@@ -414,13 +414,13 @@ def test_ids_that_do_not_fit(evaluate, beir, tmp_path, capsys):
         "1 documents are empty; encoded as the empty string",
         "1 ids belong to several documents",
     ):
-        assert line in said, (line, said)
+        assert line in message, (line, message)
     assert got["queries"] == 60 and got["texts"]["total"] == 60 + 296
     assert len(read_run(tmp_path / "out/run.trec")["q0"]) == 295  # an id occurs once
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, message",
     [
         (["--beir", "/nowhere"], "--beir /nowhere: "),
         (["--beir", "{beir}", "--split", "dev"], "--beir {beir}: no judgments of --split dev; available: test"),
@@ -439,7 +439,7 @@ def test_ids_that_do_not_fit(evaluate, beir, tmp_path, capsys):
         (["--cache_clear", "nobody"], "--cache_clear nobody: no such model in "),
     ],
 )
-def test_one_clear_line(evaluate, beir, bert, reranker, tmp_path, flags, said):
+def test_one_line_errors(evaluate, beir, bert, reranker, tmp_path, flags, message):
     (tmp_path / "file").write_text("x")
     shutil.copytree(bert, tmp_path / "damaged")
     weights = tmp_path / "damaged/model.safetensors"
@@ -448,11 +448,11 @@ def test_one_clear_line(evaluate, beir, bert, reranker, tmp_path, flags, said):
     names = {"beir": beir, "reranker": reranker, **{name: tmp_path / name for name in ("file", "damaged", "run")}}
     with pytest.raises(script.UserError) as error:
         evaluate(*[flag.format(**names) for flag in flags])
-    assert said.format(**names) in str(error.value) and "\n" not in str(error.value)
+    assert message.format(**names) in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, message",
     [
         (["--metrics", "nDGC@10"], "--metrics nDGC@10: "),
         (["--metrics", "nDCG@0"], "--metrics nDCG@0: "),
@@ -467,10 +467,10 @@ def test_one_clear_line(evaluate, beir, bert, reranker, tmp_path, flags, said):
         (["--columns", "a", "--pairs", "p.jsonl"], "--columns takes two names"),
     ],
 )
-def test_usage(flags, said, capsys):
+def test_usage(flags, message, capsys):
     with pytest.raises((SystemExit, script.UserError)) as error:
         script.parse_args(flags)
-    assert said in capsys.readouterr().err + str(error.value)
+    assert message in capsys.readouterr().err + str(error.value)
 
 
 def test_malformed_qrels(tmp_path):
@@ -482,7 +482,7 @@ def test_malformed_qrels(tmp_path):
     path.write_text("q1\td1\t1\nq2\td2\t0.5\n")
     with pytest.raises(script.UserError, match="--qrels [^ ]*q.tsv: a grade is not a whole number"):
         script.read_qrels(str(path))
-    path.write_text("q1 0 d1 2\nq1 0 d2 -1\n\n")  # TREC's form
+    path.write_text("q1 0 d1 2\nq1 0 d2 -1\n\n")  # the format of TREC
     assert read_qrels(path) == {"q1": {"d1": 2, "d2": -1}}
     packed = tmp_path / "q.tsv.gz"
     packed.write_bytes(gzip.compress(path.read_bytes() * 1000)[:-20])
@@ -491,27 +491,27 @@ def test_malformed_qrels(tmp_path):
             script.read_qrels(str(bad))
 
 
-def test_measures_agree_where_scores_are_equal():
-    """Providers of ir_measures break ties in their own ways; the order of trec_eval holds for all."""
+def test_measures_agree_on_ties():
+    """The providers of ir_measures break ties differently; all must use the order of trec_eval."""
     names = ["RR@10", "MRR@10", "RR", "nDCG@10", "Success@1", "P@1"]
-    got = measured({"q": {"a": 1.0, "b": 1.0, "c": 0.5}}, {"q": {"b": 1}}, names)
+    got = measure_each({"q": {"a": 1.0, "b": 1.0, "c": 0.5}}, {"q": {"b": 1}}, names)
     assert dict(got.loc["q"]) == dict.fromkeys(
         names, 1.0
-    )  # b before a, as in trec_eval; and two names of one measure are both there
+    )  # b before a, as in trec_eval; two names of one measure are both reported
 
 
-def test_truncate_dim_of_the_model_itself(evaluate, beir, bert, tmp_path):
+def test_truncate_dim_in_the_config_of_the_model(evaluate, beir, bert, tmp_path):
     own = tmp_path / "own"
     shutil.copytree(bert, own)
     config = json.loads((own / "config_sentence_transformers.json").read_text())
     (own / "config_sentence_transformers.json").write_text(json.dumps(config | {"truncate_dim": 16}))
-    asked = evaluate("--beir", beir, "--truncate_dim", 16)
+    requested = evaluate("--beir", beir, "--truncate_dim", 16)
     got = evaluate("--beir", beir, "--model_name_or_path", own)
-    assert got["metrics"] == asked["metrics"] and got["texts"]["encoded"] == 0
+    assert got["metrics"] == requested["metrics"] and got["texts"]["encoded"] == 0
 
 
-def test_titles_ids_and_columns(evaluate, beir, tmp_path):
-    """A title that the first row leaves out is read all the same; an id that is null is not the id `null`."""
+def test_titles_missing_ids_and_columns(evaluate, beir, tmp_path):
+    """Titles are read although the first row has none; a row without an id is refused."""
     folder = tmp_path / "beir"
     shutil.copytree(beir, folder)
     records = [json.loads(line) for line in (beir / "corpus.jsonl").read_text().splitlines()]
@@ -541,7 +541,7 @@ def test_pairs_without_text_and_ids_with_spaces(evaluate, tmp_path, capsys):
     assert got["metrics"]["AP"]["mean"] == 1.0 and "q_1" in read_run(tmp_path / "out/run.trec")
 
 
-def test_an_error_on_two_processes_is_said_once(tmp_path, bert):
+def test_an_error_on_two_processes_is_printed_once(tmp_path, bert):
     flags = ["--model_name_or_path", bert, "--beir", tmp_path / "nowhere", "--cache_dir", tmp_path / "c"]
     done = launch(SCRIPT, *flags, processes=2, check=False)
     assert done.returncode and done.stderr.count("error: --beir") == 1 and "[rank1]" not in done.stderr, done.stderr
@@ -557,17 +557,17 @@ def test_nan_embedding(evaluate, beir, bert, tmp_path):
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(script.UserError, match="output for .* is not finite"):
         evaluate("--beir", beir, "--model_name_or_path", broken)
-    assert stored(tmp_path / "cache") == [0]
+    assert count_cached(tmp_path / "cache") == [0]
 
 
-def test_damaged_vectors_are_noticed_and_encoded_again(evaluate, beir, tmp_path, capsys):
+def test_damaged_vectors_are_detected_and_encoded_again(evaluate, beir, tmp_path, capsys):
     first = evaluate("--beir", beir)
-    dice = random.Random(0)
+    rng = random.Random(0)
     values = sorted((tmp_path / "cache").rglob("*.val"))
     for number, path in enumerate(values[::2]):
         data = bytearray(path.read_bytes())
         if number % 3 == 0:
-            data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         elif number % 3 == 1:
             data = data[: len(data) // 2]
         path.write_bytes(data)
@@ -580,7 +580,7 @@ def test_damaged_vectors_are_noticed_and_encoded_again(evaluate, beir, tmp_path,
     assert evaluate("--beir", beir)["texts"]["encoded"] == 0
 
 
-def test_foreign_or_broken_folder(evaluate, beir, tmp_path):
+def test_damaged_cache_database(evaluate, beir, tmp_path):
     first = evaluate("--beir", beir)
     (folder,) = (tmp_path / "cache").iterdir()
     database = folder / "cache.db"
@@ -589,7 +589,7 @@ def test_foreign_or_broken_folder(evaluate, beir, tmp_path):
     database.write_bytes(b"not a database" * 1000)
     with pytest.raises(script.UserError, match=f"--cache_dir {folder} .*remove the folder if it is damaged"):
         evaluate("--beir", beir)
-    database.unlink()  # this process may have the broken one open yet
+    database.unlink()  # this process may still have the damaged one open
     for rest in folder.glob("cache.db-*"):
         rest.unlink()
     database.write_bytes(whole)
@@ -601,29 +601,29 @@ def test_foreign_or_broken_folder(evaluate, beir, tmp_path):
     assert evaluate("--beir", beir)["metrics"] == first["metrics"]
 
 
-def test_no_pickle_is_loaded(evaluate, beir, tmp_path, say):
-    """Every value and key of the cache is replaced by a pickle that would leave a mark."""
+def test_no_pickle_is_loaded(evaluate, beir, tmp_path, report):
+    """Each cached value is replaced by a pickle that would create a file, then by a path outside of the cache."""
     import pickle
     import sqlite3
 
-    class Mark:
+    class Payload:
         def __reduce__(self):
-            return (Path(tmp_path / "mark").touch, ())
+            return (Path(tmp_path / "executed").touch, ())
 
     evaluate("--beir", beir)
     (folder,) = (tmp_path / "cache").iterdir()
     with sqlite3.connect(folder / "cache.db") as database:
-        database.execute("UPDATE Cache SET mode = 4, value = ?, filename = NULL", (pickle.dumps(Mark()),))
+        database.execute("UPDATE Cache SET mode = 4, value = ?, filename = NULL", (pickle.dumps(Payload()),))
     with pytest.raises(script.UserError, match="a value is a pickle"):
         evaluate("--beir", beir)
     with sqlite3.connect(folder / "cache.db") as database:
         database.execute("UPDATE Cache SET mode = 2, value = NULL, filename = '../../../etc/hostname'")
     with pytest.raises(script.UserError, match="outside of the folder"):
         evaluate("--beir", beir)
-    assert not (tmp_path / "mark").exists()
-    pickle.loads(pickle.dumps(Mark()))
-    assert (tmp_path / "mark").exists()  # the mark would have been left
-    say("pickles, and paths that lead out of it, in every value of an embedding cache", 2, "one line, none was loaded")
+    assert not (tmp_path / "executed").exists()
+    pickle.loads(pickle.dumps(Payload()))
+    assert (tmp_path / "executed").exists()  # loading it would have created the file
+    report("pickles, and paths to files outside, in every value of an embedding cache", 2, "one-line error")
 
 
 def test_cache_info_clear_and_limit(evaluate, beir, tmp_path, capsys, bert):
@@ -635,30 +635,30 @@ def test_cache_info_clear_and_limit(evaluate, beir, tmp_path, capsys, bert):
     assert shown.count(str(bert)) == 2 and shown.count(" 353 ") == 2 and "int8" in shown and "float16" in shown
     evaluate("--cache_clear", str(bert))
     assert capsys.readouterr().out.count("(removed)") == 2 and not list((tmp_path / "cache").iterdir())
-    # 60 kB hold the index of some hundred texts at most: the oldest go, and the metrics stay
+    # 60 kB are enough for about a hundred texts: the oldest are removed, and the metrics stay the same
     limited = evaluate("--beir", beir, "--cache_size_limit", 0.00006)
     again = evaluate("--beir", beir, "--cache_size_limit", 0.00006)
     assert again["metrics"] == limited["metrics"] and again["texts"]["encoded"] > 0
     assert "--cache_size_limit; older vectors were removed" in capsys.readouterr().err
     (folder,) = (tmp_path / "cache").iterdir()
-    about = (folder / "model.json").read_text()
-    for damaged in ("", "{", about.replace('"int8"', "8").replace('"model"', '"mode"')):
+    metadata = (folder / "model.json").read_text()
+    for damaged in ("", "{", metadata.replace('"int8"', "8").replace('"model"', '"mode"')):
         (folder / "model.json").write_text(damaged)
         evaluate("--cache_info")
         assert "(damaged)" in capsys.readouterr().out
     assert evaluate("--beir", beir)["metrics"] == limited["metrics"]
-    assert (folder / "model.json").read_text() == about
+    assert (folder / "model.json").read_text() == metadata
     evaluate("--cache_clear", folder.name)
     assert not folder.exists()
 
 
 @pytest.mark.skipif(shutil.which("mount") is None or os.geteuid() != 0, reason="needs root to mount a small disk")
 @pytest.mark.parametrize("how", ["full", "read-only"])
-def test_full_or_read_only_disk(evaluate, beir, tmp_path, bert, say, how):
+def test_full_or_read_only_disk(evaluate, beir, tmp_path, bert, report, how):
     disk = tmp_path / "cache"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "none", disk], capture_output=True).returncode:
-        pytest.skip("this machine does not let a test mount a disk")
+        pytest.skip("no permission to mount a tmpfs")
     try:
         if how == "read-only":
             subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
@@ -666,10 +666,10 @@ def test_full_or_read_only_disk(evaluate, beir, tmp_path, bert, say, how):
             script.UserError, match=f"--cache_dir {disk}/.* .free disk space, or remove the folder if it is damaged.: "
         ):
             evaluate("--beir", beir, "--cache_dtype", "float32")
-        if how == "full":  # what was stored serves the next run, with room
+        if how == "full":  # with free space, the next run uses what was stored
             subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
             assert 0 < evaluate("--beir", beir, "--cache_dtype", "float32")["texts"]["encoded"] < 353
-        say("a full or read-only disk under the embedding cache", 1, "one line; what was stored serves the next run")
+        report("a full or read-only disk under a cache", 1, "one-line error; the next run uses what was stored")
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
 
@@ -682,11 +682,11 @@ def test_copied_alone_without_a_home_and_help(tmp_path, beir, bert):
     subprocess.run(command, cwd=tmp_path, env=environment, check=True)
     assert (tmp_path / "o/report.png").read_bytes()[:4] == b"\x89PNG"
     shown = launch(SCRIPT, "--help").stdout
-    design = """
+    documented = """
         model_name_or_path beir corpus queries qrels pairs columns streaming cache_dir output_dir metrics top_k query
         run prompts truncate_dim max_length bm25 cache_info cache_clear cache_size_limit judged
     """
-    for flag in design.split():
+    for flag in documented.split():
         assert f"--{flag}" in shown, flag
 
 
@@ -694,8 +694,8 @@ def test_copied_alone_without_a_home_and_help(tmp_path, beir, bert):
 
 
 @pytest.fixture
-def halves(beir, tmp_path):
-    """Two collections: the whole one, and one of 100 documents and 30 queries."""
+def two_collections(beir, tmp_path):
+    """Two collections: all of `beir`, and 100 of its documents with 30 queries."""
     small = tmp_path / "small"
     (small / "qrels").mkdir(parents=True)
     for name, count in (("corpus.jsonl", 100), ("queries.jsonl", 30), ("qrels/test.tsv", 31)):
@@ -703,24 +703,24 @@ def halves(beir, tmp_path):
     return [beir, small]
 
 
-def test_several_collections_and_models(evaluate, halves, bert, tmp_path, capsys):
-    """Each is measured as alone; the mean counts collections alike; files in a folder each; nothing encoded twice."""
+def test_several_collections_and_models(evaluate, two_collections, bert, tmp_path, capsys):
+    """Each collection is measured as if alone, and counts equally in the mean; no text is encoded twice."""
     other = tmp_path / "other"
     shutil.copytree(bert, other)
     config = json.loads((other / "1_Pooling/config.json").read_text())
     (other / "1_Pooling/config.json").write_text(json.dumps(config | {"pooling_mode": "cls"}))
-    results = evaluate("--beir", *halves, "--model_name_or_path", bert, other, "--bm25")["models"]
+    results = evaluate("--beir", *two_collections, "--model_name_or_path", bert, other, "--bm25")["models"]
     shown = capsys.readouterr().out
     names = [(result["collection"], result["name"]) for result in results]
-    assert names == [(c.name, n) for c in halves for n in ("st", "other", "BM25")]
-    assert results[3]["texts"] == {"total": 130, "encoded": 0, "cached": 130}  # known from the larger one
-    assert re.search(rf"^nDCG@10 +{halves[0].name} +small +mean$", shown, re.M)
+    assert names == [(c.name, n) for c in two_collections for n in ("st", "other", "BM25")]
+    assert results[3]["texts"] == {"total": 130, "encoded": 0, "cached": 130}  # cached from the larger collection
+    assert re.search(rf"^nDCG@10 +{two_collections[0].name} +small +mean$", shown, re.M)
     whole = json.loads((tmp_path / "out/metrics.json").read_text())
     for number, (name, mean) in enumerate(whole["means"].items()):
         parts = [result["metrics"]["AP"]["mean"] for result in results if result["name"] == name]
         assert mean["AP"]["mean"] == pytest.approx(np.mean(parts)) and mean["AP"]["low"] < mean["AP"]["high"]
         assert ("p" in mean["AP"]) == (number > 0)
-    alone = evaluate("--beir", halves[1], "--model_name_or_path", other, output="alone")
+    alone = evaluate("--beir", two_collections[1], "--model_name_or_path", other, output="alone")
     assert alone["metrics"]["AP"]["mean"] == results[4]["metrics"]["AP"]["mean"]
     for file in ("run.trec", "per_query.csv"):
         assert (tmp_path / "out/small/other" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes()
@@ -729,8 +729,8 @@ def test_several_collections_and_models(evaluate, halves, bert, tmp_path, capsys
 
 @pytest.mark.parametrize("layout", ["BEIR", "NanoBEIR"])
 def test_layouts_of_the_hub(evaluate, beir, tmp_path, layout):
-    """Local folders whose README declares the configurations of the repositories on the Hub."""
-    wanted = evaluate("--beir", beir)["metrics"]
+    """Local folders whose README.md declares the configurations of repositories on the Hub."""
+    expected = evaluate("--beir", beir)["metrics"]
     hub, judgments = tmp_path / "hub", tmp_path / ("hub" if layout == "NanoBEIR" else "hub-qrels")
     split = "train" if layout == "NanoBEIR" else None
     parts = ["corpus", "queries", "qrels"][: 3 if layout == "NanoBEIR" else 2]
@@ -758,18 +758,18 @@ def test_layouts_of_the_hub(evaluate, beir, tmp_path, layout):
     assert got["texts"]["encoded"] == 0
     names = (
         ["nDCG@10", "RR@10", "R@100", "AP"] if layout == "BEIR" else ["RR@10", "R@100", "AP"]
-    )  # q1 has a grade of 2
-    assert {name: got["metrics"][name] for name in names} == {name: wanted[name] for name in names}
+    )  # nDCG needs the grade 2 of q1
+    assert {name: got["metrics"][name] for name in names} == {name: expected[name] for name in names}
 
 
-def test_results_of_another_evaluation_are_not_mixed(evaluate, beir, bert, tmp_path):
+def test_results_of_another_evaluation_are_not_overwritten(evaluate, beir, bert, tmp_path):
     flags = ["--model_name_or_path", bert, "--beir", beir, "--cache_dir", tmp_path / "cache"]
-    flags = last_of([*flags, "--output_dir", tmp_path / "results", "--max_length", 32])
+    flags = merge_flags([*flags, "--output_dir", tmp_path / "results", "--max_length", 32])
     script.main(script.parse_args(flags))
     before = (tmp_path / "results/metrics.json").read_bytes()
     script.main(script.parse_args([*flags, "--streaming"]))  # the same evaluation
     with pytest.raises(script.UserError, match="results: contains the results of --max_length 32: choose another"):
-        script.main(script.parse_args(last_of([*flags, "--max_length", 16])))
+        script.main(script.parse_args(merge_flags([*flags, "--max_length", 16])))
     assert (
         json.loads((tmp_path / "results/metrics.json").read_bytes())["results"][0]["metrics"]
         == json.loads(before)["results"][0]["metrics"]
@@ -777,7 +777,7 @@ def test_results_of_another_evaluation_are_not_mixed(evaluate, beir, bert, tmp_p
 
 
 def test_progress_in_a_log():
-    """Whole lines, where the output is no terminal."""
+    """If the output is not a terminal, progress is printed in whole lines."""
     log = io.StringIO()
     with script.Bar(total=3, file=log, mininterval=0, miniters=1) as bar:
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Losses of rows that have unlike numbers of documents, and the masks of false negatives."""
+"""Losses of rows with different numbers of documents, and the masks of false negatives."""
 
 import json
 
@@ -14,11 +14,11 @@ from sentence_transformers.sentence_transformer import losses
 import train_bi_encoder as script
 
 SIZES = [2, 1, 3, 1, 3, 2]
-UNLIKE = [{"q": f"query {i}", "pos": [f"positive {i}"], "neg": [f"negative {i} {j}" for j in range(size)],
+RAGGED = [{"q": f"query {i}", "pos": [f"positive {i}"], "neg": [f"negative {i} {j}" for j in range(size)],
            "s": [i / 5, *(i / 7 - j for j in range(size))]} for i, size in enumerate(SIZES)]  # fmt: skip
-UNLIKE[2]["q"] = UNLIKE[0]["q"]  # texts that are no negatives of one another's rows
-UNLIKE[5]["pos"] = UNLIKE[1]["pos"]
-UNLIKE[3]["neg"] = UNLIKE[4]["pos"]
+RAGGED[2]["q"] = RAGGED[0]["q"]  # equal texts, which are not negatives in one another's rows
+RAGGED[5]["pos"] = RAGGED[1]["pos"]
+RAGGED[3]["neg"] = RAGGED[4]["pos"]
 
 
 def cosine(texts, *pair):
@@ -26,8 +26,8 @@ def cosine(texts, *pair):
 
 
 def naive_infonce(texts, judge, rows, temperature=0.05, symmetric=False, mask_margin=None, query=0):
-    """One row and document at a time. texts, judge: {(row, its text: 0 the query, 1 the positive, ...): embedding}.
-    query 1: the positives look for their queries."""
+    """Return InfoNCE, one row and document at a time. texts, judge: {(row, 0 for the query, 1 for the positive, ...):
+    embedding}; `judge` decides on the masks. query=1: positives are the queries, and queries the documents."""
     lists, loss = [[row["q"], *row["pos"], *row["neg"]] for row in rows], 0.0
     for i, own in enumerate(lists):
         name, target, scores = (i, query), (i, 1 - query), []
@@ -63,10 +63,10 @@ CASES = [("infonce", {}, False), ("infonce", {"symmetric": True}, False), ("info
 
 @pytest.mark.parametrize("limit", [None, 20], ids=["whole", "chunks"])
 @pytest.mark.parametrize("loss, loss_kwargs, guided", CASES)
-def test_loss_and_gradient_as_if_there_were_no_missing_documents(bert, monkeypatch, loss, loss_kwargs, guided, limit):
-    """The naive loop has none, and masks what scores too high; two processes take the rows in turn."""
+def test_loss_and_gradient_of_ragged_rows(bert, monkeypatch, loss, loss_kwargs, guided, limit):
+    """They equal those of naive loops without padding; the rows are split into two parts, as for two processes."""
     monkeypatch.setattr(script, "MAX_SCORES", limit or script.MAX_SCORES)
-    rows = UNLIKE if loss != "infonce" else [*UNLIKE[:5], {**UNLIKE[5], "neg": []}]
+    rows = RAGGED if loss != "infonce" else [*RAGGED[:5], {**RAGGED[5], "neg": []}]
     flags = ["--loss", loss, "--loss_kwargs", json.dumps(loss_kwargs), *["--label_column", "s"] * (loss != "infonce")]
     flags += ["--train_data", "x", "--columns", "q", "pos", "neg", "--model_name_or_path", str(bert)]
     args = script.parse_args(flags)
@@ -86,24 +86,23 @@ def test_loss_and_gradient_as_if_there_were_no_missing_documents(bert, monkeypat
 
     texts, judge = dict(zip(names, embeddings)), dict(zip(names, guide if guided else embeddings.detach()))
     weight, options = loss_kwargs.get("infonce", 1.0), {k: v for k, v in loss_kwargs.items() if k != "infonce"}
-    wanted = 0.0
+    expected = 0.0
     if loss == "infonce" or "infonce" in loss_kwargs:
-        wanted = weight * naive_infonce(texts, judge, rows, **{"mask_margin": 0.0 if guided else None} | options)
+        expected = weight * naive_infonce(texts, judge, rows, **{"mask_margin": 0.0 if guided else None} | options)
     if loss != "infonce":
-        wanted = wanted + naive_teacher(loss, texts, rows, **options)
-    gradients = [torch.autograd.grad(value, embeddings)[0] for value in (found, wanted)]
-    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+        expected = expected + naive_teacher(loss, texts, rows, **options)
+    gradients = [torch.autograd.grad(value, embeddings)[0] for value in (found, expected)]
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-7)
     if guided or "mask_margin" in loss_kwargs:
-        plain = naive_infonce(texts, judge, rows, symmetric=loss_kwargs.get("symmetric", False))
-        assert plain.item() > found.item() + 0.1
+        unmasked = naive_infonce(texts, judge, rows, symmetric=loss_kwargs.get("symmetric", False))
+        assert unmasked.item() > found.item() + 0.1
 
 
 @pytest.mark.parametrize("columns", [2, 3])
 @pytest.mark.parametrize("margin", [None, 0.003, -0.003])
-def test_guided_loss_is_that_of_sentence_transformers(bert, rows, columns, margin):
-    """With tiny models of theirs, of which the guide has larger weights; in float64, since rounding decides on a mask
-    where two similarities are nearly equal."""
+def test_guided_loss_equals_that_of_sentence_transformers(bert, rows, columns, margin):
+    """The guide is the model with larger weights. In float64: rounding would decide the mask of near-ties."""
     model, guide = (SentenceTransformer(str(bert), device="cpu").double().eval() for _ in range(2))
     with torch.no_grad():
         for parameter in guide.parameters():
@@ -120,4 +119,4 @@ def test_guided_loss_is_that_of_sentence_transformers(bert, rows, columns, margi
     given = found, ids, None, torch.arange(15)
     assert loss_fn(*given, guides).item() == pytest.approx(theirs.item(), abs=1e-5)
     args.loss_kwargs = {}
-    assert abs(script.make_loss(args, model)(*given).item() - theirs.item()) > 1e-4  # without the guide
+    assert abs(script.make_loss(args, model)(*given).item() - theirs.item()) > 1e-4  # the loss without a guide differs

@@ -1,4 +1,4 @@
-"""FSDP2 on two CPU processes trains the model that DDP trains, and resumes to the bit; other shardings are refused."""
+"""FSDP2 on two CPU processes trains the same model as DDP and resumes bit-identically; other sharding is refused."""
 
 import importlib
 import re
@@ -29,8 +29,8 @@ def launch_sharded(folder, script, *flags, precision="no"):
 
 
 @pytest.mark.parametrize("script", TRAINERS)
-def test_fsdp2_trains_the_model_of_ddp_and_resumes_to_the_bit(tmp_path, corpus, script, request):
-    """Dropout is on: its seeds do not depend on how the weights are kept."""
+def test_fsdp2_equals_ddp_and_resumes_bit_identically(tmp_path, corpus, script, request):
+    """With dropout, whose seeds do not depend on sharding."""
     model, others = SETTINGS[script]
     model = request.getfixturevalue(model)
     flags = ["--train_data", corpus, "--model_name_or_path", model, "--max_steps", 6, "--batch_size", 15,
@@ -41,29 +41,29 @@ def test_fsdp2_trains_the_model_of_ddp_and_resumes_to_the_bit(tmp_path, corpus, 
     printed = launch_sharded(tmp_path, script, *flags, "--output_dir", fsdp)
     seen = re.findall(r"(\d+) tensors were sharded, (\d+) of \d+ micro-batches", printed)
     assert len(seen) == 2 and all(int(sharded) > 100 for sharded, _ in seen)
-    assert sum(int(filled) for _, filled in seen) > 0, "both processes had as many micro-batches at every step"
+    assert sum(int(repeated) for _, repeated in seen) > 0, "both processes always had equally many micro-batches"
 
-    found, wanted = weights(fsdp / "model"), weights(ddp / "model")
-    assert ((found - wanted).norm() / wanted.norm()).item() < 1e-5
+    found, expected = weights(fsdp / "model"), weights(ddp / "model")
+    assert ((found - expected).norm() / expected.norm()).item() < 1e-5
     for name in set(metrics(ddp)[-1]) - {"rows_per_second", "tokens_per_second", "data_wait_fraction"}:
         one, two = ([line[name] for line in metrics(run) if name in line] for run in (ddp, fsdp))
-        assert two == pytest.approx(one, rel=1e-4), name  # grad_norm tells a gradient of the wrong scale
+        assert two == pytest.approx(one, rel=1e-4), name  # grad_norm detects a gradient of the wrong scale
 
     if script == "train_cross_encoder":
-        return  # it resumes by functions that both scripts share
+        return  # both scripts resume by the same functions
     shutil.copytree(fsdp, resumed, ignore=shutil.ignore_patterns("step_00000006", "model"))
     assert "step 3 of 6" in launch_sharded(tmp_path, script, *flags, "--output_dir", resumed, "--resume")
     assert torch.equal(weights(resumed / "model"), found)
 
 
 def test_fsdp2_in_bf16(tmp_path, corpus, bert):
-    """The losses are near those of float32, and not the same; the weights that are saved are float32."""
+    """Losses are near those of float32 but not equal; saved weights are float32."""
     flags = ["--train_data", corpus, "--model_name_or_path", bert, "--max_steps", 3, "--batch_size", 15]
     flags += ["--dropout", 0, "--eval_rows", 0, "--logging_steps", 1]
     for precision in ("no", "bf16"):
         launch_sharded(tmp_path, "train_bi_encoder", *flags, "--output_dir", tmp_path / precision, precision=precision)
-    wanted, found = ([line["loss"] for line in metrics(tmp_path / precision)] for precision in ("no", "bf16"))
-    assert found == pytest.approx(wanted, rel=0.02) and found != wanted
+    expected, found = ([line["loss"] for line in metrics(tmp_path / precision)] for precision in ("no", "bf16"))
+    assert found == pytest.approx(expected, rel=0.02) and found != expected
     saved = load_file(tmp_path / "bf16/model/model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 

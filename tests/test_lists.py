@@ -1,4 +1,4 @@
-"""Lists of documents: what is drawn of them, the forms of other projects, and whole runs on them."""
+"""Lists of documents: what is drawn from them, the formats of other projects, and whole runs."""
 
 import importlib
 import json
@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TRAINERS, launch, metrics, write_jsonl
-from forked import last_of
+from forked import merge_flags
 
-FORMS = ROOT / "tests/forms"
+FORMATS = ROOT / "tests/forms"
 COLUMNS = ["--columns", "q", "pos", "neg"]
 BOTH = pytest.mark.parametrize("name", TRAINERS)
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch, tmp_path):
-    """Blocks of 4 rows, so that 40 rows make several windows; main leaves a SIGTERM handler behind."""
+    """Use blocks of 4 rows, so that 40 rows make several windows; restore the SIGTERM handler, which main() sets."""
     for name in TRAINERS:
         monkeypatch.setattr(importlib.import_module(name), "BLOCK", 4)
     monkeypatch.chdir(tmp_path)
@@ -31,7 +31,7 @@ def small_blocks(monkeypatch, tmp_path):
 
 
 def row(i, least=0):
-    """1 to 3 positives and `least` to `least` + 4 negatives; the score of each text is found from it."""
+    """Return a row of 1 to 3 positives and `least` to `least` + 4 negatives, with the scores of score()."""
     lists = {"pos": [f"positive {i} {j}" for j in range(1 + i % 3)],
              "neg": [f"negative {i} {j}" for j in range(least + i % 5)]}  # fmt: skip
     return {"q": f"query {i}", **lists, **{f"{key}_scores": list(map(score, value)) for key, value in lists.items()}}
@@ -50,14 +50,14 @@ def open_data(name, rows, *flags):
     module, data = importlib.import_module(name), ["--train_data", "x.jsonl"] * (rows is not None)
     if rows is not None:
         write_jsonl(Path("x.jsonl"), rows)
-    args = module.parse_args(last_of([*data, "--eval_rows", 0, "--shuffle_buffer", 16, *flags]))
+    args = module.parse_args(merge_flags([*data, "--eval_rows", 0, "--shuffle_buffer", 16, *flags]))
     if "cross" in name:
         module.make_loss(args)
     return module, args, module.open_data(args, module.clean_groups if "cross" in name else module.clean_pairs)
 
 
 def epochs(count, *opened):
-    """Return [[row as a dict]] of so many epochs of a source."""
+    """Return the rows, as dicts, of each of `count` epochs of a source."""
     (source,) = open_data(*opened)[2].sources
     return [source.take(len(source)).to_pylist() for _ in range(count)]
 
@@ -68,8 +68,8 @@ def by_query(rows):
 
 @BOTH
 @pytest.mark.parametrize("limit", [None, 0, 2])
-def test_one_positive_and_so_many_negatives_of_the_row_are_drawn(name, limit):
-    """Each as often as any other of its row; a row with fewer keeps what it has."""
+def test_one_positive_and_up_to_num_negatives_are_drawn(name, limit):
+    """Each text of a row is equally likely; a row with fewer negatives keeps all of them."""
     found, counts = epochs(150, name, ROWS, *COLUMNS, *(["--num_negatives", limit] if limit is not None else [])), {}
     for row in (row for epoch in found for row in epoch):
         counts.setdefault(row["query"], Counter()).update(row["documents"])
@@ -86,7 +86,7 @@ def test_one_positive_and_so_many_negatives_of_the_row_are_drawn(name, limit):
 
 @BOTH
 def test_negatives_of_several_columns(name):
-    """Of columns of texts the first are taken; of columns of lists so many are drawn, as are the scores."""
+    """Of columns of texts, the first are used; from columns of lists, texts are drawn with their scores."""
     flags = ["--columns", "q", "pos", "neg", "more", "--num_negatives", 1]
     texts = [{"q": f"query {i}", "pos": "a", "neg": "b", "more": "c"} for i in range(4)]
     assert all(row["documents"] == ["a", "b"] for epoch in epochs(3, name, texts, *flags) for row in epoch)
@@ -98,7 +98,7 @@ def test_negatives_of_several_columns(name):
 
 
 @BOTH
-def test_draws_are_a_function_of_seed_and_epoch(name):
+def test_draws_depend_only_on_seed_and_epoch(name):
     def draw(*flags):
         return epochs(2, name, ROWS, *COLUMNS, "--num_negatives", 2, *flags)
 
@@ -114,7 +114,7 @@ def test_draws_are_a_function_of_seed_and_epoch(name):
 @BOTH
 @pytest.mark.parametrize("way", [[], ["--streaming", "--max_steps", 1]], ids=["mapped", "streaming"])
 def test_a_resume_draws_the_same(name, way):
-    """In the middle of windows, at their ends, and in later epochs."""
+    """Resumed in the middle of windows, at their ends, and in later epochs."""
 
     def batches(state, count):
         flags = [*COLUMNS, "--num_negatives", 2, "--batch_size", 3, "--length_window", 2]
@@ -129,7 +129,7 @@ def test_a_resume_draws_the_same(name, way):
 
 @BOTH
 @pytest.mark.parametrize("limit", [[], ["--num_negatives", 2]])
-def test_scores_follow_what_was_drawn(name, limit):
+def test_scores_are_those_of_the_drawn_texts(name, limit):
     flags = ["--loss", "kl", *limit, "--label_column"]
     for epoch in epochs(5, name, SCORED, *COLUMNS, *flags, "pos_scores", "neg_scores"):
         assert all(row["labels"] == list(map(score, row["documents"])) for row in epoch)
@@ -155,7 +155,7 @@ BAD = [({"neg_scores": [1.0]}, "non-finite numbers"), ({"pos_scores": [], "neg_s
 @pytest.mark.parametrize("place", [4, 8])
 @pytest.mark.parametrize("cells, reason", BAD)
 def test_bad_rows(name, cells, reason, place):
-    """A row of 2 positives and 5 negatives: between others, and alone in the last of three windows."""
+    """A bad row of 2 positives and 5 negatives, among other rows or alone in the last of three windows."""
     flags = [*COLUMNS, "--loss", "kl", "--label_column", "pos_scores", "neg_scores", "--shuffle_buffer", 4]
     rows = [*SCORED[:4], *SCORED[5:9]]
     rows.insert(place, SCORED[4] | cells)
@@ -169,21 +169,21 @@ def test_bad_rows(name, cells, reason, place):
         data.sources[0].take(9)
 
 
-# ------------------------------------------------------------------------------------------- forms of other projects
+# ------------------------------------------------------------------------------------------- formats of other projects
 
 FLAGS = {
-    "flagembedding": f"--train_data {FORMS}/flagembedding.jsonl --columns query pos neg",
-    "tevatron_passages": f"--train_data {FORMS}/tevatron_passages.jsonl "
+    "flagembedding": f"--train_data {FORMATS}/flagembedding.jsonl --columns query pos neg",
+    "tevatron_passages": f"--train_data {FORMATS}/tevatron_passages.jsonl "
     "--columns query positive_passages negative_passages",
-    "tevatron_ids": f"--train_data {FORMS}/tevatron_ids.jsonl "
+    "tevatron_ids": f"--train_data {FORMATS}/tevatron_ids.jsonl "
     "--columns query_text positive_document_ids negative_document_ids "
-    f"--corpus {FORMS}/tevatron_corpus.jsonl --corpus_columns docid document_text",
+    f"--corpus {FORMATS}/tevatron_corpus.jsonl --corpus_columns docid document_text",
 }
 FLAGS["scores"] = f"{FLAGS['flagembedding']} --label_column pos_scores neg_scores --loss kl"
 
 
 def train(name, output, model, *more, check=True):
-    """Two steps; returns the CompletedProcess and the losses of metrics.jsonl."""
+    """Train for two steps; return the CompletedProcess and the losses of metrics.jsonl."""
     flags = ["--max_steps", 2, "--eval_rows", 2, "--batch_size", 4, "--logging_steps", 1, "--learning_rate", 1e-3,
              "--model_name_or_path", model, "--output_dir", output, "--num_negatives", 2]  # fmt: skip
     done = launch(ROOT / f"{name}.py", *flags, *more, check=check)
@@ -191,11 +191,11 @@ def train(name, output, model, *more, check=True):
 
 
 @BOTH
-def test_the_same_rows_in_each_form(name):
-    """With the same draws, ids among them: title and text joined."""
-    found = [epochs(3, name, None, *FLAGS[form].split(), "--num_negatives", 2) for form in list(FLAGS)[:3]]
+def test_each_format_gives_the_same_rows(name):
+    """With the same draws, also from lists of ids; title and text are joined."""
+    found = [epochs(3, name, None, *FLAGS[format].split(), "--num_negatives", 2) for format in list(FLAGS)[:3]]
     assert found[0] == found[1] == found[2]
-    for line in map(json.loads, (FORMS / "flagembedding.jsonl").read_text().splitlines()):
+    for line in map(json.loads, (FORMATS / "flagembedding.jsonl").read_text().splitlines()):
         for epoch in map(by_query, found[0]):
             positive, *negatives = epoch[line["query"]]
             assert positive in line["pos"] and set(negatives) <= set(line["neg"])
@@ -203,27 +203,27 @@ def test_the_same_rows_in_each_form(name):
 
 
 @BOTH
-@pytest.mark.parametrize("form", FLAGS)
-def test_each_form_trains(name, form, bert, tmp_path):
-    _, (first, second) = train(name, tmp_path / "out", bert, *FLAGS[form].split())
+@pytest.mark.parametrize("format", FLAGS)
+def test_each_format_trains(name, format, bert, tmp_path):
+    _, (first, second) = train(name, tmp_path / "out", bert, *FLAGS[format].split())
     assert 0 < first < 9 and 0 < second < 9 and first != second
     assert (tmp_path / "out/model/model.safetensors").exists()
 
 
-def test_a_guide_leaves_out_negatives(bert, static, tmp_path):
-    """In a whole run, with a guide that has another tokenizer: same weights, rows and dropout in the first step."""
+def test_a_guide_masks_negatives(bert, static, tmp_path):
+    """With a static guide. The first steps have the same weights, rows and dropout, and differ only in the mask."""
     flags = FLAGS["flagembedding"].split()
-    _, plain = train("train_bi_encoder", tmp_path / "plain", bert, *flags)
+    _, unguided = train("train_bi_encoder", tmp_path / "unguided", bert, *flags)
     _, guided = train("train_bi_encoder", tmp_path / "guided", bert, *flags, "--guide_model", static)
-    assert 0 < guided[0] < plain[0] - 0.01
+    assert 0 < guided[0] < unguided[0] - 0.01
 
 
-def test_other_losses_refuse_rows_of_unlike_sizes(bert, tmp_path):
-    """In one line; with equally many documents they train."""
+def test_other_losses_refuse_different_numbers_of_documents(bert, tmp_path):
+    """Refused in one line; with equally many documents in all rows, the loss trains."""
     flags = [*FLAGS["flagembedding"].split(), "--loss", "TripletLoss"]
     done, _ = train("train_bi_encoder", tmp_path / "out", bert, *flags, check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    wanted = "error: --loss TripletLoss requires equally many documents in all rows: lower --num_negatives"
-    assert done.stderr.splitlines()[-1] == wanted
+    expected = "error: --loss TripletLoss requires equally many documents in all rows: lower --num_negatives"
+    assert done.stderr.splitlines()[-1] == expected
     _, found = train("train_bi_encoder", tmp_path / "equal", bert, *flags, "--num_negatives", 1)
     assert len(found) == 2

@@ -1,4 +1,4 @@
-"""The parts of a step, each against a plain loop or the library: partition, micro-batches, losses."""
+"""Parts of a step, each compared with a naive loop or a library: partition, micro-batches, losses, measures."""
 
 import math
 from types import SimpleNamespace
@@ -20,8 +20,8 @@ import train_bi_encoder as script
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 8])
-def test_parts_of_the_processes_are_even_in_count_and_length(processes, monkeypatch):
-    """Gathered one below the other, each padded to the largest, gather_index finds every text again."""
+def test_partition_balances_count_and_length(processes, monkeypatch):
+    """gather_index finds every text in the gathered parts, each padded to the size of the largest."""
     lengths = np.random.default_rng(0).pareto(1.5, 257).astype(int) + 1
     monkeypatch.setattr(script, "make_micro_batches", lambda texts, *_: ([({}, np.arange(len(texts)))], 0, 0))
     texts, locals_ = [pa.array(["x" * length for length in lengths])], []
@@ -38,41 +38,41 @@ def test_parts_of_the_processes_are_even_in_count_and_length(processes, monkeypa
     assert all((gathered[local.gather_index] == np.arange(257)).all() for local in locals_)
 
 
-def test_micro_batches_keep_the_budget_and_a_long_text_stands_alone():
+def test_micro_batches_respect_max_tokens_and_a_longer_text_is_alone():
     lengths = np.array([*np.random.default_rng(0).integers(0, 90, 200), 500, 0, 0])
     cuts = script.cut_micro_batches(lengths, 256)
     assert sorted(np.concatenate(cuts)) == list(range(203))
-    assert cuts[0].tolist() == [200]  # 500 tokens, above the budget
+    assert cuts[0].tolist() == [200]  # 500 tokens, more than max_tokens
     assert all(len(cut) * lengths[cut].max() <= 256 for cut in cuts[1:])
     assert lengths[np.concatenate(cuts)].tolist() == sorted(lengths, reverse=True)
     assert script.cut_micro_batches(lengths[:0], 256) == []
     few = np.array([250] + [1] * 1000)  # a long text and many short ones never share a micro-batch
     assert all(len(cut) * few[cut].max() <= 256 for cut in script.cut_micro_batches(few, 256))
-    assert len(script.cut_micro_batches(np.full(100, 10), 256)) <= 5  # no smaller than they must be
+    assert len(script.cut_micro_batches(np.full(100, 10), 256)) <= 5  # not smaller than necessary
 
 
-@pytest.mark.parametrize("budget", [256, 2048, 16384])
-def test_micro_batches_are_close_to_the_best_of_all_cuts(budget):
-    """By dynamic programming over every place between two texts."""
+@pytest.mark.parametrize("max_tokens", [256, 2048, 16384])
+def test_micro_batches_are_nearly_optimal(max_tokens):
+    """Compared with dynamic programming over every possible cut: at most 0.5 % worse."""
     lengths = np.sort(np.random.default_rng(1).gamma(2, 30, 1500).astype(int).clip(3, 256))[::-1]
-    cost_of_a_pass = 32 * (budget / 2048) ** (5 / 3)
+    cost_of_a_pass = 32 * (max_tokens / 2048) ** (5 / 3)
     best = np.append(np.full(len(lengths), np.inf), 0.0)
     for first in reversed(range(len(lengths))):
-        ends = np.arange(first + 1, first + 1 + min(budget // lengths[first], len(lengths) - first))
+        ends = np.arange(first + 1, first + 1 + min(max_tokens // lengths[first], len(lengths) - first))
         best[first] = ((ends - first) * lengths[first] + cost_of_a_pass + best[ends]).min()
-    cuts = script.cut_micro_batches(lengths, budget)
+    cuts = script.cut_micro_batches(lengths, max_tokens)
     found = sum(len(cut) * lengths[cut].max() + cost_of_a_pass for cut in cuts)
     assert best[0] <= found < 1.005 * best[0]
 
 
 @pytest.mark.parametrize("device, widths", [("cpu", [77, 72, 9, 1]), ("xpu", [77, 72, 16, 8])])
-def test_padded_features_are_those_of_the_tokenizer(bert, device, widths):
-    """The same tensors; widths are multiples of 8 on an accelerator, within the model's own limit."""
+def test_padded_features_equal_those_of_the_tokenizer(bert, device, widths):
+    """The same tensors; on an accelerator, widths are multiples of 8, up to the model's limit."""
     model = SentenceTransformer(str(bert), device="cpu")
     model.max_seq_length = 77
     model.tokenizer.backend_tokenizer.no_padding()
     model.tokenizer.backend_tokenizer.enable_truncation(77)
-    texts = ["file " * count for count in (70, 7, 500, 0)]  # 72, 9, 77 and 2 tokens with those of the start and end
+    texts = ["file " * count for count in (70, 7, 500, 0)]  # 72, 9, 77 and 2 tokens with [CLS] and [SEP]
     for max_tokens, count in ((10, 4), (10**6, 1)):
         made, tokens, padded = script.make_micro_batches(texts, model, max_tokens, torch.device(device))
         assert len(made) == count or count == 1
@@ -82,18 +82,18 @@ def test_padded_features_are_those_of_the_tokenizer(bert, device, widths):
         for features, cut in made:
             width = features["input_ids"].shape[1]
             model.tokenizer.backend_tokenizer.no_padding()
-            wanted = model.tokenizer([texts[i] for i in cut], padding="max_length", max_length=width,
+            expected = model.tokenizer([texts[i] for i in cut], padding="max_length", max_length=width,
                                      truncation=True, return_tensors="pt")  # fmt: skip
             model.tokenizer.backend_tokenizer.no_padding()
             model.tokenizer.backend_tokenizer.enable_truncation(77)
-            if wanted["attention_mask"].all():  # a mask that masks nothing is left out
-                del wanted["attention_mask"]
-            assert set(features) == set(wanted)
-            assert all(torch.equal(features[name], wanted[name]) for name in features)
+            if expected["attention_mask"].all():  # a mask that masks nothing is omitted
+                del expected["attention_mask"]
+            assert set(features) == set(expected)
+            assert all(torch.equal(features[name], expected[name]) for name in features)
 
 
-def test_texts_that_are_equal_have_equal_ids(bert):
-    """The masks of InfoNCE depend on it: in whichever column they are, prompts included."""
+def test_equal_texts_have_equal_ids(bert):
+    """In any column, with their prompts; the masks of InfoNCE depend on these ids."""
     model = SentenceTransformer(str(bert), device="cpu")
     table = pa.table({"a": ["x", "y", "x"], "b": ["y", "z", "z"]})
     for prompts, ids in (([], [[0, 1, 0], [1, 2, 2]]), (["query: ", "text: "], [[0, 1, 0], [2, 3, 3]])):
@@ -116,7 +116,7 @@ def embeddings(count, columns, dimensions=8):
 
 
 def loss_of(columns, ids, labels=None, rows=None, similarity="cosine", dims=(), loss="infonce", **loss_kwargs):
-    """Return the loss that --loss, --loss_kwargs and --matryoshka_dims choose, of all rows unless `rows` are given."""
+    """Return the loss selected by --loss, --loss_kwargs and --matryoshka_dims, of all rows unless `rows` are given."""
     args = script.parse_args(["--train_data", "x", "--label_column", "y", "--loss", loss])
     args.loss_kwargs, args.matryoshka_dims = loss_kwargs, list(dims)
     model = SimpleNamespace(similarity_fn_name=similarity, get_embedding_dimension=lambda: 8)
@@ -125,7 +125,7 @@ def loss_of(columns, ids, labels=None, rows=None, similarity="cosine", dims=(), 
 
 
 def naive_infonce(columns, ids, temperature, symmetric):
-    """-log of a softmax for each row, one score at a time; what equals the row's own texts is no negative."""
+    """Return InfoNCE, one score at a time; texts equal to those of the row are not negatives."""
     cosine = torch.nn.functional.cosine_similarity
     rows, total = len(columns[0]), 0.0
     for i in range(rows):
@@ -153,7 +153,7 @@ def with_duplicates(columns):
 
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("columns", [2, 4])
-def test_infonce_is_the_naive_loop(symmetric, columns):
+def test_infonce_equals_the_naive_loop(symmetric, columns):
     given, found = embeddings(7, columns), []
     for ids in (torch.arange(columns * 7).view(columns, 7), with_duplicates(columns)):
         found.append(loss_of(given, ids, temperature=0.1, symmetric=symmetric).item())
@@ -162,7 +162,7 @@ def test_infonce_is_the_naive_loop(symmetric, columns):
 
 
 @pytest.mark.parametrize("columns", [2, 3])
-def test_infonce_is_that_of_sentence_transformers(columns):
+def test_infonce_equals_that_of_sentence_transformers(columns):
     given = embeddings(9, columns)
     reference = losses.MultipleNegativesRankingLoss(None, scale=20.0).compute_loss_from_embeddings(given, None)
     found = loss_of(given, torch.arange(columns * 9).view(columns, 9))
@@ -184,12 +184,12 @@ def test_chunks_of_scores_change_neither_loss_nor_gradient(monkeypatch, symmetri
 
 @pytest.mark.parametrize("similarity", ["dot", "cosine"])
 @pytest.mark.parametrize("own, theirs", [("margin_mse", losses.MarginMSELoss), ("kl", losses.DistillKLDivLoss)])
-def test_teacher_losses_are_those_of_sentence_transformers(bert, own, theirs, similarity):
+def test_teacher_losses_equal_those_of_sentence_transformers(bert, own, theirs, similarity):
     columns, labels = embeddings(7, 4), torch.randn(7, 3, dtype=torch.float64) * 3
     given = [F.normalize(c, dim=-1) if similarity == "cosine" else c for c in columns]
-    wanted = theirs(SentenceTransformer(str(bert), device="cpu")).compute_loss_from_embeddings(given, labels)
+    expected = theirs(SentenceTransformer(str(bert), device="cpu")).compute_loss_from_embeddings(given, labels)
     found = loss_of(columns, None, labels, similarity=similarity, loss=own, temperature=1.0)
-    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 CASES = {"infonce": {}, "symmetric": {"symmetric": True}, "matryoshka": {"dims": [8, 3]}, "dot": {"similarity": "dot"},
@@ -198,22 +198,22 @@ CASES = {"infonce": {}, "symmetric": {"symmetric": True}, "matryoshka": {"dims":
 
 @pytest.mark.parametrize("case", CASES)
 def test_parts_of_the_rows_add_up_to_the_loss_of_the_batch(case):
-    """So that processes share the work: whatever rows each of them takes."""
+    """Each process computes the loss of its part of the rows."""
     given = embeddings(7, 3), with_duplicates(3), torch.arange(14.0).view(7, 2)
     parts = [loss_of(*given, torch.arange(first, 7, 3), **CASES[case]) for first in range(3)]
     assert sum(parts).item() == pytest.approx(loss_of(*given, **CASES[case]).item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["bert", "static"])
-def test_held_out_measures_are_those_of_libraries(kind, rows, request, monkeypatch):
-    """Of ir_measures and SciPy, from encoded texts. Of equal scores the earlier row's is first: the static model gives
-    them to documents 7 and 40, which are one text, as query 40 is. The script takes 7 queries at a time."""
+def test_held_out_measures_equal_those_of_libraries(kind, rows, request, monkeypatch):
+    """Compared with ir_measures and SciPy. Of equal scores, the earlier row ranks first: in the static case, documents
+    7 and 40 and query 40 are the same text. The script scores 7 queries at a time."""
     folder = str(request.getfixturevalue(kind))
     model = SentenceTransformer(folder, device="cpu")
     texts = np.array([[row["docstring"], row["code"]] for row in rows[:150]], object)
     queries, documents = (model.encode(column.tolist(), normalize_embeddings=True) for column in texts.T)
     scores = queries @ documents.T
-    clear = np.abs(scores - scores.diagonal()[:, None]) + np.eye(150) > 1e-5  # other ranks depend on rounding
+    clear = np.abs(scores - scores.diagonal()[:, None]) + np.eye(150) > 1e-5  # else ranks depend on rounding
     kept = np.flatnonzero(clear.all(1))[:60]
     texts, queries, documents = texts[kept], queries[kept], documents[kept]
     if kind == "static":
@@ -234,17 +234,17 @@ def test_held_out_measures_are_those_of_libraries(kind, rows, request, monkeypat
     def evaluate(held_out):
         return script.evaluate(model, {script.HELD_OUT: held_out}, 600, args, Accelerator(cpu=True))
 
-    wanted = {name: found[measure] for name, measure in measures.items()}
-    assert evaluate(script.held_out_set(table)) == pytest.approx(wanted, abs=1e-9)
-    scores = scores.diagonal()
-    wanted = {"Spearman": scipy.stats.spearmanr(scores, labels)[0], "Pearson": scipy.stats.pearsonr(scores, labels)[0]}
-    assert evaluate(table) == pytest.approx(wanted, abs=3e-3)  # two scores that are nearly equal may change places
+    expected = {name: found[measure] for name, measure in measures.items()}
+    assert evaluate(script.held_out_set(table)) == pytest.approx(expected, abs=1e-9)
+    pair = scores.diagonal(), labels
+    expected = {"Spearman": scipy.stats.spearmanr(*pair)[0], "Pearson": scipy.stats.pearsonr(*pair)[0]}
+    assert evaluate(table) == pytest.approx(expected, abs=3e-3)  # nearly equal scores may swap ranks
     negatives = [[*pair, "a hard negative"] for pair in columns["documents"]]  # the label is of the first document
-    assert evaluate(pa.table(columns | {"documents": negatives})) == pytest.approx(wanted, abs=3e-3)
+    assert evaluate(pa.table(columns | {"documents": negatives})) == pytest.approx(expected, abs=3e-3)
 
 
-def test_matryoshka_is_the_sum_over_cut_embeddings():
-    """The whole embedding counts if it is among the dimensions."""
+def test_matryoshka_is_the_sum_over_truncated_embeddings():
+    """The full embedding is included only if its size is given; a larger size is refused."""
     ids, given = torch.arange(14).view(2, 7), embeddings(7, 2)
     parts = [loss_of([column[:, :size] for column in given], ids) for size in (8, 3)]
     assert loss_of(given, ids, dims=[8, 3]).item() == pytest.approx(sum(parts).item(), abs=1e-9)
@@ -252,9 +252,9 @@ def test_matryoshka_is_the_sum_over_cut_embeddings():
         loss_of(given, ids, dims=[9])
 
 
-def test_infonce_beside_the_teacher():
-    """Added by its weight: the teacher's scores say nothing about the documents of other rows."""
+def test_infonce_is_added_to_a_teacher_loss():
+    """It is added at its weight, because teachers do not score the documents of other rows."""
     given = embeddings(7, 3), torch.arange(21).view(3, 7), torch.arange(14.0).view(7, 2)
     for loss in ("kl", "margin_mse"):
-        wanted = loss_of(*given, loss=loss) + 0.5 * loss_of(*given[:2])
-        assert loss_of(*given, loss=loss, infonce=0.5).item() == pytest.approx(wanted.item(), rel=1e-12)
+        expected = loss_of(*given, loss=loss) + 0.5 * loss_of(*given[:2])
+        assert loss_of(*given, loss=loss, infonce=0.5).item() == pytest.approx(expected.item(), rel=1e-12)

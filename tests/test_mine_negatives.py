@@ -1,4 +1,4 @@
-"""Rows of hard negatives from run files: those of the library; what is never a negative; training on them; errors."""
+"""Mining from run files: rows equal those of the library; what is never a negative; training on the rows; errors."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ NAMES = "queries.jsonl", "corpus.jsonl"
 
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(monkeypatch, tmp_path):
-    """The trainers' main leaves a SIGTERM handler behind, which later tests must not have."""
+    """Run in an empty folder; restore the SIGTERM handler, which a trainer's main() replaces."""
     monkeypatch.chdir(tmp_path)
     handler = signal.getsignal(signal.SIGTERM)
     yield
@@ -36,13 +36,13 @@ def mine(tmp_path, *flags):
 
 
 def write_run(path, scores):
-    """A run file of {(query, document): score}, in an order that says nothing."""
+    """Write a run file of {(query, document): score}, in an order that does not depend on the scores."""
     path.write_text("".join(f"{q} Q0 {d} 1 {value:.9g} x\n" for (q, d), value in sorted(scores.items())))
 
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory, bert, beir):
-    """scores.npy, (60, 293), of the collection `beir` by SentenceTransformer, and its positives' in judged.run."""
+    """Folder with scores.npy, (60, 293), of `beir` by SentenceTransformer, and the positives' scores in judged.run."""
     from sentence_transformers import SentenceTransformer
 
     folder, model = tmp_path_factory.mktemp("embedded"), SentenceTransformer(str(bert), device="cpu")
@@ -74,16 +74,16 @@ MARGINS = {"absolute_margin": -0.02}, {"relative_margin": -0.03, "range_min": 1,
 
 
 @pytest.mark.parametrize("options", [{}, {"range_min": 3, "range_max": 17}, *MARGINS])
-def test_rows_are_those_of_the_library(embedded, bert, beir, tmp_path, options):
+def test_rows_equal_those_of_the_library(embedded, bert, beir, tmp_path, options):
     scores, options = np.load(embedded / "scores.npy"), {"range_max": 100, **options}
-    best = np.argsort(-scores, axis=1)[:, : options["range_max"] + 2]  # as deep as the library looks
+    best = np.argsort(-scores, axis=1)[:, : options["range_max"] + 2]  # the number that the library retrieves
     write_run(tmp_path / "x.run", {(f"q{q}", f"d{d}"): scores[q, d] for q in range(60) for d in best[q]})
     flags = [word for name, value in options.items() for word in (f"--{name}", value)]
     rows = mine(tmp_path, "--beir", beir, "--split", "test", "--run", tmp_path / "x.run", "--judged",
                 embedded / "judged.run", "--num_negatives", 3, *flags)  # fmt: skip
     expected, equal = by_library(bert, beir, **options), 0
     assert {(row["query"], row["positive"]) for row in rows} == set(expected) and len(rows) == len(expected) > 20
-    for row in rows:  # up to ties: scores that differ in the last digit only, by how the texts were batched
+    for row in rows:  # except for ties: the last digit of a score depends on how texts are batched
         negatives, scores = expected[row["query"], row["positive"]]
         assert row["scores"] == pytest.approx(scores, abs=2e-6)
         equal += [row[f"negative_{i}"] for i in (1, 2, 3)] == negatives
@@ -92,8 +92,8 @@ def test_rows_are_those_of_the_library(embedded, bert, beir, tmp_path, options):
 
 @pytest.fixture
 def small(tmp_path):
-    """Queries d0 to d4 and documents d0 to d9, of which d5 to d9 are copies of d0 to d4 but for spaces, and e0 to e3.
-    The query dI is answered by d(I+1), and every query ranks all documents, e3 first and d0 last."""
+    """Queries d0 to d4; documents d0 to d4, d5 to d9, which are the same with a space added, and e0 to e3. The
+    positive of query dI is d((I + 1) % 5); every query ranks all documents, e3 first and d0 last."""
     texts = {f"d{i}": f"text number {i % 5}" + " " * (i > 4) for i in range(10)}
     texts |= {f"e{i}": f"another text {i}" for i in range(4)}
     write_jsonl(tmp_path / "s/corpus.jsonl", [{"_id": i, "title": "", "text": text} for i, text in texts.items()])
@@ -106,21 +106,21 @@ def small(tmp_path):
 
 
 def test_what_is_never_a_negative(small, tmp_path, capsys):
-    """Neither a positive nor the query's own document nor a copy of either; and no two are equal."""
+    """A positive, the document with the query's id, and copies of these are excluded; no two negatives are equal."""
     flags = ["--beir", small, "--run", small / "x.run"]
     rows = mine(tmp_path, *flags, "--num_negatives", 7)
     for i, row in enumerate(rows):
         left = [f"text number {n}" for n in (4, 3, 2, 1, 0) if n not in (i, (i + 1) % 5)]
         assert [row[f"negative_{n}"] for n in range(1, 8)] == [f"another text {n}" for n in (3, 2, 1, 0)] + left
         assert row["scores"][1:5] == [14, 13, 12, 11] and row["positive"] == f"text number {(i + 1) % 5}"
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     for count, rule in ((10, "the query's own"), (5, "known positives"), (5 + 15, "equal to a positive or a better")):
-        assert f"{count:12} {5:12}  {rule}" in said
-    assert "70 candidates" in said and "5 positives of 5 queries; 5 have a score" in said
-    assert "5 rows of 5 queries are in" in said
+        assert f"{count:12} {5:12}  {rule}" in message
+    assert "70 candidates" in message and "5 positives of 5 queries; 5 have a score" in message
+    assert "5 rows of 5 queries are in" in message
     rows = mine(tmp_path, *flags, "--num_negatives", 8, "--keep_same_id")
     assert all(f"text number {i}" in [row[f"negative_{n}"] for n in range(1, 9)] for i, row in enumerate(rows))
-    write_run(small / "ties.run", {("d0", f"e{i}"): 5 for i in range(4)})  # as in trec_eval: by id, last first
+    write_run(small / "ties.run", {("d0", f"e{i}"): 5 for i in range(4)})  # ties as in trec_eval: by id, descending
     (row,) = mine(tmp_path, "--beir", small, "--run", small / "ties.run")
     assert [row[f"negative_{n}"] for n in range(1, 5)] == [f"another text {n}" for n in (3, 2, 1, 0)]
     random = [*flags, "--num_negatives", 3, "--sampling_strategy", "random"]
@@ -128,15 +128,15 @@ def test_what_is_never_a_negative(small, tmp_path, capsys):
     assert rows == again != other and all(row["scores"][1:] == sorted(row["scores"][1:])[::-1] for row in rows)
 
 
-def test_equal_queries_are_one(small, tmp_path, capsys):
-    """Their positives are positives of both, and a positive that is empty or missing is left out."""
+def test_equal_queries_are_merged(small, tmp_path, capsys):
+    """They share their positives; a positive that has the id of one of them, or is not in the corpus, is left out."""
     write_jsonl(small / "queries.jsonl", [{"_id": f"d{i}", "text": "same query"} for i in range(2)])
     with open(small / "qrels/train.tsv", "a") as file:
         file.write("d0\tnowhere\t1\n")
     rows = mine(tmp_path, "--beir", small, "--run", small / "x.run", "--num_negatives", 6)
     assert [row["positive"] for row in rows] == ["text number 2"]  # text number 1 has the id of the same query
-    said = capsys.readouterr().out  # of the run's 5 queries 3 have no text
-    assert "1 positives of 1 queries" in said and f"{3 * 14:12} {1:12}  of queries without a text" in said
+    message = capsys.readouterr().out  # of the run's 5 queries 3 have no text
+    assert "1 positives of 1 queries" in message and f"{3 * 14:12} {1:12}  of queries without a text" in message
 
 
 def test_allow_fewer(small, tmp_path, capsys):
@@ -146,8 +146,8 @@ def test_allow_fewer(small, tmp_path, capsys):
         file.write("\n".join(few) + "\n\n")
     flags = ["--beir", small, "--run", small / "x.run.gz", "--num_negatives", 5]
     assert [row["query"] for row in mine(tmp_path, *flags)] == ["query 3", "query 4"]
-    said = capsys.readouterr().out
-    assert f"{0:12} {4:12}  of queries without" in said and f"{1:12} {2:12}  of queries with fewer than" in said
+    message = capsys.readouterr().out
+    assert f"{0:12} {4:12}  of queries without" in message and f"{1:12} {2:12}  of queries with fewer than" in message
     rows = mine(tmp_path, *flags, "--allow_fewer")
     assert rows[0] == {"query": "query 0", "documents": ["text number 1", "another text 0"], "labels": [1, 0],
                        "scores": [2, 11]}  # fmt: skip
@@ -170,7 +170,7 @@ def test_positives_without_a_score(small, tmp_path, capsys):
     (small / "judged.run").write_text("d0 Q0 d1 1 13 x\n")
     flags += ["--judged", small / "judged.run"]
     assert mine(tmp_path, *flags)[0]["scores"] == [13, 14, 13]
-    rows = mine(tmp_path, *flags, "--absolute_margin", 1)  # the others' positives are below all that is left
+    rows = mine(tmp_path, *flags, "--absolute_margin", 1)  # other positives score below all candidates
     assert [row["scores"] for row in rows] == [[13, 12, 11]]
 
 
@@ -201,7 +201,7 @@ def test_errors(small, tmp_path, capsys, monkeypatch):
                        ("bad.tsv", "query document grade\nd0 d1 1\nd0 d1\n"), ("none.tsv", "d0 d1 0\n")):  # fmt: skip
         (tmp_path / name).write_text(text)
     corpus = ["--run", small / "x.run", "--queries", small / "queries.jsonl", "--corpus", small / "corpus.jsonl"]
-    for flags, said in (
+    for flags, message in (
         (["--beir", small, "--run", "words"], "--run words: line 1 has no finite score: d0 e1 high"),
         (["--beir", small, "--run", "short"], "--run short: line 2 has no finite score"),
         (["--beir", small, "--run", "nan"], "--run nan: line 1 has no finite score"),
@@ -213,12 +213,12 @@ def test_errors(small, tmp_path, capsys, monkeypatch):
         ([*common, "--corpus_columns", "id", "text"], "corpus.jsonl: .*id"),
         ([*corpus, small / "corpus.jsonl", "--qrels", small / "qrels/train.tsv"], "corpus.jsonl: .*duplicate"),
     ):
-        with pytest.raises(script.UserError, match=said) as error:
+        with pytest.raises(script.UserError, match=message) as error:
             mine(tmp_path, *flags)
         assert "\n" not in str(error.value)
     with pytest.raises(script.UserError, match="corpus.jsonl: is one of the sources"):
         script.main(script.parse_args([*map(str, common), "--output", str(small / "corpus.jsonl")]))
-    for flags, said in (
+    for flags, message in (
         (["--run", "x"], "requires --run, and either --beir or"),
         ([*corpus, "--beir", small, "--qrels", "x"], "requires --run, and either --beir or"),
         (corpus, "requires --run, and either --beir or"),
@@ -229,9 +229,9 @@ def test_errors(small, tmp_path, capsys, monkeypatch):
     ):
         with pytest.raises(SystemExit):
             script.parse_args(list(map(str, flags)))
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))  # of a file: a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))  # bytes of a file: imitates a full disk
     try:
         with pytest.raises(script.UserError, match="--output .*mined.jsonl: .*File too large"):
             mine(tmp_path, *common, "--num_negatives", 2)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
 from conftest import ROOT, TRAINERS, launch, metrics, weights, write_jsonl
-from forked import last_of
+from forked import merge_flags
 from safetensors.torch import load_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from test_best_model import lines, train
@@ -35,7 +35,7 @@ def losses(output):
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_lora(name, corpus, bert, tmp_path):
-    """Linear layers change by a matrix of the rank, and all else of the transformer not at all."""
+    """Linear layers change by matrices of the given rank, other weights not at all; a resume is bit-identical."""
     script, flags = ROOT / f"{name}.py", ["--lora_rank", 3, "--save_steps", 3]
     launch(script, *flags_for(name, corpus, bert, tmp_path / "one", *flags))
     launch(script, *flags_for(name, corpus, bert, tmp_path / "two", *flags), processes=2)
@@ -53,20 +53,20 @@ def test_lora(name, corpus, bert, tmp_path):
             values = torch.linalg.svdvals(change)
             assert values[0] > 1e-4 and values[3] < 1e-5 * values[0], key
             adapted += 1
-        elif not key.startswith("pooler"):  # of a cross-encoder it is one more linear layer
+        elif not key.startswith("pooler"):  # a cross-encoder's pooler is one more linear layer
             assert not change.any(), key
     assert adapted == 12  # query, key, value, output and two of the feed-forward part, in 2 layers
 
-    wanted = (tmp_path / "one/model/model.safetensors").read_bytes()
+    expected = (tmp_path / "one/model/model.safetensors").read_bytes()
     shutil.rmtree(tmp_path / "one/checkpoints/step_00000006")
     shutil.rmtree(tmp_path / "one/model")
     launch(script, *flags_for(name, corpus, bert, tmp_path / "one", *flags, "--resume"))
-    assert (tmp_path / "one/model/model.safetensors").read_bytes() == wanted
+    assert (tmp_path / "one/model/model.safetensors").read_bytes() == expected
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_without_dropout_the_layout_changes_nothing(name, corpus, bert, tmp_path):
-    """Losses of three layouts of the same batches agree with --dropout 0, and those of two do not with 0.1."""
+def test_losses_depend_on_the_micro_batches_only_with_dropout(name, corpus, bert, tmp_path):
+    """With --dropout 0 they agree for any --micro_batch_tokens and number of processes; with 0.1 they differ."""
     found = {}
     for dropout in (0.1, 0):
         for tokens, processes in ((200, 1), (5000, 1), (200, 2))[: 3 if dropout == 0 else 2]:
@@ -79,7 +79,7 @@ def test_without_dropout_the_layout_changes_nothing(name, corpus, bert, tmp_path
     assert found[0.1, 200, 1] != pytest.approx(found[0.1, 5000, 1], rel=1e-3)
 
 
-def test_dropout_is_set_wherever_a_model_keeps_it(bert):
+def test_dropout_is_set_in_modules_and_configs(bert):
     from sentence_transformers import SentenceTransformer
     from transformers import ModernBertConfig, ModernBertModel
 
@@ -97,13 +97,13 @@ def test_dropout_is_set_wherever_a_model_keeps_it(bert):
         train_bi_encoder.set_dropout(torch.nn.Linear(2, 2), 0.1)
 
 
-def test_lora_of_a_model_without_layers(corpus, static, tmp_path):
+def test_lora_of_a_static_model_is_refused(corpus, static, tmp_path):
     flags = ["--train_data", corpus, "--model_name_or_path", static, "--lora_rank", 3, "--output_dir", tmp_path / "x"]
     done = launch(ROOT / "train_bi_encoder.py", *flags, check=False)
     assert done.returncode and "error: --lora_rank" in done.stderr.splitlines()[-1]
 
 
-def test_attention_changes_nothing_but_speed(corpus, bert, tmp_path):
+def test_attention_implementations_give_the_same_losses(corpus, bert, tmp_path):
     script = ROOT / "train_bi_encoder.py"
     for kind in ("eager", "sdpa"):
         flags = flags_for(script.stem, corpus, bert, tmp_path / kind, "--attn_implementation", kind)
@@ -116,7 +116,7 @@ def test_attention_changes_nothing_but_speed(corpus, bert, tmp_path):
 
 @pytest.fixture
 def flash(monkeypatch):
-    """The number of calls of a stand-in, on a CPU, for the kernel of flash attention that takes concatenated texts."""
+    """Replace flash attention's kernel for concatenated texts by one for CPUs; return the number of texts per call."""
     calls = []
 
     def flash_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, **_):
@@ -136,7 +136,7 @@ def flash(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["BERT", "XLM-RoBERTa"])
 def test_flash_attention_pads_nothing(kind, rows, bert, tmp_path, flash):
-    """The embeddings and gradients of padded texts; positions of the RoBERTa family begin behind the padding's."""
+    """Embeddings and gradients equal those of padded texts; RoBERTa's position ids start after the padding id."""
     folder = bert
     if kind != "BERT":
         shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -157,16 +157,16 @@ def test_flash_attention_pads_nothing(kind, rows, bert, tmp_path, flash):
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         found.append((embeddings.detach(), gradient))
     assert sum(flash) == 2 * len(texts)  # layers
-    for wanted, other in zip(*found):
-        assert (other - wanted).norm() < 1e-5 * wanted.norm()
+    for expected, other in zip(*found):
+        assert (other - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_a_run_with_flash_attention(corpus, bert, tmp_path, flash, monkeypatch):
-    """Its evaluation, checkpoint and losses, too."""
+    """A whole run, with evaluation and checkpoint, has the losses of sdpa."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     for attention in ("sdpa", "flash_attention_2"):
         more = ["--attn_implementation", attention, "--grad_cache"]
-        flags = last_of(flags_for("train_bi_encoder", corpus, bert, tmp_path / attention, *more))
+        flags = merge_flags(flags_for("train_bi_encoder", corpus, bert, tmp_path / attention, *more))
         train_bi_encoder.main(train_bi_encoder.parse_args(flags))
     assert flash and losses(tmp_path / "flash_attention_2") == pytest.approx(losses(tmp_path / "sdpa"), rel=1e-4)
 
@@ -177,7 +177,7 @@ def load(bert, *flags):
 
 
 def test_dropout(bert):
-    """Of every layer, attention included: with 0 two passes in training mode are equal, with the model's own not."""
+    """Two passes in training mode are equal with --dropout 0, and differ with 0.5 or the model's own."""
     features = {"input_ids": torch.arange(5, 25).view(2, 10), "attention_mask": torch.ones(2, 10, dtype=torch.long)}
     for flags, equal in ((["--dropout", "0"], True), ([], False), (["--dropout", "0.5"], False)):
         model = load(bert, *flags).train()
@@ -187,7 +187,7 @@ def test_dropout(bert):
 
 
 def test_pooling_prompts_and_length(bert, static, tmp_path):
-    """They are saved with the model."""
+    """They are saved with the model; impossible values are refused."""
     load(bert, "--pooling", "cls", "--prompts", "q: ", "d: ", "--max_length", "20").save_pretrained(str(tmp_path))
     model = SentenceTransformer(str(tmp_path), device="cpu")
     assert model.max_seq_length == 20 and model[1].pooling_mode == "cls"
@@ -201,26 +201,26 @@ def test_pooling_prompts_and_length(bert, static, tmp_path):
         load(bert, "--max_length", "2000")
 
 
-def test_weights_are_float32_whatever_the_folder_holds(bert, tmp_path):
-    """Autocast, if any, needs float32 weights to update."""
+def test_weights_are_float32_whatever_the_saved_dtype(bert, tmp_path):
+    """The optimizer must update float32 weights, also with autocast."""
     SentenceTransformer(str(bert), device="cpu").bfloat16().save_pretrained(str(tmp_path))
     assert {parameter.dtype for parameter in load(tmp_path).parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_full_determinism(name, corpus, bert, tmp_path, monkeypatch):
-    """Deterministic kernels are asked for; on a CPU nothing else changes."""
+    """transformers is asked for deterministic kernels; on a CPU, nothing else changes."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    script, asked = importlib.import_module(name), []
-    monkeypatch.setattr(script.transformers, "enable_full_determinism", asked.append)
+    script, requested = importlib.import_module(name), []
+    monkeypatch.setattr(script.transformers, "enable_full_determinism", requested.append)
     for more in ([], ["--full_determinism", "--seed", 3], ["--seed", 3]):
-        script.main(script.parse_args(last_of(flags_for(name, corpus, bert, tmp_path / str(len(more)), *more))))
-    assert asked == [3] and losses(tmp_path / "3") == losses(tmp_path / "2") != losses(tmp_path / "0")
+        script.main(script.parse_args(merge_flags(flags_for(name, corpus, bert, tmp_path / str(len(more)), *more))))
+    assert requested == [3] and losses(tmp_path / "3") == losses(tmp_path / "2") != losses(tmp_path / "0")
 
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_bf16(name, corpus, bert, tmp_path, monkeypatch):
-    """The losses are near those of float32, and not the same; the weights that are saved are float32."""
+    """Losses are near those of float32 but not equal; saved weights are float32."""
     launch(ROOT / f"{name}.py", *flags_for(name, corpus, bert, tmp_path / "fp32"))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     launch(ROOT / f"{name}.py", *flags_for(name, corpus, bert, tmp_path / "bf16"))
@@ -232,21 +232,21 @@ def test_bf16(name, corpus, bert, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name, output", [("train_bi_encoder", "encode"), ("train_cross_encoder", "score")])
 def test_grad_cache_runs_each_forward_pass_twice(name, output, corpus, bert, tmp_path, monkeypatch):
-    """First all of them without a graph, then one at a time with its own."""
+    """First all passes without a graph, then each again with its own."""
     script, seen = importlib.import_module(name), []
     real = getattr(script, output)
     monkeypatch.setattr(script, output, lambda *args: seen.append(torch.is_grad_enabled()) or real(*args))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     flags = [*flags_for(name, corpus, bert, tmp_path, "--micro_batch_tokens", 200, "--max_steps", 1), "--grad_cache"]
-    script.main(script.parse_args(list(map(str, last_of([*flags, "--eval_rows", 0])))))
-    assert seen[0] is True  # the pass that finds what gets no gradient
+    script.main(script.parse_args(list(map(str, merge_flags([*flags, "--eval_rows", 0])))))
+    assert seen[0] is True  # the pass of freeze_unused
     passes = seen[1:]
     assert len(passes) > 4 and passes == [False] * (len(passes) // 2) + [True] * (len(passes) // 2)
 
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_grad_cache_repeats_the_dropout(name, corpus, bert, tmp_path):
-    """The second forward pass of a micro-batch is that of the first: the losses of later steps are the same."""
+    """The second forward pass of a micro-batch has the masks of the first: losses equal those without --grad_cache."""
     for how in ([], ["--grad_cache"]):
         flags = flags_for(name, corpus, bert, tmp_path / f"{how}", "--dropout", 0.1, "--max_steps", 3, *how)
         launch(ROOT / f"{name}.py", *flags, "--micro_batch_tokens", 200)
@@ -255,7 +255,7 @@ def test_grad_cache_repeats_the_dropout(name, corpus, bert, tmp_path):
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_dropout_differs_from_step_to_step(name, rows, bert, tmp_path):
-    """The same batch twice, at a learning rate that changes nothing: only the masks can change the loss."""
+    """The same batch twice, with a negligible learning rate: only the masks can change the loss."""
     negatives = [{**row, "negative": other["code"]} for row, other in zip(rows[:16], rows[16:])]
     write_jsonl(tmp_path / "x.jsonl", negatives)
     for dropout in (0.0, 0.1):
@@ -269,14 +269,14 @@ def test_dropout_differs_from_step_to_step(name, rows, bert, tmp_path):
 
 
 @pytest.mark.parametrize("name, loss", [("train_bi_encoder", "CosineSimilarityLoss"), ("train_cross_encoder", "bce")])
-def test_accumulated_batches_are_a_larger_batch(name, loss, rows, bert, tmp_path):
-    """Of a loss that is a mean over rows: 4 batches of 8 rows on two processes train what one of 32 does."""
+def test_accumulated_batches_equal_a_larger_batch(name, loss, rows, bert, tmp_path):
+    """For a loss that is a mean over rows, 4 batches of 8 rows on two processes train like one batch of 32."""
     write_jsonl(tmp_path / "x.jsonl", [row | {"label": len(row["code"]) % 7 / 7} for row in rows])
     found = []
     for size, count in ((32, 1), (8, 4)):
         flags = flags_for(name, tmp_path / "x.jsonl", bert, tmp_path / f"{count}", "--loss", loss, "--max_steps", 3)
         flags += ["--label_column", "label", "--batch_size", size, "--gradient_accumulation_steps", count]
-        flags += ["--learning_rate", 1e-3]  # AdamW makes steps of rounding where a gradient is near 0
+        flags += ["--learning_rate", 1e-3]  # AdamW amplifies rounding errors where a gradient is near 0
         launch(ROOT / f"{name}.py", *flags, "--shuffle_buffer", 0, processes=1 + (count > 1))
         lines = [line for line in metrics(tmp_path / f"{count}") if "loss" in line]
         found.append([line[measure] for line in lines for measure in ("loss", "grad_norm")])
@@ -285,23 +285,23 @@ def test_accumulated_batches_are_a_larger_batch(name, loss, rows, bert, tmp_path
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_an_optimizer_without_state(name, corpus, bert, tmp_path, monkeypatch):
-    """Plain SGD in place of AdamW: a resumed run trains the weights of one that was not stopped."""
+    """Plain SGD instead of AdamW: a resumed run gives the weights of one that was not stopped."""
     script = importlib.import_module(name)
     monkeypatch.setattr(torch.optim, "AdamW", lambda groups, lr, fused: torch.optim.SGD(groups, lr=lr))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     flags = flags_for(name, corpus, bert, tmp_path, "--save_steps", 3)
-    script.main(script.parse_args(last_of(flags)))
+    script.main(script.parse_args(merge_flags(flags)))
     assert not load_file(tmp_path / "checkpoints/step_00000003/optimizer.safetensors")
-    wanted = weights(tmp_path / "model")
+    expected = weights(tmp_path / "model")
     for folder in ("checkpoints/step_00000006", "model"):
         shutil.rmtree(tmp_path / folder)
-    script.main(script.parse_args(last_of([*flags, "--resume"])))
-    assert torch.equal(weights(tmp_path / "model"), wanted)
+    script.main(script.parse_args(merge_flags([*flags, "--resume"])))
+    assert torch.equal(weights(tmp_path / "model"), expected)
 
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_gradient_checkpointing(name, corpus, bert, tmp_path):
-    """Layers run again in the backward pass, with the same dropout: the losses are the same."""
+    """Layers run again in the backward pass, with the same dropout, so that the losses are the same."""
     passes = []
     hook = torch.nn.modules.module.register_module_forward_pre_hook(
         lambda module, _: passes.append(module.training) if type(module).__name__ == "BertSelfAttention" else None
@@ -314,14 +314,14 @@ def test_gradient_checkpointing(name, corpus, bert, tmp_path):
                 passes.clear()
                 train(name, *flags, "--max_steps", 3, "--eval_rows", 0, "--micro_batch_tokens", 600)
                 found.append((sum(passes), losses(tmp_path / f"{number}{len(how)}")))
-            (few, wanted), (many, again) = found
-            assert again == pytest.approx(wanted, rel=1e-6) and len(again) == 3
-            # Beside the pass that finds what gets no gradient; of --grad_cache's two passes one has a graph.
+            (few, expected), (many, again) = found
+            assert again == pytest.approx(expected, rel=1e-6) and len(again) == 3
+            # Less than twice: freeze_unused runs one pass, and of --grad_cache's two passes only one has a graph.
             assert many > 1.4 * few if "--grad_cache" in more else many > 1.9 * few
 
 
 def token_ids(local):
-    """{number of a text or pair: ids without padding}."""
+    """Return {number of a text or pair: token ids without padding}."""
     found, numbers = {}, iter(local.indices.tolist())
     for features, _ in local.micro_batches:
         mask = features.get("attention_mask", torch.ones_like(features["input_ids"])).bool()
@@ -331,8 +331,7 @@ def token_ids(local):
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_query_max_length(name, rows, bert, tmp_path):
-    """Only queries are cut, after so many tokens beside [CLS] and [SEP]: a run on queries that were cut before reads
-    the same, its held-out rows included."""
+    """Only queries are truncated, to 5 tokens without [CLS] and [SEP], as if truncated beforehand."""
     script, tokenizer = importlib.import_module(name), transformers.AutoTokenizer.from_pretrained(bert)
     queries, documents = ([row[column] for row in rows[:80]] for column in ("docstring", "code"))
     flags = ["--model_name_or_path", str(bert), "--query_max_length", "5", "--max_length", "40"]
@@ -354,7 +353,7 @@ def test_query_max_length(name, rows, bert, tmp_path):
 
     ends = tokenizer(queries, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     short = [text[: offsets[:5][-1][1]] for text, offsets in zip(queries, ends)]
-    kept = {text: number for number, text in enumerate(short)}.values()  # equal queries share their answers
+    kept = {text: number for number, text in enumerate(short)}.values()  # one row for each distinct query
     for kind, part in (("whole", queries), ("short", short)):
         write_jsonl(tmp_path / f"{kind}.jsonl", [{"q": part[number], "d": documents[number]} for number in kept])
         flags = flags_for(name, tmp_path / f"{kind}.jsonl", bert, tmp_path / kind, "--max_steps", 2)
@@ -365,7 +364,7 @@ def test_query_max_length(name, rows, bert, tmp_path):
 
 
 def test_prompts_of_sources(rows, bert, tmp_path):
-    """Each source has its own prompt of queries, held-out rows too; the model keeps the first."""
+    """Each source has its own query prompt, also for held-out rows; the first is saved with the model."""
     for number in range(2):
         write_jsonl(tmp_path / f"{number}.jsonl", rows[number:80:2])
     flags = ["--train_data", str(tmp_path / "0.jsonl"), str(tmp_path / "1.jsonl"), "--eval_rows", "10"]
@@ -385,18 +384,18 @@ def test_wrong_number_of_prompts(count, capsys):
     sources = [str(i) for i in range(3 if count == 3 else 2)]
     with pytest.raises(SystemExit):
         train_bi_encoder.parse_args(["--train_data", *sources, "--prompts", *map(str, range(count))])
-    said = "--prompts takes one, or two (queries, documents), or one for each source and one for documents"
-    assert said in capsys.readouterr().err
+    message = "--prompts takes one, or two (queries, documents), or one for each source and one for documents"
+    assert message in capsys.readouterr().err
 
 
 def load_reranker(folder, *flags):
-    """(CrossEncoder as trained with the flags, its Args)."""
+    """Return (CrossEncoder of the flags, Args)."""
     args = train_cross_encoder.parse_args(["--train_data", "x", "--model_name_or_path", str(folder), *flags])
     return train_cross_encoder.load_model(args).eval(), args
 
 
 def pair_features(model, pairs):
-    """[(ids, token types)] of pairs, as they are trained on."""
+    """Return [(token ids, token types)] of pairs, as in training."""
     found = {}
     for features, cut in train_cross_encoder.make_micro_batches(*zip(*pairs), model, 400, torch.device("cpu"))[0]:
         mask = features.get("attention_mask", torch.ones_like(features["input_ids"])).bool()
@@ -407,7 +406,7 @@ def pair_features(model, pairs):
 
 
 def test_template(rows, bert):
-    """The model's own pattern as a template is what its tokenizer does; parts of another are never truncated."""
+    """A template like the model's own format changes nothing; the fixed parts of a template are never truncated."""
     pairs = [(row["docstring"], row["code"]) for row in rows[:40]] + [("a", "b"), ("read " * 90, "a file")]
     own, _ = load_reranker(bert, "--max_length", "40")
     same, _ = load_reranker(bert, "--max_length", "40", "--template", "[CLS]{query}[SEP]{document}[SEP]")
@@ -434,7 +433,7 @@ def test_template(rows, bert):
 
 
 def test_a_template_is_saved(corpus, rows, reranker, tmp_path):
-    """predict() of the saved model, and eval_incremental.py, give the scores that training sees, resumed or not."""
+    """predict() and eval_incremental.py give the scores that the model has in training, resumed or not."""
     template = "[CLS] find: {query}[SEP]{document} a function?[SEP]"
     flags = flags_for("train_cross_encoder", corpus, reranker, tmp_path, "--template", template, "--max_steps", 2)
     train("train_cross_encoder", *flags, "--save_steps", 1)
@@ -453,13 +452,13 @@ def test_a_template_is_saved(corpus, rows, reranker, tmp_path):
         found.append(scores.tolist())
     predicted = CrossEncoder(str(tmp_path / "model"), device="cpu").predict(pairs).tolist()
     assert all(scores == pytest.approx(predicted, abs=1e-5) for scores in found)
-    plain = CrossEncoder(str(reranker), device="cpu", max_length=48)
-    plain.load_state_dict(trained.state_dict())
-    assert plain.predict(pairs).tolist() != pytest.approx(predicted, abs=1e-2)
+    without_template = CrossEncoder(str(reranker), device="cpu", max_length=48)
+    without_template.load_state_dict(trained.state_dict())
+    assert without_template.predict(pairs).tolist() != pytest.approx(predicted, abs=1e-2)
 
 
 @pytest.mark.parametrize("template", ["{document}", "{query} {document} {query}", "a text"])
-def test_a_template_without_its_parts(template, capsys):
+def test_wrong_templates(template, capsys):
     with pytest.raises(SystemExit):
         train_cross_encoder.parse_args(["--train_data", "x", "--template", template])
     assert "--template must contain {query} and {document} once each" in capsys.readouterr().err

@@ -1,6 +1,6 @@
-"""Two machines, each a network namespace with an address of its own: the model that they train is that of one process.
+"""Two machines, each a network namespace with its own address, train the same model as one process.
 
-They share the disk, as machines must: every process reads the data and the checkpoints, the first of all writes.
+They share a disk, as required: every process reads the data and the checkpoints, and rank 0 writes.
 """
 
 import os
@@ -36,7 +36,7 @@ def send(hosts, number):
 
 @pytest.fixture(scope="module")
 def hosts():
-    """[(namespace, address)] of two hosts with a cable between them, and no other network."""
+    """[(namespace, address)] of two hosts that are connected to each other and to nothing else."""
     hosts = [(f"evenstep{os.getpid()}{end}", f"10.99.0.{number}") for number, end in enumerate("ab", 1)]
     made = []
     try:
@@ -50,7 +50,7 @@ def hosts():
                 ip("-n", name, "link", "set", link, "up")
         yield hosts
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"two network namespaces cannot be made here: {getattr(error, 'stderr', error)}")
+        pytest.skip(f"cannot create two network namespaces: {getattr(error, 'stderr', error)}")
     finally:
         send(made, signal.SIGKILL)
         for name, _ in made:
@@ -59,7 +59,7 @@ def hosts():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Working folder with the files of accelerate_configs/, whose multi_node.yaml asks for CPUs and float32."""
+    """Working folder with the files of accelerate_configs/; its multi_node.yaml is set to CPUs and float32."""
     folder = tmp_path_factory.mktemp("shared")
     shutil.copytree(ROOT / "accelerate_configs", folder / "accelerate_configs")
     config = yaml.safe_load((ROOT / "accelerate_configs/multi_node.yaml").read_text())
@@ -70,7 +70,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def flags(folder, corpus, bert):
-    """Flags of a short run; dropout would differ on each process."""
+    """Flags of a short run without dropout, whose masks depend on the process."""
     flags = ["--train_data", corpus, "--model_name_or_path", bert, "--max_steps", STEPS, "--batch_size", 30,
              "--micro_batch_tokens", 600, "--eval_rows", 40, "--eval_steps", STEPS, "--logging_steps", 1,
              "--dropout", 0]  # fmt: skip
@@ -78,12 +78,12 @@ def flags(folder, corpus, bert):
 
 
 def fork_on(hosts, folder, flags, *outputs, words=()):
-    """Run the script on both hosts, a process each, as accelerate's launcher would; returns (exit status, errors)."""
+    """Run the script on both hosts, one process each, as the launcher would; return (exit status, stderr)."""
     words = words or ["--config_file", folder / "accelerate_configs/multi_node.yaml", "--num_processes=2"]
     environment = launcher_environment(*words, "--machine_rank=1", f"--main_process_ip={hosts[0][1]}")
     environment |= {"GLOO_SOCKET_IFNAME": "eth0"}
-    own = [["--output_dir", output] for output in outputs]
-    process = Forked(SCRIPT, flags, 2, folder, environment=environment, networks=hosts, own=own)
+    per_rank = [["--output_dir", output] for output in outputs]
+    process = Forked(SCRIPT, flags, 2, folder, environment=environment, networks=hosts, per_rank=per_rank)
     return process.wait(), process.read("stderr")
 
 
@@ -95,14 +95,14 @@ def two_machines(hosts, folder, flags):
     return folder / "two_machines"
 
 
-def test_two_machines_train_the_model_of_one_process(two_machines, folder, flags, bert):
-    """Weights, and at every step loss and gradient norm: AdamW alone would hide a gradient of the wrong scale."""
+def test_two_machines_train_the_same_model_as_one_process(two_machines, folder, flags, bert):
+    """Compares weights, losses and gradient norms: AdamW alone would hide a gradient of the wrong scale."""
     launch(SCRIPT, *flags, "--output_dir", "one_process", cwd=folder)
-    found, wanted = weights(two_machines / "model"), weights(folder / "one_process/model")
-    learnt = (wanted - weights(bert)).norm()
-    assert learnt / wanted.norm() > 1e-3
-    assert ((found - wanted).norm() / wanted.norm()).item() < 1e-5
-    assert ((found - wanted).norm() / learnt).item() < 1e-3
+    found, expected = weights(two_machines / "model"), weights(folder / "one_process/model")
+    change = (expected - weights(bert)).norm()
+    assert change / expected.norm() > 1e-3
+    assert ((found - expected).norm() / expected.norm()).item() < 1e-5
+    assert ((found - expected).norm() / change).item() < 1e-3
     for name in ("loss", "grad_norm"):
         one, two = (
             [line[name] for line in metrics(run) if name in line] for run in (folder / "one_process", two_machines)
@@ -110,7 +110,7 @@ def test_two_machines_train_the_model_of_one_process(two_machines, folder, flags
         assert len(one) == STEPS and two == pytest.approx(one, rel=1e-5)
 
 
-STAND_INS = {
+FAKES = {
     "scontrol": "printf '10.99.0.1\\n10.99.0.2\\n'",
     "srun": """shift
 SLURM_NODEID=0 ip netns exec {} "$@" & first=$!
@@ -119,17 +119,18 @@ SLURM_NODEID=1 ip netns exec {} "$@" & wait $! && wait $first""",
 
 
 def test_slurm_job_stopped_and_requeued_is_bit_identical(two_machines, hosts, folder, flags):
-    """slurm.sh itself, with stand-ins for srun and scontrol; before its time is up every process receives SIGTERM.
+    """slurm.sh with fake srun and scontrol. Every process receives SIGTERM, as it does before the time limit.
 
-    When requeued it is launched as before, with words that are read from it: they are forked."""
+    For the requeued job, a fake `accelerate` records its arguments, and the test runs them in forked processes.
+    """
     (folder / "bin").mkdir()
 
-    def stand_in(name, text):
+    def write_fake(name, text):
         (folder / "bin" / name).write_text("#!/bin/bash\n" + text.format(*(name for name, _ in hosts)) + "\n")
         (folder / "bin" / name).chmod(0o755)
 
-    for name, text in STAND_INS.items():
-        stand_in(name, text)
+    for name, text in FAKES.items():
+        write_fake(name, text)
     path = f"{folder}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "GLOO_SOCKET_IFNAME": "eth0", "SLURM_JOB_NODELIST": "node[1-2]",
                    "SLURM_JOB_ID": "4711", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}  # fmt: skip
@@ -147,7 +148,7 @@ def test_slurm_job_stopped_and_requeued_is_bit_identical(two_machines, hosts, fo
     (checkpoint,) = (output / "checkpoints").iterdir()
     assert 3 <= int(checkpoint.name[5:]) < STEPS and not (output / "model").exists()
     before = (output / "metrics.jsonl").read_text()
-    stand_in("accelerate", """printf '%s\\n' "$@" > words$SLURM_NODEID""")
+    write_fake("accelerate", """printf '%s\\n' "$@" > words$SLURM_NODEID""")
     subprocess.run(command, cwd=folder, env=environment, check=True)
     words = [(folder / f"words{number}").read_text().splitlines() for number in range(2)]
     changed = [pair for pair in zip(*words, strict=True) if len(set(pair)) > 1]
@@ -160,13 +161,13 @@ def test_slurm_job_stopped_and_requeued_is_bit_identical(two_machines, hosts, fo
     options = [folder / word if word.endswith("multi_node.yaml") else word for word in words[0][1:at]]
     status, errors = fork_on(hosts, folder, words[0][at + 1 :], words=options)
     assert status == 0, errors[-4000:]
-    assert (output / "metrics.jsonl").read_text().startswith(before)  # with its speeds: it did not just begin again
-    found, wanted = ((run / "model/model.safetensors").read_bytes() for run in (output, two_machines))
-    assert found == wanted
+    assert (output / "metrics.jsonl").read_text().startswith(before)  # with its speeds: resumed, not restarted
+    found, expected = ((run / "model/model.safetensors").read_bytes() for run in (output, two_machines))
+    assert found == expected
 
 
 def test_machines_without_a_shared_disk_are_refused(two_machines, hosts, folder, flags):
-    """Otherwise one would resume from the checkpoint and the other begin, in one run."""
+    """Otherwise, one process would resume from the checkpoint, and the other would start anew."""
     status, errors = fork_on(hosts, folder, [*flags, "--resume"], "two_machines", "a_disk_of_its_own")
     assert status == 1 and "it must be on a shared disk" in errors
     assert not (folder / "a_disk_of_its_own/args.yaml").exists()

@@ -1,4 +1,4 @@
-"""prepare_corpus.py: the demo builder on a made-up tree, its models, every input format, and bad input."""
+"""prepare_corpus.py: the demo corpus from generated files, its models, every input format, and bad input."""
 
 import gzip
 import json
@@ -34,7 +34,7 @@ def fail(*argv):
 
 
 def write(path, rows=ROWS):
-    """Write rows in the format that the suffixes of `path` tell; return the path."""
+    """Write rows in the format of the suffixes of `path`; return the path."""
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     separator = "\t" if ".tsv" in path.name else ","
     csv = "".join(separator.join(map(str, row)) + "\n" for row in [list(rows[0]), *(row.values() for row in rows)])
@@ -49,7 +49,7 @@ def write(path, rows=ROWS):
         case _:
             data = (csv if "sv" in path.name else lines).encode()
             half = data.index(b"\n", len(data) // 2) + 1
-            # Two members each, as `cat a.gz b.gz` makes: a reader must not stop after the first.
+            # Two members each, as from `cat a.gz b.gz`: a reader must not stop after the first.
             if path.suffix == ".gz":
                 data = gzip.compress(data[:half]) + gzip.compress(data[half:])
             if path.suffix == ".zst":
@@ -129,7 +129,7 @@ def bare():
 
 @pytest.fixture
 def tree(tmp_path):
-    """Two source roots; every file holds one function of its own, one that all share, and an import side effect."""
+    """Two source roots; each file has an import side effect, a unique function, a shared docstring and shared code."""
     words = ["alpha", "beta", "gamma", "delta", "omega", "sigma", "kappa", "theta"]
     for source, files in (("stdlib", 60), ("packages", 150)):
         for i in range(files):
@@ -167,7 +167,7 @@ def test_demo_splits_by_file_drops_duplicates_and_imports_nothing(tree):
     assert {(split, s): n for split, part in report["pairs"].items() for s, n in part.items()} == {
         key: len(part) for key, part in rows.items()}  # fmt: skip
     everything = [(split, row) for (split, _), part in rows.items() for row in part]
-    # One pair a file of its own, and each duplicate once, on the held-out side.
+    # One unique pair per file, and each duplicate once, among the held-out pairs.
     assert len(everything) == 210 + 2
     assert sum(row["code"].startswith("def own") for _, row in everything) == 210
     assert [split for split, row in everything if row["docstring"].startswith("Say the Same")] == ["heldout"]
@@ -183,7 +183,7 @@ def test_demo_is_byte_identical_and_independent_of_other_files(tree):
     files = sorted(path.relative_to(first) for path in first.rglob("*.parquet"))
     assert len(files) == 4
     assert all((first / file).read_bytes() == (second / file).read_bytes() for file in files)
-    # The split of a file is its own affair: a removed neighbour moves nothing across.
+    # The split of a file does not depend on the others: removing one moves no pair to the other split.
     (tree / "roots/packages/package0/module0.py").unlink()
     third, _ = build(tree, "c")
     before, after = ([code for path in folder.glob("heldout/*") for code in pq.read_table(path)["code"].to_pylist()]
@@ -229,7 +229,7 @@ NAMES = "a.parquet file.arrow stream.arrow a.csv a.csv.gz a.tsv a.tsv.zst a.json
 
 
 @pytest.mark.parametrize("name", NAMES.split())
-def test_every_format_gives_the_same_rows_and_the_filtered_ones(tmp_path, name):
+def test_every_format_gives_the_same_rows_and_can_be_filtered(tmp_path, name):
     source = write(tmp_path / name)
     assert convert(tmp_path, source) == ROWS
     keep = "[('score', '>', 0.5), ('lang', 'in', ['en', 'de']), ('text', '!=', 'row 51: é')]"
@@ -239,7 +239,7 @@ def test_every_format_gives_the_same_rows_and_the_filtered_ones(tmp_path, name):
 
 
 def test_filter_skips_row_groups_that_cannot_match(tmp_path):
-    """The second row group is destroyed; its statistics, in the footer, tell that no row there can match."""
+    """The second row group is overwritten; the statistics in the footer show that none of its rows match."""
     source = write(tmp_path / "a.parquet")
     meta = pq.read_metadata(source).row_group(1).column(0)
     start = meta.dictionary_page_offset or meta.data_page_offset
@@ -250,7 +250,7 @@ def test_filter_skips_row_groups_that_cannot_match(tmp_path):
     assert convert(tmp_path, source, "--filter", "[('score', '<', 0.2)]") == ROWS[:20]
 
 
-def test_what_a_filter_leaves_is_joined(tmp_path):
+def test_batches_are_merged_after_filtering(tmp_path):
     source = write(tmp_path / "a.jsonl", [{"n": i, "text": "x"} for i in range(20_000)])
     assert len(convert(tmp_path, source, "--filter", "[('n', 'not in', [7])]")) == 19_999
     run(source, "--output_dir", tmp_path / "few", "--filter", f"[('n', 'in', {list(range(0, 20_000, 10))})]")
@@ -258,7 +258,7 @@ def test_what_a_filter_leaves_is_joined(tmp_path):
         assert [len(batch) for batch in reader] == [1000, 1000]
 
 
-def test_globs_folders_urls_and_several_sources_in_order_and_shards_map(tmp_path):
+def test_sources_are_read_in_order_and_shards_are_memory_mapped(tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
     write(folder / "b.jsonl", ROWS[40:])
@@ -280,7 +280,7 @@ def test_globs_folders_urls_and_several_sources_in_order_and_shards_map(tmp_path
 
 
 def test_irregular_json_becomes_regular(tmp_path):
-    """Null at first, late, in some rows only, whole then decimal, numbers then texts, dates then none."""
+    """Columns that are null first, appear late or rarely, or change type: integer to float, number or date to text."""
     rows = [{"n": i, "day": "2024-01-01", "x": None, "mixed": i, "deep": {"a": 1}} for i in range(2500)]
     rows += [{"n": 0.5, "day": "unknown", "x": "late", "mixed": "é" * 20_000, "deep": {"b": ["c"]}, "new": [1]}]
     rows += [{"mixed": {"k": [1, "é"]}, "n": None}, {"mixed": True}]
@@ -307,7 +307,7 @@ def test_values_of_csv_are_kept_as_written(tmp_path):
     assert got[1500] == {"n": 0.5, "day": "un\nknown", "x": "7b", "gap": None, **same}
 
 
-def test_models_of_an_own_corpus(tmp_path):
+def test_models_for_a_converted_corpus(tmp_path):
     from sentence_transformers import SentenceTransformer
 
     source = write(
@@ -324,7 +324,7 @@ def test_models_of_an_own_corpus(tmp_path):
 # --------------------------------------------------------------------------------------------------- bad input
 
 
-def test_bad_sources_are_one_line_and_lose_nothing(tmp_path):
+def test_bad_sources_are_refused_in_one_line_and_lose_nothing(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").write_text("kept")
@@ -369,7 +369,7 @@ def test_bad_columns_filters_and_types(tmp_path):
     typed = write(tmp_path / "typed.parquet", [{"text": [1], "score": 1, "lang": None}])
     assert "typed.parquet: " in fail(good, typed, "--output_dir", out)
     assert not out.exists()
-    # What can be reconciled without loss is: whole and decimal numbers, null and text.
+    # Types that can be reconciled without loss, here null and text, are.
     assert convert(tmp_path, good, typed, "--columns", "lang")[99:] == [{"lang": ROWS[99]["lang"]}, {"lang": None}]
 
 
@@ -388,7 +388,7 @@ def test_wrong_flags(capsys):
         assert expected in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_killed_conversion_leaves_nothing_that_looks_whole(tmp_path):
+def test_a_killed_conversion_leaves_no_output_folder(tmp_path):
     """Killed while it writes shards, then run again."""
     write(tmp_path / "a.jsonl", ROWS * 500)
     command = [sys.executable, SCRIPT, "a.jsonl", "--output_dir", "out", "--rows_per_shard", "100"]
@@ -403,7 +403,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole(tmp_path):
     assert read(tmp_path / "out") == ROWS[:1] and not list(tmp_path.glob(".out*"))
 
 
-def test_as_a_command_copied_alone(tmp_path):
+def test_copied_alone_and_run_as_a_command(tmp_path):
     (tmp_path / "prepare_corpus.py").write_bytes(SCRIPT.read_bytes())
     command = [sys.executable, "prepare_corpus.py", "absent.parquet", "--output_dir", "out"]
     done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
@@ -414,7 +414,7 @@ def test_as_a_command_copied_alone(tmp_path):
 
 
 def test_ir_dataset_gives_what_the_other_scripts_read(tmp_path, monkeypatch):
-    """A dataset of local files, registered under a name as the package's own are; with triples and a title."""
+    """A dataset of local files with triples, registered by name like those of the package."""
     import ir_datasets
     from ir_datasets.datasets.base import Dataset
     from ir_datasets.formats import GenericDocPair
@@ -457,16 +457,16 @@ def test_length_report(tmp_path, bert, rows, capsys):
         run(*argv, *flags)
         return json.loads((tmp_path / "out/lengths.json").read_text())
 
-    about = report(source)
+    metadata = report(source)
     tokenizer = AutoTokenizer.from_pretrained(bert)
     lengths = {name: [min(100, len(tokenizer(row[name])["input_ids"])) for row in rows] for name in rows[0]}
-    assert set(about["columns"]) == {"docstring", "code"} and about["texts"] == 2 * len(rows)
-    assert about["tokens"] == sum(map(sum, lengths.values()))
-    assert about["columns"]["code"]["max"] == max(lengths["code"])
-    assert about["columns"]["docstring"]["95%"] == pytest.approx(np.percentile(lengths["docstring"], 95))
+    assert set(metadata["columns"]) == {"docstring", "code"} and metadata["texts"] == 2 * len(rows)
+    assert metadata["tokens"] == sum(map(sum, lengths.values()))
+    assert metadata["columns"]["code"]["max"] == max(lengths["code"])
+    assert metadata["columns"]["docstring"]["95%"] == pytest.approx(np.percentile(lengths["docstring"], 95))
     flat = np.sort(lengths["docstring"] + lengths["code"])
     batches = [flat[cut] for cut in prepare_corpus.cut_micro_batches(flat, 2048)]
-    ways = about["batches"]  # 10,000 texts or fewer are one window: the order of the texts does not matter
+    ways = metadata["batches"]  # 10,000 texts or fewer are one window: the order of the texts does not matter
     best = ways["micro-batches of 2,048 tokens, 10,000 texts a process"]
     assert best["passes"] == len(batches)
     assert best["padding"] == pytest.approx(1 - sum(flat) / sum(len(b) * max(b) for b in batches))
@@ -474,7 +474,7 @@ def test_length_report(tmp_path, bert, rows, capsys):
     assert best["padding"] < sorted_windows < ways["random batches of 32"]["padding"]
     assert ways["random batches of 32"]["passes"] == -(-2 * len(rows) // 32)
     assert (tmp_path / "out/lengths.png").read_bytes()[:4] == b"\x89PNG"
-    assert f"--micro_batch_tokens {about['advice']['micro_batch_tokens']}" in capsys.readouterr().out
+    assert f"--micro_batch_tokens {metadata['advice']['micro_batch_tokens']}" in capsys.readouterr().out
     lists = [{"q": row["docstring"], "documents": [row["code"], row["docstring"], ""]} for row in rows[:40]]
     assert report(write(tmp_path / "lists.parquet", lists))["columns"]["documents"]["count"] == 80
     assert report(source, "--sample", "50")["texts"] == 100

@@ -1,4 +1,4 @@
-"""The scripts on a pretended accelerator: they run, mix no devices, and train what they train on the CPU."""
+"""On a simulated accelerator, the scripts run, mix no devices, and give the results of the CPU."""
 
 import contextlib
 import functools
@@ -13,8 +13,8 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from conftest import ROOT, metrics, write_jsonl
-from forked import last_of
-from pretend_device import DEVICE, OnDevice, PretendedDevice, on_cpu
+from forked import merge_flags
+from pretend_device import DEVICE, OnDevice, PretendDevice, on_cpu
 from sentence_transformers import CrossEncoder
 
 PAIRS = "--train_data rows.jsonl --columns docstring code"
@@ -46,7 +46,7 @@ LOADERS = ("load_model", "load_bi_encoder", "load_cross_encoder")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, rows, bert):
-    """A folder with rows.jsonl of labels and scores, and two models without dropout: bert/ and reranker/."""
+    """Folder with rows.jsonl (texts, labels and scores) and two models without dropout, bert/ and reranker/."""
     folder = tmp_path_factory.mktemp("device")
     rows = [{name: text[:100] for name, text in row.items()} for row in rows[:40]]
     write_jsonl(folder / "rows.jsonl", [
@@ -59,7 +59,7 @@ def folder(tmp_path_factory, rows, bert):
     (folder / "bert/config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     model = CrossEncoder(str(folder / "bert"), device="cpu", num_labels=1)
-    with torch.no_grad():  # freshly initialised, documents hardly differ, and the gradient of a group cancels
+    with torch.no_grad():  # with fresh weights, scores hardly differ, and the gradient of a group cancels
         for parameter in model.parameters():
             parameter.mul_(5 if parameter.ndim > 1 else 1)
     model.save_pretrained(str(folder / "reranker"))
@@ -68,7 +68,7 @@ def folder(tmp_path_factory, rows, bert):
 
 @pytest.fixture(scope="module")
 def scripts():
-    """{name: module} of the scripts, without inference mode, which tensors that pretend do not know."""
+    """{name: module} of the scripts, without inference mode, which the simulated tensors do not support."""
     modules = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "inference_mode", torch.no_grad)
@@ -83,15 +83,15 @@ def scripts():
 
 @pytest.fixture
 def run(scripts, folder, monkeypatch):
-    """run(script, flags, on_device) -> (gradients of the steps, PretendedDevice or None): a whole main()."""
+    """run(script, flags, on_device) calls main() and returns (gradients of the steps, PretendDevice or None)."""
     monkeypatch.chdir(folder)
 
     def whole_run(name, flags, on_device, saves=True, scaler=None):
         script, gradients = scripts[name], []
-        device = PretendedDevice() if on_device else None
+        device = PretendDevice() if on_device else None
 
         class Accelerator(accelerate.Accelerator):
-            """Accelerate's, on the pretended device, that also notes the gradient of each step."""
+            """An Accelerator on the simulated device that records the gradient of each step."""
 
             @property
             def device(self):
@@ -114,8 +114,8 @@ def run(scripts, folder, monkeypatch):
             adamw = torch.optim.AdamW
             patch.setattr(torch.optim, "AdamW", lambda *args, **options: adamw(*args, **options | {"fused": False}))
             for loader in filter(functools.partial(hasattr, script), LOADERS):
-                patch.setattr(script, loader, outside(device, getattr(script, loader)))
-            # On the CPU too pad to multiples of 8, which change the last bits of a sum.
+                patch.setattr(script, loader, while_paused(device, getattr(script, loader)))
+            # Pad to multiples of 8 on the CPU too, because padding changes the last bits of a sum.
             pad = script.pad_micro_batches
             patch.setattr(script, "pad_micro_batches", lambda encodings, *args: pad(encodings, *args[:2], DEVICE))
             patch.setattr(script, "plot_metrics", lambda *_: None, raising=False)
@@ -123,15 +123,15 @@ def run(scripts, folder, monkeypatch):
             if not saves:
                 patch.setattr(script, "save_checkpoint", lambda *_: None)
                 patch.setattr(script, "save_atomically", lambda *_: None, raising=False)
-            script.main(script.parse_args(last_of(flags)))
+            script.main(script.parse_args(merge_flags(flags)))
         return gradients, device
 
     yield whole_run
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def outside(device, function):
-    """The function, called while the device is paused."""
+def while_paused(device, function):
+    """Return the function, called while the device is paused."""
 
     @functools.wraps(function)
     def called(*args):
@@ -141,8 +141,8 @@ def outside(device, function):
     return called
 
 
-def training(script, loss, output, *flags, steps=1, eval_rows=0):
-    """Flags of a short run of several micro-batches a step."""
+def flags_for(script, loss, output, *flags, steps=1, eval_rows=0):
+    """Return the flags of a short run with several micro-batches per step."""
     model = "bert" if script == "train_bi_encoder" else "reranker"
     common = f"--batch_size 6 --max_length 64 --micro_batch_tokens 400 --logging_steps 1 --max_steps {steps}"
     common += f" --eval_rows {eval_rows} --learning_rate 1e-4 --output_dir {output} --model_name_or_path {model}"
@@ -154,38 +154,38 @@ def losses(output):
 
 
 @pytest.mark.parametrize("script, loss", CASES)
-def test_training_is_that_on_the_cpu(run, folder, tmp_path, script, loss):
-    eager = ["--attn_implementation", "eager"]  # sdpa has another kernel for each device, and other last bits
-    wanted, _ = run(script, training(script, loss, tmp_path / "cpu", *eager), False, saves=False)
+def test_training_equals_that_on_the_cpu(run, folder, tmp_path, script, loss):
+    eager = ["--attn_implementation", "eager"]  # the sdpa kernels of two devices round differently
+    expected, _ = run(script, flags_for(script, loss, tmp_path / "cpu", *eager), False, saves=False)
     for flags in ([], ["--grad_cache"]):
         output = tmp_path / f"device{len(flags)}"
-        found, device = run(script, training(script, loss, output, *eager, *flags), True, saves=False)
-        assert device.operations > 500 and len(found) == len(wanted) == 1 and wanted[0].norm() > 1e-4
-        assert ((found[0] - wanted[0]).norm() / wanted[0].norm()).item() < 1e-5
+        found, device = run(script, flags_for(script, loss, output, *eager, *flags), True, saves=False)
+        assert device.operations > 500 and len(found) == len(expected) == 1 and expected[0].norm() > 1e-4
+        assert ((found[0] - expected[0]).norm() / expected[0].norm()).item() < 1e-5
         assert losses(output) == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5)
 
 
 @pytest.mark.parametrize("script", LOSSES)
 def test_evaluates_saves_and_resumes(run, tmp_path, script):
-    """Evaluation gives the CPU's measures; a resumed run, the losses of one that was not stopped."""
+    """Measures equal those of the CPU; a resumed run has the losses of one that was not stopped."""
     loss = next(iter(LOSSES[script]))
     for name, on_device in (("cpu", False), ("device", True)):
-        run(script, training(script, loss, tmp_path / name, "--save_steps", "2", steps=4, eval_rows=12), on_device)
+        run(script, flags_for(script, loss, tmp_path / name, "--save_steps", "2", steps=4, eval_rows=12), on_device)
     assert losses(tmp_path / "device") == pytest.approx(losses(tmp_path / "cpu"), rel=1e-4)
-    for found, wanted in zip(metrics(tmp_path / "device"), metrics(tmp_path / "cpu")):
-        names = set(wanted) - {"rows_per_second", "tokens_per_second", "padding_fraction", "data_wait_fraction"}
-        assert {name: found[name] for name in names} == pytest.approx({n: wanted[n] for n in names}, rel=1e-3)
+    for found, expected in zip(metrics(tmp_path / "device"), metrics(tmp_path / "cpu")):
+        names = set(expected) - {"rows_per_second", "tokens_per_second", "padding_fraction", "data_wait_fraction"}
+        assert {name: found[name] for name in names} == pytest.approx({n: expected[n] for n in names}, rel=1e-3)
     trained = losses(tmp_path / "device")
     shutil.rmtree(tmp_path / "device/checkpoints/step_00000004")
-    flags = training(script, loss, tmp_path / "device", "--save_steps", "2", "--resume", steps=4, eval_rows=12)
+    flags = flags_for(script, loss, tmp_path / "device", "--save_steps", "2", "--resume", steps=4, eval_rows=12)
     run(script, flags, True)
     assert losses(tmp_path / "device") == trained
 
 
 @pytest.mark.parametrize("script", LOSSES)
 def test_the_scale_of_fp16_is_resumed(run, tmp_path, script):
-    """A scaler that began again at its first scale would skip steps, or lose small gradients, after each resume."""
-    flags = training(script, next(iter(LOSSES[script])), tmp_path, "--save_steps", "1", steps=4)
+    """A scaler restarted at its initial scale would skip steps, or lose small gradients, after each resume."""
+    flags = flags_for(script, next(iter(LOSSES[script])), tmp_path, "--save_steps", "1", steps=4)
     states = []
     for resumed in ([], ["--resume"]):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
@@ -200,25 +200,25 @@ STEEP = {"train_bi_encoder": ["infonce"], "train_cross_encoder": ["ranknet", '--
 
 @pytest.mark.parametrize("script", STEEP)
 def test_steps_that_fp16_skips_are_counted(run, tmp_path, script):
-    """Of a gradient that overflows with the scale of the first steps."""
+    """The initial scale makes the first gradient overflow."""
     (loss, *more), scaler = STEEP[script], torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
-    run(script, training(script, loss, tmp_path, *more, steps=4), False, scaler=scaler)
+    run(script, flags_for(script, loss, tmp_path, *more, steps=4), False, scaler=scaler)
     skipped = [line["skipped_steps"] for line in metrics(tmp_path)]
     assert skipped[0] == 1 and set(skipped) <= {0, 1}
 
 
 @pytest.mark.parametrize("max_length, expected", [(64, 2), (4, 1)])  # with 4 tokens all texts are equally long
 @pytest.mark.parametrize("script", LOSSES)
-def test_a_step_waits_for_the_device_a_few_times(run, tmp_path, script, max_length, expected):
-    """A wait is a gap between kernels: there is one for loss, norm and SIGTERM together, and one of transformers in
-    each forward pass with padding, which looks whether the mask masks anything."""
+def test_number_of_waits_per_step(run, tmp_path, script, max_length, expected):
+    """While the host waits, the device runs idle. A step has one wait for loss, norm and SIGTERM, and one in each
+    forward pass with padding: transformers checks whether the mask masks anything."""
     loss = {"train_bi_encoder": "infonce", "train_cross_encoder": "listwise_ce"}[script]
     few = ("--micro_batch_tokens", "100000", "--max_length", str(max_length), "--logging_steps", "100")
     waits = []
     for steps in (1, 5):
         _, device = run(
             script,
-            training(script, loss, tmp_path / str(steps), *few, "--save_steps", "0", steps=steps),
+            flags_for(script, loss, tmp_path / str(steps), *few, "--save_steps", "0", steps=steps),
             True,
             saves=False,
         )
@@ -227,7 +227,7 @@ def test_a_step_waits_for_the_device_a_few_times(run, tmp_path, script, max_leng
 
 
 def test_evaluator_ranks_as_on_the_cpu(run, beir, tmp_path):
-    """Encoded, searched and reranked: the same scores; without the cache, and then from it."""
+    """Search and reranking give the scores of the CPU, without the cache and from it."""
     found = {}
     for name, on_device in (("cpu", False), ("device", True), ("cached", True)):
         flags = (
@@ -241,12 +241,12 @@ def test_evaluator_ranks_as_on_the_cpu(run, beir, tmp_path):
         assert len(found[name]) == 2 and len(found[name][0]) == 600
     assert device.operations > 20
     for name in ("device", "cached"):
-        for scores, wanted in zip(found[name], found["cpu"]):
-            assert scores == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+        for scores, expected in zip(found[name], found["cpu"]):
+            assert scores == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def test_the_pretended_device_refuses_what_cuda_refuses():
-    with PretendedDevice() as device:
+def test_the_simulated_device_refuses_what_cuda_refuses():
+    with PretendDevice() as device:
         on, off = torch.tensor([1.0, 2.0], device=DEVICE), torch.tensor([3.0, 4.0])
         assert isinstance(on, OnDevice) and on.device.type == "meta"
         for mixed in (lambda: on + off, lambda: torch.cat([on, off]), lambda: off[on.long()], lambda: on @ off):

@@ -1,4 +1,4 @@
-"""The pages of docs/recipes: each applies to a copy of its script, runs by its own command, and does what it says."""
+"""Each page of docs/recipes applies to a copy of its script, runs with its own command, and does what it describes."""
 
 import base64
 import copy
@@ -38,7 +38,7 @@ PAGES = {path.stem: path for path in sorted((ROOT / "docs/recipes").glob("*.md")
 APPLY = [words for words in (["git", "apply"], ["patch", "-p1", "-i"]) if shutil.which(words[0])]
 
 
-@pytest.mark.skipif(not APPLY, reason="git or patch applies the pages")
+@pytest.mark.skipif(not APPLY, reason="needs git or patch")
 @pytest.mark.parametrize("name", PAGES)
 def test_recipe(name, tmp_path, rows, corpus, bert, beir):
     """SETUPS may add files to the folder; CHECKS has the assertions of each page."""
@@ -61,7 +61,7 @@ def test_recipe(name, tmp_path, rows, corpus, bert, beir):
         shutil.copytree(source, tmp_path / target)
 
     def run(*more, **options):
-        """Launch the command, `more` flags added to its own or in their place."""
+        """Launch the command with `more` flags, which may override its own."""
         return launch(tmp_path / script, *flags, *more, cwd=tmp_path, **options)
 
     SETUPS.get(name, lambda *_: None)(tmp_path, rows)
@@ -74,26 +74,25 @@ def logged(output, name="loss"):
 
 
 def check_resume(run, folder, step=2, **processes):
-    """Without what came after the checkpoint of a step, --resume ends with the same losses, weights and moments."""
+    """Remove what was written after the checkpoint of `step`: --resume must give the same metrics and tensors."""
     output = folder / "runs/recipe"
     checkpoints = sorted((output / "checkpoints").iterdir())
     later = [output / "model", *(path for path in checkpoints if path.name > f"step_{step:08}")]
     assert 1 < len(later) <= len(checkpoints)
 
-    def left():
+    def final_state():
         files = (path for folder in later for path in sorted(folder.rglob("*.safetensors")))
         return lines(output), [path.read_bytes() for path in files]
 
-    before = left()
+    before = final_state()
     for path in later:
         shutil.rmtree(path)
     run("--resume", **processes)
-    assert left() == before
+    assert final_state() == before
 
 
 def batches(folder, *sources):
-    """Yield (queries, lists of documents, lists of labels or None) of each step of runs/recipe, its sources given by
-    their whole paths."""
+    """Yield (queries, lists of documents, lists of labels or None) of each batch; sources: full paths."""
     flags = map(str, [folder / "runs/recipe/args.yaml", "--train_data", *sources])
     args = train_bi_encoder.parse_args(list(flags))
     data = train_bi_encoder.open_data(args, train_bi_encoder.clean_pairs)
@@ -103,12 +102,12 @@ def batches(folder, *sources):
 
 
 def embed(model, queries, documents):
-    """Embeddings of queries and of the first document of each list."""
+    """Return embeddings of queries and of the first document of each list."""
     return [model.encode(texts, convert_to_tensor=True) for texts in (queries, [texts[0] for texts in documents])]
 
 
 def first_step(run, folder):
-    """{parameter: its change by the first step, at the full learning rate}."""
+    """Return {parameter: its change by the first step, at the full learning rate}."""
     run("--max_steps", 1, "--lr_scheduler_type", "constant", "--output_dir", "runs/first")
     before, after = (load_file(folder / name / "model.safetensors") for name in ("model", "runs/first/model"))
     return {name: after[name] - tensor for name, tensor in before.items()}
@@ -118,7 +117,7 @@ def first_step(run, folder):
 
 
 def setup_own_loss(folder, rows):
-    """Rows that have texts in common, and none to two negatives each."""
+    """Write rows that have texts in common, with zero to two negatives each."""
     docs, codes = ([row[name] for row in rows] for name in ("docstring", "code"))
     columns = [(docs[i % 11], codes[i % 7], codes[i % 5 : i % 5 + i % 3]) for i in range(99)]
     shutil.rmtree(folder / "pairs")
@@ -128,7 +127,7 @@ def setup_own_loss(folder, rows):
 
 
 def check_own_loss(run, folder, rows):
-    """The loss of the first batch is that of a loop over its pairs; the losses of two processes are those of one."""
+    """The loss of the first batch equals a loop over its pairs; two processes have the losses of one."""
     queries, documents, _ = next(batches(folder, folder / "pairs/*.parquet"))
     texts = list(dict.fromkeys([*queries, *sum(documents, [])]))
     model = SentenceTransformer(str(folder / "model"), device="cpu")
@@ -152,8 +151,8 @@ def check_own_loss(run, folder, rows):
 
 
 def check_optimizer(run, folder, rows):
-    """A linear layer changes by a matrix with singular values near the rate times 0.2 sqrt(its longer side), a word
-    embedding by AdamW's first step, the rate times the sign of the gradient; a resume is exact."""
+    """Linear layers change by matrices with singular values near the learning rate times 0.2 sqrt(longer side), word
+    embeddings by AdamW's first step: the learning rate times the sign of the gradient. A resume is bit-identical."""
     first = first_step(run, folder)
     two, four = (load_file(folder / f"runs/recipe/checkpoints/step_0000000{n}/model.safetensors") for n in (2, 4))
     linear = [name for name, change in first.items() if ".layer." in name and change.ndim == 2]
@@ -170,8 +169,8 @@ def check_optimizer(run, folder, rows):
 
 
 def check_learned_temperature(run, folder, rows):
-    """Loss and norm of the first gradient are autograd's of one pass over the whole batch; two processes that hold one
-    micro-batch at a time train the same; a resume is exact, and the scale at most 100."""
+    """First loss and gradient norm equal autograd's over the whole batch in one pass; two processes with --grad_cache
+    train the same; a resume is bit-identical; the scale is at most 100."""
     model = SentenceTransformer(str(folder / "model"), device="cpu").eval()
     log_scale = torch.tensor(math.log(1 / 0.07), requires_grad=True)
     queries, documents, _ = next(batches(folder, folder / "pairs/*.parquet"))
@@ -198,7 +197,7 @@ def check_learned_temperature(run, folder, rows):
 
 
 def setup_layers(folder, rows):
-    """Four layers instead of two."""
+    """Give the model four layers instead of two."""
     model = SentenceTransformer(str(folder / "model"), device="cpu")
     layers = model[0].model.encoder.layer
     layers.extend([copy.deepcopy(layer) for layer in layers])
@@ -207,7 +206,7 @@ def setup_layers(folder, rows):
 
 
 def check_layers(run, folder, rows):
-    """Embeddings and first layer stay; AdamW's first step changes the others by their learning rates."""
+    """Embeddings and the first layer do not change; AdamW's first step changes the others by their learning rates."""
     changes = {}
     for name, change in first_step(run, folder).items():
         number = re.search(r"(embeddings|layer\.\d)", name)
@@ -221,7 +220,7 @@ def check_layers(run, folder, rows):
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the Hub as takes a folder of small files; it refuses paths that end in `refused`."""
+    """A fake Hub that accepts a folder of small files, and refuses request paths that end in `refused`."""
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -244,7 +243,7 @@ runpy.run_path("changed.py", run_name="__main__")
 
 
 def setup_hub(folder, rows):
-    """A server, and in place of the script one that runs it with that server as the Hub."""
+    """Start the server, and replace the script by one that runs it with the server as the Hub."""
     Hub.received, Hub.refused = [], "nothing"
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -253,10 +252,10 @@ def setup_hub(folder, rows):
 
 
 def check_hub(run, folder, rows):
-    """model/ arrives; an upload that fails is repeated by --resume; without permission there is no first step."""
+    """model/ is uploaded; --resume repeats a failed upload; without permission, no step is taken."""
 
     def uploads():
-        """The number of uploads, of which the last was the files of model/."""
+        """Check that the last upload contains the files of model/; return the number of uploads."""
         commits = [body for path, body in Hub.received if path == "/api/models/somebody/recipe/commit/main"]
         sent = [line["value"] for line in map(json.loads, commits[-1].splitlines()) if line["key"] == "file"]
         model = folder / "runs/recipe/model"
@@ -275,8 +274,8 @@ def check_hub(run, folder, rows):
     assert all(json.loads(body)["visibility"] == "private" for path, body in Hub.received if "create" in path)
 
 
-def unlike(rows):
-    """The rows whose code is that of no earlier row."""
+def distinct_code(rows):
+    """Return the rows whose code is not that of an earlier row."""
     return list({row["code"]: row for row in rows[::-1]}.values())[::-1]
 
 
@@ -291,7 +290,7 @@ def setup_sql(folder, rows):
 
 
 def check_sql(run, folder, rows):
-    """The first batch is that of a file with the same rows; a resume is exact, and refuses a changed database."""
+    """The first loss equals that on a file of the same rows; resumes are exact, and refuse a changed database."""
     pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
     model = SentenceTransformer(str(folder / "model"), device="cpu")
     queries, documents, _ = next(batches(folder, folder / "rows.parquet"))
@@ -309,7 +308,7 @@ def check_sql(run, folder, rows):
 
 
 def setup_two_tasks(folder, rows):
-    rows, draw = unlike(rows), random.Random(0)
+    rows, draw = distinct_code(rows), random.Random(0)
     (folder / "tasks").mkdir()
     for name, part in (("pairs", rows[:100]), ("scored", rows[100:200]), ("heldout", rows[200:240])):
         part = [{**row, "score": 1.0 if name == "pairs" else draw.random()} for row in part]
@@ -317,7 +316,7 @@ def setup_two_tasks(folder, rows):
 
 
 def check_two_tasks(run, folder, rows):
-    """A step of each task: its loss is that of sentence-transformers, by the weights before the step."""
+    """One step per task: its loss equals that of sentence-transformers with the weights before the step."""
     pairs, scored, held_out = (folder / f"tasks/{name}.parquet" for name in ("pairs", "scored", "heldout"))
     kinds = losses.MultipleNegativesRankingLoss, losses.CoSENTLoss
     weights = folder / "model", folder / "runs/recipe/checkpoints/step_00000001"
@@ -336,8 +335,8 @@ def check_two_tasks(run, folder, rows):
 
 
 def setup_measure(folder, rows):
-    """A BEIR folder in which each question has two documents, and one that is judged irrelevant."""
-    folder, rows = folder / "multihop", unlike(rows)[:100]
+    """Write a BEIR folder in which each query has two relevant documents, and one judged irrelevant."""
+    folder, rows = folder / "multihop", distinct_code(rows)[:100]
     write_jsonl(folder / "corpus.jsonl", [{"_id": f"d{i}", "text": row["code"]} for i, row in enumerate(rows)])
     write_jsonl(folder / "queries.jsonl", [{"_id": f"q{i}", "text": r["docstring"]} for i, r in enumerate(rows[:40])])
     judged = "".join(f"q{i}\td{i}\t1\nq{i}\td{i + 1}\t2\nq{i}\td{i + 2}\t0\n" for i in range(40))
@@ -346,7 +345,7 @@ def setup_measure(folder, rows):
 
 
 def check_measure(run, folder, rows):
-    """Its values are those of a loop over the lines of run.trec, and their mean has an interval."""
+    """Its values equal those of a loop over the lines of run.trec, and their mean has an interval."""
     output, found = folder / "runs/eval", {f"q{i}": set() for i in range(40)}
     for line in (output / "run.trec").read_text().splitlines():
         query, _, document, rank, _, _ = line.split()
@@ -365,8 +364,8 @@ def check_measure(run, folder, rows):
 
 
 def check_similarity(run, folder, rows):
-    """The loss of the first batch is that of sentence-transformers with its Euclidean similarity; the saved model's
-    similarity gives the last evaluation, correlations with labels, and the scores of margin_mse and kl."""
+    """The first loss equals that of sentence-transformers with Euclidean similarity; the saved model's similarity
+    gives the last evaluation, the correlations with labels, and the scores of margin_mse and kl."""
     model = SentenceTransformer(str(folder / "model"), device="cpu")
     queries, documents, _ = next(batches(folder, folder / "pairs/*.parquet"))
     embeddings = embed(model, queries, documents)
@@ -393,7 +392,7 @@ def check_similarity(run, folder, rows):
 
 
 def assert_reciprocal_ranks(folder, scores):
-    """The last evaluation is that of the (Q, Q) scores of held-out rows; rounding may order those that are equal."""
+    """Check the last MRR@10 against `scores`, (Q, Q), of held-out rows; nearly equal scores may rank in any order."""
     own = scores.diagonal()[:, None]
     ranks = torch.stack([(scores > own - 1e-5).sum(1), (scores > own + 1e-5).sum(1) + 1]).double()
     low, high = (1 / ranks * (ranks <= 10)).mean(1).tolist()
@@ -404,7 +403,7 @@ def assert_reciprocal_ranks(folder, scores):
 
 
 def setup_images(folder, rows):
-    """A CLIP model of random weights, whose tokens are characters, and images of one colour each with captions."""
+    """Write a CLIP model with random weights and characters as tokens, and single-color images with captions."""
     from PIL import Image
     from tokenizers import pre_tokenizers
     from transformers import CLIPConfig, CLIPModel, CLIPProcessor, CLIPTokenizer
@@ -430,8 +429,8 @@ def setup_images(folder, rows):
 
 
 def check_images(run, folder, rows):
-    """Loss and gradient of the first batch are those of transformers.CLIPModel; the saved model gives the last
-    evaluation; two processes that hold one micro-batch at a time resume to the same loss and gradient."""
+    """First loss and gradient norm equal those of transformers.CLIPModel; the saved model gives the last evaluation;
+    two processes with --grad_cache resume to the same loss and gradient norm."""
     output, model = folder / "runs/recipe", SentenceTransformer(str(folder / "clip"), device="cpu")
     captions, images, _ = next(batches(folder, folder / "captions.jsonl"))
     features = model.preprocess(captions) | model.preprocess([str(folder / image) for (image,) in images])

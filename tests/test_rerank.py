@@ -1,4 +1,4 @@
-"""Reranking: a cross-encoder's order of a run's first documents, every pair scored once, nothing lost when killed."""
+"""Reranking: the order is that of the cross-encoder, each pair is scored once, and kills lose nothing."""
 
 import json
 import random
@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, launch, stored, write_jsonl
+from conftest import ROOT, count_cached, launch, write_jsonl
 from forked import Forked
 
 import eval_incremental as script
@@ -19,19 +19,19 @@ DL19 = ROOT.parent / "shared/data/msmarco_dl19"
 
 @pytest.fixture(scope="session")
 def run_file(tmp_path_factory, beir):
-    """A run of 20 documents for each of 59 judged queries and 3 for one that is not judged; its ranks are all 1."""
-    dice = random.Random(0)
+    """A run file of 20 documents for each of 59 judged queries, and 3 for an unjudged one; all its ranks are 1."""
+    rng = random.Random(0)
     path = tmp_path_factory.mktemp("run") / "first.trec"
     lines = []
     for query in [*range(59), "x"]:
-        documents = [query, *dice.sample(range(60, 293), 19)] if query != "x" else range(3)
-        lines += [f"q{query} Q0 d{d} 1 {dice.randint(0, 9) / 2} tag\n" for d in documents]
+        documents = [query, *rng.sample(range(60, 293), 19)] if query != "x" else range(3)
+        lines += [f"q{query} Q0 d{d} 1 {rng.randint(0, 9) / 2} tag\n" for d in documents]
     path.write_text("".join(lines))
     return path
 
 
 def read_run(path):
-    """{query: [(document, score)]} of a run file, as it stands."""
+    """Return {query: [(document, score)]} of a run file, in its order."""
     found = {}
     for line in path.read_text().splitlines():
         query, _, document, _, score, _ = line.split()
@@ -40,14 +40,14 @@ def read_run(path):
 
 
 def texts_of(beir):
-    """({id: query}, {id: document}) of a BEIR folder."""
+    """Return ({id: query}, {id: document}) of a BEIR folder."""
     return tuple(
         {r["_id"]: r["text"] for r in map(json.loads, (beir / f"{name}.jsonl").read_text().splitlines())}
         for name in ("queries", "corpus")
     )
 
 
-def test_order_is_that_of_predict(evaluate, beir, reranker, tmp_path):
+def test_order_equals_that_of_predict(evaluate, beir, reranker, tmp_path):
     from sentence_transformers import CrossEncoder
 
     got = evaluate(
@@ -64,21 +64,21 @@ def test_order_is_that_of_predict(evaluate, beir, reranker, tmp_path):
     for query, found in before.items():
         pairs = [(queries[query], documents[d]) for d, _ in found[:12]]
         length = max(len(model.tokenizer(q)["input_ids"]) for q, _ in pairs)
-        assert [d for d, _ in after[query][12:]] == [d for d, _ in found[12:]]  # the others stay behind, in order
+        assert [d for d, _ in after[query][12:]] == [d for d, _ in found[12:]]  # the others keep their order
         assert [s for _, s in after[query]] == sorted((s for _, s in after[query]), reverse=True)
-        if length < 60:  # predict() cuts longer queries, too
+        if length < 60:  # predict() truncates longer queries, too
             compared += 1
-            wanted = dict(zip((d for d, _ in found), model.predict(pairs).tolist()))
-            assert dict(after[query][:12]) == pytest.approx(wanted, abs=1e-5)
+            expected = dict(zip((d for d, _ in found), model.predict(pairs).tolist()))
+            assert dict(after[query][:12]) == pytest.approx(expected, abs=1e-5)
     assert compared > 40
 
 
-def test_a_given_run_as_it_stands(evaluate, beir, run_file, tmp_path, capsys):
+def test_a_given_run_without_reranking(evaluate, beir, run_file, tmp_path, capsys):
     got = evaluate("--beir", beir, "--run", run_file, "--metrics", "RR", "R@1000")
-    said = capsys.readouterr().err
-    assert f"1 queries of {run_file} are not judged, or unknown; left out" in said
-    assert f"1 judged queries are not in {run_file}; they count as 0" in said
-    assert said.count("warning: ") == len(got["warnings"]) == 2
+    message = capsys.readouterr().err
+    assert f"1 queries of {run_file} are not judged, or unknown; left out" in message
+    assert f"1 judged queries are not in {run_file}; they count as 0" in message
+    assert message.count("warning: ") == len(got["warnings"]) == 2
     ranked = {q: sorted(found, key=lambda item: item[::-1], reverse=True) for q, found in read_run(run_file).items()}
     places = [[d for d, _ in ranked[f"q{i}"]].index(f"d{i}") for i in range(59)]
     assert got["metrics"]["RR"]["mean"] == pytest.approx(sum(1 / (place + 1) for place in places) / 60)
@@ -99,7 +99,7 @@ def test_each_pair_is_scored_once(evaluate, beir, reranker, run_file, tmp_path):
     assert again["metrics"] == first["metrics"]
     name = "first.trec+" + reranker.name + "/run.trec"
     assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
-    # fewer of them, of a corpus in another order, on a stream: all known; one document changed: its pairs are new
+    # a lower --rerank_k, a reordered corpus, a stream: all pairs are cached; only a changed document has new ones
     folder = tmp_path / "changed"
     shutil.copytree(beir, folder)
     records = [json.loads(line) for line in (beir / "corpus.jsonl").read_text().splitlines()]
@@ -124,7 +124,7 @@ def test_search_is_reranked(evaluate, beir, reranker, capsys):
     assert list(hits[True].values()) == sorted(hits[True].values(), reverse=True)
 
 
-def test_equal_texts_keep_their_order_and_an_id_may_stand_twice(evaluate, tmp_path, reranker, bert):
+def test_equal_texts_keep_their_order_and_an_id_may_occur_twice(evaluate, tmp_path, reranker, bert):
     write_jsonl(tmp_path / "c.jsonl", [{"_id": f"d{i}", "text": "the same"} for i in range(6)]
                 + [{"_id": "d2", "text": "another text of the same id"}])  # fmt: skip
     write_jsonl(tmp_path / "q.jsonl", [{"_id": "q", "text": "one"}])
@@ -135,11 +135,11 @@ def test_equal_texts_keep_their_order_and_an_id_may_stand_twice(evaluate, tmp_pa
     assert [d for d in found if d != "d2"] == ["d0", "d1", "d3", "d4", "d5"] and found.count("d2") == 1
 
 
-# ---------------------------------------------------------------------------------------- many processes, killed
+# ---------------------------------------------------------------------------------------- several processes, kills
 
 
 def flags_for(beir, run_file, reranker, folder):
-    """Flags of a reranking with all of its files in `folder`."""
+    """Return the flags of a reranking with all of its files in `folder`."""
     places = {"--cache_dir": "cache", "--output_dir": "out"}
     places = [part for flag, name in places.items() for part in (flag, folder / name)]
     models = ["--run", run_file, "--cross_encoder", reranker]
@@ -147,7 +147,7 @@ def flags_for(beir, run_file, reranker, folder):
 
 
 def test_scores_of_judged_documents(evaluate, beir, bert, reranker, tmp_path):
-    """All of them, deeper than --top_k and --rerank_k too, are those of the library."""
+    """All judged documents, also those beyond --top_k and --rerank_k, have the scores of the library."""
     from sentence_transformers import CrossEncoder, SentenceTransformer
 
     short = tmp_path / "short"  # no pair is truncated
@@ -180,18 +180,18 @@ def test_scores_of_judged_documents(evaluate, beir, bert, reranker, tmp_path):
 
 
 def test_two_processes_give_the_ranking_of_one(tmp_path, beir, run_file, reranker):
-    """The last digit of a score may depend on the pairs beside it, and on the processor."""
+    """The last digit of a score may depend on the other pairs of its micro-batch, and on the processor."""
     name = "out/first.trec+" + reranker.name + "/run.trec"
     for processes in (1, 2):
         launch(SCRIPT, *flags_for(beir, run_file, reranker, tmp_path / str(processes)), processes=processes)
-        assert stored(tmp_path / str(processes) / "cache") == [59 * 20]  # each pair was stored once
+        assert count_cached(tmp_path / str(processes) / "cache") == [59 * 20]  # each pair was stored once
     one, two = ([line.split() for line in (tmp_path / n / name).read_text().splitlines()] for n in "12")
     assert [line[:4] for line in one] == [line[:4] for line in two] and len(one) == 59 * 20
     assert [float(line[4]) for line in one] == pytest.approx([float(line[4]) for line in two], abs=1e-5)
 
 
-# Counts each pair that is scored in a file of its own, so that what a killed run did is known.
-COUNTED = """
+# Writes a byte to a log for each pair scored, so that the work of killed runs is known.
+COUNTING_DRIVER = """
 import sys, time
 sys.path.insert(0, {root!r})
 import eval_incremental as script
@@ -210,16 +210,16 @@ script.main(script.parse_args(sys.argv[1:]))
 def test_killed_at_random_moments(tmp_path, beir, run_file, reranker):
     log = tmp_path / "log"
     driver = tmp_path / "driver.py"
-    driver.write_text(COUNTED.format(root=str(ROOT), log=str(log)))
+    driver.write_text(COUNTING_DRIVER.format(root=str(ROOT), log=str(log)))
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     launch(driver, *flags_for(beir, run_file, reranker, undisturbed))
     assert log.stat().st_size == 59 * 20
     log.unlink()
-    dice = random.Random(0)
+    rng = random.Random(0)
     for _ in range(3):
         process = Forked(driver, flags_for(beir, run_file, reranker, killed))
-        wanted = (log.stat().st_size if log.exists() else 0) + dice.randint(1, 250)
-        while process.poll() is None and (log.stat().st_size if log.exists() else 0) < wanted:
+        expected = (log.stat().st_size if log.exists() else 0) + rng.randint(1, 250)
+        while process.poll() is None and (log.stat().st_size if log.exists() else 0) < expected:
             time.sleep(0.01)
         assert process.poll() is None
         process.send(signal.SIGKILL)
@@ -234,7 +234,7 @@ def test_killed_at_random_moments(tmp_path, beir, run_file, reranker):
 
 
 @pytest.mark.parametrize(
-    "content, said",
+    "content, reason",
     [
         ("q0 Q0 d1 1 2.5 tag\nq0 Q0 d2 2 tag\n", "line 2 has no finite score: q0 d2 tag"),
         ("q0 Q0 d1 1 nan tag\nq0 Q0 d2 2 tag\n", "line 1 has no finite score: q0 d1 nan"),
@@ -246,16 +246,16 @@ def test_killed_at_random_moments(tmp_path, beir, run_file, reranker):
         (None, "No such file"),
     ],
 )
-def test_bad_run_file(evaluate, beir, reranker, tmp_path, content, said):
+def test_bad_run_file(evaluate, beir, reranker, tmp_path, content, reason):
     path = tmp_path / "bad.trec"
     if content is not None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(script.UserError) as error:
         evaluate("--beir", beir, "--run", path, "--cross_encoder", reranker)
-    assert str(error.value).startswith(f"--run {path}") and said in str(error.value) and "\n" not in str(error.value)
+    assert str(error.value).startswith(f"--run {path}") and reason in str(error.value) and "\n" not in str(error.value)
 
 
-def test_unknown_documents_are_measured_and_stay_behind(evaluate, beir, reranker, tmp_path):
+def test_unknown_documents_are_measured_and_rank_last(evaluate, beir, reranker, tmp_path):
     (tmp_path / "run.trec").write_text("q0 Q0 zz 1 2 tag\nq0 Q0 d0 2 1 tag\n")
     flags = "--beir", beir, "--run", tmp_path / "run.trec", "--metrics", "RR"
     assert evaluate(*flags)["metrics"]["RR"]["mean"] == pytest.approx(0.5 / 60)
@@ -266,7 +266,7 @@ def test_unknown_documents_are_measured_and_stay_behind(evaluate, beir, reranker
 
 
 @pytest.mark.parametrize("which", ["bi-encoder", "several labels", "nowhere", "damaged", "prompted"])
-def test_not_a_reranker(evaluate, beir, bert, reranker, run_file, tmp_path, which):
+def test_models_that_cannot_rerank(evaluate, beir, bert, reranker, run_file, tmp_path, which):
     path = {"bi-encoder": bert}.get(which, tmp_path / "model")
     if which == "several labels":
         from sentence_transformers import CrossEncoder
@@ -295,7 +295,7 @@ def test_length_of_pairs(evaluate, beir, run_file, reranker):
 
 
 def test_usage(capsys):
-    for flags, said in (
+    for flags, message in (
         (["--beir", "b", "--rerank_k", "0"], "--rerank_k 0: must be finite, and above 0"),
         (
             ["--beir", "b", "--top_k", "20", "--rerank_k", "30", "--metrics", "AP"],
@@ -306,4 +306,4 @@ def test_usage(capsys):
     ):
         with pytest.raises(SystemExit):
             script.parse_args(flags)
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, TRAINERS, few_or_all, launch, metrics, write_jsonl
 from forked import Forked
 
-STEPS = 400  # of a run that is stopped
+STEPS = 400  # of a run that is stopped before its end
 
 
 def signal_when(process, output_dir, steps, number, ranks=slice(None)):
@@ -18,7 +18,7 @@ def signal_when(process, output_dir, steps, number, ranks=slice(None)):
     while process.poll() is None:
         lines = metrics(output_dir) if (output_dir / "metrics.jsonl").exists() else []
         if lines and lines[-1]["step"] >= steps:
-            time.sleep(random.random() * 0.05)  # of a step's 0.05 to 0.1 seconds
+            time.sleep(random.random() * 0.05)  # a step takes 0.05 to 0.1 s
             process.send(number, ranks)
             break
         time.sleep(0.01)
@@ -35,7 +35,7 @@ def state(output_dir, step):
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory, rows, bert):
-    """{way of reading: flags}: a mapped run, and a mixed stream with a shuffle window."""
+    """{way of reading: flags}: a mapped run, and a stream of mixed, shuffled sources."""
     folder = tmp_path_factory.mktemp("rows")
     for number in range(2):
         write_jsonl(folder / f"{number}.jsonl", rows[number::2])
@@ -64,12 +64,12 @@ def test_resumed_on_another_process_count(settings, tmp_path, name, way):
     assert list(after) == list(before) == list(range(1, 10))
     assert list(after.values()) == pytest.approx(list(before.values()), rel=1e-3)
     for one, two in zip(data_state["sources"], state(tmp_path, 9)["data_state"]["sources"]):
-        assert one | {"stream": None} == two | {"stream": None}  # the position of a stream has several forms
+        assert one | {"stream": None} == two | {"stream": None}  # a position in a stream has several forms
 
 
 @pytest.mark.parametrize("name, processes", [("train_bi_encoder", 2), ("train_cross_encoder", 1)])
 def test_resumed_past_a_bad_row_by_skipping_it(rows, bert, tmp_path, name, processes):
-    """The steps before the bad row are kept; those after it are an uninterrupted run's that skips, to the bit."""
+    """The steps before the bad row are kept; the later ones are bit-identical to a run that skips from the start."""
     rows = [{**row, "code": ""} if i == 333 else row for i, row in enumerate(rows)]
     write_jsonl(tmp_path / "x.jsonl", rows)
     flags = ["--model_name_or_path", bert, "--train_data", tmp_path / "x.jsonl", "--eval_rows", 0, "--batch_size", 16,
@@ -94,7 +94,7 @@ def test_resumed_past_a_bad_row_by_skipping_it(rows, bert, tmp_path, name, proce
                          ids=["one", "second of two"])  # fmt: skip
 @pytest.mark.parametrize("name", TRAINERS)
 def test_sigterm_finishes_the_step_and_exits_cleanly(settings, tmp_path, name, way, processes, ranks):
-    """All processes stop after the same step, whichever of them got the signal; the run can be resumed."""
+    """All processes stop after the same step, whichever of them receives the signal; the run can be resumed."""
     script, output = ROOT / f"{name}.py", tmp_path / "out"
     flags = [*settings[way], "--eval_rows", 10, "--eval_steps", 1000, "--batch_size", 8, "--save_steps", 0]
     flags += ["--output_dir", output]

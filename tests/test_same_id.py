@@ -12,7 +12,7 @@ LEFT_OUT = "queries share their id with a document, which is left out"
 
 
 def read_run(path):
-    """{query: {document: score}} of a run file, in its order."""
+    """Return {query: {document: score}} of a run file, in its order."""
     found = {}
     for line in path.read_text().splitlines():
         query, _, document, _, score, _ = line.split()
@@ -21,7 +21,7 @@ def read_run(path):
 
 
 def write_collection(folder, texts, judgments):
-    """BEIR folder in which every document is a query too."""
+    """Write a BEIR folder in which every document is also a query; return it."""
     records = [{"_id": name, "text": text} for name, text in texts.items()]
     write_jsonl(folder / "corpus.jsonl", records)
     write_jsonl(folder / "queries.jsonl", records)
@@ -33,7 +33,7 @@ def write_collection(folder, texts, judgments):
 
 @pytest.fixture
 def four(tmp_path, rows):
-    """Four documents, each the answer to its near duplicate."""
+    """A collection of four documents, each relevant to its near duplicate."""
     texts = {}
     for name, row in (("a", 3), ("b", 40)):
         code = rows[row]["code"][:200]
@@ -43,13 +43,13 @@ def four(tmp_path, rows):
 
 @pytest.fixture(scope="session")
 def sixty(tmp_path_factory, rows):
-    """60 functions; four relevant documents of each, and for every tenth itself."""
+    """A collection of 60 functions with up to four relevant documents each; every tenth is relevant to itself, too."""
     kept = list({row["code"]: row for row in rows}.values())[:60]
-    dice = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     judged = [(f"d{i}", f"d{i}", 1) for i in range(0, 60, 10)]
     for i in range(60):
-        others = dice.choice(60, 4, replace=False).tolist()
-        judged += [(f"d{i}", f"d{j}", int(dice.integers(1, 3))) for j in others if i != j]
+        others = rng.choice(60, 4, replace=False).tolist()
+        judged += [(f"d{i}", f"d{j}", int(rng.integers(1, 3))) for j in others if i != j]
     return write_collection(
         tmp_path_factory.mktemp("sixty"), {f"d{i}": row["code"] for i, row in enumerate(kept)}, judged
     )
@@ -73,7 +73,7 @@ def test_four_documents_that_are_the_queries(evaluate, four, tmp_path, capsys, e
 
 
 def test_pytrec_eval_without_identical_ids_agrees(evaluate, sixty, tmp_path, capsys):
-    """As beir.retrieval.evaluation with ignore_identical_ids: the id leaves the ranking, the judgments stay."""
+    """As BEIR's ignore_identical_ids: the document is removed from the ranking, but not from the judgments."""
     import pytrec_eval
 
     names = {"nDCG@10": "ndcg_cut_10", "RR": "recip_rank", "R@20": "recall_20", "AP": "map"}
@@ -86,7 +86,7 @@ def test_pytrec_eval_without_identical_ids_agrees(evaluate, sixty, tmp_path, cap
     got = evaluate(*flags, "--top_k", 40)
     for name, theirs in names.items():
         assert got["metrics"][name]["mean"] == pytest.approx(np.mean([v[theirs] for v in each.values()]), abs=1e-6)
-    assert read_run(tmp_path / "out/run.trec") == run  # 40 documents of each query, none lost with its own
+    assert read_run(tmp_path / "out/run.trec") == run  # still 40 documents for each query
     assert "6 of these are judged relevant" in capsys.readouterr().err
 
 
@@ -97,22 +97,22 @@ def test_two_processes_give_the_bytes_of_one(tmp_path, sixty, bert):
     for processes, cache in ((1, "a"), (2, "b"), (2, "a")):
         output = tmp_path / f"{processes}{cache}"
         launch(SCRIPT, *common, "--cache_dir", tmp_path / cache, "--output_dir", output, processes=processes)
-        (about,) = json.loads((output / "metrics.json").read_text())["results"]
-        seen.append(((output / "run.trec").read_bytes(), about["metrics"], about["same_id_left_out"]))
-    assert about["texts"]["encoded"] == 0 and seen[0] == seen[1] == seen[2] and seen[0][2] == 60
+        (metadata,) = json.loads((output / "metrics.json").read_text())["results"]
+        seen.append(((output / "run.trec").read_bytes(), metadata["metrics"], metadata["same_id_left_out"]))
+    assert metadata["texts"]["encoded"] == 0 and seen[0] == seen[1] == seen[2] and seen[0][2] == 60
     assert all(len(found) == 20 and query not in found for query, found in read_run(output / "run.trec").items())
 
 
 def test_run_files_and_reranking(evaluate, four, reranker, tmp_path, capsys):
-    """Two of the queries have lines of their own id; one of them has no other."""
+    """Two queries have a line with their own id, which for one of them is the only line."""
     lines = ["a0 Q0 a0 1 9 x", "a0 Q0 b0 2 8 x", "a0 Q0 a1 3 7 x", "a1 Q0 a1 1 5 x", "b0 Q0 b1 1 5 x"]
     (tmp_path / "x.run").write_text("\n".join(lines) + "\n")
     flags = "--beir", four, "--run", tmp_path / "x.run", "--metrics", "RR@10"
     got = evaluate(*flags)
     assert got["metrics"]["RR@10"]["mean"] == (1 / 2 + 0 + 1 + 0) / 4 and got["same_id_left_out"] == 2
     assert read_run(tmp_path / "out/run.trec") == {"a0": {"b0": 8, "a1": 7}, "b0": {"b1": 5}}
-    said = capsys.readouterr().err
-    assert f"2 {LEFT_OUT}" in said and "1 judged queries are not in" in said  # b1
+    message = capsys.readouterr().err
+    assert f"2 {LEFT_OUT}" in message and "1 judged queries are not in" in message  # b1
     before, after = evaluate(*flags, "--cross_encoder", reranker)["models"]
     assert after["pairs"]["total"] == 3 and before["same_id_left_out"] == after["same_id_left_out"] == 2
     found = read_run(tmp_path / "out" / after["name"] / "run.trec")
@@ -120,11 +120,11 @@ def test_run_files_and_reranking(evaluate, four, reranker, tmp_path, capsys):
     kept = evaluate(*flags, "--cross_encoder", reranker, "--keep_same_id")["models"]
     assert kept[0]["metrics"]["RR@10"]["mean"] == (1 / 3 + 0 + 1 + 0) / 4
     assert kept[1]["pairs"] == {"total": 5, "scored": 2, "cached": 3}
-    (tmp_path / "x.run").write_text(lines[0] + "\n")  # nothing else: no error about ids that do not fit
+    (tmp_path / "x.run").write_text(lines[0] + "\n")  # no other line: not reported as unknown ids
     assert evaluate(*flags)["metrics"]["RR@10"]["mean"] == 0
 
 
-def test_search_is_reranked_without_it(evaluate, four, reranker, tmp_path):
+def test_search_bm25_and_reranking_leave_it_out(evaluate, four, reranker, tmp_path):
     for result in evaluate("--beir", four, "--cross_encoder", reranker, "--bm25")["models"]:
         run = read_run(tmp_path / "out" / result["name"] / "run.trec")
         assert result["same_id_left_out"] == 4 and not any(query in found for query, found in run.items())
@@ -139,7 +139,7 @@ def test_bm25_still_ranks_top_k(evaluate, tmp_path):
 
 
 def test_judged_documents_are_scored_without_it(evaluate, sixty, tmp_path):
-    """Six queries are judged to be answered by themselves."""
+    """Six queries are judged relevant to themselves."""
     for name, extra, count in (("left_out", [], 0), ("kept", ["--keep_same_id"], 6)):
         evaluate("--beir", sixty, "--judged", *extra, output=name)
         judged = read_run(tmp_path / name / "judged.trec")
@@ -147,8 +147,8 @@ def test_judged_documents_are_scored_without_it(evaluate, sixty, tmp_path):
         assert sum(map(len, judged.values())) > 200
 
 
-def test_numbers_of_rows_are_no_ids(evaluate, tmp_path, rows):
-    """Query i is answered by document i of --pairs, and of a table read by row numbers."""
+def test_row_numbers_are_not_ids(evaluate, tmp_path, rows):
+    """In --pairs, and in tables with row numbers as ids, document i is relevant to query i and is not left out."""
     write_jsonl(tmp_path / "p.jsonl", [{"q": row["docstring"], "d": row["docstring"] + " x"} for row in rows[:20]])
     (tmp_path / "qrels.tsv").write_text("".join(f"{i}\t{i}\t1\n" for i in range(20)))
     table = ["--corpus", tmp_path / "p.jsonl", "--queries", tmp_path / "p.jsonl", "--corpus_columns", "#", "d",

@@ -1,4 +1,4 @@
-"""Rows of ids: their texts come from a memory-mapped table by an index on disk, and nothing else changes."""
+"""Rows of ids: texts are looked up in a memory-mapped table, by an index on disk, and train like rows of texts."""
 
 import gzip
 import importlib
@@ -23,7 +23,7 @@ COLUMNS = ["_id", "title", "text"]
 
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(monkeypatch, tmp_path):
-    """main leaves a SIGTERM handler behind, which later tests must not have."""
+    """Run in an empty folder; restore the SIGTERM handler, which a trainer's main() replaces."""
     monkeypatch.chdir(tmp_path)
     handler = signal.getsignal(signal.SIGTERM)
     yield
@@ -32,12 +32,12 @@ def in_an_empty_folder(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def short(rows):
-    """100 rows whose texts are one line each, cut short."""
+    """100 rows with one-line texts of at most 120 characters."""
     return [{name: " ".join(text.split())[:120].replace('"', "'") for name, text in row.items()} for row in rows[:100]]
 
 
 def write(path, records):
-    """Write records as the suffix says."""
+    """Write records in the format of the suffix; return the path."""
     if path.endswith(".parquet"):
         pq.write_table(pa.Table.from_pylist(records), path, row_group_size=7)
     elif path.endswith(".tsv.gz"):
@@ -71,19 +71,19 @@ def flags(model, *more):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".tsv.gz"])
 def test_texts_by_id(suffix):
-    """Ids are texts or whole numbers on either side; an unknown or missing id has no text."""
+    """On either side, ids may be texts or whole numbers; an unknown or missing id has no text."""
     records = [{"_id": i * 7, "title": f"T{i}" if i % 2 else "", "text": f"ü text {i}"} for i in range(200)]
     file = write(f"c{suffix}", records)
-    wanted = [f"T{i} ü text {i}" if i % 2 else f"ü text {i}" for i in range(200)]
-    assert texts(file, [str(i * 7) for i in range(200)], COLUMNS) == wanted
-    assert texts(file, [i * 7 for i in range(199, -1, -1)], COLUMNS) == wanted[::-1]
+    expected = [f"T{i} ü text {i}" if i % 2 else f"ü text {i}" for i in range(200)]
+    assert texts(file, [str(i * 7) for i in range(200)], COLUMNS) == expected
+    assert texts(file, [i * 7 for i in range(199, -1, -1)], COLUMNS) == expected[::-1]
     for unknown in (["nobody", "7", None, "007"], [1, 7, None, 10**12]):
-        assert texts(file, unknown, COLUMNS) == [None, wanted[1], None, None]
+        assert texts(file, unknown, COLUMNS) == [None, expected[1], None, None]
     assert texts(file, ["7"], ["_id", "title"]) == ["T1"]
 
 
 def test_ids_that_are_texts_and_numbers():
-    """A column of both is refused: `datasets` hands it out as JSON, in which a text stands in quotes."""
+    """A column of both is refused: `datasets` turns it into JSON, with texts in quotes."""
     file = write("c.jsonl", [{"_id": "a", "text": "one"}, {"_id": 2, "text": "two"}])
     with pytest.raises(script.UserError, match="'_id' holds .*json.*, not texts: .*prepare_corpus.py"):
         texts(file, ["2", "a"])
@@ -96,14 +96,14 @@ def test_a_changed_table_is_indexed_again():
     assert texts("c.jsonl", ["a", "b"]) == [None, "new"]
 
 
-def test_two_ids_of_one_table_are_two_indexes():
-    """The name of the index has the id column in it."""
+def test_two_id_columns_of_a_table_have_two_indexes():
+    """The name of an index contains the id column."""
     write("c.jsonl", [{"_id": "a", "url": "x", "text": "one"}, {"_id": "b", "url": "y", "text": "two"}])
     assert texts("c.jsonl", ["b"]) == ["two"] and texts("c.jsonl", ["x", "b"], ["url", "text"]) == ["one", None]
 
 
-def test_ids_of_equal_hashes_are_told_apart_or_refused(monkeypatch):
-    """Never the text of another id, nor an unknown one where there is a text."""
+def test_ids_with_equal_hashes_are_distinguished_or_refused(monkeypatch):
+    """A lookup neither returns the text of another id nor misses a known id."""
     real = script.TextLookup.hashes
     monkeypatch.setattr(script.TextLookup, "hashes", lambda self, ids: real(self, ids) % 5)
     write("c.jsonl", [{"_id": f"d{i}", "text": f"text {i}"} for i in range(40)])
@@ -134,13 +134,13 @@ def test_bad_table(records, hint):
 
 
 def test_a_table_without_titles():
-    """As of MS MARCO: the default columns are those of BEIR, and a title may be missing."""
+    """As that of MS MARCO, with the default columns: the title is optional, or the error names it."""
     write("c.jsonl", [{"_id": "a", "text": "x"}]), write("rows.jsonl", [{"q": "x", "d": "a"}] * 20)
     args = script.parse_args(["--train_data", "rows.jsonl", "--corpus", "c.jsonl", "--eval_rows", "0"])
     try:
         data = script.open_data(args, script.clean_pairs)
     except script.UserError as error:
-        assert "title" in str(error)  # and --corpus_columns names others
+        assert "title" in str(error)  # other columns can be given by --corpus_columns
         return
     assert data.sources[0].take(1)["1"].to_pylist() == ["x"]
 
@@ -154,7 +154,7 @@ def test_a_killed_builder_leaves_no_index_and_two_at_once_build_one(tmp_path):
     )
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     assert str(cache) == CACHE.name
-    for rest in (*cache.glob("*.part"), *cache.glob("evenstep-*.lock")):  # of the tests before
+    for rest in (*cache.glob("*.part"), *cache.glob("evenstep-*.lock")):  # of earlier tests
         rest.unlink()
     before = set(cache.glob("evenstep-*.npy"))
     process = Forked(tmp_path / "driver.py", [], cwd=tmp_path)
@@ -174,7 +174,7 @@ def test_a_killed_builder_leaves_no_index_and_two_at_once_build_one(tmp_path):
 
 @pytest.mark.parametrize("name, suffix", zip([*TRAINERS, TRAINERS[0]], [".jsonl", ".parquet", ".tsv.gz"]))
 def test_ids_train_as_their_texts_do(short, bert, tmp_path, name, suffix):
-    """The same losses and weights to the last bit; in the cross-encoder documents are lists of ids."""
+    """Losses and weights are bit-identical; the documents of the cross-encoder are lists of ids."""
     trainer = importlib.import_module(name)
     documents = [
         {"_id": i + 7, "title": short[i]["docstring"][:9].strip(), "text": row["code"]} for i, row in enumerate(short)

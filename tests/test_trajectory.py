@@ -1,7 +1,7 @@
-"""Loss and gradient norm of each step of a fixed run of each trainer, against those stored in trajectory.json.
+"""Loss and gradient norm of each step of a fixed run of each trainer equal those stored in trajectory.json.
 
 Data, tokenizer and weights come from NumPy's generator, so that only the scripts and libraries can change a number.
-`STORE=1 python -m pytest tests/test_trajectory.py` stores them again.
+`STORE=1 python -m pytest tests/test_trajectory.py` stores the numbers again.
 """
 
 import json
@@ -51,9 +51,9 @@ def trajectory(name, folder):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_trajectory_is_the_stored_one(name, tmp_path):
-    """Each step to 1e-3, where rounding that differs by machine grows over the steps; and on average to 1e-4, which a
-    drift to one side, of a term that is slightly wrong, would not keep."""
+def test_trajectory_equals_the_stored_one(name, tmp_path):
+    """Each step within 1e-3, because rounding differs between machines and its effect grows; the mean error within
+    1e-4, which a slightly wrong term would exceed."""
     found, stored = trajectory(name, tmp_path), json.loads(STORED.read_text()) if STORED.exists() else {}
     if "STORE" in os.environ:
         STORED.write_text(json.dumps(stored | {name: found.round(7).tolist()}, indent=1) + "\n")

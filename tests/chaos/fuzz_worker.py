@@ -1,10 +1,10 @@
-"""Run by test_fuzz.py in a process of its own: COUNT mutated inputs of one KIND, in the folder it stands in.
+"""Read COUNT mutated inputs of one KIND in the working directory; run by test_fuzz.py in a process of its own.
 
 fuzz_worker.py KIND COUNT
 
-Each must give what an independent reader of the same bytes gives, or one error of one line that names the file;
-within 20 seconds, and without taking 500 MB. Prints {"read": how many were, "refused": how many} at the end.
-Data files are not among the kinds: the readers of `datasets` are tested by their authors.
+Each must give what an independent reader of the same bytes gives, or a one-line error that names the file, within 20
+seconds and 500 MB of memory. Prints {"read": count, "refused": count}.
+Data files are not included: `datasets` reads them, and its authors test its readers.
 """
 
 import hashlib
@@ -28,16 +28,16 @@ import train_bi_encoder as script
 BAD = (script.UserError, eval_incremental.UserError)
 
 
-def mutate(data, dice):
-    """The bytes with one to four changes: flipped, replaced, cut out, cut off, doubled, inserted, a huge number."""
+def mutate(data, rng):
+    """Return the bytes with one to four changes: flipped, replaced, deleted, cut, doubled, inserted, a huge number."""
     data = bytearray(data)
-    for _ in range(dice.choice([1, 1, 1, 2, 4])):
-        at, size = dice.randrange(len(data) + 1), dice.choice([1, 2, 8, 40, 300])
-        way = dice.randrange(7)
+    for _ in range(rng.choice([1, 1, 1, 2, 4])):
+        at, size = rng.randrange(len(data) + 1), rng.choice([1, 2, 8, 40, 300])
+        way = rng.randrange(7)
         if way == 0 and at < len(data):
-            data[at] ^= 1 << dice.randrange(8)
+            data[at] ^= 1 << rng.randrange(8)
         elif way == 1 and at < len(data):
-            data[at] = dice.choice(b'\x00\xff"\n\r,\t{}[]:0-\\\x80\xc3')
+            data[at] = rng.choice(b'\x00\xff"\n\r,\t{}[]:0-\\\x80\xc3')
         elif way == 2:
             del data[at : at + size]
         elif way == 3:
@@ -45,45 +45,45 @@ def mutate(data, dice):
         elif way == 4:
             data[at:at] = data[max(0, at - size) : at]
         elif way == 5:
-            data[at:at] = dice.randbytes(dice.choice([1, 4, 50]))
+            data[at:at] = rng.randbytes(rng.choice([1, 4, 50]))
         else:
-            number = dice.choice([2**31 - 1, 2**33, 2**40, -1, 2**63 - 1])
+            number = rng.choice([2**31 - 1, 2**33, 2**40, -1, 2**63 - 1])
             data[at : at + 8] = struct.pack("<q", number)
     return bytes(data)
 
 
-JUDGED = "".join(f"q{n // 3} 0 d{n} {n % 3}\n" for n in range(60)).encode()
-RANKED = "".join(f"q{n // 3} Q0 d{n} {n % 3 + 1} {9 - n % 3}.5 tag\n" for n in range(60)).encode()
+QRELS = "".join(f"q{n // 3} 0 d{n} {n % 3}\n" for n in range(60)).encode()
+RUN = "".join(f"q{n // 3} Q0 d{n} {n % 3 + 1} {9 - n % 3}.5 tag\n" for n in range(60)).encode()
 
 
 def fields_of(data):
-    """The fields of each line that has any, as read by whitespace or, with a tab in the first line, by tabs."""
+    """Return the fields of each non-blank line, split at tabs if the first line has one, else at whitespace."""
     lines = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n").split("\n")
     split = (lambda line: line.split("\t")) if "\t" in lines[0] else str.split
     return [split(line) for line in lines if line.strip()]
 
 
-def read_qrels(kind, data, dice, number):
+def read_qrels(kind, data, rng, number):
     Path("x.qrels").write_bytes(data)
     found = {tuple(row[:2]): row[2] for row in eval_incremental.read_qrels("x.qrels").itertuples(index=False)}
-    wanted = {(query, document): int(float(grade)) for query, *_, document, grade in fields_of(data)}
-    assert found == wanted, "other judgments than the lines have"
+    expected = {(query, document): int(float(grade)) for query, *_, document, grade in fields_of(data)}
+    assert found == expected, "the judgments differ from those of the independent reader"
 
 
-def read_run(kind, data, dice, number):
+def read_run(kind, data, rng, number):
     Path("x.run").write_bytes(data)
     queries, qrels = {f"q{n}": "t" for n in range(20)}, eval_incremental.pd.DataFrame(columns=["query_id", "doc_id"])
     run = eval_incremental.read_run("x.run", "x", eval_incremental.Collection("x", None, queries, qrels, []))
-    known = [fields for fields in fields_of(data) if fields[0] in queries]
-    assert len(run.ranking) == len(known), "a line of the ranking is lost"
+    expected = [fields for fields in fields_of(data) if fields[0] in queries]
+    assert len(run.ranking) == len(expected), "a line of the ranking is lost"
 
 
-def read_settings(kind, data, dice, number):
+def read_settings(kind, data, rng, number):
     Path("x.yaml").write_bytes(data)
     try:
         script.parse_args(["x.yaml"])
     except SystemExit as error:
-        assert error.code == 2  # argparse has said why
+        assert error.code == 2  # argparse has printed the reason
         raise script.UserError("x.yaml: refused by the parser") from None
 
 
@@ -98,8 +98,8 @@ resume: true
 """
 
 
-def damage_cache(kind, data, dice, number):
-    """Vectors of a cache in which one file was changed: those that are found are right."""
+def damage_cache(kind, data, rng, number):
+    """Damage one file of an embedding cache; the vectors still found must be correct."""
     hashes = np.arange(120, dtype=np.uint64).reshape(60, 2)
     vectors = np.random.default_rng(0).standard_normal((60, 8), np.float32)
     folder = Path(f"cache{number}")
@@ -107,8 +107,8 @@ def damage_cache(kind, data, dice, number):
     for first in range(0, 60, 20):
         cache.store(hashes[first : first + 20], cache.pack(vectors[first : first + 20]))
     cache.cache.close()
-    file = dice.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
-    file.write_bytes(mutate(file.read_bytes(), dice) if number >= 0 else file.read_bytes())
+    file = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
+    file.write_bytes(mutate(file.read_bytes(), rng) if number >= 0 else file.read_bytes())
     try:
         cache = eval_incremental.EmbeddingCache(folder, "m", 8, "float32")
         for _ in range(2):
@@ -116,7 +116,7 @@ def damage_cache(kind, data, dice, number):
             assert (cache.unpack(rows)[found] == vectors[found]).all(), f"{file}: a wrong vector"
             if not found.all():
                 cache.store(hashes[~found], cache.pack(vectors[~found]))
-        assert found.all(), f"{file}: what was stored again is not found"
+        assert found.all(), f"{file}: a vector stored again is not found"
         cache.cache.close()
     except BAD as error:
         assert f"cache{number}" in str(error)
@@ -125,8 +125,8 @@ def damage_cache(kind, data, dice, number):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def damage_checkpoint(kind, data, dice, number):
-    """A damaged newest checkpoint is skipped for the one before, whatever was changed in it."""
+def damage_checkpoint(kind, data, rng, number):
+    """Damage one file of the newest checkpoint; it must be skipped, and the previous one used."""
     shutil.rmtree("checkpoints", ignore_errors=True)
     for step in (2, 4):
         folder = Path(f"checkpoints/step_{step:08}")
@@ -136,20 +136,20 @@ def damage_checkpoint(kind, data, dice, number):
         (folder / "state.json").write_text(json.dumps({"step": step, "data_state": None, "losses": []}))
         sums = [f"{hashlib.sha256(f.read_bytes()).hexdigest()}  {f.name}\n" for f in sorted(folder.iterdir())]
         (folder / "SHA256SUMS").write_text("".join(sums))
-    file = dice.choice(sorted(folder.iterdir()))
+    file = rng.choice(sorted(folder.iterdir()))
     before = file.read_bytes()
-    file.write_bytes(mutate(before, dice) if number >= 0 else before)
+    file.write_bytes(mutate(before, rng) if number >= 0 else before)
     path, state = script.newest_checkpoint(Path("checkpoints"))
     if file.read_bytes() == before or file.name == "SHA256SUMS":
-        assert state["step"] in (2, 4)  # a line of checksums may be damaged where it does not matter
+        assert state["step"] in (2, 4)  # some changes to the checksums, as of the final newline, do not matter
     else:
-        assert state["step"] == 2, f"{file} is damaged and was taken"
+        assert state["step"] == 2, f"{file} is damaged, but its checkpoint was used"
         raise script.UserError("checkpoints: skipped")
 
 
 KINDS = {
-    "qrels": (read_qrels, JUDGED),
-    "run file": (read_run, RANKED),
+    "qrels": (read_qrels, QRELS),
+    "run file": (read_run, RUN),
     "YAML of flags": (read_settings, SETTINGS),
     "embedding cache": (damage_cache, b"-"),
     "checkpoint": (damage_checkpoint, b"-"),
@@ -160,22 +160,22 @@ def main(kind, count):
     check, data = KINDS[kind]
     seen = {"read": 0, "refused": 0}
 
-    def too_long(*_):
-        raise SystemExit(f"{kind} {number}: no end after 20 s")
+    def time_out(*_):
+        raise SystemExit(f"{kind} {number}: still running after 20 s")
 
-    signal.signal(signal.SIGALRM, too_long)
-    check(kind, data, random.Random(0), -1)  # as it is, it is read
+    signal.signal(signal.SIGALRM, time_out)
+    check(kind, data, random.Random(0), -1)  # the original must be readable
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(count):
-        dice = random.Random(f"{kind} {number}")
-        mutated = mutate(data, dice)
-        Path("last").write_text(f"{kind} {number}")  # for whoever looks after a crash
+        rng = random.Random(f"{kind} {number}")
+        mutated = mutate(data, rng)
+        Path("last").write_text(f"{kind} {number}")  # to reproduce a crash
         signal.alarm(20)
         try:
-            check(kind, mutated, dice, number)
+            check(kind, mutated, rng, number)
             seen["read"] += 1
         except BAD as error:
-            assert "\n" not in str(error), f"{kind} {number}: more than a line: {error}"
+            assert "\n" not in str(error), f"{kind} {number}: more than one line: {error}"
             names = ("x.qrels", "x.run", "x.yaml", "--", f"cache{number}", "cache/", "checkpoints")
             assert any(name in str(error) for name in names), f"{kind} {number}: names no file: {error}"
             seen["refused"] += 1
@@ -184,7 +184,7 @@ def main(kind, count):
             raise
         signal.alarm(0)
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
-        assert grown < 500_000, f"{kind} {number}: took {grown / 1000:,.0f} MB"
+        assert grown < 500_000, f"{kind} {number}: used {grown / 1000:,.0f} MB"
     print(json.dumps(seen))
 
 

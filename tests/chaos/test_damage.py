@@ -1,4 +1,4 @@
-"""Files that are damaged before and during a run: nothing wrong is taken for right, and what is lost is reported."""
+"""Files damaged before and during a run: damage is reported, and damaged data is never used."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ import eval_incremental
 
 
 def damage(path, how):
-    """One file changed: a bit of its first, middle or last byte, its second half, all of it, or the file itself."""
+    """Flip a bit of the first, middle or last byte of a file, cut it in half, empty it, or remove it."""
     data = bytearray(path.read_bytes())
     if how == "removed":
         path.unlink()
@@ -35,7 +35,7 @@ WAYS = ["first byte", "middle byte", "last byte", "cut", "emptied", "removed"]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, rows, bert):
-    """{trainer: (flags, folder of a finished run of 8 steps, a checkpoint every 2)}."""
+    """{trainer: (flags, output folder of a finished run of 8 steps with a checkpoint every 2)}."""
     folder = tmp_path_factory.mktemp("runs")
     short = [{"docstring": row["docstring"][:100], "code": row["code"][:150]} for row in rows]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in short))
@@ -50,8 +50,8 @@ def runs(tmp_path_factory, rows, bert):
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_every_file_of_a_checkpoint(runs, tmp_path, say, capfd, name):
-    """Each is recognised before anything trains, and the one before is taken; at last the weights are the same."""
+def test_every_file_of_a_checkpoint(runs, tmp_path, report, capfd, name):
+    """Damage is detected before training; resumed from the previous checkpoint, the run gives the same weights."""
     flags, run = runs[name]
     newest = run / "checkpoints/step_00000008"
     files = sorted(str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file())
@@ -73,10 +73,10 @@ def test_every_file_of_a_checkpoint(runs, tmp_path, say, capfd, name):
                 assert weights[0].read_bytes() == weights[1].read_bytes()
                 resumed += 1
             shutil.rmtree(output)
-    say(
+    report(
         f"damaged file of a checkpoint of `{name}.py`",
         times,
-        f"each reported and skipped; {resumed} resumed to the bit",
+        f"each reported and skipped; {resumed} resumed bit-identically",
     )
 
 
@@ -84,8 +84,8 @@ TWO = [("train_bi_encoder", "streaming"), ("train_cross_encoder", "mapped")]
 
 
 @pytest.mark.parametrize("name, way", few_or_all(TWO, TRAINERS, ["mapped", "streaming"]))
-def test_a_file_that_is_cut_while_it_is_read(rows, bert, tmp_path, say, name, way):
-    """The checkpoints are intact: with the file restored, the run resumes to the same end."""
+def test_a_source_that_is_cut_while_it_is_read(rows, bert, tmp_path, report, name, way):
+    """The checkpoints are intact: after restoring the file, the run resumes to the same weights."""
     file = tmp_path / "rows.arrow"
     short = [{"docstring": row["docstring"][:100], "code": row["code"][:150]} for row in rows] * 4
     with pa.ipc.new_stream(str(file), pa.Table.from_pylist(short[:1]).schema) as writer:
@@ -104,7 +104,7 @@ def test_a_file_that_is_cut_while_it_is_read(rows, bert, tmp_path, say, name, wa
         time.sleep(0.01)
     os.truncate(file, 20_000)
     status, last = process.wait(), process.read("stderr").strip().splitlines()[-1]
-    if way == "mapped":  # the kernel ends who reads a page of a mapped file that is gone
+    if way == "mapped":  # reading a lost page of a mapped file raises SIGBUS
         assert status in (1, -signal.SIGBUS)
     else:
         assert status == 1 and last.startswith(f"error: {file}"), last
@@ -112,24 +112,24 @@ def test_a_file_that_is_cut_while_it_is_read(rows, bert, tmp_path, say, name, wa
     launch(ROOT / f"{name}.py", *flags, "--output_dir", tmp_path / "out", "--resume")
     weights = [tmp_path / folder / "model/model.safetensors" for folder in ("whole", "out")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    say(f"source cut while `{name}.py` reads it, {way}", 1, "stopped; restored and resumed to the bit")
+    report(f"source cut while `{name}.py` reads it, {way}", 1, "stopped; after restoring it, resumed bit-identically")
 
 
-def test_bits_of_an_embedding_cache(evaluate, beir, tmp_path, say):
-    """Any file, any place: the same measures, what was damaged encoded again, or one line that says to remove it."""
+def test_flipped_bits_in_an_embedding_cache(evaluate, beir, tmp_path, report):
+    """The measures stay the same: texts are encoded again, or an error names the folder to remove."""
     whole = evaluate("--beir", beir, output="whole")
     shutil.copytree(tmp_path / "cache", tmp_path / "kept")
     files = sorted(path.relative_to(tmp_path / "kept") for path in (tmp_path / "kept").rglob("*") if path.is_file())
-    dice, times, again, cleared = random.Random(0), CHAOS * 3 or 6, 0, 0
+    rng, times, again, cleared = random.Random(0), CHAOS * 3 or 6, 0, 0
     for number in range(times):
         shutil.rmtree(tmp_path / "cache")
         shutil.copytree(tmp_path / "kept", tmp_path / "cache")
-        chosen = dice.sample(files, dice.choice([1, 1, 3]))
+        chosen = rng.sample(files, rng.choice([1, 1, 3]))
         for file in chosen:
             path = tmp_path / "cache" / file
             data = bytearray(path.read_bytes())
-            for _ in range(dice.choice([1, 8])):
-                data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+            for _ in range(rng.choice([1, 8])):
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
             path.write_bytes(data)
         try:
             seen = evaluate("--beir", beir, output=f"out{number}")
@@ -141,14 +141,14 @@ def test_bits_of_an_embedding_cache(evaluate, beir, tmp_path, say):
             cleared += 1
         assert seen["metrics"] == whole["metrics"]
         again += seen["texts"]["encoded"] > 0
-    happened = f"the same measures; texts encoded again {again} times, `--cache_clear` called for {cleared} times"
-    say("bits flipped in files of an embedding cache", times, happened)
+    result = f"the same measures; texts encoded again {again} times, `--cache_clear` called for {cleared} times"
+    report("bits flipped in files of an embedding cache", times, result)
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("name", TRAINERS)
-def test_ten_thousand_steps(rows, bert, tmp_path, say, name):
-    """Memory, files and threads are flat after warm-up, checkpoints pruned, logs bounded."""
+def test_ten_thousand_steps(rows, bert, tmp_path, report, name):
+    """Memory, open files and threads do not grow, old checkpoints are removed, and logs are small."""
     pairs = [{"a": row["docstring"][:40], "b": row["code"][:40]} for row in rows]
     pq.write_table(pa.Table.from_pylist(pairs), tmp_path / "rows.parquet")
     flags = ["--model_name_or_path", bert, "--train_data", tmp_path / "rows.parquet",
@@ -159,7 +159,7 @@ def test_ten_thousand_steps(rows, bert, tmp_path, say, name):
     watched = psutil.Process(process.processes[0].pid)
     while process.poll() is None:
         step = metrics(tmp_path / "out")[-1]["step"] if log.exists() and log.stat().st_size else 0
-        if 1000 <= step < 9900:  # drawing the plot at the end imports a library
+        if 1000 <= step < 9900:  # the plot at the end imports a library
             seen.append([watched.memory_info().rss / 1e6, watched.num_fds(), watched.num_threads()])
         time.sleep(0.5)
     assert process.wait() == 0, process.read("stderr")[-2000:]
@@ -168,16 +168,14 @@ def test_ten_thousand_steps(rows, bert, tmp_path, say, name):
     names = sorted(path.name for path in (tmp_path / "out/checkpoints").iterdir())
     assert names == ["step_00009000", "step_00009500", "step_00010000"]
     assert len(metrics(tmp_path / "out")) == 1001 and len(process.read("stderr")) < 100_000
-    happened = (
-        f"{first[0]:.0f} and {last[0]:.0f} MB, {last[1]} files and {last[2]} threads at both ends; 3 checkpoints"
-    )
-    say(f"10,000 steps of `{name}.py`", 1, happened)
+    result = f"{first[0]:.0f} and {last[0]:.0f} MB, {last[1]} files and {last[2]} threads at both ends; 3 checkpoints"
+    report(f"10,000 steps of `{name}.py`", 1, result)
 
 
-def test_read_only_output(runs, tmp_path, say):
-    """A folder that cannot be written to is refused before anything trains."""
+def test_read_only_output(runs, tmp_path, report):
+    """A folder that cannot be written to is refused before training."""
     flags, _ = runs["train_bi_encoder"]
     done = launch(ROOT / "train_bi_encoder.py", *flags, "--output_dir", "/proc/nothing", check=False)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and last.startswith("error: --output_dir /proc/nothing"), last
-    say("a folder that cannot be written to", 1, "one line, before anything trains")
+    report("a folder that cannot be written to", 1, "one-line error before training")

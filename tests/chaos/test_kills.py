@@ -1,6 +1,6 @@
-"""Processes that are killed, stopped and left alone: the run resumes as if nothing had happened.
+"""Processes that are killed, stopped, or lose a peer: the resumed run equals an undisturbed one.
 
-A short form runs in `make test`; `make chaos` kills oftener. Each test says what it did, for its table.
+`make test` runs a short form; `make chaos` kills more often, and prints a table of the results.
 """
 
 import functools
@@ -20,14 +20,13 @@ KILLS = CHAOS or 4  # of each trainer, and of the evaluator
 STEPS = 16
 WAYS = ["mapped", "streaming"]
 FOUR = [("train_bi_encoder", "mapped", 1), ("train_bi_encoder", "streaming", 2),
-        ("train_cross_encoder", "mapped", 2), ("train_cross_encoder", "streaming", 1)]  # every two in one  # fmt: skip
+        ("train_cross_encoder", "mapped", 2), ("train_cross_encoder", "streaming", 1)]  # pairwise  # fmt: skip
 TWO = [("train_bi_encoder", "streaming", 0), ("train_cross_encoder", "mapped", 1)]
 
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory, rows, bert):
-    """{trainer: {way of reading: flags}}: a mapped run, which draws negatives of lists, and a mixed stream with a
-    shuffle window; dropout is on."""
+    """{trainer: {way of reading: flags}}: mapped, with negatives drawn from lists; streaming, from mixed sources."""
     folder = tmp_path_factory.mktemp("data")
     files = [folder / "a.jsonl.gz", folder / "b.jsonl"]
     for number, file in enumerate(files):
@@ -51,42 +50,42 @@ def settings(tmp_path_factory, rows, bert):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, settings):
-    """whole(trainer, way of reading, processes): the folder of an undisturbed run."""
+def undisturbed(tmp_path_factory, settings):
+    """undisturbed(trainer, way of reading, processes) returns the output folder of an undisturbed run."""
 
     @functools.cache
     def run(name, way, processes):
-        output = tmp_path_factory.mktemp("whole") / "out"
+        output = tmp_path_factory.mktemp("undisturbed") / "out"
         launch(ROOT / f"{name}.py", *settings[name][way], "--output_dir", output, processes=processes)
         return output
 
     return run
 
 
-def left(output):
-    """Return what must be equal in the end: losses and measures of every step, the state of the data, the weights."""
+def final_state(output):
+    """Return what a resumed run must reproduce: losses and measures of every step, data state and weights."""
     times = {"rows_per_second", "tokens_per_second", "data_wait_fraction"}
     lines = [{name: value for name, value in line.items() if name not in times} for line in metrics(output)]
     state = json.loads((output / f"checkpoints/step_{STEPS:08}/state.json").read_text())
     for source in state["data_state"]["sources"]:
-        source.pop("stream")  # the position of a stream has several forms
+        source.pop("stream")  # a position in a stream has several forms
     return lines, state["data_state"], (output / "model/model.safetensors").read_bytes()
 
 
-def wait_for(process, moment, output, dice):
-    """Wait for a moment to kill at, or the end."""
+def wait_for(process, moment, output, rng):
+    """Wait for the moment of a kill, or for the end of the run."""
     began = time.monotonic()
     if moment == "any moment":
-        until = began + dice.random() * 2.5
+        until = began + rng.random() * 2.5
         while process.poll() is None and time.monotonic() < until:
             time.sleep(0.002)
         return
     newest = max((int(path.name[5:]) for path in output.glob("checkpoints/step_*")), default=0)
-    part = f"checkpoints/.step_{newest + dice.choice([4, 6]):08}.part"  # not the next: one is left to resume from
+    part = f"checkpoints/.step_{newest + rng.choice([4, 6]):08}.part"  # not the next: one must exist to resume from
     part += "" if moment == "a checkpoint being written" else "/SHA256SUMS"
     while process.poll() is None and not (output / part).exists():
         time.sleep(0.001)
-    time.sleep(dice.random() * 0.01)
+    time.sleep(rng.random() * 0.01)
 
 
 def wait_for_step(process, output, step):
@@ -97,18 +96,18 @@ def wait_for_step(process, output, step):
 
 
 @pytest.mark.parametrize("name, way, processes", few_or_all(FOUR, TRAINERS, WAYS, [1, 2]))
-def test_killed_at_random_moments(whole, settings, tmp_path, say, name, way, processes):
-    flags, script, dice = settings[name][way], ROOT / f"{name}.py", random.Random(f"{name} {way} {processes}")
-    moments = ["any moment", "a checkpoint being written", "a checkpoint about to get its name"]
-    kills, writing, ends, wanted = 0, 0, 0, -(-KILLS // (4 if CHAOS else 2))
+def test_killed_at_random_moments(undisturbed, settings, tmp_path, report, name, way, processes):
+    flags, script, rng = settings[name][way], ROOT / f"{name}.py", random.Random(f"{name} {way} {processes}")
+    moments = ["any moment", "a checkpoint being written", "a checkpoint about to be renamed"]
+    kills, writing, ends, enough = 0, 0, 0, -(-KILLS // (4 if CHAOS else 2))
     output = tmp_path / "killed"
-    while kills < wanted or output.exists():
+    while kills < enough or output.exists():
         log, kept = output / "metrics.jsonl", []
         if list(output.glob("checkpoints/step_*")):
-            kept = log.read_text().splitlines()[:2]  # of steps 0 and 1: with its speed, which no two runs share
+            kept = log.read_text().splitlines()[:2]  # of steps 0 and 1, with the speed, which differs from run to run
         process = Forked(script, [*flags, "--output_dir", output, "--resume"], processes)
-        if kills < wanted:
-            wait_for(process, moments[(kills + processes + len(way)) % 3], output, dice)
+        if kills < enough:
+            wait_for(process, moments[(kills + processes + len(way)) % 3], output, rng)
             running = process.poll() is None
             process.send(signal.SIGKILL)
             if process.wait() == -signal.SIGKILL and running:
@@ -116,19 +115,19 @@ def test_killed_at_random_moments(whole, settings, tmp_path, say, name, way, pro
                 writing += bool(list(output.glob("checkpoints/.step_*")))
                 continue
         assert process.wait() == 0, process.read("stderr")[-2000:]
-        assert log.read_text().splitlines()[: len(kept)] == kept  # and did not just begin again
-        assert left(output) == left(whole(name, way, processes))
+        assert log.read_text().splitlines()[: len(kept)] == kept  # resumed, not restarted
+        assert final_state(output) == final_state(undisturbed(name, way, processes))
         assert len(list(output.glob("checkpoints/*"))) == 2 and not list(output.glob("checkpoints/.*"))
         shutil.rmtree(output)
         ends += 1
     launched = "1 process" if processes == 1 else "2 processes"
-    happened = f"{ends} runs reached their end, all bit-identical to the undisturbed one; {writing} while writing"
-    say(f"SIGKILL of `{name}.py`, {way}, {launched}", kills, happened)
+    result = f"{ends} runs reached their end, each bit-identical; {writing} kills during a checkpoint"
+    report(f"SIGKILL of `{name}.py`, {way}, {launched}", kills, result)
 
 
 @pytest.mark.parametrize("name, way, rank", few_or_all(TWO, TRAINERS, WAYS, [0, 1]))
-def test_one_of_two_dies(whole, settings, tmp_path, say, name, way, rank):
-    """No launcher stands by: the other must end by itself."""
+def test_one_of_two_dies(undisturbed, settings, tmp_path, report, name, way, rank):
+    """Without a launcher, the other process must end by itself."""
     flags, script, seconds = settings[name][way], ROOT / f"{name}.py", []
     output = tmp_path / "killed"
     for steps in (3, 9) if CHAOS else (3,):
@@ -138,17 +137,17 @@ def test_one_of_two_dies(whole, settings, tmp_path, say, name, way, rank):
         killed = time.monotonic()
         other = process.processes[1 - rank]
         other.join(60)
-        assert other.exitcode == 1, "it hangs"
+        assert other.exitcode == 1, "the other process hangs"
         seconds.append(time.monotonic() - killed)
         process.wait()
     launch(script, *flags, "--output_dir", output, "--resume", processes=2)
-    assert left(output) == left(whole(name, way, 2))
-    happened = f"the other ended within {max(seconds):.1f} s; resumed bit-identically"
-    say(f"SIGKILL of process {rank} of two of `{name}.py`, {way}", len(seconds), happened)
+    assert final_state(output) == final_state(undisturbed(name, way, 2))
+    result = f"the other ended within {max(seconds):.1f} s; resumed bit-identically"
+    report(f"SIGKILL of process {rank} of two of `{name}.py`, {way}", len(seconds), result)
 
 
-def test_stopped_and_continued(whole, settings, tmp_path, say):
-    """SIGSTOP to one of two, then SIGCONT: the other waits."""
+def test_stopped_and_continued(undisturbed, settings, tmp_path, report):
+    """One of two processes is stopped by SIGSTOP, and continued by SIGCONT; the other waits."""
     script, flags = ROOT / "train_bi_encoder.py", settings["train_bi_encoder"]["streaming"]
     output = tmp_path / "stopped"
     process = Forked(script, [*flags, "--output_dir", output], 2)
@@ -158,8 +157,8 @@ def test_stopped_and_continued(whole, settings, tmp_path, say):
         time.sleep(2)
         assert metrics(output)[-1]["step"] < STEPS
         os.kill(process.processes[rank].pid, signal.SIGCONT)
-    assert process.wait() == 0 and left(output) == left(whole("train_bi_encoder", "streaming", 2))
-    say("SIGSTOP of one of two trainers for 2 s, then SIGCONT", 2, "bit-identical to the undisturbed run")
+    assert process.wait() == 0 and final_state(output) == final_state(undisturbed("train_bi_encoder", "streaming", 2))
+    report("SIGSTOP of one of two trainers for 2 s, then SIGCONT", 2, "bit-identical")
 
 
 # ------------------------------------------------------------------------------------------------- the evaluator
@@ -179,12 +178,12 @@ def results(folder):
 
 
 @pytest.fixture(scope="module")
-def wanted(tmp_path_factory, beir, bert):
-    """wanted(processes): the results of an undisturbed evaluation."""
+def expected(tmp_path_factory, beir, bert):
+    """expected(processes) returns the results of an undisturbed evaluation."""
 
     @functools.cache
     def run(processes):
-        folder = tmp_path_factory.mktemp("wanted")
+        folder = tmp_path_factory.mktemp("expected")
         launch(EVALUATOR, *evaluator_flags(beir, bert, folder), processes=processes)
         return results(folder / "out")
 
@@ -192,54 +191,54 @@ def wanted(tmp_path_factory, beir, bert):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_evaluator_killed_at_random_moments(wanted, tmp_path, say, beir, bert, processes):
-    number, dice, kills, ends = 0, random.Random(processes), 0, 0
+def test_evaluator_killed_at_random_moments(expected, tmp_path, report, beir, bert, processes):
+    number, rng, kills, ends = 0, random.Random(processes), 0, 0
     while kills < -(-KILLS // 2):
         folder = tmp_path / str(number)
         process = Forked(EVALUATOR, evaluator_flags(beir, bert, folder), processes)
-        time.sleep(0.1 + dice.random() * 1.5)
+        time.sleep(0.1 + rng.random() * 1.5)
         running = process.poll() is None
         process.send(signal.SIGKILL)
         if process.wait() == -signal.SIGKILL and running:
             kills += 1
             continue
         assert process.wait() == 0, process.read("stderr")[-2000:]
-        assert results(folder / "out") == wanted(processes)
+        assert results(folder / "out") == expected(processes)
         number, ends = number + 1, ends + 1
     launch(EVALUATOR, *evaluator_flags(beir, bert, folder), processes=processes)
-    assert results(folder / "out") == wanted(processes)
+    assert results(folder / "out") == expected(processes)
     launched = "1 process" if processes == 1 else "2 processes"
-    say(f"SIGKILL of `eval_incremental.py`, {launched}", kills, f"the same run and measures, all {ends + 1} times")
+    report(f"SIGKILL of `eval_incremental.py`, {launched}", kills, f"the same run and measures, all {ends + 1} times")
 
 
-def test_two_evaluators_on_one_cache(wanted, tmp_path, say, beir, bert):
+def test_two_evaluators_on_one_cache(expected, tmp_path, report, beir, bert):
     times = max(1, KILLS // 10)
     for number in range(times):
         folder = tmp_path / str(number)
         both = [Forked(EVALUATOR, evaluator_flags(beir, bert, folder, f"out{i}")) for i in range(2)]
         for i, process in enumerate(both):
             assert process.wait() == 0, process.read("stderr")[-2000:]
-            assert results(folder / f"out{i}") == wanted(1)
-    say("two evaluators at once on one cache", times, "the same run and measures for both")
+            assert results(folder / f"out{i}") == expected(1)
+    report("two evaluators at once on one cache", times, "the same run and measures for both")
 
 
-def test_one_of_two_evaluators_dies(wanted, tmp_path, say, beir, bert):
-    seconds, dice = [], random.Random(0)
+def test_one_of_two_evaluators_dies(expected, tmp_path, report, beir, bert):
+    seconds, rng = [], random.Random(0)
     for rank in (0, 1) * max(1, KILLS // 12):
         folder = tmp_path / f"{len(seconds)}"
         process = Forked(EVALUATOR, evaluator_flags(beir, bert, folder), 2)
         while process.poll() is None and not list(folder.glob("cache/*/**/*.val")):
             time.sleep(0.001)
-        time.sleep(dice.random() * 0.1)
+        time.sleep(rng.random() * 0.1)
         os.kill(process.processes[rank].pid, signal.SIGKILL)
         killed, other = time.monotonic(), process.processes[1 - rank]
         other.join(60)
         seconds.append(time.monotonic() - killed)
-        assert other.exitcode == 1, "it hangs"
+        assert other.exitcode == 1, "the other process hangs"
         last = process.read("stderr").strip().splitlines()[-1]
-        assert "Connection closed by peer" in last or "Connection reset by peer" in last, last  # of gloo
+        assert "Connection closed by peer" in last or "Connection reset by peer" in last, last  # the message of gloo
         process.wait()
         launch(EVALUATOR, *evaluator_flags(beir, bert, folder), processes=2)
-        assert results(folder / "out") == wanted(2)
-    happened = f"the other ended within {max(seconds):.1f} s; the same measures after"
-    say("SIGKILL of one of two processes of `eval_incremental.py`", len(seconds), happened)
+        assert results(folder / "out") == expected(2)
+    result = f"the other ended within {max(seconds):.1f} s; the same measures after"
+    report("SIGKILL of one of two processes of `eval_incremental.py`", len(seconds), result)

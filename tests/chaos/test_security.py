@@ -1,4 +1,4 @@
-"""What is read is data: nothing in a cache, a checkpoint, a corpus or a model folder runs, and nothing is fetched."""
+"""Checkpoints, corpora and model folders are read as data: no code in them is run, and nothing is downloaded."""
 
 import hashlib
 import json
@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 SCRIPTS = [*TRAINERS, "eval_incremental"]
 
 
-class Mark:
-    """Unpickled, it leaves a file behind."""
+class Payload:
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -28,7 +28,7 @@ class Mark:
 
 
 def flags_of(script, model, data, folder):
-    """Flags of a short run of any of the scripts, all of its files in `folder`."""
+    """Return the flags of a short run of a script, with all of its files in `folder`."""
     common = ["--output_dir", folder / "out", "--model_name_or_path", model]
     if script == "eval_incremental":
         common += ["--cache_dir", folder / "vectors"]
@@ -43,15 +43,15 @@ def data(tmp_path):
     return tmp_path / "rows.jsonl"
 
 
-def test_the_mark_would_be_left(tmp_path):
-    pickle.loads(pickle.dumps(Mark(tmp_path / "mark")))
-    assert (tmp_path / "mark").exists()
+def test_unpickling_the_payload_creates_the_file(tmp_path):
+    pickle.loads(pickle.dumps(Payload(tmp_path / "executed")))
+    assert (tmp_path / "executed").exists()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_pickles_in_the_model_folder(tmp_path, bert, data, say, script):
-    """Weights as a pickle only are refused; beside safetensors they are left alone."""
-    planted = pickle.dumps(Mark(tmp_path / "mark"))
+def test_pickles_in_the_model_folder(tmp_path, bert, data, report, script):
+    """Without safetensors, pickled weights are refused; beside them, pickles are ignored."""
+    planted = pickle.dumps(Payload(tmp_path / "executed"))
     names = ("pytorch_model.bin", "optimizer.pt", "training_args.bin", "rng_state.pth", "tokenizer.pkl", "model.pt")
     model = tmp_path / "model"
     shutil.copytree(bert, model)
@@ -61,67 +61,67 @@ def test_pickles_in_the_model_folder(tmp_path, bert, data, say, script):
     launch(ROOT / f"{script}.py", *flags_of(script, model, data, tmp_path))
     weights = load_file(model / "model.safetensors")
     (model / "model.safetensors").unlink()
-    for number in range(2):  # the planted one, and one that would load
+    for number in range(2):  # the payload, and pickled weights that would load
         done = launch(ROOT / f"{script}.py", *flags_of(script, model, data, tmp_path / str(number)), check=False)
         last = done.stderr.strip().splitlines()[-1]
         assert done.returncode == 1 and last.startswith(f"error: --model_name_or_path {model}: "), last
         torch.save(weights, model / "pytorch_model.bin")
-    assert not (tmp_path / "mark").exists()
-    say(f"pickles planted in a model folder, `{script}.py`", 2 * len(names), "none was loaded")
+    assert not (tmp_path / "executed").exists()
+    report(f"pickles planted in a model folder, `{script}.py`", 2 * len(names), "none was loaded")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_code_in_the_model_folder(tmp_path, bert, data, say, script):
-    """trust_remote_code is off: classes of the folder are not imported, whichever file asks for them."""
-    code = f"from pathlib import Path\nPath({str(tmp_path / 'mark')!r}).touch()\nclass Evil: pass\n"
+def test_code_in_the_model_folder(tmp_path, bert, data, report, script):
+    """trust_remote_code is off: classes in the folder are not imported, whichever file names them."""
+    code = f"from pathlib import Path\nPath({str(tmp_path / 'executed')!r}).touch()\nclass Evil: pass\n"
     for number, file in enumerate(("modules.json", "config.json", "tokenizer_config.json")):
         model = tmp_path / f"model{number}"
         shutil.copytree(bert, model)
         (model / "evil.py").write_text(code)
-        about = json.loads((model / file).read_text())
+        metadata = json.loads((model / file).read_text())
         if file == "modules.json":
-            about[0]["type"] = "evil.Evil"
+            metadata[0]["type"] = "evil.Evil"
         else:
             kinds = ("AutoConfig", "AutoModel", "AutoModelForSequenceClassification")
-            about["auto_map"] = dict.fromkeys(kinds, "evil.Evil")
+            metadata["auto_map"] = dict.fromkeys(kinds, "evil.Evil")
             if file == "tokenizer_config.json":
-                about["auto_map"] = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
-        (model / file).write_text(json.dumps(about))
+                metadata["auto_map"] = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+        (model / file).write_text(json.dumps(metadata))
         flags = flags_of(script, model, data, tmp_path / str(number))
         done = launch(ROOT / f"{script}.py", *flags, check=False, cwd=tmp_path)
         assert "Traceback" not in done.stderr
-        assert not (tmp_path / "mark").exists(), file
-    say(f"code named by a model folder, `{script}.py`", 3, "none was run")
+        assert not (tmp_path / "executed").exists(), file
+    report(f"code named by a model folder, `{script}.py`", 3, "none was run")
 
 
 PATHS = [(script, file) for script in SCRIPTS for file in ("modules.json", "model.safetensors.index.json")]
-PATHS = [pair for pair in PATHS if pair != ("train_cross_encoder", "modules.json")]  # of another kind of model
+PATHS = [pair for pair in PATHS if pair != ("train_cross_encoder", "modules.json")]  # `bert` is a bi-encoder
 
 
 @pytest.mark.parametrize("script, file", PATHS)
-def test_paths_that_lead_out_of_the_model_folder(tmp_path, bert, data, say, script, file):
+def test_paths_that_lead_out_of_the_model_folder(tmp_path, bert, data, report, script, file):
     model = tmp_path / "model"
     shutil.copytree(bert, model)
     if file == "modules.json":
         shutil.move(model / "1_Pooling", tmp_path)
-        about = json.loads((model / file).read_text())
-        about[1]["path"] = "../1_Pooling"
+        metadata = json.loads((model / file).read_text())
+        metadata[1]["path"] = "../1_Pooling"
     else:
         shutil.move(model / "model.safetensors", tmp_path)
-        about = {"weight_map": dict.fromkeys(load_file(tmp_path / "model.safetensors"), "../model.safetensors")}
-    (model / file).write_text(json.dumps(about))
+        metadata = {"weight_map": dict.fromkeys(load_file(tmp_path / "model.safetensors"), "../model.safetensors")}
+    (model / file).write_text(json.dumps(metadata))
     done = launch(ROOT / f"{script}.py", *flags_of(script, model, data, tmp_path), check=False)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and last.startswith(f"error: --model_name_or_path {model}: "), last
-    say("a path in a model's folder that leads out of it", 1, "refused in one line")
+    report("a path in a model's folder that leads out of it", 1, "one-line error")
 
 
 @pytest.mark.parametrize("script", TRAINERS)
-def test_pickles_in_a_checkpoint(tmp_path, bert, data, say, script):
-    """In place of its files, checksums included, and beside them."""
+def test_pickles_in_a_checkpoint(tmp_path, bert, data, report, script):
+    """In place of its files, with matching checksums, and beside them."""
     flags = flags_of(script, bert, data, tmp_path)
     launch(ROOT / f"{script}.py", *flags)
-    planted = pickle.dumps(Mark(tmp_path / "mark"))
+    planted = pickle.dumps(Payload(tmp_path / "executed"))
     newest = tmp_path / "out/checkpoints/step_00000004"
     for file in ("model.safetensors", "optimizer.safetensors", "state.json"):
         kept = (newest / file).read_bytes()
@@ -132,27 +132,27 @@ def test_pickles_in_a_checkpoint(tmp_path, bert, data, say, script):
         (newest / file).write_bytes(kept)
     for name in ("optimizer.pt", "scheduler.pt", "random_states_0.pkl", "pytorch_model.bin"):
         (newest / name).write_bytes(planted)
-    done = launch(ROOT / f"{script}.py", *flags, "--resume")  # from the checkpoint before: the sums no longer match
+    done = launch(ROOT / f"{script}.py", *flags, "--resume")  # skips it: the checksums differ
     assert "step_00000004: skipped, it is damaged" in done.stderr
-    assert not (tmp_path / "mark").exists()
-    say(f"pickles planted in checkpoints, `{script}.py`", 7, "none was loaded")
+    assert not (tmp_path / "executed").exists()
+    report(f"pickles planted in checkpoints, `{script}.py`", 7, "none was loaded")
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow", ".jsonl", ".csv", ".txt", ".jsonl.gz"])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_pickle_as_a_corpus(tmp_path, bert, say, script, suffix):
+def test_a_pickle_as_a_corpus(tmp_path, bert, report, script, suffix):
     file = tmp_path / f"rows{suffix}"
-    file.write_bytes(pickle.dumps(Mark(tmp_path / "mark")))
+    file.write_bytes(pickle.dumps(Payload(tmp_path / "executed")))
     done = launch(ROOT / f"{script}.py", *flags_of(script, bert, file, tmp_path), check=False)
     assert done.returncode == 1 and done.stderr.strip().splitlines()[-1].startswith("error: "), done.stderr[-1000:]
-    assert not (tmp_path / "mark").exists()
-    say(f"a pickle as a corpus, `{script}.py`, six formats", 1, "refused in one line")
+    assert not (tmp_path / "executed").exists()
+    report(f"a pickle as a corpus, `{script}.py`, six formats", 1, "one-line error")
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root for a network namespace")
 @pytest.mark.parametrize("script", SCRIPTS if CHAOS else SCRIPTS[::2])
-def test_without_a_network(tmp_path, bert, data, say, script):
-    """In a namespace that has none, with nothing set that would keep libraries offline, and no time lost in trying."""
+def test_without_a_network(tmp_path, bert, data, report, script):
+    """In a network namespace without interfaces, and without the variables that keep libraries offline."""
     flags = list(map(str, flags_of(script, bert, data, tmp_path)))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment["HF_DATASETS_CACHE"] = str(tmp_path / "datasets")
@@ -162,9 +162,9 @@ def test_without_a_network(tmp_path, bert, data, say, script):
     command = ["unshare", "--net", *watch, sys.executable, str(ROOT / f"{script}.py"), *flags]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     if "unshare failed" in done.stderr:
-        pytest.skip("this machine does not let a test make a network namespace")
+        pytest.skip("no permission to create a network namespace")
     assert done.returncode == 0, done.stderr[-2000:]
     calls = (tmp_path / "calls").read_text() if watch else ""
     assert "AF_INET" not in calls, calls
     how = "no connection was tried" if watch else "it ran"
-    say(f"no network, `{script}.py`", 1, how)
+    report(f"no network, `{script}.py`", 1, how)
