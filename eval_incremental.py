@@ -320,12 +320,7 @@ class TextReader:
         """Yield every P-th Chunk, those of one process: the prompt, then the text columns joined by spaces."""
         self.empty = 0  # texts in this pass
         with user_errors(self.name):
-            tables = enumerate(self.dataset.iter(self.size)) if self.rows is None else (
-                (n, self.dataset[n * self.size : (n + 1) * self.size])
-                for n in range(process, math.ceil(self.rows / self.size), processes))  # fmt: skip
-            for number, table in tables:
-                if number % processes != process:
-                    continue
+            for number, table in islice(enumerate(self.dataset.iter(self.size)), process, None, processes):
                 table.validate(full=True)  # a damaged Arrow file has offsets that lead anywhere
                 first, columns = number * self.size, (as_texts(table[name], name) for name in self.text_columns)
                 space, prefix, empty = (pa.scalar(text, pa.large_string()) for text in (" ", prompt, ""))
