@@ -322,16 +322,14 @@ class TextReader:
         with user_errors(self.name):
             for number, table in islice(enumerate(self.dataset.iter(self.size)), process, None, processes):
                 table.validate(full=True)  # a damaged Arrow file has offsets that lead anywhere
-                first, columns = number * self.size, (as_texts(table[name], name) for name in self.text_columns)
+                first, columns = number * self.size, [as_texts(table[name], name) for name in self.text_columns]
                 space, prefix, empty = (pa.scalar(text, pa.large_string()) for text in (" ", prompt, ""))
-                texts = pc.binary_join_element_wise(*(pc.fill_null(column, "") for column in columns), space)
+                texts = pc.binary_join_element_wise(*columns, space, null_handling="replace")  # null: an empty text
                 texts = pc.utf8_trim_whitespace(texts)
                 self.empty += pc.sum(pc.equal(texts, "")).as_py()
                 texts = pc.binary_join_element_wise(prefix, texts, empty).combine_chunks()
-                if self.id_column == "#":
-                    ids = pa.array(range(first, first + len(table))).cast(pa.large_string())
-                else:
-                    ids = as_texts(table[self.id_column], self.id_column, ids=True).combine_chunks()
+                table = table.append_column("#", pa.array(range(first, first + len(table))))  # an id
+                ids = as_texts(table[self.id_column], self.id_column, ids=True).combine_chunks()
                 if (row := pc.index(pc.fill_null(ids, ""), "").as_py()) >= 0:
                     raise UserError(f"row {first + row}, counted from 0, has no id in column {self.id_column!r}")
                 yield Chunk(first, ids, texts, text_hashes(texts))
