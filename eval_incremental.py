@@ -289,16 +289,16 @@ class Chunk:
     first: int  # row number of the first text, from 0
     ids: pa.Array  # (n,) large_string; None for queries and pairs
     texts: pa.Array  # (n,) large_string, prompt included; for a cross-encoder structs (query, document)
-    hashes: np.ndarray  # (n, 2) uint64, of the texts
+    hashes: np.ndarray  # (n,) V16, of the texts
 
 
 def text_hashes(texts):
-    """Return (n, 2) uint64, the 128-bit BLAKE2b hashes of n texts, large_string."""
+    """Return (n,) V16, the 128-bit BLAKE2b hashes of n texts, large_string."""
     _, offsets, data = texts.buffers()
     ends = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1].tolist()
     view = memoryview(data or b"")
     digests = [hashlib.blake2b(view[a:b], digest_size=16).digest() for a, b in zip(ends, ends[1:])]
-    return np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
+    return np.frombuffer(b"".join(digests), "V16")
 
 
 class TextReader:
@@ -509,7 +509,7 @@ class EmbeddingCache:
         return np.ascontiguousarray(rows).view(self.dtype)
 
     def read_block(self, block):
-        """Return ((n, 2) hashes, (n, bytes) rows) of a block, or None if it is missing or damaged."""
+        """Return ((n,) hashes, (n, bytes) rows) of a block, or None if it is missing or damaged."""
         file = self.cache.get(b"block" + block, read=True)
         if file is None:
             return None
@@ -521,16 +521,16 @@ class EmbeddingCache:
             tqdm.write(f"{self.folder}: a damaged block; its vectors are computed again", file=sys.stderr)
             self.cache.delete(b"block" + block)
             return None
-        return value[: 16 * n].view(np.uint64).reshape(n, 2), value[16 * n : -8].reshape(n, -1)
+        return value[: 16 * n].view("V16"), value[16 * n : -8].reshape(n, -1)
 
     def lookup(self, hashes):
-        """Return ((n, bytes) uint8 rows, (n,) bool found) of the texts with these (n, 2) uint64 hashes."""
+        """Return ((n, bytes) uint8 rows, (n,) bool found) of the texts with these (n,) hashes."""
         with self.errors():
             whole = self.read_block(block_of(hashes))
-            if whole and np.array_equal(whole[0], hashes):
+            if whole and whole[0].tobytes() == hashes.tobytes():
                 return whole[1], np.ones(len(hashes), bool)
             rows, found = np.zeros((len(hashes), self.row_bytes), np.uint8), np.zeros(len(hashes), bool)
-            keys, entries = keys_of(hashes), []
+            keys, entries = hashes.tolist(), []  # keys: bytes
             for first in range(0, len(keys), 10_000):
                 part = keys[first : first + 10_000]
                 entries += self.cache._sql(f"SELECT * FROM texts WHERE hash IN ({','.join('?' * len(part))})", part)
@@ -539,7 +539,7 @@ class EmbeddingCache:
             for block, part in entries.groupby("block", sort=False):
                 if content := self.read_block(block):
                     index, row = part["index"].to_numpy(), part["row"].to_numpy(int).clip(0, len(content[0]) - 1)
-                    same = (content[0][row] == hashes[index]).all(1)  # False if an entry is damaged
+                    same = content[0][row] == hashes[index]  # False if an entry is damaged
                     rows[index[same]], found[index[same]] = content[1][row[same]], True
             return rows, found
 
@@ -550,17 +550,12 @@ class EmbeddingCache:
             self.overflows += self.cache.volume() + len(value) > self.cache.size_limit  # evicts older ones
             file = io.BytesIO(value + xxhash.xxh3_64_digest(value))  # diskcache writes bytes line by line
             self.cache.set(b"block" + block, file, read=True)
-            entries = sorted(zip(keys_of(hashes), repeat(block), range(len(hashes))))  # neighbours share pages
+            entries = sorted(zip(hashes.tolist(), repeat(block), range(len(hashes))))  # neighbours share pages
             self.cache._con.executemany("INSERT OR REPLACE INTO texts VALUES (?, ?, ?)", entries)
 
 
-def keys_of(hashes):
-    """Return a list of bytes, the keys of texts with these (n, 2) hashes."""
-    return hashes.view("V16").ravel().tolist()
-
-
 def block_of(hashes):
-    """Return the 16-byte id of the block of texts with these (n, 2) hashes."""
+    """Return the 16-byte id of the block of texts with these (n,) hashes."""
     return hashlib.blake2b(hashes.tobytes(), digest_size=16).digest()
 
 
@@ -824,7 +819,7 @@ class CachedEncoder:
         with self.clock("lookup"):
             rows, found = self.cache.lookup(chunk.hashes)
         new = np.flatnonzero(~found)
-        codes, digests = pd.factorize(chunk.hashes[new].view("V16").ravel().astype(object))
+        codes, digests = pd.factorize(chunk.hashes[new].astype(object))
         self.meter.update(total=len(found), new=len(digests))
         self.bar.update(len(found) - len(new))
         if len(new):

@@ -98,7 +98,7 @@ def encoding(folder, texts, rounds, sizes):
 def cached(count, rounds):
     dimensions, chunk = 384, 4096
     dice = np.random.default_rng(0)
-    hashes = dice.integers(0, 2**63, (count, 2)).astype(np.uint64)
+    hashes = np.frombuffer(dice.bytes(16 * count), "V16")
     with tempfile.TemporaryDirectory() as place:
         cache = script.EmbeddingCache(f"{place}/c", "m", dimensions, "float16")
         with open(f"{place}/vectors", "wb") as file:
@@ -126,7 +126,7 @@ def cached(count, rounds):
 
         def inserted():
             """Ten new texts in front: the blocks are not those that were stored."""
-            more = np.concatenate([dice.integers(0, 2**63, (10, 2)).astype(np.uint64), hashes[: 20 * chunk]])
+            more = np.concatenate([np.frombuffer(dice.bytes(160), "V16"), hashes[: 20 * chunk]])
             for first in range(0, len(more), chunk):
                 assert cache.lookup(more[first : first + chunk])[1].sum() >= len(more[first : first + chunk]) - 10
 

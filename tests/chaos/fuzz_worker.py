@@ -100,7 +100,7 @@ resume: true
 
 def damage_cache(kind, data, rng, number):
     """Damage one file of an embedding cache; the vectors still found must be correct."""
-    hashes = np.arange(120, dtype=np.uint64).reshape(60, 2)
+    hashes = np.arange(120, dtype=np.uint64).view("V16")
     vectors = np.random.default_rng(0).standard_normal((60, 8), np.float32)
     folder = Path(f"cache{number}")
     cache = eval_incremental.EmbeddingCache(folder, "m", 8, "float32")
