@@ -1136,7 +1136,6 @@ def export_vectors(encoder, collection, args, accelerator):
             path.unlink()
         accelerator.wait_for_everyone()
         encoder.open_bar(encoder.path, corpus.rows)
-        rows = 0
         for chunk in encoder.read(corpus):
             vectors = encoder.for_search(encoder(chunk)).cpu().numpy()
             columns = {"_id": chunk.ids.cast(pa.string())}
@@ -1145,12 +1144,11 @@ def export_vectors(encoder, collection, args, accelerator):
             options = {"compression": "none", "use_dictionary": False, "write_statistics": False}  # incompressible
             pq.write_table(pa.table(columns), f"{shard}.part", **options)
             os.rename(f"{shard}.part", shard)
-            rows += len(chunk.ids)
-        work, rows = encoder.metadata(), sum(gather_object([rows]))
+        texts = encoder.metadata()["texts"]
         if accelerator.is_main_process:
-            metadata |= {"rows": rows, "command": shlex.join(sys.argv)}
+            metadata |= {"rows": texts["total"], "command": shlex.join(sys.argv)}
             (folder / "_vectors.json").write_text(json.dumps(metadata, indent=1))
-            print(f"{work['texts']['encoded']:,} of {rows:,} texts encoded; their vectors are in {folder}")
+            print(f"{texts['encoded']:,} of {texts['total']:,} texts encoded; their vectors are in {folder}")
 
 
 # ---- measures
