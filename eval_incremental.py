@@ -702,11 +702,10 @@ def load_bi_encoder(path, args):
             raise UserError("is a cross-encoder: use --cross_encoder")
         if model.similarity_fn_name not in ("cosine", "dot"):
             raise UserError(f"similarity {model.similarity_fn_name} is not supported, only cosine and dot")
-        if isinstance(model.tokenizer, Tokenizer):  # a static embedding model
-            if args.max_length:
-                model.tokenizer.enable_truncation(args.max_length)
-        else:
+        if not isinstance(model.tokenizer, Tokenizer):
             set_max_length(model, args.max_length, "max_length")
+        elif args.max_length:  # a static embedding model
+            model.tokenizer.enable_truncation(args.max_length)
         dims, model.truncate_dim = args.truncate_dim or model.truncate_dim, None  # the cache stores full vectors
         if (dims or 0) > model.get_embedding_dimension():
             raise UserError(f"--truncate_dim {dims}: the model has {model.get_embedding_dimension()} dimensions")
@@ -791,11 +790,8 @@ class CachedEncoder:
         """Yield this process' Chunks of a corpus, read in the background."""
         process, processes = self.accelerator.process_index, self.accelerator.num_processes
         chunks = prefetch(corpus.chunks(self.prompts[1], process, processes))
-        while True:
-            with self.clock("read"):
-                chunk = next(chunks, None)
-            if chunk is None:
-                return
+        wait_for_next = self.clock("read")(next)
+        while chunk := wait_for_next(chunks, None):
             yield chunk
 
     def open_bar(self, name, rows):
@@ -860,10 +856,10 @@ class CachedEncoder:
         """Return (Q, D) vectors of all queries for the search, on every process."""
         texts = pa.array([self.prompts[0] + text for text in texts], pa.large_string())
         queries = torch.zeros(len(texts), self.cache.dimensions, device=self.accelerator.device)
-        for number, first in enumerate(range(0, len(texts), size)):
-            if number % self.accelerator.num_processes == self.accelerator.process_index:
-                part = texts.slice(first, size)
-                queries[first : first + size] = self(Chunk(first, None, part, text_hashes(part))).to(queries)
+        process, processes = self.accelerator.process_index, self.accelerator.num_processes
+        for first in range(process * size, len(texts), processes * size):
+            part = texts.slice(first, size)
+            queries[first : first + size] = self(Chunk(first, None, part, text_hashes(part))).to(queries)
         return self.for_search(self.accelerator.reduce(queries))
 
     def metadata(self):
