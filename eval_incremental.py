@@ -364,6 +364,10 @@ class Collection:
     warnings: list
     omit_same_id: bool = False  # leave the document with the query's own id out of its ranking
 
+    def same_id(self, frame):
+        """Return a mask of the rows of a ranking or of judgments that are left out by omit_same_id."""
+        return self.omit_same_id & (frame["query_id"] == frame["doc_id"])
+
 
 def beir_sources(name, split):
     """Return the sources of documents, queries and judgments of a folder or Hub id, in BEIR's or NanoBEIR's layout."""
@@ -967,19 +971,13 @@ class Run:
 def make_run(name, ranking, collection, metadata, counts, depth=None, judged=None, texts=()):
     """Return the Run of a ranking, cut at `depth`, without duplicates and (omit_same_id) documents that share the
     query's id. counts: {message: count}, the warnings."""
-    own = ranking[collection.omit_same_id & (ranking["query_id"] == ranking["doc_id"])]
+    own = ranking[collection.same_id(ranking)]
     relevant = own.merge(collection.qrels, on=PAIR)["relevance"].gt(0).sum() if len(own) else 0
     counts |= {"queries share their id with a document, which is left out; --keep_same_id keeps it": len(own),
                "of these are judged relevant: if ids coincide by chance, set --keep_same_id": relevant}  # fmt: skip
     metadata |= {"same_id_left_out": len(own), "warnings": warnings_of(counts)}
     ranking = ranking.drop(own.index).drop_duplicates(PAIR).groupby("query_id", sort=False)
     return Run(name, ranking.head(depth or 2**31), metadata, judged, dict(texts))
-
-
-def judged_pairs(collection):
-    """Return the judgments without those of documents that share the query's id, if rankings omit these."""
-    own = collection.qrels["query_id"] == collection.qrels["doc_id"]
-    return collection.qrels[~(own & collection.omit_same_id)]
 
 
 def read_run(path, name, collection):
@@ -1001,7 +999,8 @@ def retrieve(encoder, name, collection, args, accelerator):
     queries = encoder.encode_queries(list(collection.queries.values()), args.corpus_chunk_size)  # (Q, D)
     depth = args.top_k + collection.omit_same_id
     top = TopK(queries, min(depth, corpus.rows or depth))
-    judged = judged_pairs(collection).assign(query=lambda frame: pd.Index(ids).get_indexer(frame["query_id"]))
+    judged = collection.qrels[~collection.same_id(collection.qrels)]
+    judged = judged.assign(query=pd.Index(ids).get_indexer(judged["query_id"]))
     judged_ids = pa.array(judged["doc_id"].unique(), pa.large_string())
     # {row: (id, text)} of the best documents so far; scores of the judged ones
     kept, scores = {}, [judged[:0][PAIR].assign(score=0.0)]
@@ -1054,7 +1053,7 @@ def rerank(run, scorer, collection, args, accelerator):
     """Return the Run with the first --rerank_k documents of each query sorted by a cross-encoder's scores.
     The other documents rank below them in their former order, so that deeper measures lose nothing."""
     first = run.ranking.groupby("query_id").head(args.rerank_k)
-    judged = judged_pairs(collection) if args.judged else run.ranking[:0]
+    judged = collection.qrels[~collection.same_id(collection.qrels)] if args.judged else run.ranking[:0]
     requested = pd.concat([first, judged])[PAIR].drop_duplicates()
     scorer.open_bar(f"{run.name} {scorer.path}", len(requested))
     candidates, scores = candidate_pairs(requested, collection, accelerator), []
