@@ -1038,12 +1038,10 @@ def retrieve(encoder, name, collection, args, accelerator):
     scores = pd.concat(scores)
     repeated = pd.concat([frame.loc[frame.duplicated(PAIR), "doc_id"] for frame in (ranking, scores)]).nunique()
     missing = len(judged_ids) - scores["doc_id"].nunique()
-    counts = {
-        "ids belong to several documents; each counts once, with its best score": repeated,
-        "judged documents are not in the corpus; they count as not found": missing,
-        "documents are empty; encoded as the empty string": sum(part[2] for part in parts),
-        "blocks exceeded --cache_size_limit; older vectors were removed": encoder.cache.overflows,
-    }
+    counts = {"ids belong to several documents; each counts once, with its best score": repeated,
+              "judged documents are not in the corpus; they count as not found": missing,
+              "documents are empty; encoded as the empty string": sum(part[2] for part in parts),
+              "blocks exceeded --cache_size_limit; older vectors were removed": encoder.cache.overflows}  # fmt: skip
     scores = scores.sort_values("score", ascending=False, kind="stable").drop_duplicates(PAIR)
     texts = {name: text[len(encoder.prompts[1]) :] for name, text in kept.values()} if args.query else {}
     return make_run(name, ranking, collection, metadata, counts, args.top_k, scores if args.judged else None, texts)
@@ -1285,12 +1283,10 @@ def plot_report(collections, runs, summaries, args, path):
     names, first = [run.name for run in runs[0]], args.metrics[0]
     figure = Figure(figsize=(15, 4), layout="constrained")
     axes = figure.subplots(1, 3)
-    means, lows, highs = (
-        pd.DataFrame({name: [row[first][part] for row in table] for name, table in summaries.items()}, names).T
-        for part in ("mean", "low", "high")
-    )
-    errors = np.stack([(means - lows).T, (highs - means).T], 1)  # (rankings, 2, collections)
-    means.plot.bar(ax=axes[0], yerr=errors, rot=0, ylabel=first, ylim=(0, 1))
+    cells = [[[row[first][end] for end in ("low", "mean", "high")] for row in table] for table in summaries.values()]
+    lows, means, highs = np.array(cells).T  # (rankings, collections) each
+    errors = np.stack([means - lows, highs - means], 1)  # (rankings, 2, collections)
+    pd.DataFrame(means.T, list(summaries), names).plot.bar(ax=axes[0], yerr=errors, rot=0, ylabel=first, ylim=(0, 1))
     for name, found in zip(names, zip(*runs)):
         recalls = []  # a (top_k,) array per collection
         for collection, run in zip(collections, found):
