@@ -1256,16 +1256,15 @@ def write_results(collections, runs, args):
     plot_report(collections, runs, summaries, args, output / "report.png")
 
     # A row per ranking; a column per collection and their mean or, for one collection, per measure.
-    cells = {name: [row[first] for row in table] for name, table in summaries.items()}
-    if len(runs) == 1:
-        cells = {name: [row[name] for row in summaries[collections[0].name]] for name in args.metrics}
+    cells = summaries[collections[0].name]  # [{column: statistics}]
+    if len(runs) > 1:
+        cells = [{column: table[i][first] for column, table in summaries.items()} for i in range(len(names))]
     width = max(map(len, [*names, first]))
-    rows = [(first if len(runs) > 1 else "", cells)]
-    for number, name in enumerate(names):
-        row = [column[number] for column in cells.values()]
-        rows.append((name, ["{mean:.4f} [{low:.4f}, {high:.4f}]".format(**cell) for cell in row]))
+    rows = [(first if len(runs) > 1 else "", cells[0])]
+    for number, (name, row) in enumerate(zip(names, cells)):
+        rows.append((name, ["{mean:.4f} [{low:.4f}, {high:.4f}]".format(**cell) for cell in row.values()]))
         if number:
-            rows.append(("", ["{difference:+.4f}, p = {p:.4f}".format(**cell) for cell in row]))
+            rows.append(("", ["{difference:+.4f}, p = {p:.4f}".format(**cell) for cell in row.values()]))
     print("", *(f"{title:{width}}" + "".join(f"  {cell:>24}" for cell in row) for title, row in rows), sep="\n")
     for result in results:
         stages = [f"{stage} {value:.1f}" for stage, value in result["seconds"].items() if value >= 0.05]
