@@ -768,6 +768,7 @@ class CachedEncoder:
 
     def __init__(self, path, args, accelerator):
         self.path, self.accelerator, self.meter, self.bar = path, accelerator, Counter(), tqdm(disable=True)
+        self.process, self.processes = accelerator.process_index, accelerator.num_processes
         with self.clock("load"):
             shape = self.load(args)  # (dimensions, dtype) of the cached vectors
             self.fingerprint = model_fingerprint(self.model, accelerator.mixed_precision, shape[1])
@@ -792,8 +793,7 @@ class CachedEncoder:
 
     def read(self, corpus):
         """Yield this process' Chunks of a corpus, read in the background."""
-        process, processes = self.accelerator.process_index, self.accelerator.num_processes
-        chunks = prefetch(corpus.chunks(self.prompts[1], process, processes))
+        chunks = prefetch(corpus.chunks(self.prompts[1], self.process, self.processes))
         wait_for_next = self.clock("read")(next)
         while chunk := wait_for_next(chunks, None):
             yield chunk
@@ -801,7 +801,7 @@ class CachedEncoder:
     def open_bar(self, name, rows):
         """Show a progress bar on the main process; in a log, print a line every ten seconds."""
         options = {} if sys.stderr.isatty() else {"mininterval": 10, "ncols": 80}
-        rows = rows and math.ceil(rows / self.accelerator.num_processes)  # None: a stream
+        rows = rows and math.ceil(rows / self.processes)  # None: a stream
         self.bar = Bar(total=rows, unit=f" {self.unit}", desc=name, delay=1, **options,
                        disable=not self.accelerator.is_main_process)  # fmt: skip
 
@@ -860,8 +860,7 @@ class CachedEncoder:
         """Return (Q, D) vectors of all queries for the search, on every process."""
         texts = pa.array([self.prompts[0] + text for text in texts], pa.large_string())
         queries = torch.zeros(len(texts), self.cache.dimensions, device=self.accelerator.device)
-        process, processes = self.accelerator.process_index, self.accelerator.num_processes
-        for first in range(process * size, len(texts), processes * size):
+        for first in range(self.process * size, len(texts), self.processes * size):
             part = texts.slice(first, size)
             queries[first : first + size] = self(Chunk(first, None, part, text_hashes(part))).to(queries)
         return self.for_search(self.accelerator.reduce(queries))
@@ -878,7 +877,7 @@ class CachedEncoder:
             "max_length": None if self.model.max_seq_length == math.inf else self.model.max_seq_length,
             self.unit: {"total": total, self.verb: new, "cached": total - new},
             "padding_fraction": 1 - meter["tokens"] / padded if padded else 0.0,
-            "seconds": {name: round(value / self.accelerator.num_processes, 4) for name, value in seconds.items()},
+            "seconds": {name: round(value / self.processes, 4) for name, value in seconds.items()},
         }
 
 
