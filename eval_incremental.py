@@ -794,8 +794,11 @@ class CachedEncoder:
     def read(self, corpus):
         """Yield this process' Chunks of a corpus, read in the background."""
         chunks = prefetch(corpus.chunks(self.prompts[1], self.process, self.processes))
-        wait_for_next = self.clock("read")(next)
-        while chunk := wait_for_next(chunks, None):
+        while True:
+            with self.clock("read"):
+                chunk = next(chunks, None)
+            if chunk is None:
+                return
             yield chunk
 
     def open_bar(self, name, rows):
