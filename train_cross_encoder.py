@@ -1171,14 +1171,15 @@ def ranking_measures(scores, labels, missing=(), best_only=False):
 # ---- checkpoints and outputs (same in train_bi_encoder.py)
 
 
-def save_atomically(folder, write):
-    """Write `folder` atomically: fill a temporary folder by write(part), sync it to disk, then rename it."""
+@contextmanager
+def save_atomically(folder):
+    """Yield a temporary folder; at the end of the block, sync it to disk and rename it to `folder`."""
     part = folder.with_name(f".{folder.name}.part")
     with user_errors(f"{folder}: not written, earlier checkpoints are intact"):
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         try:
-            write(part)
+            yield part
             for path in [*part.rglob("*"), part]:
                 descriptor = os.open(path, os.O_RDONLY)
                 os.fsync(descriptor)
@@ -1223,14 +1224,11 @@ def checksums(folder):
 def save_checkpoint(folder, model, tensors, state, keep, best):
     """Write `folder` (model, optimizer's tensors, state as JSON, checksums), then remove all checkpoints but the
     newest `keep` and that of step `best`."""
-
-    def write(part):
+    with save_atomically(folder) as part:
         model.save_pretrained(str(part), create_model_card=False)
         save_file(tensors, part / "optimizer.safetensors")
         (part / "state.json").write_text(json.dumps(state))
         (part / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in checksums(part).items()))
-
-    save_atomically(folder, write)
     steps = sorted(folder.parent.glob("step_*"))
     kept = [path for path in steps if path <= folder][-keep:]  # later ones are damaged: a resume did not use them
     for path in {*steps, *folder.parent.glob(".step_*")} - {*kept, folder.with_name(f"step_{best:08}")}:
@@ -1521,12 +1519,9 @@ def main(args):
             model_to_save = load_model(args, path)
         if args.lora_rank:
             model_to_save[0].model = model_to_save[0].model.merge_and_unload()  # loads without peft
-
-        def write(part):
+        with save_atomically(output / "model") as part:
             model_to_save.save_pretrained(str(part), create_model_card=False)
             (part / "README.md").write_text(model_card(args, best or progress.step, progress.metrics, data))
-
-        save_atomically(output / "model", write)
         plot_metrics(progress.metrics, output / "training.png")
         skipped = data.skipped + sum(source["skipped"] for source in progress.data_state["sources"])
         print(f"{skipped:,} bad rows skipped; " * (skipped > 0) + f"the model is in {output / 'model'}")

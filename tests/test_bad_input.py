@@ -190,11 +190,11 @@ def test_files_that_cannot_grow(flags, monkeypatch, what, more):
     """RLIMIT_FSIZE imitates a full disk: from the second checkpoint or the model on, no file can exceed 40 kB."""
     real, calls = script.save_atomically, []
 
-    def limited(folder, write):
+    def limited(folder):
         calls.append(str(folder))
         if len(calls) > (1 if what == "checkpoint" else 2):
             resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
-        real(folder, write)
+        return real(folder)
 
     monkeypatch.setattr(script, "save_atomically", limited)
     try:
