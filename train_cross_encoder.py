@@ -1213,12 +1213,12 @@ class Progress:
 
 
 def checksums(folder):
-    """Return {relative path: SHA-256} of the files in a folder, except SHA256SUMS."""
-    found = {}
+    """Return the lines of SHA256SUMS, as `sha256sum` prints them, for all other files in a folder."""
+    lines = []
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "SHA256SUMS"):
         with open(path, "rb") as file:
-            found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+            lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.relative_to(folder)}\n")
+    return "".join(lines)
 
 
 def save_checkpoint(folder, model, tensors, state, keep, best):
@@ -1228,7 +1228,7 @@ def save_checkpoint(folder, model, tensors, state, keep, best):
         model.save_pretrained(str(part), create_model_card=False)
         save_file(tensors, part / "optimizer.safetensors")
         (part / "state.json").write_text(json.dumps(state))
-        (part / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in checksums(part).items()))
+        (part / "SHA256SUMS").write_text(checksums(part))
     steps = sorted(folder.parent.glob("step_*"))
     kept = [path for path in steps if path <= folder][-keep:]  # later ones are damaged: a resume did not use them
     for path in {*steps, *folder.parent.glob(".step_*")} - {*kept, folder.with_name(f"step_{best:08}")}:
@@ -1238,8 +1238,7 @@ def save_checkpoint(folder, model, tensors, state, keep, best):
 def is_intact(path):
     """Return whether the files of a checkpoint match its checksums."""
     with suppress(OSError, ValueError):
-        sums = dict(line.split("  ", 1)[::-1] for line in (path / "SHA256SUMS").read_text().splitlines())
-        return bool(sums) and checksums(path) == sums
+        return (path / "SHA256SUMS").read_text() == checksums(path)
     return False
 
 

@@ -63,9 +63,8 @@ def test_every_file_of_a_checkpoint(runs, tmp_path, report, capfd, name):
             shutil.copytree(run, output)
             damage(output / "checkpoints/step_00000008" / file, how)
             path, state = importlib.import_module(name).newest_checkpoint(output / "checkpoints")
-            if not (file == "SHA256SUMS" and state["step"] == 8):  # its last byte only ends a line
-                assert state["step"] == 6 and path.name == "step_00000006"
-                assert "step_00000008: skipped, it is damaged" in capfd.readouterr().err
+            assert state["step"] == 6 and path.name == "step_00000006"
+            assert "step_00000008: skipped, it is damaged" in capfd.readouterr().err
             times += 1
             if CHAOS or (how == "middle byte" and file.endswith(("safetensors", "state.json"))):
                 launch(ROOT / f"{name}.py", *flags, "--output_dir", output, "--resume")
