@@ -1100,12 +1100,6 @@ def open_beir(name, split, prompts):
     return EvalSet(queries, texts[0], qrels)
 
 
-def mean_measures(found):
-    """Return the means of {collection: {measure: value}}, and each value if there are several collections."""
-    each = {f"{name} {measure}": value for name, values in found.items() for measure, value in values.items()}
-    return pd.DataFrame(found).mean(axis=1).to_dict() | (each if len(found) > 1 else {})
-
-
 # ---- evaluation
 
 EVAL_ROWS = 1000  # held out by default
@@ -1142,8 +1136,8 @@ def search(model, eval_set, max_tokens, args, accelerator):
 
 
 def evaluate(model, eval_sets, max_tokens, args, accelerator):
-    """Return {measure: value} of held-out rows and --eval_beir, the same on every process. If held-out rows have one
-    label each, their measures are the correlations of labels and similarities."""
+    """Return {measure: mean over held-out rows and --eval_beir}, and the value of each if there are several; the same
+    on every process. If held-out rows have one label each, they are measured by correlation with the similarities."""
     model, found = accelerator.unwrap_model(model).eval(), {}
     for name, eval_set in eval_sets.items():
         if isinstance(eval_set, EvalSet):
@@ -1155,7 +1149,8 @@ def evaluate(model, eval_sets, max_tokens, args, accelerator):
         frame = pd.DataFrame({"score": (queries * documents).sum(-1).cpu(), "label": labels})
         found[name] = {kind: float(frame.corr(kind.lower()).iloc[0, 1]) for kind in ("Spearman", "Pearson")}
     model.train()
-    return mean_measures(found)
+    each = {f"{name} {measure}": value for name, values in found.items() for measure, value in values.items()}
+    return pd.DataFrame(found).mean(axis=1).to_dict() | (each if len(found) > 1 else {})
 
 
 # ---- checkpoints and outputs (same in train_cross_encoder.py)

@@ -1079,12 +1079,6 @@ def open_beir(name, split, prompts):
     return EvalSet(queries, texts[0], qrels)
 
 
-def mean_measures(found):
-    """Return the means of {collection: {measure: value}}, and each value if there are several collections."""
-    each = {f"{name} {measure}": value for name, values in found.items() for measure, value in values.items()}
-    return pd.DataFrame(found).mean(axis=1).to_dict() | (each if len(found) > 1 else {})
-
-
 # ---- evaluation
 
 EVAL_ROWS = 200  # held out by default
@@ -1131,8 +1125,9 @@ def rows_to_rerank(eval_set, run, args):
 
 @torch.no_grad()
 def evaluate(model, eval_sets, max_tokens, args, accelerator):
-    """Return {measure: value} of held-out rows and collections, the same on every process. Rows of several documents
-    are evaluated as rankings, rows of one document by classification if all labels are 0 or 1, else by correlation."""
+    """Return {measure: mean over held-out rows and collections}, and the value of each if there are several; the same
+    on every process. Rows of several documents are evaluated as rankings, rows of one document by classification if
+    all labels are 0 or 1, else by correlation."""
     model, found = accelerator.unwrap_model(model).eval(), {}
     for name, rows in eval_sets.items():
         batch = make_batch(rows, None, model, max_tokens, args, accelerator)
@@ -1154,7 +1149,8 @@ def evaluate(model, eval_sets, max_tokens, args, accelerator):
             measures = {name: frame.corr(name.lower()).iloc[0, 1] for name in ("Spearman", "Pearson")}
         found[name] = {name: float(value) for name, value in measures.items()}
     model.train()
-    return mean_measures(found)
+    each = {f"{name} {measure}": value for name, values in found.items() for measure, value in values.items()}
+    return pd.DataFrame(found).mean(axis=1).to_dict() | (each if len(found) > 1 else {})
 
 
 def ranking_measures(scores, labels, missing=(), best_only=False):
