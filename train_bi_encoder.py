@@ -1107,26 +1107,20 @@ RANKING = {"MRR@10": ir_measures.RR @ 10, "nDCG@10": ir_measures.nDCG @ 10, "acc
 MEASURES = (*RANKING, "Spearman", "Pearson")
 
 
-def held_out_set(rows):
-    """Return the EvalSet in which each held-out query searches the positives of all held-out rows for its own."""
+def held_out_set(rows, scored):
+    """Return the EvalSet in which each held-out query searches the positives of all held-out rows for its own; the
+    relevance of a positive is 1, or the row's label, a float, if rows are `scored`."""
     queries = {f"query {number}": text for number, text in enumerate(rows["query"].to_pylist())}
     documents = {f"{number}": texts[0] for number, texts in enumerate(rows["documents"].to_pylist())}
-    qrels = pd.DataFrame({"query_id": queries.keys(), "doc_id": documents.keys(), "relevance": 1})
+    relevance = pc.list_flatten(rows["labels"]) if scored else 1
+    qrels = pd.DataFrame({"query_id": queries.keys(), "doc_id": documents.keys(), "relevance": relevance})
     return EvalSet(queries, documents, qrels)
 
 
-def encode_pair(queries, documents, model, max_tokens, args, accelerator):
-    """Return (Q, D), (M, D) embeddings of lists of texts."""
-    texts = [pa.array([*queries, *documents], pa.large_string())]
-    local = make_local_batch(texts, len(queries), model, max_tokens, args, accelerator)
-    return encode_all(model, local, accelerator).split([len(queries), len(documents)])
-
-
-def search(model, eval_set, max_tokens, args, accelerator):
-    """Return {measure: value} of searching all documents with all queries. A document with the query's own id is left
-    out, as in BEIR; of equal scores the earlier document ranks first."""
-    texts, ids = zip(*((list(part.values()), np.array(list(part))) for part in (eval_set.queries, eval_set.documents)))
-    queries, documents = encode_pair(*texts, model, max_tokens, args, accelerator)
+def search(queries, documents, eval_set):
+    """Return {measure: value} of searching all documents, (M, D), with all queries, (Q, D). A document with the
+    query's own id is left out, as in BEIR; of equal scores the earlier document ranks first."""
+    ids = np.array(list(eval_set.queries)), np.array(list(eval_set.documents))
     scores = (part @ documents.T for part in queries.split(max(1, MAX_SCORES // len(documents))))
     best = torch.cat([part.argsort(dim=1, descending=True, stable=True)[:, :11] for part in scores]).cpu().numpy()
     run = pd.DataFrame({"query_id": ids[0].repeat(best.shape[1]), "doc_id": ids[1][best.ravel()]})
@@ -1140,14 +1134,15 @@ def evaluate(model, eval_sets, max_tokens, args, accelerator):
     on every process. If held-out rows have one label each, they are measured by correlation with the similarities."""
     model, found = accelerator.unwrap_model(model).eval(), {}
     for name, eval_set in eval_sets.items():
-        if isinstance(eval_set, EvalSet):
-            found[name] = search(model, eval_set, max_tokens, args, accelerator)
-            continue
-        queries, documents = eval_set["query"].to_pylist(), pc.list_element(eval_set["documents"], 0).to_pylist()
-        queries, documents = encode_pair(queries, documents, model, max_tokens, args, accelerator)
-        labels = pc.list_flatten(eval_set["labels"])
-        frame = pd.DataFrame({"score": (queries * documents).sum(-1).cpu(), "label": labels})
-        found[name] = {kind: float(frame.corr(kind.lower()).iloc[0, 1]) for kind in ("Spearman", "Pearson")}
+        texts, count = [*eval_set.queries.values(), *eval_set.documents.values()], len(eval_set.queries)
+        local = make_local_batch([pa.array(texts, pa.large_string())], count, model, max_tokens, args, accelerator)
+        queries, documents = encode_all(model, local, accelerator).split([count, len(texts) - count])
+        labels = eval_set.qrels["relevance"]
+        if labels.dtype == float:  # those of held-out rows
+            frame = pd.DataFrame({"score": (queries * documents).sum(-1).cpu(), "label": labels})
+            found[name] = {kind: float(frame.corr(kind.lower()).iloc[0, 1]) for kind in ("Spearman", "Pearson")}
+        else:
+            found[name] = search(queries, documents, eval_set)
     model.train()
     each = {f"{name} {measure}": value for name, values in found.items() for measure, value in values.items()}
     return pd.DataFrame(found).mean(axis=1).to_dict() | (each if len(found) > 1 else {})
@@ -1351,7 +1346,7 @@ def main(args):
     eval_sets, prompts = {}, args.prompts or [""]
     if held_out:
         scored = args.label_column and pc.max(pc.list_value_length(data.eval_rows["labels"])).as_py() == 1
-        eval_sets[HELD_OUT] = data.eval_rows if scored else held_out_set(data.eval_rows)
+        eval_sets[HELD_OUT] = held_out_set(data.eval_rows, scored)
     for name in args.eval_beir:
         with user_errors(f"--eval_beir {name}"):
             eval_set, short = open_beir(name, args.eval_split, (prompts[-1], prompts[0])), Path(name).name

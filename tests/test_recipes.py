@@ -385,8 +385,8 @@ def check_similarity(run, folder, rows):
     assert torch.allclose(scores, torch.stack([similarities[[3, 5]] / 0.5, torch.zeros(2)], 1), atol=1e-5)
     flags = [folder / "runs/recipe/args.yaml", "--model_name_or_path", folder / "runs/recipe/model"]
     args = train_bi_encoder.parse_args(list(map(str, flags)))
-    labelled = {"query": texts[0], "documents": [[text] for text in texts[1]], "labels": [[i] for i in range(40)]}
-    sets = {"labelled": pa.table(labelled)}
+    labelled = {"query": texts[0], "documents": [[text] for text in texts[1]], "labels": [[i / 1] for i in range(40)]}
+    sets = {"labelled": changed["held_out_set"](pa.table(labelled), True)}
     found = changed["evaluate"](changed["load_model"](args), sets, 2048, args, Accelerator(cpu=True))
     assert found["Spearman"] == pytest.approx(spearmanr(similarities, range(40)).statistic, abs=1e-3)
 
