@@ -310,7 +310,7 @@ class Source:
             self.leading += 1
             table = pa.concat_tables(self.open(self.files[: self.leading]).take(count).iter(count))
         self.held_out = len(table)
-        return self.clean_rows(table, self.random())
+        return self.clean(table, self.name, self.number, self.random())
 
     def seek(self, state):
         """Continue after `state`, or from the beginning if it is None."""
@@ -334,7 +334,7 @@ class Source:
         while True:
             found = self.state["window"] or self.state["used"]
             for table, stream in self.read_stream() if self.args.streaming else self.read_blocks():
-                table, bad = self.clean_rows(table, self.random(self.state["window"], 1))
+                table, bad = self.clean(table, self.name, self.number, self.random(self.state["window"], 1))
                 if self.args.shuffle_buffer:
                     table = table.take(self.random(self.state["window"]).permutation(len(table)))
                 if not self.state["used"]:  # else its bad rows were counted before the resume
@@ -370,11 +370,6 @@ class Source:
         for table in stream.iter(self.window):
             yield table, before
             before = stream.state_dict()
-
-    def clean_rows(self, table, random):
-        """Return clean() of a Table as read."""
-        table.validate(full=True)  # offsets of a damaged Arrow file may be out of bounds
-        return self.clean(table.combine_chunks(), self.name, self.number, random)
 
     def random(self, *keys):
         """Return the random generator of this source, its epoch and `keys`."""
@@ -425,6 +420,7 @@ def read_groups(table, lookups, args, random):
     """Return ({column: values}, problems as in drop_bad_rows) for a Table as read. Columns: "query", large_string;
     "documents", lists of large_string, the positive first; "length", bytes; with --label_column, "labels", lists of
     float64. From columns of lists, `random` draws one positive and --num_negatives of the other documents."""
+    table.validate(full=True)  # offsets of a damaged Arrow file may be out of bounds
     (anchor, *names), n, limit = args.columns, len(table), args.num_negatives
     lists = any(pa.types.is_nested(table[name].type) for name in names)
     names = names if lists or limit is None else names[: 1 + limit]
