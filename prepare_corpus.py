@@ -525,8 +525,7 @@ def length_report(args, folder):
         axes[0].hist(values, bins=60, histtype="step", label=name, weights=np.full(len(values), 1 / len(values)))
     axes[0].axvline(longest, color="0.5", linestyle=":", label=f"--max_length {longest}")
     axes[0].set(xlabel="tokens", ylabel="share of texts")
-    for size, shares in zip(PART_SIZES, padding):
-        axes[1].plot(BUDGETS, shares, marker="o", label=f"{size:,} texts a process")
+    axes[1].plot(BUDGETS, padding.T, marker="o", label=[f"{size:,} texts a process" for size in PART_SIZES])
     for name, style in zip(costs.index, ("--", ":")):  # the two with batches of 32
         axes[1].axhline(costs.padding[name], color="0.5", linestyle=style, label=name)
     axes[1].set(xlabel="--micro_batch_tokens", ylabel="padding", xscale="log", ylim=(0, None))
