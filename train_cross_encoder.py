@@ -796,12 +796,10 @@ def clean_groups(table, source, number, random, lookups, args):
     sizes = pc.list_value_length(columns["documents"]).to_pylist()
     labels = [[1.0] + [0.0] * (size - 1) for size in sizes]
     if args.label_column:
-        (required, is_valid), labels, invalid = REQUIRED[args.loss], [], []
-        for row, size in zip(columns["labels"].to_pylist(), sizes):
-            if args.loss == "margin_mse" and len(row) == size - 1:  # margins of the first document over the others
-                row = [0.0, *(-margin for margin in row)]
-            labels.append(row)
-            invalid.append(not (0 < len(row) == size and is_valid(row)))
+        (required, is_valid), labels = REQUIRED[args.loss], columns["labels"].to_pylist()
+        if args.loss == "margin_mse":  # also takes margins of the first document over the others
+            labels = [[0.0, *(-m for m in row)] if len(row) == n - 1 else row for row, n in zip(labels, sizes)]
+        invalid = [not (0 < len(row) == size and is_valid(row)) for row, size in zip(labels, sizes)]
         problem = f"--loss {args.loss} requires a label for each document, {required}; violated"
         problems[problem] = pa.array(invalid, pa.bool_())
     columns["labels"] = pa.array(labels, pa.list_(pa.float64()))
