@@ -69,8 +69,7 @@ from matplotlib.figure import Figure
 from pyarrow.dataset import ParquetFragmentScanOptions
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer import losses
-from sentence_transformers.sentence_transformer.modules import Pooling
+from sentence_transformers.sentence_transformer import losses, modules
 from tokenizers import Tokenizer
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -878,8 +877,8 @@ def load_model(args, checkpoint=None):
                 model[0].model.activation_checkpointing_enable({"use_reentrant": False})
     if args.pooling:
         with user_errors(f"--pooling {args.pooling}: the model has no pooling to replace"):
-            index = [isinstance(module, Pooling) for module in model].index(True)
-        model[index] = Pooling(model[index].embedding_dimension, pooling_mode=args.pooling)
+            index = [isinstance(module, modules.Pooling) for module in model].index(True)
+        model[index] = modules.Pooling(model[index].embedding_dimension, pooling_mode=args.pooling)
     if args.prompts:
         model.prompts = {"query": args.prompts[0], "document": args.prompts[-1]}
     if args.dropout is not None:
