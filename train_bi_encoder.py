@@ -1167,13 +1167,11 @@ def save_atomically(folder):
 
 def load_optimizer(path, model, optimizer):
     """Restore an optimizer's tensors, sharded like their parameters; hyperparameters are not restored but kept."""
-    groups, state = dcp.get_optimizer_state_dict(model, optimizer)["param_groups"], {}
-    for name, tensor in load_file(path / "optimizer.safetensors").items():
-        parameter, _, key = name.rpartition(".")
-        state.setdefault(parameter, {})[key] = tensor
-    if state:  # plain SGD has none
-        state, options = {"state": state, "param_groups": groups}, dcp.StateDictOptions(full_state_dict=True)
-        dcp.set_optimizer_state_dict(model, optimizer, state, options=options)
+    found, tensors = dcp.get_optimizer_state_dict(model, optimizer), load_file(path / "optimizer.safetensors")
+    if tensors:  # plain SGD has none
+        state = {name: {key: tensors[f"{name}.{key}"] for key in keys} for name, keys in found["state"].items()}
+        options = dcp.StateDictOptions(full_state_dict=True)
+        dcp.set_optimizer_state_dict(model, optimizer, found | {"state": state}, options=options)
 
 
 @dataclass
