@@ -775,12 +775,11 @@ def clean_pairs(table, source, number, random, lookups, args):
     """Return (Table of the valid rows, number of the others) for a Table as read from `source`; the columns are
     those of read_groups, with prompts."""
     columns, problems = read_groups(table, lookups, args, random)
-    documents, texts = columns["documents"], columns["documents"].values
+    documents = columns["documents"]
     if args.prompts:
-        prompts = [args.prompts[min(number, max(0, len(args.prompts) - 2))], args.prompts[-1], ""]
-        query_prompt, prompt, none = (pa.scalar(text, pa.large_string()) for text in prompts)
-        columns["query"] = pc.binary_join_element_wise(query_prompt, columns["query"], none)
-        texts = pc.binary_join_element_wise(prompt, texts, none)
+        query_prompt = args.prompts[min(number, max(0, len(args.prompts) - 2))]
+        columns["query"] = pc.utf8_replace_slice(columns["query"], 0, 0, query_prompt)  # prepends it
+        texts = pc.utf8_replace_slice(documents.values, 0, 0, args.prompts[-1])
         columns["documents"] = pa.ListArray.from_arrays(documents.offsets, texts)
     if args.label_column:
         labels, sizes = pc.list_value_length(columns["labels"]), pc.list_value_length(documents)
