@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from functools import partial
-from itertools import combinations, islice
+from itertools import combinations, islice, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -237,12 +237,10 @@ def test_a_column_of_texts_and_numbers(streaming):
 
 
 @both_kinds
-@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
-@pytest.mark.parametrize("value", [5, 2.5, True, [["one", "two"]], {"x": "y"}])
+@pytest.mark.parametrize("suffix, value", [*product(["parquet", "jsonl", "csv"], [5, 2.5, True]),
+                         *product(["parquet", "jsonl"], [[["one", "two"]], {"x": "y"}])])  # fmt: skip
 def test_a_column_without_texts(streaming, suffix, value):
     """In any format, numbers, nested lists and structs are refused, not converted to text."""
-    if suffix == "csv" and not isinstance(value, int | float):
-        return
     file = write(f"x.{suffix}", [{"a": row["a"], "b": value} for row in table(60)])
     with pytest.raises(script.UserError, match=f"x.{suffix}: column 'b' .*--label_column b"):
         open_source(streaming, file).take(1)

@@ -203,12 +203,17 @@ def test_bootstrap_interval_and_randomization_test():
 
 
 def test_each_text_is_encoded_once(evaluate, beir, tmp_path, rows):
-    first = evaluate("--beir", beir)
+    """Scores and measures of a changed corpus are those of encoding everything, to 1e-6."""
+
+    def run(folder, *flags, **more):
+        return evaluate("--beir", folder, "--cache_dtype", "float32", *flags, **more)
+
+    first = run(beir)
     assert first["texts"]["encoded"] == first["texts"]["total"] == 353
-    again = evaluate("--beir", beir, output="again")
+    again = run(beir, output="again")
     assert again["texts"]["encoded"] == 0 and again["metrics"] == first["metrics"]
     assert (tmp_path / "out/run.trec").read_bytes() == (tmp_path / "again/run.trec").read_bytes()
-    streamed = evaluate("--beir", beir, "--streaming", output="streamed")
+    streamed = run(beir, "--streaming", output="streamed")
     assert streamed["texts"]["encoded"] == 0 and streamed["metrics"] == first["metrics"]
 
     changed = tmp_path / "changed"
@@ -217,19 +222,27 @@ def test_each_text_is_encoded_once(evaluate, beir, tmp_path, rows):
     for i in random.Random(0).sample(range(293), 52):
         records[i]["text"] += "  # changed"
     write_jsonl(changed / "corpus.jsonl", records)
-    assert evaluate("--beir", changed)["texts"]["encoded"] == 52
+    assert run(changed)["texts"]["encoded"] == 52
     records += [{"_id": f"new{i}", "text": f"def new_{i}(): return {i}"} for i in range(100)]
     write_jsonl(changed / "corpus.jsonl", records)
-    assert evaluate("--beir", changed)["texts"]["encoded"] == 100
+    assert run(changed)["texts"]["encoded"] == 100
     random.Random(1).shuffle(records)
     del records[::7]
     front = [{"_id": f"front{i}", "text": f"one more, number {i}"} for i in range(10)]
     write_jsonl(changed / "corpus.jsonl", [*front, *records])
-    assert evaluate("--beir", changed)["texts"]["encoded"] == 10
+    cached, fresh = run(changed), run(changed, "--cache_dir", tmp_path / "empty", output="fresh")
+    assert (cached["texts"]["encoded"], fresh["texts"]["cached"]) == (10, 0)
+    for name, values in fresh["metrics"].items():
+        assert cached["metrics"][name]["mean"] == pytest.approx(values["mean"], abs=1e-6), name
+    expected = read_run(tmp_path / "fresh/run.trec")
+    for query, found in read_run(tmp_path / "out/run.trec").items():
+        both = found.keys() & expected[query].keys()
+        assert len(both) >= 99  # the last may differ in a tie
+        assert [found[d] for d in both] == pytest.approx([expected[query][d] for d in both], abs=1e-6)
     # another corpus that shares 40 texts, each of which occurs twice
     shared = [{"_id": f"s{i}", "text": rows[i % 40]["code"]} for i in range(80)]
     write_jsonl(changed / "corpus.jsonl", [*shared, {"_id": "d0", "text": "unseen"}])
-    assert evaluate("--beir", changed, "--corpus_chunk_size", 7)["texts"]["encoded"] == 1
+    assert run(changed, "--corpus_chunk_size", 7)["texts"]["encoded"] == 1
 
 
 def test_a_changed_model_has_a_cache_of_its_own(evaluate, beir, bert, tmp_path):
