@@ -505,17 +505,6 @@ def test_an_arrow_file_with_wrong_offsets(streaming):
         open_source(streaming, "x.arrow").take(60)
 
 
-def test_a_file_of_another_format(tmp_path):
-    """A file that is not in the format of its suffix is refused with one line that names it."""
-    for suffix in ("parquet", "arrow", "jsonl", "jsonl.gz", "jsonl.zst"):
-        Path(f"x.{suffix}").write_bytes(b"\x80\x04not what it says" * 9)
-        for streaming in (False, True):
-            with pytest.raises(script.UserError, match=rf"x\.{suffix}") as error:
-                data, args = open_data(train_data=[f"x.{suffix}"], eval_rows=0, streaming=streaming, max_steps=1)
-                next(batches_of(data, args))
-            assert "\n" not in str(error.value)
-
-
 def test_a_large_parquet_file_is_streamed_in_constant_memory(tmp_path):
     """By default, pyarrow keeps what it has read of a file in memory."""
     blocks, schema = np.random.default_rng(0).bytes(250_000), pa.schema([("text", pa.string())])

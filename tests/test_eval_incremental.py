@@ -8,10 +8,8 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import ROOT, count_cached, launch, write_jsonl
-from forked import Forked, merge_flags
+from forked import merge_flags
 
 import eval_incremental as script
 
@@ -374,35 +372,6 @@ script.main(script.parse_args(sys.argv[1:]))
 """
 
 
-def test_killed_at_random_moments(tmp_path, beir, bert):
-    """Three SIGKILLs; benchmarks/eval_exact.py sends twenty."""
-    log = tmp_path / "log"
-    driver = tmp_path / "driver.py"
-    driver.write_text(COUNTING_DRIVER.format(root=str(ROOT), log=str(log), pause=0.05))
-    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    launch(driver, *flags_for(beir, bert, undisturbed))
-    assert log.stat().st_size == 353
-    log.unlink()
-    rng = random.Random(0)
-    kills = 0
-    while kills < 3:
-        process = Forked(driver, flags_for(beir, bert, killed))
-        logged = log.stat().st_size if log.exists() else 0
-        expected = logged + rng.randint(1, 80)
-        while process.poll() is None and (log.stat().st_size if log.exists() else 0) < expected:
-            time.sleep(0.01)
-        time.sleep(rng.random() * 0.2)
-        if process.poll() is not None:
-            break
-        process.send(signal.SIGKILL)
-        process.wait()
-        kills += 1
-    assert kills == 3
-    launch(driver, *flags_for(beir, bert, killed))
-    assert (killed / "out/run.trec").read_bytes() == (undisturbed / "out/run.trec").read_bytes()
-    assert log.stat().st_size <= 353 + 37 * kills
-
-
 # ---------------------------------------------------------------------------------------------------- bad input
 
 
@@ -571,26 +540,6 @@ def test_nan_embedding(evaluate, beir, bert, tmp_path):
     with pytest.raises(script.UserError, match="output for .* is not finite"):
         evaluate("--beir", beir, "--model_name_or_path", broken)
     assert count_cached(tmp_path / "cache") == [0]
-
-
-def test_damaged_vectors_are_detected_and_encoded_again(evaluate, beir, tmp_path, capsys):
-    first = evaluate("--beir", beir)
-    rng = random.Random(0)
-    values = sorted((tmp_path / "cache").rglob("*.val"))
-    for number, path in enumerate(values[::2]):
-        data = bytearray(path.read_bytes())
-        if number % 3 == 0:
-            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        elif number % 3 == 1:
-            data = data[: len(data) // 2]
-        path.write_bytes(data)
-        if number % 3 == 2:
-            path.unlink()
-    again = evaluate("--beir", beir)
-    assert again["metrics"] == first["metrics"]
-    assert 0 < again["texts"]["encoded"] < 353
-    assert "a damaged block" in capsys.readouterr().err
-    assert evaluate("--beir", beir)["texts"]["encoded"] == 0
 
 
 def test_damaged_cache_database(evaluate, beir, tmp_path):

@@ -55,8 +55,9 @@ def naive_teacher(loss, texts, rows, temperature=0.05):
     return total / len(rows)
 
 
-CASES = [("infonce", {}, False), ("infonce", {"symmetric": True}, False), ("infonce", {"mask_margin": 0.1}, False),
-         ("infonce", {"mask_margin": 0.1, "symmetric": True}, False), ("infonce", {}, True),
+CASES = [("infonce", {}, False), ("infonce", {"symmetric": True, "temperature": 0.1}, False),
+         ("infonce", {"mask_margin": 0.1}, False), ("infonce", {"mask_margin": 0.1, "symmetric": True}, False),
+         ("infonce", {}, True),
          ("infonce", {"mask_margin": 0.2, "symmetric": True}, True), ("kl", {}, False), ("margin_mse", {}, False),
          ("kl", {"infonce": 0.5, "temperature": 0.3}, False), ("margin_mse", {"infonce": 0.5}, False)]  # fmt: skip
 

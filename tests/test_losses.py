@@ -1,6 +1,5 @@
 """Parts of a step, each compared with a naive loop or a library: partition, micro-batches, losses, measures."""
 
-import math
 from types import SimpleNamespace
 
 import ir_measures
@@ -124,41 +123,12 @@ def loss_of(columns, ids, labels=None, rows=None, similarity="cosine", dims=(), 
     return script.make_loss(args, model)(columns, ids, labels, rows)
 
 
-def naive_infonce(columns, ids, temperature, symmetric):
-    """Return InfoNCE, one score at a time; texts equal to those of the row are not negatives."""
-    cosine = torch.nn.functional.cosine_similarity
-    rows, total = len(columns[0]), 0.0
-    for i in range(rows):
-        scores = []
-        for column in range(1, len(columns)):
-            for j in range(rows):
-                own = (column, j) == (1, i)
-                same_anchor = column == 1 and ids[0][j] == ids[0][i]
-                if own or not (same_anchor or ids[column][j] == ids[1][i]):
-                    scores.append(cosine(columns[0][i], columns[column][j], dim=0).item() / temperature)
-        total -= cosine(columns[0][i], columns[1][i], dim=0).item() / temperature
-        total += math.log(sum(map(math.exp, scores)))
-    if symmetric:
-        return (total / rows + naive_infonce([columns[1], columns[0]], [ids[1], ids[0]], temperature, False)) / 2
-    return total / rows
-
-
 def with_duplicates(columns):
     ids = torch.arange(columns * 7).view(columns, 7)
     ids[0, 3] = ids[0, 1]  # an anchor twice
     ids[1, 5] = ids[1, 2]  # a positive twice
     ids[-1, 4] = ids[1, 6]  # with 4 columns, another row's positive as hard negative
     return ids
-
-
-@pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("columns", [2, 4])
-def test_infonce_equals_the_naive_loop(symmetric, columns):
-    given, found = embeddings(7, columns), []
-    for ids in (torch.arange(columns * 7).view(columns, 7), with_duplicates(columns)):
-        found.append(loss_of(given, ids, temperature=0.1, symmetric=symmetric).item())
-        assert found[-1] == pytest.approx(naive_infonce(given, ids.tolist(), 0.1, symmetric), abs=1e-6)
-    assert abs(found[0] - found[1]) > 1e-3  # the mask matters
 
 
 @pytest.mark.parametrize("columns", [2, 3])
@@ -252,11 +222,3 @@ def test_matryoshka_is_the_sum_over_truncated_embeddings():
     assert loss_of(given, ids, dims=[8, 3]).item() == pytest.approx(sum(parts).item(), abs=1e-9)
     with pytest.raises(script.UserError, match="--matryoshka_dims"):
         loss_of(given, ids, dims=[9])
-
-
-def test_infonce_is_added_to_a_teacher_loss():
-    """It is added at its weight, because teachers do not score the documents of other rows."""
-    given = embeddings(7, 3), torch.arange(21).view(3, 7), torch.arange(14.0).view(7, 2)
-    for loss in ("kl", "margin_mse"):
-        expected = loss_of(*given, loss=loss) + 0.5 * loss_of(*given[:2])
-        assert loss_of(*given, loss=loss, infonce=0.5).item() == pytest.approx(expected.item(), rel=1e-12)

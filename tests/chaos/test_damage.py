@@ -114,22 +114,30 @@ def test_a_source_that_is_cut_while_it_is_read(rows, bert, tmp_path, report, nam
     report(f"source cut while `{name}.py` reads it, {way}", 1, "stopped; after restoring it, resumed bit-identically")
 
 
-def test_flipped_bits_in_an_embedding_cache(evaluate, beir, tmp_path, report):
-    """The measures stay the same: texts are encoded again, or an error names the folder to remove."""
+DAMAGES = ["bits of any files", "bits of values", "values cut", "values removed"]  # a value: vectors of a chunk
+
+
+def test_damaged_files_of_an_embedding_cache(evaluate, beir, tmp_path, report, capsys):
+    """The measures stay the same: texts are encoded again and stored, or an error names the folder to remove."""
     whole = evaluate("--beir", beir, output="whole")
     shutil.copytree(tmp_path / "cache", tmp_path / "kept")
     files = sorted(path.relative_to(tmp_path / "kept") for path in (tmp_path / "kept").rglob("*") if path.is_file())
+    values = [file for file in files if file.suffix == ".val"]
     rng, times, again, cleared = random.Random(0), CHAOS * 3 or 6, 0, 0
     for number in range(times):
+        how = DAMAGES[max(0, number % 6 - 2)]  # half of the times, any files
         shutil.rmtree(tmp_path / "cache")
         shutil.copytree(tmp_path / "kept", tmp_path / "cache")
-        chosen = rng.sample(files, rng.choice([1, 1, 3]))
-        for file in chosen:
+        for file in rng.sample(values if "values" in how else files, rng.choice([1, 1, 3])):
             path = tmp_path / "cache" / file
+            if how == "values removed":
+                path.unlink()
+                continue
             data = bytearray(path.read_bytes())
-            for _ in range(rng.choice([1, 8])):
+            for _ in range(0 if how == "values cut" else rng.choice([1, 8])):
                 data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-            path.write_bytes(data)
+            path.write_bytes(data[: len(data) // 2] if how == "values cut" else data)
+        capsys.readouterr()
         try:
             seen = evaluate("--beir", beir, output=f"out{number}")
         except eval_incremental.UserError as error:
@@ -140,8 +148,12 @@ def test_flipped_bits_in_an_embedding_cache(evaluate, beir, tmp_path, report):
             cleared += 1
         assert seen["metrics"] == whole["metrics"]
         again += seen["texts"]["encoded"] > 0
+        if "values" in how:
+            assert ("a damaged block" in capsys.readouterr().err) == (how != "values removed")
+            assert 0 < seen["texts"]["encoded"] < 353
+            assert evaluate("--beir", beir)["texts"]["encoded"] == 0
     result = f"the same measures; texts encoded again {again} times, `--cache_clear` called for {cleared} times"
-    report("bits flipped in files of an embedding cache", times, result)
+    report("damaged files of an embedding cache", times, result)
 
 
 @pytest.mark.chaos

@@ -5,6 +5,7 @@
 
 import functools
 import json
+import math
 import os
 import random
 import shutil
@@ -15,6 +16,7 @@ import fsspec
 import pytest
 from conftest import CHAOS, ROOT, TRAINERS, few_or_all, launch, metrics
 from forked import Forked
+from test_eval_incremental import COUNTING_DRIVER
 
 KILLS = CHAOS or 4  # of each trainer, and of the evaluator
 STEPS = 16
@@ -192,23 +194,31 @@ def expected(tmp_path_factory, beir, bert):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_evaluator_killed_at_random_moments(expected, tmp_path, report, beir, bert, processes):
-    number, rng, kills, ends = 0, random.Random(processes), 0, 0
-    while kills < -(-KILLS // 2):
-        folder = tmp_path / str(number)
-        process = Forked(EVALUATOR, evaluator_flags(beir, bert, folder), processes)
-        time.sleep(0.1 + rng.random() * 1.5)
-        running = process.poll() is None
-        process.send(signal.SIGKILL)
-        if process.wait() == -signal.SIGKILL and running:
-            kills += 1
-            continue
+    """Killed at any moment, or while texts are encoded: a process loses the texts of at most one chunk."""
+    log, driver, rng = tmp_path / "log", tmp_path / "driver.py", random.Random(processes)
+    driver.write_text(COUNTING_DRIVER.format(root=str(ROOT), log=str(log), pause=0.02))
+    kills, lost, ends, enough = 0, 0, 0, -(-KILLS // 2)
+    log.touch()
+    while kills < enough or lost:
+        folder = tmp_path / str(ends)
+        process = Forked(driver, evaluator_flags(beir, bert, folder), processes)
+        if kills < enough:
+            texts = log.stat().st_size + rng.randint(1, 80) if kills % 2 else math.inf
+            until = math.inf if kills % 2 else time.monotonic() + 0.1 + rng.random() * 1.5
+            while process.poll() is None and time.monotonic() < until and log.stat().st_size < texts:
+                time.sleep(0.01)
+            running = process.poll() is None
+            process.send(signal.SIGKILL)
+            if process.wait() == -signal.SIGKILL and running:
+                kills, lost = kills + 1, lost + 16 * processes  # --corpus_chunk_size
+                continue
         assert process.wait() == 0, process.read("stderr")[-2000:]
         assert results(folder / "out") == expected(processes)
-        number, ends = number + 1, ends + 1
-    launch(EVALUATOR, *evaluator_flags(beir, bert, folder), processes=processes)
-    assert results(folder / "out") == expected(processes)
+        assert 353 <= log.stat().st_size <= 353 + lost
+        os.truncate(log, 0)
+        lost, ends = 0, ends + 1
     launched = "1 process" if processes == 1 else "2 processes"
-    report(f"SIGKILL of `eval_incremental.py`, {launched}", kills, f"the same run and measures, all {ends + 1} times")
+    report(f"SIGKILL of `eval_incremental.py`, {launched}", kills, f"the same run and measures, all {ends} times")
 
 
 def test_two_evaluators_on_one_cache(expected, tmp_path, report, beir, bert):

@@ -1,5 +1,6 @@
 """Checkpoints, corpora and model folders are read as data: no code in them is run, and nothing is downloaded."""
 
+import importlib
 import json
 import os
 import pickle
@@ -145,16 +146,18 @@ def test_pickles_in_a_checkpoint(tmp_path, bert, data, report, script):
     report(f"pickles planted in checkpoints, `{script}.py`", 7, "none was loaded")
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".arrow", ".jsonl", ".csv", ".txt", ".jsonl.gz"])
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_pickle_as_a_corpus(tmp_path, bert, report, script, suffix):
-    file = tmp_path / f"rows{suffix}"
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow", ".jsonl", ".csv", ".txt", ".jsonl.gz", ".jsonl.zst"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_pickle_as_a_corpus(tmp_path, bert, report, name, suffix):
+    """Mapped and streaming, it is refused in one line that names it, as any file is that lacks its suffix' format."""
+    script, file = importlib.import_module(name), tmp_path / f"rows{suffix}"
     file.write_bytes(pickle.dumps(Payload(tmp_path / "executed")))
-    done = launch(ROOT / f"{script}.py", *flags_of(script, bert, file, tmp_path), check=False)
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 1 and last.startswith("error: ") and f"{file}: " in last, last
+    for way in ([], ["--streaming"]):
+        with pytest.raises(script.UserError, match=re.escape(f"{file}: ")) as error:
+            script.main(script.parse_args([*map(str, flags_of(name, bert, file, tmp_path)), *way]))
+        assert "\n" not in str(error.value)
     assert not (tmp_path / "executed").exists()
-    report(f"a pickle as a corpus, `{script}.py`, six formats", 1, "one-line error")
+    report(f"a pickle as a corpus, `{name}.py`, seven formats", 2, "one-line error")
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root for a network namespace")
