@@ -39,7 +39,8 @@ def write_beir(folder, rows):
 
 @pytest.fixture(scope="module")
 def collections(tmp_path_factory, rows):
-    """[(BEIR folder, run file)]; in the second run, queries have fewer documents than are reranked."""
+    """[(BEIR folder, run file)]; in the second run, queries have fewer documents than are reranked. A document is
+    listed twice for most queries."""
     folder, rng, found = tmp_path_factory.mktemp("beir"), random.Random(0), []
     for name, first, depth in (("one", 0, 15), ("two", 100, 5)):
         write_beir(folder / name, rows[first : first + 60])
@@ -50,6 +51,7 @@ def collections(tmp_path_factory, rows):
             right = f"0{query}"
             if query.isdigit() and right not in documents:
                 documents[int(query) % depth] = right
+            documents += documents[int(query) % depth :][:1] if query.isdigit() else []  # counts once
             lines += [f"{query} Q0 {document} 1 {-place / 4} tag\n" for place, document in enumerate(documents)]
         rng.shuffle(lines)
         (folder / f"{name}.trec").write_text("".join(lines))

@@ -401,6 +401,16 @@ def test_inconsistent_ids_are_reported(evaluate, beir, tmp_path, capsys):
     assert len(read_run(tmp_path / "out/run.trec")["q0"]) == 295  # an id occurs once
 
 
+def test_empty_documents_are_counted_once_for_two_models(evaluate, bert, tmp_path, capsys):
+    write_jsonl(tmp_path / "c.jsonl", [{"_id": "a", "text": "one"}, {"_id": "b", "text": " "}])
+    write_jsonl(tmp_path / "q.jsonl", [{"_id": "q", "text": "two"}])
+    (tmp_path / "qrels.tsv").write_text("q\ta\t1\n")
+    shutil.copytree(bert, tmp_path / "other")
+    flags = ["--corpus", tmp_path / "c.jsonl", "--queries", tmp_path / "q.jsonl", "--qrels", tmp_path / "qrels.tsv"]
+    evaluate(*flags, "--model_name_or_path", bert, tmp_path / "other")
+    assert re.findall(r"(\d+) documents are empty", capsys.readouterr().err) == ["1"]
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
@@ -441,7 +451,8 @@ def test_one_line_errors(evaluate, beir, bert, reranker, tmp_path, flags, messag
         (["--metrics", "AP", "RBP(p=0.8)"], "--metrics RBP(p=0.8): "),
         (["--beri", "x"], "--beri"),
         (["--beir", "x", "--top_k", "5", "--beir", "y"], "--beir: given twice; list all values after one flag"),
-        (["--metrics", "R@1000"], "--metrics R@1000: deeper than --top_k 100"),
+        (["--metrics", "R@1000"], "--metrics R@1000: deeper than --top_k 100"),  # but not for --run alone
+        (["--run", "x", "--model_name_or_path", "y", "--metrics", "R@1000"], "R@1000: deeper than --top_k 100"),
         (["--top_k", "0"], "--top_k 0: must be finite, and above 0"),
         (["--queries", "q.jsonl", "--qrels", "r.tsv"], "--queries, --qrels: require --corpus"),
         (["--corpus", "c.jsonl"], "--corpus: requires --queries and --qrels"),

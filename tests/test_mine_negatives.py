@@ -174,7 +174,7 @@ def test_positives_without_a_score(small, tmp_path, capsys):
     assert [row["scores"] for row in rows] == [[13, 12, 11]]
 
 
-def test_both_trainers_read_the_rows(embedded, beir, bert, tmp_path):
+def test_both_trainers_read_the_rows(embedded, beir, bert, tmp_path, capsys):
     import train_bi_encoder
     import train_cross_encoder
 
@@ -186,6 +186,8 @@ def test_both_trainers_read_the_rows(embedded, beir, bert, tmp_path):
         (train_cross_encoder, ["--allow_fewer"], ["--columns", "query", "documents", "--label_column", "labels"]),
     ):
         mine(tmp_path, *flags, *extra)
+        shown = "query documents" if extra else "query positive negative_1 ..."
+        assert capsys.readouterr().out.endswith(f"to train on them: --columns {shown}\n")
         words = ["--model_name_or_path", bert, "--train_data", tmp_path / "rows/mined.jsonl", "--eval_rows", 8,
                  "--batch_size", 16, "--max_steps", 2, "--output_dir", tmp_path / trainer.__name__]  # fmt: skip
         trainer.main(trainer.parse_args([*map(str, words), *columns]))
