@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -64,6 +65,15 @@ def weights(folder):
 
 
 @pytest.fixture
+def in_an_empty_folder(monkeypatch, tmp_path):
+    """Run in an empty folder; restore the SIGTERM handler, which a trainer's main() replaces."""
+    monkeypatch.chdir(tmp_path)
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture
 def report(record_property):
     """report(test, times, result) adds a row to the table of `make chaos`."""
     return lambda test, times, result: record_property(test, (times, result))
@@ -88,6 +98,15 @@ def launch(script, *flags, processes=1, cwd=ROOT, check=True, use_launcher=False
 def metrics(output_dir):
     """Return the records of a run's metrics.jsonl."""
     return [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def read_run(path):
+    """Return {query: {document: score}} of a run file, in its order."""
+    found = {}
+    for line in Path(path).read_text().splitlines():
+        query, _, document, _, score, _ = line.split()
+        found.setdefault(query, {})[document] = float(score)
+    return found
 
 
 def write_jsonl(path, records):

@@ -9,7 +9,6 @@ import os
 import re
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 from dataclasses import asdict
@@ -30,16 +29,7 @@ import train_bi_encoder as script
 
 SCRIPT = ROOT / "train_bi_encoder.py"
 ROWS = [{"a": f"anchor {i} of the corpus", "b": f"positive {i} of the corpus", "score": i / 60} for i in range(60)]
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(monkeypatch, tmp_path):
-    """Run in an empty folder; restore the SIGTERM handler, which a trainer's main() replaces."""
-    monkeypatch.chdir(tmp_path)
-    torch.set_num_threads(1)
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -25,15 +24,7 @@ from transformers import AutoTokenizer
 import train_cross_encoder as script
 
 SCRIPT = ROOT / "train_cross_encoder.py"
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(monkeypatch, tmp_path):
-    """Run in an empty folder; restore the SIGTERM handler, which a trainer's main() replaces."""
-    monkeypatch.chdir(tmp_path)
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 def parse(*flags):

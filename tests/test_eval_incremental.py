@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, count_cached, launch, write_jsonl
+from conftest import ROOT, count_cached, launch, read_run, write_jsonl
 from forked import merge_flags
 
 import eval_incremental as script
@@ -57,14 +57,6 @@ def naive_measures(run, qrels):
         precisions = [sum(g > 0 for g in gains[: i + 1]) / (i + 1) for i, g in enumerate(gains) if g > 0]
         sums["AP"] += sum(precisions) / positive
     return {name: value / len(qrels) for name, value in sums.items()}
-
-
-def read_run(path):
-    run = {}
-    for line in Path(path).read_text().splitlines():
-        query, _, document, _, score, _ = line.split()
-        run.setdefault(query, {})[document] = float(score)
-    return run
 
 
 def read_qrels(path):

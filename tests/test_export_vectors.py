@@ -12,9 +12,9 @@ from operator import itemgetter
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, count_cached, launch, write_jsonl
+from conftest import ROOT, count_cached, launch, read_run, write_jsonl
 from forked import Forked, merge_flags
-from test_eval_incremental import COUNTING_DRIVER, SCRIPT, read_run
+from test_eval_incremental import COUNTING_DRIVER, SCRIPT
 
 import eval_incremental as script
 

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import signal
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -17,14 +16,10 @@ BOTH = pytest.mark.parametrize("name", TRAINERS)
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch, tmp_path):
-    """Use blocks of 4 rows, so that 40 rows make several windows; restore the SIGTERM handler, which main() sets."""
+def small_blocks(monkeypatch, in_an_empty_folder):
+    """Use blocks of 4 rows, so that 40 rows make several windows."""
     for name in TRAINERS:
         monkeypatch.setattr(importlib.import_module(name), "BLOCK", 4)
-    monkeypatch.chdir(tmp_path)
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
 
 
 # ------------------------------------------------------------------------------------------------------------ draws

@@ -4,7 +4,6 @@ import gzip
 import json
 import resource
 import runpy
-import signal
 import sys
 
 import numpy as np
@@ -14,15 +13,7 @@ from conftest import ROOT, metrics, write_jsonl
 import mine_negatives as script
 
 NAMES = "queries.jsonl", "corpus.jsonl"
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(monkeypatch, tmp_path):
-    """Run in an empty folder; restore the SIGTERM handler, which a trainer's main() replaces."""
-    monkeypatch.chdir(tmp_path)
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 def read(path):

@@ -4,20 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from conftest import ROOT, launch, write_jsonl
+from conftest import ROOT, launch, read_run, write_jsonl
 from test_eval_incremental import read_qrels
 
 SCRIPT = ROOT / "eval_incremental.py"
 LEFT_OUT = "queries share their id with a document, which is left out"
-
-
-def read_run(path):
-    """Return {query: {document: score}} of a run file, in its order."""
-    found = {}
-    for line in path.read_text().splitlines():
-        query, _, document, _, score, _ = line.split()
-        found.setdefault(query, {})[document] = float(score)
-    return found
 
 
 def write_collection(folder, texts, judgments):

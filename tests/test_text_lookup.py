@@ -20,15 +20,7 @@ from forked import Forked
 import train_bi_encoder as script
 
 COLUMNS = ["_id", "title", "text"]
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(monkeypatch, tmp_path):
-    """Run in an empty folder; restore the SIGTERM handler, which a trainer's main() replaces."""
-    monkeypatch.chdir(tmp_path)
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 @pytest.fixture(scope="module")
