@@ -27,6 +27,7 @@ chaos: .venv/installed-dev
 
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
+	@echo "installing packages (2 GB); this takes some minutes"
 	$(BIN)/pip install --quiet -r requirements.txt
 	touch $@
 

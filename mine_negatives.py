@@ -179,8 +179,8 @@ def as_texts(column, name, ids=False):
     """Return a column of texts, or of `ids`, as large_string; null where there is none."""
     kind = column.type  # JSON is what `datasets` makes of a column of several types
     if pa.types.is_nested(kind) or isinstance(kind, pa.JsonType) or (pa.types.is_primitive(kind) and not ids):
-        raise UserError(f"column {name!r} holds {kind}, not texts: set --label_column {name} or --columns, or rewrite "
-                        "it by prepare_corpus.py")  # fmt: skip
+        raise UserError(f"column {name!r} holds {kind}, not texts: name the texts by --columns or the labels by "
+                        "--label_column, or rewrite it by prepare_corpus.py")  # fmt: skip
     return column.cast(pa.large_string())
 
 
@@ -338,7 +338,8 @@ def main(args):
         raise UserError(f"--output {args.output}: not written: no row is left; check the ids and --split")
     write_rows(rows, queries, texts, args)
     print(f"{len(rows):,} rows of {rows['query'].nunique():,} queries are in {args.output}")
-    print("to train on them: --columns query", "documents" if args.allow_fewer else "positive negative_1 ...")
+    names = ["positive", *(f"negative_{number + 1}" for number in range(args.num_negatives))]
+    print("to train on them: --columns query", *(["documents"] if args.allow_fewer else names))
 
 
 if __name__ == "__main__":

@@ -518,7 +518,7 @@ def length_report(args, folder):
     (folder / "lengths.json").write_text(json.dumps(report, indent=1) + "\n")
     print(columns.fillna(0).round().astype(int).to_string(), end="\n\n")
     print(costs.to_string(formatters={"padding": "{:.1%}".format, "passes": "{:,.0f}".format}) + "\n")
-    print(f"try: --max_length {longest} --micro_batch_tokens {budget} (CPU: at most 2048); see {folder}/lengths.png")
+    print(f"try --max_length {longest} and, on a GPU, --micro_batch_tokens {budget}; see {folder}/lengths.png")
     figure = Figure(figsize=(13, 4), layout="constrained")
     axes = figure.subplots(1, 2)
     for name, values in lengths.items():
@@ -548,7 +548,7 @@ def parse_args(argv):
     option("--rows_per_shard", type=int, default=1_000_000, help="maximum rows per file")
     option("--make_models", action="store_true", help="also save untrained models with tokenizers trained on SOURCE")
     option("--ir_dataset", metavar="NAME", help="collection of ir_datasets to convert, such as beir/scifact")
-    option("--length_report", action="store_true", help="count the tokens of SOURCE instead of converting it")
+    option("--length_report", action="store_true", help="write token counts of SOURCE; convert nothing")
     option("--model_name_or_path", metavar="M", help="Hub id or folder whose tokenizer --length_report uses")
     option("--max_length", type=int, metavar="N", help="tokens a text is truncated to (default: the tokenizer's own)")
     option("--sample", type=int, default=100_000, metavar="N", help="random rows that --length_report reads")

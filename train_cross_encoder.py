@@ -380,8 +380,8 @@ def as_texts(column, name, ids=False):
     """Return a column of texts, or of `ids`, as large_string; null where there is none."""
     kind = column.type  # JSON is what `datasets` makes of a column of several types
     if pa.types.is_nested(kind) or isinstance(kind, pa.JsonType) or (pa.types.is_primitive(kind) and not ids):
-        raise UserError(f"column {name!r} holds {kind}, not texts: set --label_column {name} or --columns, or rewrite "
-                        "it by prepare_corpus.py")  # fmt: skip
+        raise UserError(f"column {name!r} holds {kind}, not texts: name the texts by --columns or the labels by "
+                        "--label_column, or rewrite it by prepare_corpus.py")  # fmt: skip
     return column.cast(pa.large_string())
 
 
@@ -1395,8 +1395,9 @@ def main(args):
     terminated = []
     signal.signal(signal.SIGTERM, lambda *_: terminated.append(True))
     rows = "streamed" if args.streaming else f"{sum(map(len, data.sources)):,}"
-    accelerator.print(f"{parameters:,} parameters, {rows} rows, {held_out:,} held out; step {progress.step:,} of "
-                      f"{steps:,}, {accumulation} x {args.batch_size:,} rows on {processes} x {device}")  # fmt: skip
+    accelerator.print(f"{rows} rows of {', '.join(args.columns)}; {held_out:,} held out; {parameters:,} parameters")
+    accelerator.print(f"step {progress.step:,} of {steps:,}: {accumulation} x {args.batch_size:,} rows on "
+                      f"{processes} x {device}")  # fmt: skip
 
     def log(record):
         """Append the record of a step to metrics.jsonl and the trackers."""

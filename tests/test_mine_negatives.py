@@ -177,7 +177,7 @@ def test_both_trainers_read_the_rows(embedded, beir, bert, tmp_path, capsys):
         (train_cross_encoder, ["--allow_fewer"], ["--columns", "query", "documents", "--label_column", "labels"]),
     ):
         mine(tmp_path, *flags, *extra)
-        shown = "query documents" if extra else "query positive negative_1 ..."
+        shown = "query documents" if extra else "query positive negative_1 negative_2"
         assert capsys.readouterr().out.endswith(f"to train on them: --columns {shown}\n")
         words = ["--model_name_or_path", bert, "--train_data", tmp_path / "rows/mined.jsonl", "--eval_rows", 8,
                  "--batch_size", 16, "--max_steps", 2, "--output_dir", tmp_path / trainer.__name__]  # fmt: skip
