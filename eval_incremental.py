@@ -272,8 +272,8 @@ def as_texts(column, name, ids=False):
     """Return a column of texts, or of `ids`, as large_string; null where there is none."""
     kind = column.type  # JSON is what `datasets` makes of a column of several types
     if pa.types.is_nested(kind) or isinstance(kind, pa.JsonType) or (pa.types.is_primitive(kind) and not ids):
-        raise UserError(f"column {name!r} holds {kind}, not texts: name the texts by --columns, set "
-                        f"--label_column {name}, or rewrite it by prepare_corpus.py")  # fmt: skip
+        raise UserError(f"column {name!r} holds {kind}, not texts: choose other columns, rewrite it by "
+                        f"prepare_corpus.py or, to train on it, set --label_column {name}")  # fmt: skip
     return column.cast(pa.large_string())
 
 
@@ -325,7 +325,7 @@ class TextReader:
                 texts = pc.utf8_trim_whitespace(texts)
                 self.empty += pc.sum(pc.equal(texts, "")).as_py()
                 texts = pc.binary_join_element_wise(prefix, texts, empty).combine_chunks()
-                table = table.append_column("#", pa.array(range(first, first + len(table))))  # an id
+                table = table.append_column("#", pa.array(range(first, first + len(table))))  # row numbers, as ids
                 ids = as_texts(table[self.id_column], self.id_column, ids=True).combine_chunks()
                 if (row := pc.index(pc.fill_null(ids, ""), "").as_py()) >= 0:
                     raise UserError(f"row {first + row}, counted from 0, has no id in column {self.id_column!r}")
@@ -770,10 +770,12 @@ class CachedEncoder:
         self.path, self.accelerator, self.meter, self.bar = path, accelerator, Counter(), tqdm(disable=True)
         self.process, self.processes = accelerator.process_index, accelerator.num_processes
         with self.clock("load"):
-            shape = self.load(args)  # (dimensions, dtype) of the cached vectors
+            *shape, length = self.load(args)  # dimensions and dtype of the cached vectors, --max_length
             self.fingerprint = model_fingerprint(self.model, accelerator.mixed_precision, shape[1])
             self.model.to(accelerator.device)
-        self.longest = 6 * (self.model.max_seq_length or math.inf)  # characters: max_seq_length tokens, or nearly
+        length = length or self.model.max_seq_length or math.inf
+        self.max_length = None if length == math.inf else length  # tokens; None: not truncated
+        self.longest = 6 * length  # characters: `length` tokens, or nearly
         default = 4096 if accelerator.device.type == "cpu" else 16_384
         default = 2**20 if isinstance(self.model.tokenizer, Tokenizer) else default
         self.max_tokens = args.micro_batch_tokens or default
@@ -782,7 +784,7 @@ class CachedEncoder:
 
     def load(self, args):
         self.model, self.dims, self.prompts = load_bi_encoder(self.path, args)
-        return self.model.get_embedding_dimension(), args.cache_dtype
+        return self.model.get_embedding_dimension(), args.cache_dtype, args.max_length
 
     @contextmanager
     def clock(self, stage):
@@ -877,7 +879,7 @@ class CachedEncoder:
         total, new, padded = meter["total"], meter["new"], meter["padded"]
         return {
             "fingerprint": self.fingerprint,
-            "max_length": None if self.model.max_seq_length == math.inf else self.model.max_seq_length,
+            "max_length": self.max_length,
             self.unit: {"total": total, self.verb: new, "cached": total - new},
             "padding_fraction": 1 - meter["tokens"] / padded if padded else 0.0,
             "seconds": {name: round(value / self.processes, 4) for name, value in seconds.items()},
@@ -892,7 +894,7 @@ class CachedScorer(CachedEncoder):
 
     def load(self, args):
         self.model = load_cross_encoder(self.path, args)
-        return 1, "float32"
+        return 1, "float32", args.rerank_max_length
 
     def micro_batches(self, pairs):
         pairs = list(zip(*(part.to_pylist() for part in pairs.flatten())))
@@ -1111,10 +1113,9 @@ def bm25_run(collection, args):
 def export_vectors(encoder, collection, args, accelerator):
     """Write a Parquet shard of (_id, vector) for each chunk, and at the end _vectors.json, which describes them. The
     underscore hides it from readers of Parquet folders. A killed export starts again, with cached vectors."""
-    folder, corpus, model = Path(args.export_vectors), collection.corpus, encoder.model
-    length, similarity = args.max_length or model.max_seq_length, model.similarity_fn_name
+    folder, corpus, similarity = Path(args.export_vectors), collection.corpus, encoder.model.similarity_fn_name
     metadata = {"model": encoder.path, "fingerprint": encoder.fingerprint, "query_prompt": encoder.prompts[0],
-                "document_prompt": encoder.prompts[1], "max_length": None if length == math.inf else length,
+                "document_prompt": encoder.prompts[1], "max_length": encoder.max_length,
                 "dimensions": encoder.dims or encoder.cache.dimensions, "dtype": "float32", "similarity": similarity,
                 "normalized": similarity == "cosine", "corpus": args.corpus or args.pairs or args.beir,
                 "columns": [corpus.id_column, *corpus.text_columns]}  # fmt: skip

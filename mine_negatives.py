@@ -179,8 +179,8 @@ def as_texts(column, name, ids=False):
     """Return a column of texts, or of `ids`, as large_string; null where there is none."""
     kind = column.type  # JSON is what `datasets` makes of a column of several types
     if pa.types.is_nested(kind) or isinstance(kind, pa.JsonType) or (pa.types.is_primitive(kind) and not ids):
-        raise UserError(f"column {name!r} holds {kind}, not texts: name the texts by --columns, set "
-                        f"--label_column {name}, or rewrite it by prepare_corpus.py")  # fmt: skip
+        raise UserError(f"column {name!r} holds {kind}, not texts: choose other columns, rewrite it by "
+                        f"prepare_corpus.py or, to train on it, set --label_column {name}")  # fmt: skip
     return column.cast(pa.large_string())
 
 

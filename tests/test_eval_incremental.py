@@ -403,6 +403,13 @@ def test_empty_documents_are_counted_once_for_two_models(evaluate, bert, tmp_pat
     assert re.findall(r"(\d+) documents are empty", capsys.readouterr().err) == ["1"]
 
 
+@pytest.mark.parametrize("flags, expected", [([], [None, 128]), (["--max_length", 20], [20, 20])])
+def test_reported_length(evaluate, beir, static, bert, flags, expected):
+    """A static model truncates, too, but only if --max_length is set."""
+    found = [evaluate("--beir", beir, "--model_name_or_path", model, *flags)["max_length"] for model in (static, bert)]
+    assert found == expected
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
