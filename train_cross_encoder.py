@@ -162,7 +162,7 @@ class Args:
     grad_cache: bool = flag(False, "run each forward pass twice, to hold the activations of one micro-batch only")
     gradient_checkpointing: bool = flag(False, "recompute each layer's activations in backward; for long texts")
     loss: Loss | None = flag(None, "None: bce if a row has one label, else listwise_ce over the documents of a query")
-    loss_kwargs: str = flag("{}", "JSON of its arguments: lambdaloss: k, sigma, mu; ranknet: sigma; kl: temperature")
+    loss_kwargs: str = flag("{}", "JSON; bce: pos_weight; lambdaloss: k, sigma, mu; ranknet: sigma; kl: temperature")
     # schedule
     learning_rate: float = flag(2e-5, "peak learning rate")
     weight_decay: float = flag(0.01, "weight decay of matrices; biases and norms have none")
@@ -963,7 +963,13 @@ def kl(scores, labels, mask, temperature=1.0):
     return F.kl_div(*logs, reduction="sum", log_target=True) * temperature**2 / len(scores)
 
 
-MEANS_OVER_PAIRS = {"bce": F.binary_cross_entropy_with_logits, "mse": F.mse_loss}  # of (logits, labels), (N,) each
+def bce(logits, labels, pos_weight=None):
+    """Return the binary cross-entropy, mean over pairs. `pos_weight`: factor of the loss of positives, a number."""
+    weight = pos_weight and logits.new_full((), pos_weight)
+    return F.binary_cross_entropy_with_logits(logits, labels, pos_weight=weight)
+
+
+MEANS_OVER_PAIRS = {"bce": bce, "mse": F.mse_loss}  # of (logits, labels), (N,) each
 LOSSES = {"listwise_ce": listwise_ce, "ranknet": ranknet, "lambdaloss": lambdaloss, "margin_mse": margin_mse, "kl": kl}
 
 
@@ -977,7 +983,7 @@ def make_loss(args):
                 args.loss = "bce"  # one label a row
     loss = (MEANS_OVER_PAIRS | LOSSES)[args.loss]
     with user_errors(f"--loss_kwargs of {args.loss}"):
-        inspect.signature(loss).bind(None, None, None, **args.loss_kwargs)
+        inspect.signature(loss).bind(None, None, *[None] * (args.loss in LOSSES), **args.loss_kwargs)
     return partial(loss, **args.loss_kwargs)
 
 

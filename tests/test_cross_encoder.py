@@ -69,9 +69,9 @@ def sigmoid(score):
     return 1 / (1 + math.exp(-score))
 
 
-def naive_bce(logits, labels):
+def naive_bce(logits, labels, pos_weight=1):
     pairs = zip(logits.tolist(), labels.tolist())
-    return mean([-(y * math.log(sigmoid(s)) + (1 - y) * math.log(1 - sigmoid(s))) for s, y in pairs])
+    return mean([-(pos_weight * y * math.log(sigmoid(s)) + (1 - y) * math.log(1 - sigmoid(s))) for s, y in pairs])
 
 
 def naive_mse(logits, labels):
@@ -125,7 +125,8 @@ def naive_kl(logits, labels, temperature=1):
 
 
 NAIVE = [
-    (naive_bce, {}), (naive_mse, {}), (naive_listwise_ce, {}), (naive_ranknet, {}), (naive_ranknet, {"sigma": 0.5}),
+    (naive_bce, {}), (naive_bce, {"pos_weight": 5}),
+    (naive_mse, {}), (naive_listwise_ce, {}), (naive_ranknet, {}), (naive_ranknet, {"sigma": 0.5}),
     (naive_lambdaloss, {}), (naive_lambdaloss, {"k": 2, "mu": 3}), (naive_margin_mse, {}), (naive_kl, {}),
     (naive_kl, {"temperature": 2}),
 ]  # fmt: skip
