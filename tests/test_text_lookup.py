@@ -163,7 +163,7 @@ def test_a_killed_builder_leaves_no_index_and_two_at_once_build_one(tmp_path):
 # --------------------------------------------------------------------------------------------------------- training
 
 
-@pytest.mark.parametrize("name, suffix", zip([*TRAINERS, TRAINERS[0]], [".jsonl", ".parquet", ".tsv.gz"]))
+@pytest.mark.parametrize("name, suffix", list(zip([*TRAINERS, TRAINERS[0]], [".jsonl", ".parquet", ".tsv.gz"])))
 def test_ids_train_as_their_texts_do(short, bert, tmp_path, name, suffix):
     """Losses and weights are bit-identical; the documents of the cross-encoder are lists of ids."""
     trainer = importlib.import_module(name)
