@@ -1448,7 +1448,7 @@ def main(args):
         # one optimizer step
         started, loss = time.perf_counter(), 0.0
         for group in optimizer.param_groups:  # so that the first step of a warmup is not at 0
-            group["lr"] = args.learning_rate * schedule(progress.step + (progress.step < warmup))
+            group["lr"] = group["initial_lr"] * schedule(progress.step + (progress.step < warmup))
         for number in range(accumulation):
             requested = time.perf_counter()
             try:

@@ -285,6 +285,28 @@ def test_accumulated_batches_equal_a_larger_batch(name, loss, rows, bert, tmp_pa
 
 
 @pytest.mark.parametrize("name", TRAINERS)
+def test_a_parameter_group_keeps_its_own_learning_rate(name, corpus, bert, tmp_path, monkeypatch):
+    """Half the rate for matrices, and none for biases and norms, also after a resume; the schedule multiplies both."""
+    script, rates, adamw = importlib.import_module(name), [], torch.optim.AdamW
+
+    def edited(groups, lr, fused):
+        optimizer = adamw([{**groups[0], "lr": lr / 2}, {**groups[1], "lr": 0.0}], lr=lr, fused=fused)
+        optimizer.register_step_pre_hook(lambda *_: rates.append([group["lr"] for group in optimizer.param_groups]))
+        return optimizer
+
+    monkeypatch.setattr(torch.optim, "AdamW", edited)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    flags = flags_for(name, corpus, bert, tmp_path, "--save_steps", 3, "--warmup_ratio", 0.5)
+    script.main(script.parse_args(merge_flags(flags)))
+    for folder in ("checkpoints/step_00000006", "model"):
+        shutil.rmtree(tmp_path / folder)
+    script.main(script.parse_args(merge_flags([*flags, "--resume"])))
+    expected = [[0.005 * factor, 0.0] for factor in (1 / 3, 2 / 3, 1, 1, 2 / 3, 1 / 3)]
+    steps = [pair for pair in rates if pair != [0.0, 0.0]]  # torch's loading of an optimizer's state steps at 0
+    assert np.allclose(steps, expected + expected[3:])
+
+
+@pytest.mark.parametrize("name", TRAINERS)
 def test_an_optimizer_without_state(name, corpus, bert, tmp_path, monkeypatch):
     """Plain SGD instead of AdamW: a resumed run gives the weights of one that was not stopped."""
     script = importlib.import_module(name)
