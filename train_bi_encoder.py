@@ -1116,7 +1116,8 @@ def search(queries, documents, eval_set):
     query's own id is left out, as in BEIR; of equal scores the earlier document ranks first."""
     ids = np.array(list(eval_set.queries)), np.array(list(eval_set.documents))
     scores = (part @ documents.T for part in queries.split(max(1, MAX_SCORES // len(documents))))
-    best = torch.cat([part.argsort(dim=1, descending=True, stable=True)[:, :11] for part in scores]).cpu().numpy()
+    depth = 1 + max(measure.params.get("cutoff", len(documents)) for measure in RANKING.values())
+    best = torch.cat([part.argsort(dim=1, descending=True, stable=True)[:, :depth] for part in scores]).cpu().numpy()
     run = pd.DataFrame({"query_id": ids[0].repeat(best.shape[1]), "doc_id": ids[1][best.ravel()]})
     run = run[run["query_id"] != run["doc_id"]]
     found = ir_measures.calc_aggregate(RANKING.values(), eval_set.qrels, run.assign(score=-np.arange(len(run))))

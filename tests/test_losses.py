@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import ir_measures
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 import scipy.stats
@@ -213,6 +214,20 @@ def test_held_out_measures_equal_those_of_libraries(kind, rows, request, monkeyp
     negatives = [[*pair, "a hard negative"] for pair in columns["documents"]]  # the label is of the first document
     table = pa.table(columns | {"documents": negatives})
     assert evaluate(script.held_out_set(table, True)) == pytest.approx(expected, abs=3e-3)
+
+
+def test_search_ranks_as_deep_as_the_measures_ask(monkeypatch):
+    """Edited measures, with a cutoff of 40, are those of the whole ranking; the query's own id is left out of it."""
+    queries, documents = torch.randn(5, 8), torch.randn(60, 8)
+    names = [f"d{i}" for i in range(60)]
+    qrels = pd.DataFrame({"query_id": names[:5], "doc_id": names[20:25], "relevance": 1})
+    eval_set = script.EvalSet(dict.fromkeys(names[:5]), dict.fromkeys(names), qrels)
+    run = {name: {other: score for other, score in zip(names, row) if other != name}
+           for name, row in zip(names, (queries @ documents.T).tolist())}  # fmt: skip
+    for measure in (ir_measures.R @ 40, ir_measures.nDCG):
+        monkeypatch.setattr(script, "RANKING", {"own": measure})
+        found = script.search(queries, documents, eval_set)
+        assert found == pytest.approx({"own": ir_measures.calc_aggregate([measure], qrels, run)[measure]})
 
 
 def test_matryoshka_is_the_sum_over_truncated_embeddings():
