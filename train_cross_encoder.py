@@ -1447,6 +1447,7 @@ def main(args):
     while not finished and not stopping:
         # one optimizer step
         started, loss = time.perf_counter(), 0.0
+        tables = []  # rows of this step
         for group in optimizer.param_groups:  # so that the first step of a warmup is not at 0
             group["lr"] = group["initial_lr"] * schedule(progress.step + (progress.step < warmup))
         for number in range(accumulation):
@@ -1457,6 +1458,7 @@ def main(args):
                 save() if is_main and not sharded and progress.step else None
                 raise
             meter["waited"] += time.perf_counter() - requested
+            tables.append(batch.rows)
             sync, seed = number == accumulation - 1, [args.seed, progress.step, number]
             loss = loss + forward_backward(model, batch, loss_fn, seed, sync, args, accelerator) / accumulation
             meter.update(rows=len(batch.rows), tokens=batch.local.tokens, padded=batch.local.padded)
@@ -1466,7 +1468,8 @@ def main(args):
         sums = accelerator.reduce(torch.stack([loss, torch.full_like(loss, len(terminated))]))
         loss, stopping, norm = torch.stack([*sums, norm]).tolist()  # stopping: SIGTERM on any process, hence on all
         if not math.isfinite(loss) or not (math.isfinite(norm) or accelerator.scaler):
-            (output / "nonfinite_batch.json").write_text(json.dumps(batch.rows.to_pylist(), indent=1))
+            read = pa.concat_tables(tables).to_pylist()
+            (output / "nonfinite_batch.json").write_text(json.dumps(read, indent=1))
             raise UserError(f"step {progress.step + 1}: loss {loss}, gradient norm {norm}: fix the rows (they are in "
                             f"{output}/nonfinite_batch.json) or lower --learning_rate, then --resume")  # fmt: skip
         optimizer.step()

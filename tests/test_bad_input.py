@@ -629,6 +629,18 @@ def test_loss_that_turns_nan_keeps_the_last_good_checkpoint(flags, refusal, monk
     assert newest() == 2 and not os.path.exists("out/model")
 
 
+@pytest.mark.parametrize("name", TRAINERS)
+def test_all_accumulated_batches_of_a_step_that_turns_nan_are_written(flags, name, reranker, monkeypatch):
+    trainer = importlib.import_module(name)
+    monkeypatch.setattr(trainer, "forward_backward", lambda *_: torch.tensor(math.nan))
+    more = ["--train_data", jsonl("x.jsonl"), "--gradient_accumulation_steps", 4, "--batch_size", 13]
+    more += ["--model_name_or_path", reranker] if trainer is not script else []
+    with pytest.raises(trainer.UserError, match="nonfinite_batch.json"):
+        trainer.main(trainer.parse_args(merge_flags([*flags, *more])))
+    written = [row["query"] for row in json.loads(Path("out/nonfinite_batch.json").read_text())]
+    assert sorted(written) == sorted(row["a"] for row in ROWS[8:])  # 4 x 13 rows
+
+
 def test_weights_that_overflow_never_reach_a_checkpoint(flags, bert, refusal):
     """At a learning rate of 1e38, resumed from a good checkpoint, weights overflow while the loss is still finite."""
     given = [*flags, "--model_name_or_path", bert, "--train_data", jsonl("x.jsonl"), "--warmup_ratio", 0]
