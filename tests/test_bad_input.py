@@ -593,6 +593,16 @@ def test_leftovers_of_a_killed_run_are_removed(finished):
     assert checkpoints() == ["step_00000004", "step_00000005"]
 
 
+@pytest.mark.parametrize("text", [b'{"step": 4, "note": "caf\xe9"}', b'{"step": 4', b""])
+def test_a_state_that_is_not_json_is_a_damaged_checkpoint(finished, capsys, text):
+    """Although its checksum is right, as that of a file that was edited and signed again."""
+    path = Path("out/checkpoints/step_00000004")
+    (path / "state.json").write_bytes(text)
+    (path / "SHA256SUMS").write_text(script.checksums(path))
+    assert script.newest_checkpoint(path.parent)[1]["step"] == 2
+    assert "step_00000004: skipped, it is damaged" in capsys.readouterr().err
+
+
 def test_resume_is_refused_if_no_checkpoint_is_intact(finished, refusal):
     """The run must not start anew and overwrite checkpoints that might be repaired."""
     for path in Path("out/checkpoints").iterdir():
