@@ -270,10 +270,15 @@ def open_files(files, streaming=True):
 
 def as_texts(column, name, ids=False):
     """Return a column of texts, or of `ids`, as large_string; null where there is none."""
-    kind = column.type  # JSON is what `datasets` makes of a column of several types
-    if pa.types.is_nested(kind) or isinstance(kind, pa.JsonType) or (pa.types.is_primitive(kind) and not ids):
-        raise UserError(f"column {name!r} holds {kind}, not texts: choose other columns, rewrite it by "
-                        f"prepare_corpus.py or, to train on it, set --label_column {name}")  # fmt: skip
+    kind, advice = column.type, None
+    if isinstance(kind, pa.JsonType):  # what `datasets` makes of a column of several types
+        advice = "rewrite it by prepare_corpus.py"
+    elif pa.types.is_nested(kind):
+        advice = "write its texts as a column of their own; Dataset.flatten() of `datasets` does so for structs"
+    elif pa.types.is_primitive(kind) and not ids:
+        advice = f"choose other columns or, to train on it, set --label_column {name}"
+    if advice:
+        raise UserError(f"column {name!r} holds {str(kind)[:100]}, not texts: {advice}")
     return column.cast(pa.large_string())
 
 

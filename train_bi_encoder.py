@@ -369,10 +369,15 @@ class Source:
 
 def as_texts(column, name, ids=False):
     """Return a column of texts, or of `ids`, as large_string; null where there is none."""
-    kind = column.type  # JSON is what `datasets` makes of a column of several types
-    if pa.types.is_nested(kind) or isinstance(kind, pa.JsonType) or (pa.types.is_primitive(kind) and not ids):
-        raise UserError(f"column {name!r} holds {kind}, not texts: choose other columns, rewrite it by "
-                        f"prepare_corpus.py or, to train on it, set --label_column {name}")  # fmt: skip
+    kind, advice = column.type, None
+    if isinstance(kind, pa.JsonType):  # what `datasets` makes of a column of several types
+        advice = "rewrite it by prepare_corpus.py"
+    elif pa.types.is_nested(kind):
+        advice = "write its texts as a column of their own; Dataset.flatten() of `datasets` does so for structs"
+    elif pa.types.is_primitive(kind) and not ids:
+        advice = f"choose other columns or, to train on it, set --label_column {name}"
+    if advice:
+        raise UserError(f"column {name!r} holds {str(kind)[:100]}, not texts: {advice}")
     return column.cast(pa.large_string())
 
 
@@ -417,9 +422,14 @@ def read_groups(table, lookups, args, random):
     names = names if lists or limit is None else names[: 1 + limit]
 
     def read(texts, number):
-        fields = {name: texts.field(name) for name in args.corpus_columns[1:]
-                  if pa.types.is_struct(texts.type) and texts.type.get_field_index(name) >= 0}  # fmt: skip
-        return join_texts(fields) if fields else as_texts(texts, names[number], ids=bool(lookups[1]))
+        if not pa.types.is_struct(texts.type):
+            return as_texts(texts, names[number], ids=bool(lookups[1]))
+        available = [field.name for field in texts.type]
+        fields = {name: texts.field(name) for name in args.corpus_columns[1:] if name in available}
+        if not fields:
+            flags = f"--corpus_columns {args.corpus_columns[0]} {' '.join(available)}"
+            raise UserError(f"column {names[number]!r} holds structs: to read its fields, set {flags}")
+        return join_texts(fields)
 
     documents, rows, numbers = flatten([table[name] for name in names], read)
     kept, counts = np.arange(len(rows)), np.bincount(rows, minlength=n)
@@ -458,12 +468,18 @@ def read_groups(table, lookups, args, random):
 
 def drop_bad_rows(table, problems, original, source, args):
     """Return (Table of the rows without a problem, number of the others); raise UserError for the first of the others
-    unless --on_bad_row is skip. problems: {description: (n,) bool}, null: True. `original`: the rows as read."""
+    unless --on_bad_row is skip. problems: {description: (n,) bool}, null: True. `original`: the rows as read. If most
+    rows have the same problem, the column is wrong: to skip them would leave little or nothing."""
     where = np.stack([pc.fill_null(rows, True).to_numpy(False) for rows in problems.values()])  # (problems, n)
     bad = where.any(0)
     if args.on_bad_row == "error" and bad.any():
         row = int(bad.argmax())
-        problem, values = list(problems)[where[:, row].argmax()], str(original.slice(row, 1).to_pylist()[0])[:200]
+        number = where[:, row].argmax()
+        problem, values = list(problems)[number], str(original.slice(row, 1).to_pylist()[0])[:200]
+        count, rows = where[number].sum(), len(original)
+        if count > max(1, rows / 2):
+            raise UserError(f"{source}: {problem} in {count} of {rows} rows, as in {values}; convert this column to "
+                            "texts (numbers for a label), or choose others: --columns, --label_column")  # fmt: skip
         raise UserError(f"{source}: {problem} in the row {values}; fix the row, or pass --on_bad_row skip")
     return table.filter(pa.array(~bad)) if bad.any() else table, int(bad.sum())
 

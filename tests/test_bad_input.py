@@ -296,6 +296,22 @@ def test_bad_rows_are_refused_or_skipped_and_counted(flags, refusal, capsys, tex
     assert "3 bad rows skipped" in capsys.readouterr().out
 
 
+@both_ways
+@pytest.mark.parametrize("kind", ["texts", "stars", "empty"])
+def test_a_wrong_column(flags, refusal, kind, way):
+    """If most of the first rows are bad, the column is wrong, not the rows: nothing advises to skip them."""
+    rows = [{**row, "label": ["bad", "good"][i % 2], "stars": None if i % 5 else 1.0, "b": row["b"]}
+            for i, row in enumerate(ROWS)]  # fmt: skip
+    rows = [{**row, "b": ""} for row in rows] if kind == "empty" else rows
+    label = {"texts": "label", "stars": "stars", "empty": "score"}[kind]
+    given = ["--train_data", jsonl("x.jsonl", rows), "--label_column", label, "--loss", "CoSENTLoss", *streaming(way)]
+    message = refusal(flags, *given)
+    column = "'b'" if kind == "empty" else f"'{label}'"
+    count = 6 if kind == "stars" else 8
+    assert message.startswith(f"x.jsonl: {column} has ") and f"in {count} of 8 rows, as in {{" in message
+    assert "--columns" in message and "--label_column" in message and "skip" not in message
+
+
 def test_only_bad_rows(flags, refusal):
     rows = [{**row, "b": ""} for row in ROWS]
     assert "x.jsonl" in refusal(flags, "--train_data", jsonl("x.jsonl", rows), "--on_bad_row", "skip")

@@ -242,8 +242,31 @@ def test_a_column_of_texts_and_numbers(streaming):
 def test_a_column_without_texts(streaming, suffix, value):
     """In any format, numbers, nested lists and structs are refused, not converted to text."""
     file = write(f"x.{suffix}", [{"a": row["a"], "b": value} for row in table(60)])
-    with pytest.raises(script.UserError, match=f"x.{suffix}: column 'b' .*--label_column b"):
+    advice = {list: "as a column of their own", dict: "--corpus_columns _id x$"}.get(type(value), "--label_column b")
+    with pytest.raises(script.UserError, match=f"x.{suffix}: column 'b' .*{advice}"):
         open_source(streaming, file).take(1)
+
+
+@both_kinds
+def test_what_helps_with_nested_columns(streaming):
+    """Each message names what makes the same rows readable, and it does."""
+    rows = [{"q": row["a"], "struct": {"text": row["a"]}, "list": [row["a"]], "body": {"body": row["b"].strip()},
+             "lists": {"text": [row["b"].strip()], "selected": [1]}} for row in table(60)]  # fmt: skip
+    expected, file, named = [[row["b"].strip()] for row in table(5)], write("x.parquet", rows), ["_id", "body"]
+
+    def documents(file, names, *columns):
+        source = open_source(streaming, file, columns=list(columns), corpus_columns=names, shuffle_buffer=0)
+        return source.take(5)["documents"].to_pylist()
+
+    with pytest.raises(script.UserError, match="column 'body' .*: to read its fields, set --corpus_columns _id body$"):
+        documents(file, ["_id", "text"], "q", "body")
+    assert documents(file, named, "q", "body") == expected
+    for columns, name in ((("struct", "body"), "struct"), (("list", "body"), "list"), (("q", "lists"), "text")):
+        with pytest.raises(script.UserError, match=f"column '{name}' .*a column of their own; Dataset.flatten.. of"):
+            documents(file, ["_id", "body", "text"], *columns)
+    datasets.Dataset.from_parquet(file).flatten().to_parquet("flat.parquet")
+    for columns in (("struct.text", "body.body"), ("q", "lists.text")):
+        assert documents("flat.parquet", named, *columns) == expected
 
 
 @both_kinds
