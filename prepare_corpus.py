@@ -80,6 +80,7 @@ def user_errors(name):
 def new_folder(folder):
     """Yield an empty folder that replaces `folder` at the end of the block; if the block raises, `folder` is kept."""
     part, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
+    created = [parent for parent in folder.parents if not parent.exists()]
     shutil.rmtree(part, ignore_errors=True)  # left by a killed run
     try:
         part.mkdir(parents=True)
@@ -93,6 +94,9 @@ def new_folder(folder):
         raise UserError(f"{folder}: not written ({error})") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
+        with suppress(OSError):  # not empty
+            for parent in created:
+                parent.rmdir()
 
 
 # ----------------------------------------------------------------------------------------------------- the demo corpus

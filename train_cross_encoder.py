@@ -1354,8 +1354,9 @@ def main(args):
     accumulation = args.gradient_accumulation_steps = accelerator.gradient_accumulation_steps  # a launch may set it
     device, is_main, processes = accelerator.device, accelerator.is_main_process, accelerator.num_processes
     output = Path(args.output_dir)
-    with user_errors(f"--output_dir {output}"):
-        output.mkdir(parents=True, exist_ok=True)
+    existing = next(path for path in [output, *output.absolute().parents] if path.exists())
+    if not os.path.isdir(existing) or not os.access(existing, os.W_OK):
+        raise UserError(f"--output_dir {output}: {existing} is not a folder that can be written to")
     if (output / "args.yaml").exists() and not args.resume:
         raise UserError(f"--output_dir {output} contains a run: --resume it, or choose another folder")
     found = newest_checkpoint(output / "checkpoints") if args.resume and is_main else (None, None)
@@ -1411,6 +1412,8 @@ def main(args):
         progress = Progress(**{name: saved[name] for name in asdict(progress) if name in saved})
         if accelerator.scaler:
             accelerator.scaler.load_state_dict(progress.scaler)
+    with user_errors(f"--output_dir {output}"):
+        output.mkdir(parents=True, exist_ok=True)  # not before all checks: a refused run leaves no folder
     if is_main:
         (output / "args.yaml").write_text(yaml.safe_dump(asdict(args), sort_keys=False))
         (output / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in progress.metrics))

@@ -198,12 +198,13 @@ def test_files_that_cannot_grow(flags, monkeypatch, what, more):
                                     "nosuch://bucket/x.parquet", "s3://bucket/x.parquet", "./x.xlsx", "./x",
                                     "./x.gz"])  # fmt: skip
 def test_source_that_cannot_be_opened(flags, refusal, monkeypatch, source):
+    """Nothing is left behind, not even an empty folder."""
     monkeypatch.setitem(sys.modules, "s3fs", None)  # as if it were not installed
     os.mkdir("folder")
     for name in ("x.xlsx", "x", "x.gz"):
         Path(name).touch()
-    assert f"--train_data {source}" in refusal(flags, "--train_data", source)
-    assert not os.path.exists("out/args.yaml")
+    assert f"--train_data {source}" in refusal(flags, "--train_data", source, "--output_dir", "new/out")
+    assert not os.path.exists("new")
 
 
 @both_ways

@@ -1,6 +1,7 @@
 """LoRA adapters, attention, dropout, pooling, prompts, truncation, templates and gradient checkpointing."""
 
 import importlib
+import json
 import shutil
 import signal
 

@@ -324,7 +324,7 @@ def test_models_for_a_converted_corpus(tmp_path):
 # --------------------------------------------------------------------------------------------------- bad input
 
 
-def test_bad_sources_are_refused_in_one_line_and_lose_nothing(tmp_path):
+def test_bad_sources_are_refused_in_one_line_and_lose_nothing(tmp_path, monkeypatch):
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").write_text("kept")
@@ -352,6 +352,10 @@ def test_bad_sources_are_refused_in_one_line_and_lose_nothing(tmp_path):
         "nosuch://bucket/a.csv",
     ):
         assert str(source) in fail(source, "--output_dir", out, "--overwrite")
+        assert str(source) in fail(source, "--output_dir", tmp_path / "new/out") and not (tmp_path / "new").exists()
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)  # where data/ is a folder, and so data/absent is no Hub id
+    assert fail("data/absent", "--output_dir", out, "--overwrite") == "data/absent: no such file or folder"
     assert "--overwrite" in fail(good, "--output_dir", out)
     assert "contains a SOURCE" in fail(write(out / "in.jsonl"), "--output_dir", out, "--overwrite")
     (out / "in.jsonl").unlink()
