@@ -25,9 +25,9 @@ import csv
 import json
 import os
 import sys
-from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
@@ -70,6 +70,19 @@ def flag(default, help):
     return field(**kind, metadata={"help": help})
 
 
+def check_flags(parser, argv):
+    """Exit if a flag of the command line is unknown, and name the nearest one, or if it is given twice."""
+    known, seen = parser._option_string_actions, set()
+    for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
+        if name not in known:
+            nearest = get_close_matches(name, known, 1) or ["--help"]
+            parser.error(f"{name}: no such flag; did you mean {nearest[0]}?")
+        if known[name] in seen:
+            advice = "; list all values after one flag" * (known[name].nargs == "+")
+            parser.error(f"{known[name].option_strings[0]}: given twice{advice}")
+        seen.add(known[name])
+
+
 # ---- options
 
 
@@ -101,9 +114,7 @@ def parse_args(argv):
     parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], allow_abbrev=False)
     for action in parser._actions:  # --help prints each flag once, without its alias with dashes
         action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
-    flags = Counter(word.partition("=")[0].replace("-", "_") for word in argv if word.startswith("--"))
-    if repeated := [name for name, times in flags.items() if times > 1]:
-        parser.error(f"{' '.join(repeated).replace('__', '--')}: given twice; list all values after one flag")
+    check_flags(parser, argv)
     (args,) = parser.parse_args_into_dataclasses(argv)
     for name, value in asdict(args).items():
         if isinstance(value, int | float) and not (np.isfinite(value) and (value >= 0 or "margin" in name)):

@@ -39,6 +39,7 @@ from bisect import bisect_right
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from difflib import get_close_matches
 from itertools import chain, islice, product
 from pathlib import Path
 
@@ -74,6 +75,28 @@ def user_errors(name):
         if "cast" in reason.lower():  # `datasets` takes the type of a column from its first rows
             reason += "; prepare_corpus.py can rewrite rows of irregular types"
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
+
+
+# same in train_bi_encoder.py, train_cross_encoder.py
+def check_exists(name):
+    """Raise UserError if `name` is not on disk and cannot be a Hub id: NAME or ORG/NAME, without a folder ORG here."""
+    may_be_id = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not os.path.isdir(os.path.dirname(name))
+    if not (may_be_id or "://" in name or os.path.exists(name)):
+        raise UserError("no such file or folder")
+
+
+# same in train_bi_encoder.py, train_cross_encoder.py
+def check_flags(parser, argv):
+    """Exit if a flag of the command line is unknown, and name the nearest one, or if it is given twice."""
+    known, seen = parser._option_string_actions, set()
+    for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
+        if name not in known:
+            nearest = get_close_matches(name, known, 1) or ["--help"]
+            parser.error(f"{name}: no such flag; did you mean {nearest[0]}?")
+        if known[name] in seen:
+            advice = "; list all values after one flag" * (known[name].nargs == "+")
+            parser.error(f"{known[name].option_strings[0]}: given twice{advice}")
+        seen.add(known[name])
 
 
 @contextmanager
@@ -556,9 +579,7 @@ def parse_args(argv):
     option("--model_name_or_path", metavar="M", help="Hub id or folder whose tokenizer --length_report uses")
     option("--max_length", type=int, metavar="N", help="tokens a text is truncated to (default: the tokenizer's own)")
     option("--sample", type=int, default=100_000, metavar="N", help="random rows that --length_report reads")
-    flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
-    if repeated := [flag for flag in flags if flags.count(flag) > 1]:
-        parser.error(f"{repeated[0]}: given twice; list all values after one flag")
+    check_flags(parser, argv)
     args = parser.parse_args(argv)
     if min(args.rows_per_shard, args.sample, args.max_length or 1) < 1:
         parser.error("--rows_per_shard, --sample and --max_length must be above 0")

@@ -46,6 +46,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from difflib import get_close_matches
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -105,6 +106,19 @@ def flag(default, help):
     """Return the dataclass field of a command-line option."""
     kind = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     return field(**kind, metadata={"help": help})
+
+
+def check_flags(parser, argv):
+    """Exit if a flag of the command line is unknown, and name the nearest one, or if it is given twice."""
+    known, seen = parser._option_string_actions, set()
+    for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
+        if name not in known:
+            nearest = get_close_matches(name, known, 1) or ["--help"]
+            parser.error(f"{name}: no such flag; did you mean {nearest[0]}?")
+        if known[name] in seen:
+            advice = "; list all values after one flag" * (known[name].nargs == "+")
+            parser.error(f"{known[name].option_strings[0]}: given twice{advice}")
+        seen.add(known[name])
 
 
 # ---- options
@@ -185,15 +199,14 @@ def parse_args(argv):
     parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], allow_abbrev=False)
     for action in parser._actions:  # --help prints each flag once, without its alias with dashes
         action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
-    flags = Counter(word.partition("=")[0].replace("-", "_") for word in argv if word.startswith("--"))
-    if repeated := [name for name, times in flags.items() if times > 1]:
-        parser.error(f"{' '.join(repeated).replace('__', '--')}: given twice; list all values after one flag")
+    check_flags(parser, argv)
     if argv and argv[0].endswith((".yaml", ".yml", ".json")):
         words = []
         with user_errors(f"{argv[0]}: not a file of flags"):
             for name, value in dict(yaml.safe_load(Path(argv[0]).read_text())).items():
                 values = value if isinstance(value, list) else [json.dumps(value) if name == "loss_kwargs" else value]
                 words += [f"--{name}", *map(str, values)] if values not in ([], [None]) else []
+        check_flags(parser, words)
         argv = words + argv[1:]
     with user_errors("flags"):
         (args,) = parser.parse_args_into_dataclasses(argv)

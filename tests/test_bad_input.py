@@ -382,6 +382,24 @@ def test_a_flag_given_twice(bert, capsys):
         assert trainer.parse_args(["flags.yaml", "--seed", "2"]).seed == 2
 
 
+def test_the_nearest_flag_is_named(capsys):
+    cases = {
+        "train_bi_encoder": "--train_data x --colums a b; --columns", "train_cross_encoder": "--colums=a; --columns",
+        "eval_incremental": "--beir x --metrcs AP; --metrics", "mine_negatives": "--range-mx 3; --range-max",
+        "prepare_corpus": "x.csv --colums a; --columns",
+    }  # fmt: skip
+    for name, words in cases.items():
+        words, nearest = words.split("; ")
+        with pytest.raises(SystemExit, match="2"):
+            importlib.import_module(name).parse_args(words.split())
+        wrong = re.search(r"--\S*(colum|met|mx)\w*", words)[0]
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.endswith(f"error: {wrong}: no such flag; did you mean {nearest}?")
+    with pytest.raises(SystemExit, match="2"):
+        script.parse_args(["--train_data", "x", "--seed", "1", "--seed", "2"])
+    assert capsys.readouterr().err.endswith("error: --seed: given twice\n")
+
+
 WRONG_FLAGS = """\
 --batch_size 0
 --batch_size -1
