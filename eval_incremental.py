@@ -96,7 +96,7 @@ def user_errors(name):
         while cause.__cause__ and not isinstance(cause, UserError):
             cause = cause.__cause__
         reason = "contains no row" if isinstance(cause, StopIteration) else str(cause).strip() or repr(cause)
-        reason = reason.splitlines()[0][:500]
+        reason = reason.splitlines()[0][:500].replace("set 'local_files_only' to False", "unset HF_HUB_OFFLINE")
         if "cast" in reason.lower():  # `datasets` takes the type of a column from its first rows
             reason += "; prepare_corpus.py can rewrite rows of irregular types"
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
@@ -239,6 +239,13 @@ def file_suffix(file):
     return suffix if suffix in FORMATS else None
 
 
+def check_exists(name):
+    """Raise UserError if `name` is not on disk and cannot be a Hub id: NAME or ORG/NAME, without a folder ORG here."""
+    may_be_id = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not os.path.isdir(os.path.dirname(name))
+    if not (may_be_id or "://" in name or os.path.exists(name)):
+        raise UserError("no such file or folder")
+
+
 def list_files(source):
     """Return the files of a path, glob, folder, URL, Hub id or ID:config:split, as `datasets` resolves them."""
     path, config, split = os.path.expanduser(source), None, "train"
@@ -248,10 +255,12 @@ def list_files(source):
         builder = datasets.load_dataset_builder(FORMATS[suffix], data_files=path)
     else:
         path, config, split = path.split(":") if path.count(":") == 2 else (path, config, split)
+        check_exists(path)
         builder = datasets.load_dataset_builder(path, name=config or None)
     files = builder.config.data_files
     if not files.get(split):
-        raise UserError(f"no split {split!r} with files; available: {', '.join(map(str, files)) or 'none'}")
+        found = [str(name) for name in files if files[name]]
+        raise UserError(f"no split {split!r} with files; available: {', '.join(found) or 'none'}")
     if not file_suffix(files[split][0]):
         raise UserError(f"{files[split][0]}: not one of {' '.join(FORMATS)}, with or without .gz or .zst")
     return list(files[split])

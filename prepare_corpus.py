@@ -29,6 +29,7 @@ import functools
 import gc
 import hashlib
 import json
+import os
 import random
 import re
 import shutil
@@ -71,7 +72,7 @@ def user_errors(name):
         while cause.__cause__ and not isinstance(cause, UserError):
             cause = cause.__cause__
         reason = "contains no row" if isinstance(cause, StopIteration) else str(cause).strip() or repr(cause)
-        reason = reason.splitlines()[0][:500]
+        reason = reason.splitlines()[0][:500].replace("set 'local_files_only' to False", "unset HF_HUB_OFFLINE")
         if "cast" in reason.lower():  # `datasets` takes the type of a column from its first rows
             reason += "; prepare_corpus.py can rewrite rows of irregular types"
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
@@ -311,6 +312,8 @@ def files_of(source):
         source = f"{source}/*.arrow"
     is_file = SUFFIX.search(source) or any(char in source for char in "*?[")  # else a folder or a Hub id
     with user_errors(source):
+        if not is_file:
+            check_exists(source)
         path, files = (format_of(source)[0], source) if is_file else (source, None)
         builder = datasets.load_dataset_builder(path, data_files=files)
         return [str(file) for file in builder.config.data_files["train"]]

@@ -207,6 +207,45 @@ def test_source_that_cannot_be_opened(flags, refusal, monkeypatch, source):
     assert not os.path.exists("new")
 
 
+NOT_ON_DISK = ["data/minned", "data/minned/", "./minned", "/data/minned", "~/minned", "runs/x/model",
+               "data/minned::train"]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", NOT_ON_DISK)
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_misspelt_folder_is_not_asked_for_on_the_hub(monkeypatch, name, source):
+    """Of a source, a model and a collection alike; what may be a Hub id is still looked up."""
+    os.mkdir("data")
+    trainer = importlib.import_module(name)
+
+    def ask(path, *_, **__):
+        raise ConnectionError(f"asked for {path}")
+
+    for function in ("load_dataset_builder", "get_dataset_config_names"):
+        monkeypatch.setattr(trainer.datasets, function, ask)
+    monkeypatch.setattr(trainer, "SentenceTransformer" if trainer is script else "CrossEncoder", ask)
+    loaders = [trainer.list_files, lambda path: trainer.load_model(trainer.Args(model_name_or_path=path)),
+               lambda path: trainer.open_beir(path, "test", ("", ""))]  # fmt: skip
+    for load in loaders[: 1 if ":" in source else None]:
+        with pytest.raises(trainer.UserError, match="no such file or folder$"):
+            load(source)
+        for unknown in ("minned", "org/minned"):
+            with pytest.raises((ConnectionError, trainer.UserError), match=f"asked for {unknown}"):
+                load(unknown)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_model_that_is_not_downloaded(name):
+    """Offline, the message gives a way that a user of the scripts has."""
+    trainer = importlib.import_module(name)
+    with pytest.raises(trainer.UserError, match="^--model_name_or_path org/minned: .*unset HF_HUB_OFFLINE"):
+        trainer.load_model(trainer.Args(model_name_or_path="org/minned"))
+
+
+def test_a_pattern_without_files(refusal, flags):
+    assert "x-*.jsonl: no split 'train' with files; available: none" in refusal(flags, "--train_data", "x-*.jsonl")
+
+
 @both_ways
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl.gz"])
 def test_truncated_file(flags, refusal, suffix, way):

@@ -348,7 +348,7 @@ def test_bad_sources_are_refused_in_one_line_and_lose_nothing(tmp_path, monkeypa
         error = fail(tmp_path / name, "--output_dir", out, "--overwrite")
         assert name in error and expected in error, error
     for source in (
-        *(tmp_path / name for name in ("absent.jsonl", "absent*.jsonl", "absent")),
+        *(tmp_path / name for name in ("absent.jsonl", "absent*.jsonl", "absent", "absent/folder")),
         "nosuch://bucket/a.csv",
     ):
         assert str(source) in fail(source, "--output_dir", out, "--overwrite")
@@ -490,6 +490,6 @@ def test_length_report_on_bad_input(tmp_path, bert):
     model = ["--length_report", "--model_name_or_path"]
     for flags, expected in (([numbers, *model, bert], "numbers.parquet: contains no text"),
                             ([numbers, *model, bert, "--columns", "title"], "title"),
-                            ([numbers, *model, "/nowhere"], "--model_name_or_path /nowhere: "),
+                            ([numbers, *model, "/nowhere"], "--model_name_or_path /nowhere: no such file or folder"),
                             ([tmp_path / "absent.jsonl", *model, bert], "absent.jsonl: ")):  # fmt: skip
         assert expected in fail(*flags, "--output_dir", tmp_path / "out") and not (tmp_path / "out").exists()
