@@ -728,7 +728,8 @@ def load_bi_encoder(path, args):
     with user_errors(f"--model_name_or_path {path}"):
         if os.path.isdir(f"{path}/model"):
             raise UserError(f"is the output of a training run; its model is {path}/model")
-        model = SentenceTransformer(path, device="cpu", model_kwargs={"use_safetensors": True})  # never a pickle
+        options = {"use_safetensors": True}  # never a pickle
+        model = SentenceTransformer(path, device="cpu", model_kwargs=options, trust_remote_code=False)
         if "SequenceClassification" in str(getattr(model.config, "architectures", None)):
             raise UserError("is a cross-encoder: use --cross_encoder")
         if model.similarity_fn_name not in ("cosine", "dot"):
@@ -751,10 +752,11 @@ def load_bi_encoder(path, args):
 def load_cross_encoder(path, args):
     """Return a CrossEncoder on the CPU; it must have one label, one module and no default prompt."""
     with user_errors(f"--cross_encoder {path}"):
-        config = transformers.AutoConfig.from_pretrained(path)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
         if "SequenceClassification" not in str(config.architectures):
             raise UserError("not a cross-encoder: train_cross_encoder.py trains one")
-        model = CrossEncoder(path, device="cpu", model_kwargs={"use_safetensors": True})
+        options = {"use_safetensors": True}  # never a pickle
+        model = CrossEncoder(path, device="cpu", model_kwargs=options, trust_remote_code=False)
         if (found := (len(model), model.num_labels, model.default_prompt_name)) != (1, 1, None):
             raise UserError("{} modules, {} labels and default prompt {}, not 1, 1 and None".format(*found))
         set_max_length(model, args.rerank_max_length, "rerank_max_length")

@@ -515,7 +515,8 @@ def length_report(args, folder):
     sample = np.sort(np.random.default_rng(0).choice(len(rows), min(args.sample, len(rows)), replace=False))
     lengths = {}
     with user_errors(f"--model_name_or_path {args.model_name_or_path}"):
-        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
+        check_exists(args.model_name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, trust_remote_code=False)
         limit = args.max_length or min(tokenizer.model_max_length, 2**20)
         tables = rows.select(sample).with_format("arrow").iter(batch_size=BATCH_ROWS)
         for table in tqdm(tables, desc="counting tokens", unit=" x 1,000 rows"):

@@ -900,7 +900,12 @@ def load_model(args, checkpoint=None):
     options = {"use_safetensors": True, "attn_implementation": args.attn_implementation}  # never a pickle
     torch.manual_seed(args.seed)  # for adapters, and weights that the folder lacks
     with user_errors(f"--model_name_or_path {path}"):
-        model = SentenceTransformer(path, device="cpu", model_kwargs=options)
+        check_exists(path)
+        model = SentenceTransformer(path, device="cpu", model_kwargs=options, trust_remote_code=False)
+        if "SequenceClassification" in str(getattr(model.config, "architectures", None)):
+            raise UserError("is a cross-encoder: use train_cross_encoder.py")
+        if model.similarity_fn_name not in ("cosine", "dot"):
+            raise UserError(f"similarity {model.similarity_fn_name} is not supported, only cosine and dot")
         if isinstance(model.tokenizer, Tokenizer):
             if args.max_length:
                 model.tokenizer.enable_truncation(args.max_length)

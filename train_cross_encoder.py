@@ -923,7 +923,8 @@ def load_model(args, checkpoint=None):
     options = {"use_safetensors": True, "attn_implementation": args.attn_implementation}  # never a pickle
     torch.manual_seed(args.seed)  # for a new head, and adapters
     with user_errors(f"--model_name_or_path {path}"):
-        model = CrossEncoder(path, device="cpu", model_kwargs=options)
+        check_exists(path)
+        model = CrossEncoder(path, device="cpu", model_kwargs=options, trust_remote_code=False)
         if (found := (len(model), model.num_labels, model.default_prompt_name)) != (1, 1, None):
             raise UserError("has {} modules, {} labels, default prompt {}: must be 1, 1, None".format(*found))
         limit = getattr(model.config, "max_position_embeddings", None) or math.inf

@@ -203,6 +203,42 @@ def test_pooling_prompts_and_length(bert, static, tmp_path):
         load(bert, "--max_length", "2000")
 
 
+def test_models_of_another_kind(bert, reranker, tmp_path):
+    """The bi-encoder trains neither a cross-encoder nor a similarity that it does not compute; the evaluator refuses
+    them, too. A cross-encoder may start from a bi-encoder: transformers reports that its head is new."""
+    with pytest.raises(train_bi_encoder.UserError, match="reranker.*: is a cross-encoder: use train_cross_encoder.py"):
+        load(reranker)
+    SentenceTransformer(str(bert), device="cpu", similarity_fn_name="euclidean").save_pretrained(str(tmp_path))
+    with pytest.raises(train_bi_encoder.UserError, match="similarity euclidean is not supported, only cosine and dot"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", [*TRAINERS, "eval_incremental", "prepare_corpus"])
+def test_code_in_a_model_folder_is_refused_without_asking(name, bert, rows, tmp_path, monkeypatch):
+    """transformers asks on a terminal whether to run it, unless it is told not to."""
+    script, asked = importlib.import_module(name), []
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "n")
+    shutil.copytree(bert, tmp_path / "model")
+    for file, kind in (("config.json", "AutoConfig"), ("tokenizer_config.json", "AutoTokenizer")):
+        settings = json.loads((bert / file).read_text())
+        settings |= {"model_type": "unheard_of", "auto_map": {kind: "new.New"}, "tokenizer_class": "New"}
+        if kind == "AutoTokenizer":
+            settings["auto_map"] = {kind: ["new.New", None]}
+        (tmp_path / "model" / file).write_text(json.dumps(settings))
+    (tmp_path / "model/new.py").write_text("raise SystemExit('was run')")
+    write_jsonl(tmp_path / "rows.jsonl", rows[:20])
+    loaders = {
+        "train_bi_encoder": lambda path: script.load_model(script.Args(model_name_or_path=path)),
+        "train_cross_encoder": lambda path: script.load_model(script.Args(model_name_or_path=path)),
+        "eval_incremental": lambda path: script.load_cross_encoder(path, script.Args()),
+        "prepare_corpus": lambda path: script.main(script.parse_args(
+            [str(tmp_path / "rows.jsonl"), "--length_report", "--model_name_or_path", path])),
+    }  # fmt: skip
+    with pytest.raises(script.UserError, match="custom code") as error:
+        loaders[name](str(tmp_path / "model"))
+    assert "\n" not in str(error.value) and not asked
+
+
 def test_weights_are_float32_whatever_the_saved_dtype(bert, tmp_path):
     """The optimizer must update float32 weights, also with autocast."""
     SentenceTransformer(str(bert), device="cpu").bfloat16().save_pretrained(str(tmp_path))
