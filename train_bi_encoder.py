@@ -195,6 +195,18 @@ class Args:
     report_to: list[str] = flag([], "trackers of Accelerate: tensorboard, wandb, ...")
 
 
+# same in train_bi_encoder.py, train_cross_encoder.py, eval_incremental.py
+def check_credentials(parser, args):
+    """Exit if a URL of the flags contains a password, token or signature: the flags are written to files."""
+    secret = re.compile(r"://[^/@]*:[^/]*@|://.*[?&][\w-]*(sig|signature|token|key|secret|password|credential)=", re.I)
+    for name, values in asdict(args).items():
+        for value in values if isinstance(values, list) else [values]:
+            if isinstance(value, str) and secret.search(value):
+                parser.error(
+                    f"--{name}: a URL with a credential, which files would show; use the environment or ~/.netrc"
+                )
+
+
 def parse_args(argv):
     """Return Args from flags, or from a YAML or JSON file and flags that override it; exit on a wrong value."""
     parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -213,6 +225,7 @@ def parse_args(argv):
         (args,) = parser.parse_args_into_dataclasses(argv)
     with user_errors("--loss_kwargs: not a JSON object"):
         args.loss_kwargs = dict(json.loads(args.loss_kwargs))
+    check_credentials(parser, args)
     for name, value in asdict(args).items():
         low, relation = (1e-12, "above 0") if name in ABOVE_ZERO.split() else (0, "0 or more")
         for number in value if isinstance(value, list) else [value]:

@@ -439,6 +439,33 @@ def test_the_nearest_flag_is_named(capsys):
     assert capsys.readouterr().err.endswith("error: --seed: given twice\n")
 
 
+CREDENTIALS = """\
+https://bucket.s3.amazonaws.com/x.parquet?X-Amz-Credential=AKIA&X-Amz-Signature=0fe1
+https://account.blob.core.windows.net/container/x.parquet?sv=2024&sig=0fe1
+https://host/rows.jsonl?token=0fe1
+https://host/get?access_token=0fe1&file=rows.jsonl
+https://user:0fe1@host/rows.jsonl
+s3://AKIA:0fe1@bucket/rows.jsonl"""
+PUBLIC = ["https://host/get?file=rows.jsonl", "s3://bucket/rows-?.jsonl", "hf://datasets/o/n@main/x.parquet",
+          "abfs://container@account.dfs.core.windows.net/x.parquet", "a/user:x@y/*.jsonl"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*TRAINERS, "eval_incremental"])
+def test_credentials_in_a_url(name, capsys):
+    """Refused by the scripts that write their flags down; the message does not repeat them."""
+    script = importlib.import_module(name)
+    flag = "--corpus" if name == "eval_incremental" else "--train_data"
+    more = ["--queries", "q", "--qrels", "r"] if name == "eval_incremental" else []
+    for source in CREDENTIALS.splitlines():
+        Path("args.yaml").write_text(yaml.safe_dump({flag[2:]: ["a.jsonl", source]}))
+        for words in ([flag, "a.jsonl", source], ["args.yaml"]):
+            with pytest.raises(SystemExit, match="2"):
+                script.parse_args([*words, *more])
+            line = capsys.readouterr().err.splitlines()[-1]
+            assert f"error: {flag}: a URL with a credential" in line and "0fe1" not in line and "environment" in line
+    script.parse_args([flag, *PUBLIC, *more])
+
+
 WRONG_FLAGS = """\
 --batch_size 0
 --batch_size -1
