@@ -135,7 +135,10 @@ def test_pickles_in_a_checkpoint(tmp_path, bert, data, report, script):
         (newest / "SHA256SUMS").write_text(sums.replace(*(sha256(part).hexdigest() for part in (kept, planted))))
         done = launch(ROOT / f"{script}.py", *flags, "--resume", check=False)
         last = done.stderr.strip().splitlines()[-1]  # of the library that reads the file, not of the checksums
-        assert done.returncode == 1 and ("Error while deserializing" in last or "'utf-8' codec" in last), last
+        if file == "state.json":  # the step before is resumed
+            assert done.returncode == 0 and "step_00000004: skipped, it is damaged" in done.stderr
+        else:
+            assert done.returncode == 1 and "Error while deserializing" in last, last
         (newest / file).write_bytes(kept)
     (newest / "SHA256SUMS").write_text(sums)
     for name in ("optimizer.pt", "scheduler.pt", "random_states_0.pkl", "pytorch_model.bin"):
