@@ -513,7 +513,9 @@ class EmbeddingCache:
     its block and row; as values of diskcache, these entries would take five times as long to store."""
 
     def __init__(self, folder, model, dimensions, dtype, limit=0):
-        self.folder, self.dimensions, self.dtype, self.overflows = Path(folder), dimensions, dtype, 0
+        self.folder, self.dimensions, self.dtype = Path(folder), dimensions, dtype
+        self.limit = limit * 1e9  # bytes; 0: none
+        self.removed = 0  # blocks, because of the limit
         self.row_bytes = dimensions + 4 if dtype == "int8" else dimensions * np.dtype(dtype).itemsize
         metadata = {"model": model, "dtype": dtype, "dimensions": dimensions, "bytes": self.row_bytes + 16}
         with self.errors():
@@ -521,8 +523,7 @@ class EmbeddingCache:
                 str(self.folder),
                 disk=NoPickleDisk,
                 disk_min_file_size=0,  # store every block as a file
-                eviction_policy="least-recently-stored" if limit else "none",
-                size_limit=int(limit * 1e9) or 2**62,
+                eviction_policy="none",  # diskcache would count the texts of removed blocks forever; see evict()
                 sqlite_mmap_size=0,  # a memory-mapped index would count as memory and grow with the corpus
                 sqlite_cache_size=2**11,  # pages, 8 MB
             )
@@ -588,11 +589,31 @@ class EmbeddingCache:
         """Store the (n, bytes) rows of n texts atomically: if the process is killed, all or none."""
         block, value = block_of(hashes), hashes.tobytes() + rows.tobytes()
         with self.errors(), self.cache.transact(retry=True):
-            self.overflows += self.cache.volume() + len(value) > self.cache.size_limit  # evicts older ones
             file = io.BytesIO(value + xxhash.xxh3_64_digest(value))  # diskcache writes bytes line by line
             self.cache.set(b"block" + block, file, read=True)
             entries = sorted(zip(hashes.tolist(), repeat(block), range(len(hashes))))  # neighbours share pages
             self.cache._con.executemany("INSERT OR REPLACE INTO texts VALUES (?, ?, ?)", entries)
+            while self.limit and self.volume() > self.limit and len(self.cache) > 1:
+                self.evict()
+
+    def volume(self):
+        """Return the bytes of the blocks and of the database, without its free pages."""
+        ((free,),) = self.cache._sql("PRAGMA freelist_count")
+        return self.cache.volume() - free * self.cache._page_size
+
+    def evict(self):
+        """Remove the oldest blocks down to 0.9 of the limit, and the entries and files that belong to no block, those
+        of killed processes included. In a transaction: no other process is about to add a block to its file."""
+        sql = self.cache._sql
+        excess = 1 - 0.9 * self.limit / self.volume()
+        oldest = math.ceil(excess * (len(self.cache) - 1))  # entries shrink in proportion
+        sql("DELETE FROM Cache WHERE rowid IN (SELECT rowid FROM Cache ORDER BY rowid LIMIT ?)", (oldest,))
+        sql("DELETE FROM texts WHERE block NOT IN (SELECT substr(key, 6) FROM Cache)")  # a key: b"block", then the id
+        kept = {file for (file,) in sql("SELECT filename FROM Cache")}
+        for path in self.folder.glob("??/??/*.val"):
+            if (file := str(path.relative_to(self.folder))) not in kept:
+                self.cache.disk.remove(file)
+        self.removed += oldest
 
 
 def block_of(hashes):
@@ -1087,7 +1108,7 @@ def retrieve(encoder, name, collection, args, accelerator):
     counts = {"ids belong to several documents; each counts once, with its best score": repeated,
               "judged documents are not in the corpus; they count as not found": missing,
               "documents are empty; encoded as the empty string": sum(part[2] for part in parts),
-              "blocks exceeded --cache_size_limit; older vectors were removed": encoder.cache.overflows}  # fmt: skip
+              "of the oldest blocks were removed, to keep --cache_size_limit": encoder.cache.removed}  # fmt: skip
     scores = scores.sort_values("score", ascending=False, kind="stable").drop_duplicates(PAIR)
     texts = {name: text[len(encoder.prompts[1]) :] for name, text in kept.values()} if args.query else {}
     return make_run(name, ranking, collection, metadata, counts, args.top_k, scores if args.judged else None, texts)

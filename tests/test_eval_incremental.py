@@ -8,8 +8,10 @@ import os
 import random
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -277,6 +279,32 @@ def test_cache_round_trip(tmp_path, dtype, tolerance):
     requested = np.where(unknown, others, hashes)
     rows, found = cache.lookup(requested)
     assert np.array_equal(found, ~unknown) and np.array_equal(rows[found], packed[~unknown])
+
+
+def test_a_full_cache_keeps_the_newest_texts(tmp_path):
+    """Texts and files whose block is gone do not count against the limit; files and database keep within it."""
+
+    def fill(count, limit):
+        """Store `count` blocks of 100 texts, and return how many there are, of which each text must be found."""
+        cache = script.EmbeddingCache(tmp_path / "c", "m", 8, "float32", limit)
+        stored = np.frombuffer(generator.bytes(16 * 100 * count), "V16").reshape(count, 100)
+        for hashes in stored:
+            cache.store(hashes, rows)
+        held = len(cache.cache)
+        assert all(cache.lookup(hashes[::-1])[1].all() for hashes in stored[-held:])
+        ((entries,),) = cache.cache._sql("SELECT count(*) FROM texts")
+        cache.cache.close()
+        files = [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()]
+        assert limit == 0 or (entries == 100 * held and len(files) == held + 2 and sum(files) <= limit * 1e9)
+        return held
+
+    generator = np.random.default_rng(0)
+    rows = generator.integers(0, 255, (100, 32), np.uint8)
+    assert 25 < fill(150, limit=0.0004) < 40  # their 15,000 entries alone would take 0.0008 GB
+    fill(150, limit=0)
+    with closing(sqlite3.connect(tmp_path / "c/cache.db", isolation_level=None)) as database:
+        database.execute("DELETE FROM Cache WHERE rowid % 2")  # what killed processes, or older versions, leave
+    assert 25 < fill(50, limit=0.0004) < 40
 
 
 def test_pairs_and_comparison(evaluate, corpus, bert, tmp_path, capsys):
@@ -576,7 +604,6 @@ def test_damaged_cache_database(evaluate, beir, tmp_path):
 def test_no_pickle_is_loaded(evaluate, beir, tmp_path, report):
     """Each cached value is replaced by a pickle that would create a file, then by a path outside of the cache."""
     import pickle
-    import sqlite3
 
     class Payload:
         def __reduce__(self):
@@ -611,7 +638,7 @@ def test_cache_info_clear_and_limit(evaluate, beir, tmp_path, capsys, bert):
     limited = evaluate("--beir", beir, "--cache_size_limit", 0.00006)
     again = evaluate("--beir", beir, "--cache_size_limit", 0.00006)
     assert again["metrics"] == limited["metrics"] and again["texts"]["encoded"] > 0
-    assert "--cache_size_limit; older vectors were removed" in capsys.readouterr().err
+    assert "of the oldest blocks were removed, to keep --cache_size_limit" in capsys.readouterr().err
     (folder,) = (tmp_path / "cache").iterdir()
     metadata = (folder / "model.json").read_text()
     for damaged in ("", "{", metadata.replace('"int8"', "8").replace('"model"', '"mode"')):
