@@ -24,10 +24,10 @@ Left out on purpose: approximate search, asymmetric models (Router), similaritie
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["accelerate>=1.15,<2", "datasets>=5.2,<6", "diskcache>=5.6.3,<6", "fsspec[http]>=2026.9",
-#   "ir_measures>=0.4.3,<1", "matplotlib>=3.11,<4", "numpy>=2.4,<3", "pandas>=2.2,<4", "pyarrow>=26,<27",
-#   "pyyaml>=6.0,<7", "scipy>=1.17,<2", "sentence-transformers>=6.2,<7", "tokenizers>=0.23,<1", "torch==2.13.0",
-#   "tqdm>=4.70,<5", "transformers>=5.23,<6", "xxhash>=4.1,<5", "zstandard>=0.25,<1"]
+# dependencies = ["accelerate>=1.15,<2", "datasets>=5.2,<6", "diskcache>=5.6.3,<6", "filelock>=4.2,<5",
+#   "fsspec[http]>=2026.9", "ir_measures>=0.4.3,<1", "matplotlib>=3.11,<4", "numpy>=2.4,<3", "pandas>=2.2,<4",
+#   "pyarrow>=26,<27", "pyyaml>=6.0,<7", "scipy>=1.17,<2", "sentence-transformers>=6.2,<7", "tokenizers>=0.23,<1",
+#   "torch==2.13.0", "tqdm>=4.70,<5", "transformers>=5.23,<6", "xxhash>=4.1,<5", "zstandard>=0.25,<1"]
 # ///
 
 import csv
@@ -69,6 +69,7 @@ import xxhash
 import yaml
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import gather_object
+from filelock import FileLock
 from matplotlib.figure import Figure
 from pyarrow.dataset import ParquetFragmentScanOptions
 from scipy.stats import bootstrap, permutation_test
@@ -518,7 +519,8 @@ class EmbeddingCache:
         self.removed = 0  # blocks, because of the limit
         self.row_bytes = dimensions + 4 if dtype == "int8" else dimensions * np.dtype(dtype).itemsize
         metadata = {"model": model, "dtype": dtype, "dimensions": dimensions, "bytes": self.row_bytes + 16}
-        with self.errors():
+        # Processes that start together set up the database in turns: on network disks, SQLite's own locks may fail.
+        with self.errors(), FileLock(self.folder / "open.lock"):
             self.cache = diskcache.Cache(
                 str(self.folder),
                 disk=NoPickleDisk,
