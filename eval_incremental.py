@@ -339,6 +339,15 @@ def text_hashes(texts):
     return np.frombuffer(b"".join(hashlib.blake2b(text, digest_size=16).digest() for text in texts), "V16")
 
 
+def even_size(size, rows, processes):
+    """Return how many rows a chunk has, at most `size`: each process gets equally many chunks. For one process it is
+    `size`, so that the chunks of a growing corpus stay as they are stored; for a stream (rows: None) as well."""
+    if processes == 1 or not rows:
+        return size
+    rounds = math.ceil(rows / (processes * size))
+    return math.ceil(rows / (processes * rounds))
+
+
 class TextReader:
     """Read the ids and texts of sources in chunks, front to back."""
 
@@ -357,10 +366,11 @@ class TextReader:
     def chunks(self, prompt="", process=0, processes=1):
         """Yield every P-th Chunk, those of one process: the prompt, then the text columns joined by spaces."""
         self.empty = 0  # texts in this pass
+        size = even_size(self.size, self.rows, processes)
         with user_errors(self.name):
-            for number, table in islice(enumerate(self.dataset.iter(self.size)), process, None, processes):
+            for number, table in islice(enumerate(self.dataset.iter(size)), process, None, processes):
                 table.validate(full=True)  # a damaged Arrow file has offsets that lead anywhere
-                first, columns = number * self.size, [as_texts(table[name], name) for name in self.text_columns]
+                first, columns = number * size, [as_texts(table[name], name) for name in self.text_columns]
                 space, prefix, empty = (pa.scalar(text, pa.large_string()) for text in (" ", prompt, ""))
                 texts = pc.binary_join_element_wise(*columns, space, null_handling="replace")  # null: an empty text
                 texts = pc.utf8_trim_whitespace(texts)
@@ -930,6 +940,7 @@ class CachedEncoder:
         """Return (Q, D) vectors of all queries for the search, on every process."""
         texts = pa.array([self.prompts[0] + text for text in texts], pa.large_string())
         queries = torch.zeros(len(texts), self.cache.dimensions, device=self.accelerator.device)
+        size = even_size(size, len(texts), self.processes)
         for first in range(self.process * size, len(texts), self.processes * size):
             part = texts.slice(first, size)
             queries[first : first + size] = self(Chunk(first, None, part, text_hashes(part))).to(queries)

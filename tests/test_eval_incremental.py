@@ -368,7 +368,7 @@ def flags_for(beir, bert, folder):
         beir,
         *places,
         "--corpus_chunk_size",
-        37,
+        40,
         "--micro_batch_tokens",
         256,
     ]
@@ -385,6 +385,18 @@ def test_two_processes_give_the_bytes_of_one(tmp_path, beir, bert):
         assert (tmp_path / "1/out" / name).read_bytes() == (tmp_path / "2/out" / name).read_bytes()
     again = launch(SCRIPT, *flags_for(beir, bert, tmp_path / "1"), processes=2)  # two processes use the cache of one
     assert "0 of 353 texts encoded, of at most 128 tokens" in again.stdout
+
+
+def test_documents_are_dealt_evenly(tmp_path):
+    write_jsonl(tmp_path / "c.jsonl", [{"_id": f"d{i}", "text": "x"} for i in range(150)])
+    for size, processes, expected in ((100, 8, [19] * 7 + [17]), (40, 3, [50] * 3), (40, 1, [150])):
+        settings = script.Args(corpus_chunk_size=size)
+        reader = script.TextReader([str(tmp_path / "c.jsonl")], [], ("_id", "text"), settings)
+        parts = [list(reader.chunks("", process, processes)) for process in range(processes)]
+        assert [sum(len(chunk.ids) for chunk in part) for part in parts] == expected
+        assert max(len(chunk.ids) for part in parts for chunk in part) <= size
+        rows = sorted(chunk.first + row for part in parts for chunk in part for row in range(len(chunk.ids)))
+        assert rows == list(range(150))
 
 
 # Writes a byte to a log for each text encoded, so that the work of killed runs is known.
