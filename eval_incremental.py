@@ -203,8 +203,13 @@ def parse_args(argv):
         if isinstance(value, int | float) and not low <= value < math.inf:
             parser.error(f"--{name} {value}: must be finite, and {relation}")
     searching, exporting = bool(args.query), args.export_vectors is not None
+    measures = {name.lower(): name for name in reversed(ir_measures.measures.registry)}  # nDCG, not NDCG
     for name in args.metrics:
         with user_errors(f"--metrics {name}"):
+            kind, parameters = re.fullmatch(r"(\w*)(.*)", name).groups()
+            if kind not in ir_measures.measures.registry:
+                nearest = measures[get_close_matches(kind.lower(), measures, 1, cutoff=0)[0]]
+                raise UserError(f"no such measure; the nearest is {nearest}{parameters}")
             measure = ir_measures.parse_measure(name)
             cutoff = int(measure.params.get("cutoff", 1))
             if cutoff < 1:  # crashes trec_eval

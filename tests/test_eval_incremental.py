@@ -497,7 +497,8 @@ def test_one_line_errors(evaluate, beir, bert, reranker, tmp_path, flags, messag
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--metrics", "nDGC@10"], "--metrics nDGC@10: "),
+        (["--metrics", "nDGC@10"], "--metrics nDGC@10: no such measure; the nearest is nDCG@10"),
+        (["--metrics", "ndcg(dcg='exp-log2')@5"], "no such measure; the nearest is nDCG(dcg='exp-log2')@5"),
         (["--metrics", "nDCG@0"], "--metrics nDCG@0: "),
         (["--metrics", "AP", "RBP(p=0.8)"], "--metrics RBP(p=0.8): "),
         (["--beri", "x"], "--beri"),
