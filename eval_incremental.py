@@ -1306,10 +1306,14 @@ max_length rerank_max_length prompts truncate_dim"""  # flags that must not chan
 
 
 def check_output(args):
-    """Raise UserError if --output_dir contains results for other values of OUTPUT_ARGS, or cannot be created."""
+    """Raise UserError if --output_dir contains results for other values of OUTPUT_ARGS, or cannot be written to. It is
+    created with the results: a refused run leaves no empty folder."""
+    output = Path(args.output_dir).absolute()
     with user_errors(f"--output_dir {args.output_dir}"), suppress(FileNotFoundError):
-        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        then, now = json.loads(Path(args.output_dir, "metrics.json").read_text()).get("args", {}), asdict(args)
+        existing = next(folder for folder in (output, *output.parents) if folder.exists())
+        if not (existing.is_dir() and os.access(existing, os.W_OK)):
+            raise UserError(f"{existing} is no folder that can be written to")
+        then, now = json.loads((output / "metrics.json").read_text()).get("args", {}), asdict(args)
         if other := [f"--{name} {then.get(name)}" for name in OUTPUT_ARGS.split() if then.get(name) != now[name]]:
             raise UserError(f"contains the results of {', '.join(other)}: choose another folder")
 

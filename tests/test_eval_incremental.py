@@ -492,6 +492,7 @@ def test_one_line_errors(evaluate, beir, bert, reranker, tmp_path, flags, messag
     with pytest.raises(script.UserError) as error:
         evaluate(*[flag.format(**names) for flag in flags])
     assert message.format(**names) in str(error.value) and "\n" not in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "file", "run"]  # no empty folder
 
 
 @pytest.mark.parametrize(
