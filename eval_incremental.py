@@ -433,8 +433,11 @@ def beir_sources(name, split):
             raise UserError(f"--beir {name}: no judgments of --split {split}; available: {', '.join(available)}")
         return [f"{name}/corpus.jsonl"], [f"{name}/queries.jsonl"], f"{name}/qrels/{split}.tsv"
     with user_errors(f"--beir {name}"):
+        check_exists(name)
         nano, sources = "qrels" in datasets.get_dataset_config_names(name), []
         qrels = (name, "qrels") if nano else (f"{name}-qrels", "")
+        if os.path.isdir(name) and not os.path.isdir(qrels[0]):
+            raise UserError(f"no corpus.jsonl, and no folder {qrels[0]}")
         for source, config in ((name, "corpus"), (name, "queries"), qrels):
             splits = list(datasets.load_dataset_builder(source, config or None).config.data_files)
             sources.append(f"{source}:{config}:{splits[0] if config else split}")  # configurations have one split
@@ -780,6 +783,7 @@ def load_bi_encoder(path, args):
         if os.path.isdir(f"{path}/model"):
             raise UserError(f"is the output of a training run; its model is {path}/model")
         options = {"use_safetensors": True}  # never a pickle
+        check_exists(path)
         model = SentenceTransformer(path, device="cpu", model_kwargs=options, trust_remote_code=False)
         if "SequenceClassification" in str(getattr(model.config, "architectures", None)):
             raise UserError("is a cross-encoder: use --cross_encoder")
@@ -803,6 +807,7 @@ def load_bi_encoder(path, args):
 def load_cross_encoder(path, args):
     """Return a CrossEncoder on the CPU; it must have one label, one module and no default prompt."""
     with user_errors(f"--cross_encoder {path}"):
+        check_exists(path)
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
         if "SequenceClassification" not in str(config.architectures):
             raise UserError("not a cross-encoder: train_cross_encoder.py trains one")

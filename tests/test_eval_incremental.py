@@ -465,12 +465,15 @@ def test_reported_length(evaluate, beir, static, bert, flags, expected):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--beir", "/nowhere"], "--beir /nowhere: "),
+        (["--beir", "/nowhere"], "--beir /nowhere: no such file or folder"),
+        (["--beir", "run/none"], "--beir run/none: no such file or folder"),  # not a Hub id: the folder `run` exists
+        (["--corpus", "run/none", "--query", "x"], "run/none: no such file or folder"),
         (["--beir", "{beir}", "--split", "dev"], "--beir {beir}: no judgments of --split dev; available: test"),
         (["--beir", "{beir}", "--truncate_dim", "64"], "--truncate_dim 64: the model has 32 dimensions"),
         (["--beir", "{beir}", "--max_length", "9999"], "--max_length 9999: the model has positions for"),
         (["--beir", "{beir}", "--corpus_columns", "_id", "body"], "{beir}/corpus.jsonl: "),
-        (["--beir", "{beir}", "--model_name_or_path", "/nowhere"], "--model_name_or_path /nowhere: "),
+        (["--beir", "{beir}", "--model_name_or_path", "/nowhere"], "--model_name_or_path /nowhere: no such file or f"),
+        (["--beir", "{beir}", "--model_name_or_path", "run/none"], "--model_name_or_path run/none: no such file or f"),
         (["--beir", "{beir}", "--model_name_or_path", "{damaged}"], "--model_name_or_path {damaged}: "),
         (
             ["--beir", "{beir}", "--model_name_or_path", "{reranker}"],
@@ -482,7 +485,8 @@ def test_reported_length(evaluate, beir, static, bert, flags, expected):
         (["--cache_clear", "nobody"], "--cache_clear nobody: no such model in "),
     ],
 )
-def test_one_line_errors(evaluate, beir, bert, reranker, tmp_path, flags, message):
+def test_one_line_errors(evaluate, beir, bert, reranker, tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("x")
     shutil.copytree(bert, tmp_path / "damaged")
     weights = tmp_path / "damaged/model.safetensors"
@@ -517,6 +521,12 @@ def test_usage(flags, message, capsys):
     with pytest.raises((SystemExit, script.UserError)) as error:
         script.parse_args(flags)
     assert message in capsys.readouterr().err + str(error.value)
+
+
+def test_a_missing_reranker(in_an_empty_folder):
+    os.mkdir("runs")
+    with pytest.raises(script.UserError, match="--cross_encoder runs/none: no such file or folder"):
+        script.load_cross_encoder("runs/none", script.Args())
 
 
 def test_malformed_qrels(tmp_path):
@@ -770,6 +780,8 @@ def test_layouts_of_the_hub(evaluate, beir, tmp_path, layout):
         )
     (hub / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
     if layout == "BEIR":
+        with pytest.raises(script.UserError, match="--beir .*hub: no corpus.jsonl, and no folder .*hub-qrels"):
+            evaluate("--beir", hub)
         judgments.mkdir()
         shutil.copy(beir / "qrels/test.tsv", judgments / "test.tsv")
         with pytest.raises(script.UserError, match="no split 'dev' with files; available: test"):
