@@ -1,7 +1,8 @@
 """Mine hard negatives: a ranking (TREC run file), judgments and a corpus in, training rows out.
 
     python mine_negatives.py --beir scifact --run bm25.run --range_max 50 --sampling_strategy random
-    python mine_negatives.py --beir scifact --run minilm.run --judged minilm_judged.run --relative_margin 0.05
+    python mine_negatives.py --beir scifact --run minilm.run --judged minilm_judged.run --relative_margin 0.05 \
+        --output minilm.jsonl
     python mine_negatives.py --corpus 'passages/*.parquet' --corpus_columns pid text --queries queries.tsv \
         --query_columns qid text --qrels qrels.txt.gz --run reranked.run.gz --allow_fewer --output groups.jsonl
 
@@ -108,6 +109,7 @@ class Args:
     allow_fewer: bool = flag(False, "keep queries with fewer negatives, at least one; rows then hold lists")
     seed: int = flag(0, "seed of --sampling_strategy random")
     output: str = flag("mined.jsonl", "file to write")
+    overwrite: bool = flag(False, "replace an existing --output, when the new one is complete")
 
 
 def parse_args(argv):
@@ -328,6 +330,8 @@ def main(args):
     sources += [args.run, args.judged or args.run, args.qrels]
     if Path(args.output).resolve() in map(Path.resolve, map(Path, sources)):
         raise UserError(f"--output {args.output}: is one of the sources; choose another file")
+    if Path(args.output).exists() and not args.overwrite:
+        raise UserError(f"--output {args.output}: exists; choose another file, or set --overwrite")
 
     # judgments and scores; `own`: documents that share the id of the query
     columns = ["query", "document", "value"]

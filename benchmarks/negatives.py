@@ -54,7 +54,7 @@ def main():
                     "--cache_dtype", "float32"]  # fmt: skip
             mine = ["mine_negatives.py", *data_flags, "--run", f"{folder}/run.trec", "--judged",
                     f"{folder}/judged.trec", "--range_min", ranks[0], "--range_max", ranks[1], "--num_negatives",
-                    args.num_negatives, "--output", f"{folder}/rows.jsonl"]  # fmt: skip
+                    args.num_negatives, "--output", f"{folder}/rows.jsonl", "--overwrite"]  # fmt: skip
             mine += [word for name, value in margins.items() for word in (f"--{name}", value)]
             started = time.perf_counter()
             for script, *flags in (rank, mine):

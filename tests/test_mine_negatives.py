@@ -22,7 +22,8 @@ def read(path):
 
 def mine(tmp_path, *flags):
     """Return the rows that the script writes for flags."""
-    script.main(script.parse_args([*map(str, flags), "--output", str(tmp_path / "rows/mined.jsonl")]))
+    flags = [*flags, "--output", tmp_path / "rows/mined.jsonl", "--overwrite"]
+    script.main(script.parse_args(list(map(str, flags))))
     return read(tmp_path / "rows/mined.jsonl")
 
 
@@ -209,8 +210,14 @@ def test_errors(small, tmp_path, capsys, monkeypatch):
         with pytest.raises(script.UserError, match=message) as error:
             mine(tmp_path, *flags)
         assert "\n" not in str(error.value)
-    with pytest.raises(script.UserError, match="corpus.jsonl: is one of the sources"):
-        script.main(script.parse_args([*map(str, common), "--output", str(small / "corpus.jsonl")]))
+    for flags, message in (
+        (["--output", small / "corpus.jsonl"], "corpus.jsonl: is one of the sources"),
+        (["--output", tmp_path / "rows/mined.jsonl"], "mined.jsonl: exists; choose another file, or set --overwrite"),
+        (["--output", tmp_path / "new/x.jsonl", "--absolute_margin", 50], "x.jsonl: not written: no row is left"),
+    ):
+        with pytest.raises(script.UserError, match=message):
+            script.main(script.parse_args(list(map(str, common + flags))))
+    assert not (tmp_path / "new").exists()
     for flags, message in (
         (["--run", "x"], "requires --run, and either --beir or"),
         ([*corpus, "--beir", small, "--qrels", "x"], "requires --run, and either --beir or"),
@@ -237,6 +244,6 @@ def test_command_line(small, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", list(map(str, ["x", "--beir", small, "--run", small / "x.run"])))
     runpy.run_path(str(ROOT / "mine_negatives.py"), run_name="__main__")
     assert "5 rows of 5 queries are in mined.jsonl" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], "y.run"])
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], "y.run", "--overwrite"])
     with pytest.raises(SystemExit, match="^error: --run y.run: .*No such file"):
         runpy.run_path(str(ROOT / "mine_negatives.py"), run_name="__main__")
