@@ -13,7 +13,7 @@ their own tokenizers: bi_encoder/ (static embeddings), cross_encoder/ (a small B
 shares no docstring or code with them. Existing output is kept; --overwrite rebuilds it.
 Output of a conversion: data-*.arrow or .parquet, which `datasets` maps. Columns missing in a file or row are null.
 CSV and JSON are read twice, first to find types that fit every row: text where numbers and texts are mixed.
-Output of --ir_dataset: a BEIR folder and triples of ids. Left out: types set by hand, shuffling, remote outputs, ORC.
+Output of --ir_dataset: a BEIR folder and triples of ids. Left out: types set by hand, shuffling, remote outputs.
 """
 
 # /// script
@@ -50,6 +50,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from datasets.data_files import DataFilesList, get_data_patterns
+from datasets.utils.file_utils import xopen
+from pyarrow.dataset import OrcFileFormat, ParquetFileFormat
 from tqdm import tqdm
 
 DEMO = "data/python_code"
@@ -292,8 +295,9 @@ def save_models(folder):
 
 # --------------------------------------------------------------------------------------- reading and converting tables
 
-FORMATS = {"parquet": "parquet", "arrow": "arrow", "jsonl": "json", "json": "json", "ndjson": "json",
+FORMATS = {"parquet": "parquet", "orc": "orc", "arrow": "arrow", "jsonl": "json", "json": "json", "ndjson": "json",
            "csv": "csv", "tsv": "csv", "txt": "text"}  # fmt: skip
+COLUMNAR = {"parquet": ParquetFileFormat(pre_buffer=False), "orc": OrcFileFormat()}  # pre_buffer: up to 1 GiB ahead
 SUFFIX = re.compile(rf"\.({'|'.join(FORMATS)})(\.(gz|zst|bz2|xz))?$", re.IGNORECASE)
 # CSV cells that may become numbers or booleans; all others stay text, such as 007 and ids too long for a number.
 CSV_VALUE = re.compile(r"true|false|-?(0|[1-9]\d{0,14})(\.\d+)?([eE][-+]?\d{1,2})?")
@@ -311,11 +315,16 @@ def files_of(source):
     if (Path(source) / "state.json").exists():  # of Dataset.save_to_disk, which also writes JSON files
         source = f"{source}/*.arrow"
     is_file = SUFFIX.search(source) or any(char in source for char in "*?[")  # else a folder or a Hub id
+    is_url = "://" in source and not source.startswith("hf://")
     with user_errors(source):
-        if not is_file:
+        if is_file:
+            builder = datasets.load_dataset_builder("text", data_files=source)  # lists files of any format
+        elif is_url or any(Path(source).rglob("*.orc")):  # folders that `datasets` does not list
+            suffixes = [f".{suffix}" for suffix in FORMATS]
+            return list(DataFilesList.from_patterns(get_data_patterns(source)["train"], source, suffixes))
+        else:
             check_exists(source)
-        path, files = (format_of(source)[0], source) if is_file else (source, None)
-        builder = datasets.load_dataset_builder(path, data_files=files)
+            builder = datasets.load_dataset_builder(source)
         return [str(file) for file in builder.config.data_files["train"]]
 
 
@@ -328,7 +337,21 @@ def json_rows(lines):
             raise ValueError(f"not a JSON object: {line[:80]}") from None
 
 
-def read_columns(file, names=None, keep=None):
+def read_columnar(file, kind, schema, keep):
+    """Yield tables of at most 1,000 rows of a Parquet or ORC file; the first is empty, and has the file's types.
+
+    schema: columns to read, cast to its types (default: all, as they are); only rows that pass `keep` are read."""
+    with xopen(file, "rb") as source:
+        fragment = COLUMNAR[kind].make_fragment(source)
+        types = datasets.Features.from_arrow_schema(fragment.physical_schema).arrow_schema  # without dictionaries
+        yield types.empty_table()
+        # threads would decode an ORC file as fast as they can, and hold what is not yet written
+        options = {"batch_size": BATCH_ROWS, "batch_readahead": 0, "fragment_readahead": 0, "use_threads": False}
+        for batch in fragment.to_batches(schema or types, filter=keep, **options):
+            yield pa.Table.from_batches([batch])
+
+
+def read_columns(file, schema=None, keep=None):
     """Yield {column: values} for 1,000 rows of a file at a time; lists for JSON, else Arrow arrays (text for CSV)."""
     kind, options = format_of(file)
     load = functools.partial(datasets.load_dataset, data_files=file, split="train", streaming=True)
@@ -337,19 +360,21 @@ def read_columns(file, names=None, keep=None):
             options |= {"keep_default_na": False, "na_values": [""]}  # None, NA and nan are texts
             header = next(iter(load(kind, **options)), {})
             options["features"] = datasets.Features(dict.fromkeys(header, datasets.Value("string"))) or None
-        elif kind == "parquet":
-            columns = [name for name in load(kind).features if name in names] if names else None
-            options = {"columns": columns, "filters": keep, "batch_size": BATCH_ROWS}  # skips row groups and columns
         elif kind in ("json", "text"):
             options = {"encoding": "utf-8-sig"}
-        stream = load("text" if kind == "json" else kind, **options).with_format("arrow")
-        first = [stream.features.arrow_schema.empty_table()] if kind in ("parquet", "arrow") else []  # types
-        for table in chain(first, stream.iter(batch_size=BATCH_ROWS)):
+        if kind in COLUMNAR:
+            tables = read_columnar(file, kind, schema, keep)
+        else:
+            stream = load("text" if kind == "json" else kind, **options).with_format("arrow")
+            first = [stream.features.arrow_schema.empty_table()] if kind == "arrow" else []  # types
+            tables = chain(first, stream.iter(batch_size=BATCH_ROWS))
+        for table in tables:
+            table.validate(full=True)  # invalid offsets or texts of a damaged file
             columns = dict(zip(table.column_names, table.columns))
             if kind == "json":
                 table = list(json_rows(table["text"].to_pylist()))
                 columns = {name: [row.get(name) for row in table] for name in dict.fromkeys(chain(*table))}
-            yield {name: columns.get(name, pa.nulls(len(table))) for name in names or columns}
+            yield {name: columns.get(name, pa.nulls(len(table))) for name in (schema.names if schema else columns)}
 
 
 def common_schema(files):
@@ -367,7 +392,7 @@ def common_schema(files):
                     types[name] = pa.unify_schemas(pair, promote_options="permissive").field(0).type
                 except (ValueError, TypeError, OverflowError):  # numbers and texts, say
                     types[name] = pa.string()
-            if kind in ("parquet", "arrow"):
+            if kind in ("parquet", "orc", "arrow"):
                 break
     # A column of nulls only becomes text, the most likely type of later values.
     return pa.schema([(name, pa.string() if pa.types.is_null(kind) else kind) for name, kind in types.items()])
@@ -402,7 +427,7 @@ def convert(args, folder):
 
     def tables():
         for file in files:
-            for columns in read_columns(file, schema.names, keep):
+            for columns in read_columns(file, schema, keep):
                 with user_errors(file):
                     table = pa.table([to_array(columns[field.name], field.type) for field in schema], schema=schema)
                 yield (table if keep is None else table.filter(keep)).select(output_schema.names)
@@ -413,14 +438,24 @@ def convert(args, folder):
     return rows, output_schema
 
 
+def rebatch(tables, schema):
+    """Yield the rows of tables in contiguous tables of 10,000: a filter may leave few in each, and many small record
+    batches are slow to map."""
+    rest = schema.empty_table()
+    for table in filter(len, tables):
+        rest = pa.concat_tables([rest, table])
+        while len(rest) >= 10 * BATCH_ROWS:
+            yield rest.slice(0, 10 * BATCH_ROWS).combine_chunks()
+            rest = rest.slice(10 * BATCH_ROWS)
+    yield rest.combine_chunks()
+
+
 def write_shards(tables, schema, folder, name, format, rows_per_shard):
     """Write tables as folder/name-00000-of-0000N.format, at most `rows_per_shard` rows each; return the row count."""
     folder.mkdir(parents=True, exist_ok=True)
     shards, rows = [], 0
     with ExitStack() as stack:
-        # join ten tables: a filter may leave few rows in each, and small record batches are slow to map
-        joined = (pa.concat_tables(ten).combine_chunks() for ten in iter(lambda: list(islice(tables, 10)), []))
-        for table in tqdm(joined, desc=f"writing {name}", unit=" x 10,000 rows", delay=1):
+        for table in tqdm(rebatch(tables, schema), desc=f"writing {name}", unit=" x 10,000 rows", delay=1):
             while table.num_rows:
                 if rows % rows_per_shard == 0:
                     stack.close()  # closes the previous shard
@@ -509,6 +544,8 @@ def length_report(args, folder):
 
     with user_errors(" ".join(args.sources)):
         listed = [(format_of(files[0]), files) for files in map(files_of, args.sources)]
+        if orc := [files[0] for (kind, _), files in listed if kind == "orc"]:
+            raise UserError(f"{orc[0]}: convert it first, without --length_report")
         rows = [datasets.load_dataset(kind, data_files=files, split="train", **o) for (kind, o), files in listed]
         rows = datasets.concatenate_datasets(rows)
         rows = rows.select_columns(args.columns or rows.column_names)
@@ -570,7 +607,8 @@ def parse_args(argv):
     """Return the parsed flags; exit on a wrong value."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     option = parser.add_argument
-    option("sources", nargs="*", metavar="SOURCE", help="path, glob, folder, URL or Hub id; none: the demo corpus")
+    option("sources", nargs="*", metavar="SOURCE",
+           help="Parquet, ORC, Arrow, JSON, CSV, text: path, glob, folder, URL, Hub id (default: demo)")  # fmt: skip
     option("--output_dir", type=Path, help=f"new folder for the shards (default: {DEMO}; for reports: runs/lengths)")
     option("--overwrite", action="store_true", help="replace a non-empty --output_dir, when the new one is complete")
     option("--columns", nargs="+", metavar="C", help="columns to keep, in this order (default: all)")

@@ -1,15 +1,19 @@
 """prepare_corpus.py: the demo corpus from generated files, its models, every input format, and bad input."""
 
+import ast
 import gzip
 import json
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import datasets
+import fsspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.orc
 import pyarrow.parquet as pq
 import pytest
 import zstandard
@@ -41,6 +45,8 @@ def write(path, rows=ROWS):
     match path.suffix if path.suffix not in (".gz", ".zst") else "":
         case ".parquet":
             pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=30)
+        case ".orc":
+            pa.orc.write_table(pa.Table.from_pylist(rows), path)
         case ".arrow":
             table = pa.Table.from_pylist(rows)
             new = pa.ipc.new_file if "file" in path.name else pa.ipc.new_stream
@@ -225,7 +231,7 @@ def test_demo_keeps_what_exists_and_replaces_its_own_output_only(tree, monkeypat
 
 # ------------------------------------------------------------------------------------------------- the conversion
 
-NAMES = "a.parquet file.arrow stream.arrow a.csv a.csv.gz a.tsv a.tsv.zst a.json a.jsonl a.jsonl.gz a.jsonl.zst"
+NAMES = "a.parquet a.orc file.arrow stream.arrow a.csv a.csv.gz a.tsv a.tsv.zst a.json a.jsonl a.jsonl.gz a.jsonl.zst"
 
 
 @pytest.mark.parametrize("name", NAMES.split())
@@ -248,6 +254,65 @@ def test_filter_skips_row_groups_that_cannot_match(tmp_path):
     source.write_bytes(data)
     assert "a.parquet: " in fail(source, "--output_dir", tmp_path / "all")
     assert convert(tmp_path, source, "--filter", "[('score', '<', 0.2)]") == ROWS[:20]
+
+
+TYPES = pa.int8(), pa.int64(), pa.float32(), pa.bool_(), pa.timestamp("ns", "UTC"), pa.decimal128(25, 3), pa.string()
+
+
+@pytest.mark.parametrize("keep", [None, "[('score', '>', 0.5), ('text', 'not in', ['row 51', 'row 2000'])]"])
+def test_orc_and_parquet_give_the_same_shards(tmp_path, keep):
+    """The same types, rows and batches, nulls included; of the other files, one is empty and one lacks columns."""
+    numbers = [None if i % 7 == 0 else i % 100 for i in range(4500)]
+    columns = {str(kind): pa.array(numbers, pa.int64()).cast(kind) for kind in TYPES}
+    columns["score"] = np.arange(4500) / 1000
+    columns["text"] = [f"row {i}" if i % 9 else None for i in range(4500)]
+    columns["nested"] = [{"a": [{"b": [f"é{i}", None]}] * (i % 3), "c": i} if i % 5 else None for i in range(4500)]
+    columns["binary"] = [bytes([i % 256]) * (i % 5) for i in range(4500)]
+    table = pa.table(columns)
+    other = table.select(["text", "score", "nested"]).slice(0, 10)
+    shards = []
+    for suffix, write_table in (("orc", pa.orc.write_table), ("parquet", pq.write_table)):
+        folder = tmp_path / suffix
+        folder.mkdir()
+        for i, part in enumerate((table, table.slice(0, 0), other)):
+            write_table(part, folder / f"{i}.{suffix}")
+        flags = ["--columns", *table.column_names[:-1], "--rows_per_shard", "1500"]
+        run(folder, "--output_dir", folder / "out", *flags, *(["--filter", keep] if keep else []))
+        readers = [pa.ipc.open_stream(str(path)) for path in sorted((folder / "out").iterdir())]
+        shards.append([batch for reader in readers for batch in reader])
+    orc, parquet = shards
+    assert len(orc) == len(parquet) and all(a.equals(b, check_metadata=True) for a, b in zip(orc, parquet))
+    expected = pa.concat_tables([table, other], promote_options="default").drop_columns("binary")
+    expected = expected.filter(prepare_corpus.pq.filters_to_expression(ast.literal_eval(keep))) if keep else expected
+    assert pa.Table.from_batches(orc).equals(expected) and len(expected) > 3000
+
+
+@pytest.mark.parametrize("write_table", [pa.orc.write_table, pq.write_table])
+def test_a_file_is_not_read_ahead(tmp_path, write_table):
+    """While the first rows of a file of 61 MB are in use, less than 25 MB are allocated."""
+    texts = pa.array(["x" * 300] * 200_000)
+    suffix = "orc" if write_table is pa.orc.write_table else "parquet"
+    options = {} if suffix == "orc" else {"row_group_size": 20_000, "use_dictionary": False}
+    write_table(pa.table({"a": texts}), tmp_path / f"a.{suffix}", compression="zstd", **options)
+    del texts  # which are allocated, too
+    before, tables = pa.total_allocated_bytes(), prepare_corpus.read_columns(str(tmp_path / f"a.{suffix}"))
+    assert [len(next(tables)["a"]) for _ in range(2)] == [0, 1000]
+    time.sleep(0.5)
+    assert pa.total_allocated_bytes() - before < 25e6
+
+
+@pytest.mark.parametrize("suffix", ["orc", "parquet"])
+def test_folders_and_files_of_a_remote_file_system(tmp_path, suffix):
+    memory = fsspec.filesystem("memory")
+    for name, rows in ((f"day=1/b.{suffix}", ROWS[40:]), (f"a.{suffix}", ROWS[:40])):
+        with memory.open(f"/{tmp_path.name}/{name}", "wb") as file:
+            file.write(write(tmp_path / f"x.{suffix}", rows).read_bytes())
+    memory.touch(f"/{tmp_path.name}/_SUCCESS")
+    url = f"memory://{tmp_path.name}"
+    assert convert(tmp_path, url) == convert(tmp_path, f"{url}/**/*.{suffix}") == ROWS
+    assert convert(tmp_path, f"{url}/a.{suffix}", "--filter", "[('score', '<', 0.1)]") == ROWS[:10]
+    memory.touch(f"/{tmp_path.name}-empty/_SUCCESS")
+    assert f"{url}-empty" in fail(f"{url}-empty", "--output_dir", tmp_path / "out")
 
 
 def test_batches_are_merged_after_filtering(tmp_path):
@@ -329,17 +394,20 @@ def test_bad_sources_are_refused_in_one_line_and_lose_nothing(tmp_path, monkeypa
     out.mkdir()
     (out / "precious").write_text("kept")
     good = write(tmp_path / "good.jsonl")
-    for name in ("p.parquet", "j.jsonl.gz", "f_file.arrow", "s.arrow", "c.csv.gz"):
+    for name in ("p.parquet", "o.orc", "j.jsonl.gz", "f_file.arrow", "s.arrow", "c.csv.gz"):
         data = write(tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(data[: len(data) * 3 // 4])
         assert name in fail(good, tmp_path / name, "--output_dir", out, "--overwrite")
+    invalid = write(tmp_path / "a.orc").read_bytes().replace("row 51: é".encode(), b"row 51: \xff\xff")
     texts = {
+        "invalid.orc": (invalid, "Invalid UTF8"),
         "syntax.jsonl": ('{"a": 1}\n\n{"a": 2\n{"a": 3}\n', 'not a JSON object: {"a": 2'),
         "array.json": ("[1, 2]\n", "not a JSON object: [1, 2]"),
         "ragged.csv": ("a,b\n1,2\n3,4,5\n", "line 3"),
         "latin.jsonl": (b'{"a": 1}\n\n{"a": "caf\xe9"}\n', "utf-8"),
         "latin.csv": (b"a,b\n1,2\n1,caf\xe9\n", "utf-8"),
         "empty.jsonl": ("", "no row"),
+        "empty.orc": ("", "too small"),
         "a.xlsx": ("", ""),
         "a.parquet.gz": ("", ""),
     }
@@ -491,5 +559,6 @@ def test_length_report_on_bad_input(tmp_path, bert):
     for flags, expected in (([numbers, *model, bert], "numbers.parquet: contains no text"),
                             ([numbers, *model, bert, "--columns", "title"], "title"),
                             ([numbers, *model, "/nowhere"], "--model_name_or_path /nowhere: no such file or folder"),
+                            ([write(tmp_path / "a.orc"), *model, bert], "a.orc: convert it first"),
                             ([tmp_path / "absent.jsonl", *model, bert], "absent.jsonl: ")):  # fmt: skip
         assert expected in fail(*flags, "--output_dir", tmp_path / "out") and not (tmp_path / "out").exists()
