@@ -248,6 +248,7 @@ def parse_args(argv):
 
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".ndjson": "json",
            ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
+UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst; prepare_corpus.py converts .orc"
 
 # ---- files (same in train_bi_encoder.py)
 
@@ -272,6 +273,8 @@ def list_files(source):
         return sorted(map(str, Path(path).glob("*.arrow")))
     if suffix := file_suffix(path):  # decided by suffix, so that a missing file is not mistaken for a Hub id
         builder = datasets.load_dataset_builder(FORMATS[suffix], data_files=path)
+    elif path.endswith(".orc") or os.path.isfile(path) or any(Path(path).glob("*.orc")):
+        raise UserError(UNSUPPORTED)
     else:
         path, config, split = path.split(":") if path.count(":") == 2 else (path, config, split)
         check_exists(path)
@@ -281,7 +284,7 @@ def list_files(source):
         found = [str(name) for name in files if files[name]]
         raise UserError(f"no split {split!r} with files; available: {', '.join(found) or 'none'}")
     if not file_suffix(files[split][0]):
-        raise UserError(f"{files[split][0]}: not one of {' '.join(FORMATS)}, with or without .gz or .zst")
+        raise UserError(f"{files[split][0]}: {UNSUPPORTED}")
     return list(files[split])
 
 

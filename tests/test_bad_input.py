@@ -234,6 +234,17 @@ def test_a_misspelt_folder_is_not_asked_for_on_the_hub(monkeypatch, name, source
                 load(unknown)
 
 
+@pytest.mark.parametrize("name", [*TRAINERS, "eval_incremental", "mine_negatives"])
+def test_files_of_other_formats(name):
+    """The message lists the formats, and what reads ORC, before the Hub is asked."""
+    os.mkdir("folder")
+    Path("folder/x.orc").touch()
+    Path("x.xlsx").touch()
+    for source in ("folder/x.orc", "folder/*.orc", "folder", "folder/", "s3://bucket/x.orc", "x.xlsx"):
+        with pytest.raises(ValueError, match=r"^not one of .parquet .*; prepare_corpus.py converts .orc$"):
+            importlib.import_module(name).list_files(source)
+
+
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_model_that_is_not_downloaded(name):
     """Offline, the message gives a way that a user of the scripts has."""
