@@ -50,18 +50,25 @@ class UserError(ValueError):
     """Something the user can fix; printed as one line, without a traceback."""
 
 
+def is_out_of_memory(error):
+    """Return whether torch could not allocate memory on a device, or of the CPU."""
+    return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "DefaultCPUAllocator" in str(error))
+
+
 @contextmanager
 def user_errors(name):
     """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause."""
     try:
         yield
     except Exception as error:
+        if is_out_of_memory(error):  # not the data's fault, or the model's
+            raise
         cause = error
         while cause.__cause__ and not isinstance(cause, UserError):
             cause = cause.__cause__
         reason = "contains no row" if isinstance(cause, StopIteration) else str(cause).strip() or repr(cause)
         reason = reason.splitlines()[0][:500].replace("set 'local_files_only' to False", "unset HF_HUB_OFFLINE")
-        if "cast" in reason.lower():  # `datasets` takes the type of a column from its first rows
+        if "Couldn't cast" in reason:  # `datasets` takes the type of a column from its first rows
             reason += "; prepare_corpus.py can rewrite rows of irregular types"
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
 
@@ -380,3 +387,5 @@ if __name__ == "__main__":
         main(parse_args(sys.argv[1:]))
     except UserError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

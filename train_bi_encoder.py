@@ -31,6 +31,7 @@ Left out on purpose: uploads to the Hub, asymmetric models (Router), images, Dee
 
 import copy
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -87,18 +88,25 @@ class UserError(ValueError):
     """Something the user can fix; printed as one line, without a traceback."""
 
 
+def is_out_of_memory(error):
+    """Return whether torch could not allocate memory on a device, or of the CPU."""
+    return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "DefaultCPUAllocator" in str(error))
+
+
 @contextmanager
 def user_errors(name):
     """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause."""
     try:
         yield
     except Exception as error:
+        if is_out_of_memory(error):  # not the data's fault, or the model's
+            raise
         cause = error
         while cause.__cause__ and not isinstance(cause, UserError):
             cause = cause.__cause__
         reason = "contains no row" if isinstance(cause, StopIteration) else str(cause).strip() or repr(cause)
         reason = reason.splitlines()[0][:500].replace("set 'local_files_only' to False", "unset HF_HUB_OFFLINE")
-        if "cast" in reason.lower():  # `datasets` takes the type of a column from its first rows
+        if "Couldn't cast" in reason:  # `datasets` takes the type of a column from its first rows
             reason += "; prepare_corpus.py can rewrite rows of irregular types"
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
 
@@ -120,6 +128,24 @@ def check_flags(parser, argv):
             advice = "; list all values after one flag" * (known[name].nargs == "+")
             parser.error(f"{known[name].option_strings[0]}: given twice{advice}")
         seen.add(known[name])
+
+
+def print_error(error, again, memory):
+    """Print why a run ended, and return its exit status: a UserError and Ctrl-C in one line, any other error with its
+    traceback. again: how to continue after Ctrl-C; memory: what to do if it ran out of memory."""
+    if isinstance(error, KeyboardInterrupt):  # at once: background threads may wait for data
+        print(f"\ninterrupted: {again}", file=sys.stderr)
+        return 130
+    traceback.clear_frames(error.__traceback__)  # deletes main's progress bar, which ends its line
+    if isinstance(error, UserError):
+        # Every process raises the same error. Rank 0 reports it; the others do so only if they still run 5 s later.
+        time.sleep(5 if int(os.environ.get("RANK", 0)) else 0)
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+        if is_out_of_memory(error):
+            print(f"out of memory: {memory}", file=sys.stderr)
+    return 1
 
 
 # ---- options
@@ -1030,6 +1056,8 @@ def make_loss(args, model):
         weight = options.pop("infonce", 0.0)  # teachers do not score the documents of other rows
         options = {"temperature": 1.0 if dot else 0.05} | options
     if args.loss in LOSSES:
+        with user_errors(f"--loss {args.loss}"):
+            inspect.signature(LOSSES[args.loss]).bind(None, None, None, None, **options)
 
         def base(columns, *rest):
             columns = columns if dot else [F.normalize(column, dim=-1) for column in columns]
@@ -1045,7 +1073,8 @@ def make_loss(args, model):
             raise UserError(f"--loss {args.loss} has weights of its own, which would not be trained")
 
         def base(columns, ids, labels, rows, guide=None):  # each process computes the whole loss, returns its share
-            return module.compute_loss_from_embeddings(columns, labels) * len(rows) / ids.shape[1]
+            with user_errors(f"--loss {args.loss}"):  # it can reject these columns or labels
+                return module.compute_loss_from_embeddings(columns, labels) * len(rows) / ids.shape[1]
 
     def matryoshka(columns, *rest):  # Kusupati et al. 2022, equation 1, with equal weights
         parts = [[F.normalize(column[:, :size], dim=-1) for column in columns] for size in args.matryoshka_dims]
@@ -1097,10 +1126,9 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator, guide
     places, ids, labels = (None if t is None else t.to(device, non_blocking=True) for t in tensors)
     columns = list(embeddings[places])  # C of (B, D)
     rows = torch.arange(accelerator.process_index, batch.ids.shape[1], processes, device=device)
-    with user_errors(f"--loss {args.loss}"):  # a loss can reject columns, labels or --loss_kwargs
-        guides = list(encode_all(guide, batch.guide, accelerator)[places]) if guide else None
-        loss = loss_fn(columns, ids, labels, rows, guides)  # the part of these rows
-        loss.backward()
+    guides = list(encode_all(guide, batch.guide, accelerator)[places]) if guide else None
+    loss = loss_fn(columns, ids, labels, rows, guides)  # the part of these rows
+    loss.backward()
     # Multiply by the number of processes: DDP averages over them, but each has the gradient of its own texts only.
     gradient = accelerator.reduce(embeddings.grad)[local.indices.to(device, non_blocking=True)] * processes
     gradients = gradient.split([len(cut) for _, cut in local.micro_batches])  # (n, D) each
@@ -1579,11 +1607,8 @@ if __name__ == "__main__":
     status = 0
     try:
         main(parse_args(sys.argv[1:]))
-    except UserError as error:
-        traceback.clear_frames(error.__traceback__)  # deletes main's progress bar, which ends its line
-        # Every process raises the same error. Rank 0 reports it; the others do so only if they still run 5 s later.
-        time.sleep(5 if int(os.environ.get("RANK", 0)) else 0)
-        print(f"error: {error}", file=sys.stderr)
-        status = 1
+    except (Exception, KeyboardInterrupt) as error:
+        memory = "lower --micro_batch_tokens, or set --grad_cache, then --gradient_checkpointing"
+        status = print_error(error, "--resume continues from the newest checkpoint, if there is one", memory)
     sys.stdout.flush()
     os._exit(status)  # pyarrow threads that still read ahead can hang or abort a normal exit (apache/arrow 45214)

@@ -93,18 +93,25 @@ class UserError(ValueError):
     """Something the user can fix; printed as one line, without a traceback."""
 
 
+def is_out_of_memory(error):
+    """Return whether torch could not allocate memory on a device, or of the CPU."""
+    return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "DefaultCPUAllocator" in str(error))
+
+
 @contextmanager
 def user_errors(name):
     """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause."""
     try:
         yield
     except Exception as error:
+        if is_out_of_memory(error):  # not the data's fault, or the model's
+            raise
         cause = error
         while cause.__cause__ and not isinstance(cause, UserError):
             cause = cause.__cause__
         reason = "contains no row" if isinstance(cause, StopIteration) else str(cause).strip() or repr(cause)
         reason = reason.splitlines()[0][:500].replace("set 'local_files_only' to False", "unset HF_HUB_OFFLINE")
-        if "cast" in reason.lower():  # `datasets` takes the type of a column from its first rows
+        if "Couldn't cast" in reason:  # `datasets` takes the type of a column from its first rows
             reason += "; prepare_corpus.py can rewrite rows of irregular types"
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
 
@@ -126,6 +133,24 @@ def check_flags(parser, argv):
             advice = "; list all values after one flag" * (known[name].nargs == "+")
             parser.error(f"{known[name].option_strings[0]}: given twice{advice}")
         seen.add(known[name])
+
+
+def print_error(error, again, memory):
+    """Print why a run ended, and return its exit status: a UserError and Ctrl-C in one line, any other error with its
+    traceback. again: how to continue after Ctrl-C; memory: what to do if it ran out of memory."""
+    if isinstance(error, KeyboardInterrupt):  # at once: background threads may wait for data
+        print(f"\ninterrupted: {again}", file=sys.stderr)
+        return 130
+    traceback.clear_frames(error.__traceback__)  # deletes main's progress bar, which ends its line
+    if isinstance(error, UserError):
+        # Every process raises the same error. Rank 0 reports it; the others do so only if they still run 5 s later.
+        time.sleep(5 if int(os.environ.get("RANK", 0)) else 0)
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+        if is_out_of_memory(error):
+            print(f"out of memory: {memory}", file=sys.stderr)
+    return 1
 
 
 # ---- options
@@ -1591,11 +1616,8 @@ if __name__ == "__main__":
     status = 0
     try:
         main(parse_args(sys.argv[1:]))
-    except UserError as error:
-        traceback.clear_frames(error.__traceback__)  # deletes main's progress bar, which ends its line
-        # Every process raises the same error. Rank 0 reports it; the others do so only if they still run 5 s later.
-        time.sleep(5 if int(os.environ.get("RANK", 0)) else 0)
-        print(f"error: {error}", file=sys.stderr)
-        status = 1
+    except (Exception, KeyboardInterrupt) as error:
+        memory = "lower --micro_batch_tokens, or set --grad_cache, then --gradient_checkpointing"
+        status = print_error(error, "--resume continues from the newest checkpoint, if there is one", memory)
     sys.stdout.flush()
     os._exit(status)  # pyarrow threads that still read ahead can hang or abort a normal exit (apache/arrow 45214)

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -784,3 +785,47 @@ def test_model_with_a_nan_weight(flags, bert, refusal, tmp_path, capsys):
     measures = ast.literal_eval(re.search(r"^step 0: (.*)", capsys.readouterr().out, re.M)[1])
     assert measures["MRR@10"] == pytest.approx(sum(1 / rank for rank in range(1, 9)) / 8, abs=1e-4)  # corpus order
     assert not os.path.exists("out/model")
+
+
+# ------------------------------------------------------------------------------------------- errors that are not data
+
+
+def test_a_bug_in_ones_own_loss_keeps_its_traceback(flags, monkeypatch, capsys):
+    def own(*_):
+        return np.zeros(3) + np.zeros(4)
+
+    monkeypatch.setitem(script.LOSSES, "own", own)
+    with pytest.raises(ValueError, match="could not be broadcast") as error:
+        train(flags, "--train_data", jsonl("x.jsonl"), "--loss", "own")
+    assert not isinstance(error.value, script.UserError) and script.print_error(error.value, "", "") == 1
+    printed = capsys.readouterr().err
+    assert "Traceback" in printed and "return np.zeros(3) + np.zeros(4)" in printed
+
+
+@pytest.mark.parametrize("reason, advised", [("could not be broadcast", False), ("Couldn't cast array of type", True)])
+def test_what_prepare_corpus_can_mend(reason, advised):
+    with pytest.raises(script.UserError, match="^x.jsonl: ") as error, script.user_errors("x.jsonl"):
+        raise TypeError(reason)
+    assert ("prepare_corpus.py" in str(error.value)) == advised
+
+
+OUT_OF_MEMORY = """
+import runpy, sys, torch
+def cross_entropy(*_, **more):
+    {0}
+torch.nn.functional.cross_entropy = cross_entropy
+runpy.run_path({1!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "reason", ["torch.empty(2**50)", "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')"]
+)
+def test_out_of_memory_keeps_its_traceback_and_names_flags(flags, reason):
+    """Also within user_errors, where a checkpoint is moved to the device and where a library computes a loss."""
+    with pytest.raises(RuntimeError, match="memory"), script.user_errors("x.jsonl"):
+        exec(reason)
+    Path("driver.py").write_text(OUT_OF_MEMORY.format(reason, str(SCRIPT)))
+    done = launch(Path("driver.py").resolve(), *flags, "--train_data", jsonl("x.jsonl"), cwd=".", check=False)
+    assert done.returncode == 1 and "in cross_entropy" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("out of memory: lower --micro_batch_tokens, or set --grad_cache")
