@@ -213,7 +213,7 @@ class Args:
     resume: bool = flag(False, "resume from the newest intact checkpoint in --output_dir, or start if there is none")
     accept_changed_data: bool = flag(False, "resume although sources have changed: rows may be repeated or missed")
     eval_steps: int = flag(0, "steps between evaluations; 0: a tenth of the run")
-    metric_for_best_model: str | None = flag(None, "measure by which the best model is saved; None: the last model")
+    metric_for_best_model: str | None = flag(None, "save the model that evaluates best by this measure; None: last")
     early_stopping_patience: int = flag(0, "stop after this many evaluations without a new best; 0: never")
     save_steps: int = flag(500, "steps between checkpoints; 0: only at the end")
     save_total_limit: int = flag(2, "checkpoints kept")
@@ -1305,11 +1305,10 @@ def is_intact(path):
 
 
 def best_evaluation(metrics, name):
-    """Return (step of the best evaluation by the measure `name`, lowest if it is a loss; number of evaluations after
+    """Return (step of the best evaluation by the measure `name`, of which more is better; number of evaluations after
     it), without the evaluation before the first step; (0, 0) if there is none."""
     values = {record["step"]: record[name] for record in metrics if record["step"] and name in record}
-    sign = -1 if name and name.endswith("loss") else 1
-    best = max(values, key=lambda step: -math.inf if math.isnan(values[step]) else sign * values[step], default=0)
+    best = max(values, key=lambda step: -math.inf if math.isnan(values[step]) else values[step], default=0)
     return best, sum(step > best for step in values)
 
 
@@ -1510,10 +1509,10 @@ def main(args):
     # ---- train
     if progress.step == 0 and eval_sets:
         log(evaluate(model, eval_sets, max_tokens, args, accelerator))
-    measured = [name for line in progress.metrics if not line["step"] for name in line if name != "step"] + ["loss"]
+    measured = [name for line in progress.metrics if not line["step"] for name in line if name != "step"]
     if args.metric_for_best_model not in [None, *measured]:
-        raise UserError(f"--metric_for_best_model {args.metric_for_best_model} is not measured: choose one of "
-                        f"{', '.join(measured)}")  # fmt: skip
+        raise UserError(f"--metric_for_best_model {args.metric_for_best_model} is not measured by evaluations: choose "
+                        f"one of {', '.join(measured) or 'none, as there is nothing to evaluate on'}")  # fmt: skip
     best, since_best = best_evaluation(progress.metrics, args.metric_for_best_model)
     finished = progress.step >= steps or 0 < args.early_stopping_patience <= since_best
     rows = row_batches(data.sources, data.weights, args, progress.data_state)
@@ -1568,11 +1567,14 @@ def main(args):
             record |= {"skipped_steps": meter["skipped"]} if accelerator.scaler else {}  # by fp16's scaler
             bar.set_postfix_str("loss {loss:.4f}, {rows_per_second:,.0f} rows/s".format(**record), refresh=False)
             meter, progress.losses = Counter(), []
-        if progress.step % eval_steps == 0 or finished:
+        evaluated = progress.step % eval_steps == 0 or finished
+        if evaluated:
             record |= evaluate(model, eval_sets, max_tokens, args, accelerator)
         if record:
             log(record)
-            best, since_best = best_evaluation(progress.metrics, args.metric_for_best_model)
+        if evaluated:  # measures can differ in their last bits between processes: the main process decides
+            decision = [best_evaluation(progress.metrics, args.metric_for_best_model)]
+            best, since_best = broadcast_object_list(decision)[0]
             finished |= 0 < args.early_stopping_patience <= since_best
         due = args.save_steps and progress.step % args.save_steps == 0
         if stopping or finished or due or progress.step == best:

@@ -12,15 +12,13 @@ from test_resume import signal_when
 
 RATES = {"rows_per_second", "tokens_per_second", "data_wait_fraction"}
 STEPS = 16
-MEASURE = {"train_bi_encoder": "nDCG@10", "train_cross_encoder": "loss"}
+MEASURE = "nDCG@10"
 
 
 def train(name, *flags):
-    """Run a trainer in this process without replacing the SIGTERM handler."""
+    """Run a trainer in this process."""
     script = importlib.import_module(name)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(signal, "signal", lambda *_: None)
-        script.main(script.parse_args(merge_flags(flags)))
+    script.main(script.parse_args(merge_flags(flags)))
 
 
 def lines(output):
@@ -36,10 +34,9 @@ def final_state(output):
     return lines(output), saved_weights(output / "model")
 
 
-def naive_best(name, found):
+def naive_best(found):
     """Return (step of the best evaluation, steps of all evaluations)."""
-    sign = -1 if MEASURE[name] == "loss" else 1
-    values = {line["step"]: sign * line[MEASURE[name]] for line in found if line["step"] and MEASURE[name] in line}
+    values = {line["step"]: line[MEASURE] for line in found if line["step"] and MEASURE in line}
     return next(step for step, value in values.items() if value == max(values.values())), list(values)
 
 
@@ -50,26 +47,27 @@ def kept_steps(output):
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory, rows, bert):
     """{trainer: flags} of runs whose best step is in the middle. The bi-encoder trains four steps on the held-out
-    pairs, then twelve on wrong ones; the cross-encoder's lists, and so its loss, shrink for seven steps."""
+    pairs, then twelve on wrong ones; the cross-encoder six on the held-out lists, then ten on reversed ones."""
     folder, texts = tmp_path_factory.mktemp("rows"), rows[:32]
     wrong = [{**row, "code": texts[i // 16 * 16 + (i + 1) % 16]["code"]} for i, row in enumerate(texts)]
     write_jsonl(folder / "held_out.jsonl", texts)
     write_jsonl(folder / "train_bi_encoder.jsonl", texts * 2 + wrong * 6)
-    sizes = [8, 7, 6, 5, 4, 3, 2, *[8] * STEPS]
-    lists = [{"q": row["docstring"], "d": [other["code"] for other in rows[i + 1 : i + 1 + sizes[i // 8]]]}
-             for i, row in enumerate(rows[: 8 * STEPS])]  # fmt: skip
-    write_jsonl(folder / "train_cross_encoder.jsonl", lists)
+    lists = [{"q": row["docstring"], "d": [other["code"] for other in rows[i + 1 : i + 5]]}
+             for i, row in enumerate(rows[:16])]  # fmt: skip
+    write_jsonl(folder / "lists.jsonl", lists)
+    reversed_lists = [{**row, "d": row["d"][::-1]} for row in lists]
+    write_jsonl(folder / "train_cross_encoder.jsonl", lists * 3 + reversed_lists * 5)
     common = ["--model_name_or_path", bert, "--max_steps", STEPS, "--shuffle_buffer", 0, "--logging_steps", 1,
               "--max_length", 32, "--micro_batch_tokens", 600, "--lr_scheduler_type", "constant", "--warmup_ratio", 0,
               "--save_steps", 5, "--save_total_limit", 1]  # fmt: skip
     own = {
         "train_bi_encoder": ["--batch_size", 16, "--eval_data", folder / "held_out.jsonl", "--eval_rows", 32,
                              "--learning_rate", 0.005, "--eval_steps", 2],
-        "train_cross_encoder": ["--batch_size", 8, "--eval_data", folder / "train_cross_encoder.jsonl", "--eval_rows",
-                                8, "--learning_rate", 1e-4, "--eval_steps", 7],
+        "train_cross_encoder": ["--batch_size", 8, "--eval_data", folder / "lists.jsonl", "--eval_rows", 16,
+                                "--learning_rate", 2e-3, "--eval_steps", 2],
     }  # fmt: skip
     return {
-        name: [*common, *flags, "--train_data", folder / f"{name}.jsonl", "--metric_for_best_model", MEASURE[name]]
+        name: [*common, *flags, "--train_data", folder / f"{name}.jsonl", "--metric_for_best_model", MEASURE]
         for name, flags in own.items()
     }
 
@@ -92,8 +90,8 @@ def undisturbed(tmp_path_factory, settings):
 def test_the_saved_model_is_that_of_the_best_evaluation(undisturbed, name):
     output = undisturbed(name)
     found = lines(output)
-    best, _ = naive_best(name, found)
-    assert found[0]["step"] == 0 and (best == 7 if name == "train_cross_encoder" else 2 < best < STEPS - 2)
+    best, _ = naive_best(found)
+    assert found[0]["step"] == 0 and 2 < best < STEPS - 6
     assert kept_steps(output) == [best, STEPS]
     assert saved_weights(output / "model") == saved_weights(output / f"checkpoints/step_{best:08}")
     assert saved_weights(output / "model") != saved_weights(output / f"checkpoints/step_{STEPS:08}")
@@ -124,7 +122,7 @@ def test_patience(undisturbed, settings, tmp_path, name):
     """The run equals the undisturbed one up to three evaluations after the best; its resume takes no step."""
     flags = [*settings[name], "--output_dir", tmp_path, "--early_stopping_patience", 3]
     train(name, *flags)
-    best, measured = naive_best(name, lines(undisturbed(name)))
+    best, measured = naive_best(lines(undisturbed(name)))
     last = measured[measured.index(best) + 3]
     assert last < STEPS and lines(tmp_path) == [line for line in lines(undisturbed(name)) if line["step"] <= last]
     assert kept_steps(tmp_path) == [best, last]
@@ -137,12 +135,33 @@ def test_patience(undisturbed, settings, tmp_path, name):
     assert kept_steps(tmp_path) == [best, last]
 
 
+DIFFERENT_MEASURES = """
+import os, sys
+sys.path.insert(0, {0!r})
+import {1} as script
+measured = iter([[0, 1, 2, 3, 1], [0, 3, 1, 1, 1]][int(os.environ["RANK"])])
+script.evaluate = lambda *_: {{"nDCG@10": next(measured)}}
+script.main(script.parse_args(sys.argv[1:]))
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_processes_that_measure_differently_stop_together(settings, tmp_path, name):
+    """The main process decides; by the measures of the second, the run would end after step 2."""
+    (tmp_path / "driver.py").write_text(DIFFERENT_MEASURES.format(str(ROOT), name))
+    flags = [*settings[name], "--output_dir", tmp_path / "out", "--eval_steps", 1, "--early_stopping_patience", 1]
+    done = launch(tmp_path / "driver.py", *flags, processes=2, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert kept_steps(tmp_path / "out") == [3, 4] and (tmp_path / "out/model").exists()
+
+
 def test_adapters(settings, tmp_path):
     """The merged model equals that of a run that ends at the best step."""
     name = "train_bi_encoder"
     flags = [*settings[name], "--lora_rank", 2, "--learning_rate", 0.04]
     train(name, *flags, "--output_dir", tmp_path / "best")
-    best, _ = naive_best(name, lines(tmp_path / "best"))
+    best, _ = naive_best(lines(tmp_path / "best"))
     assert best < STEPS
     train(name, *flags, "--output_dir", tmp_path / "short", "--max_steps", best)
     assert saved_weights(tmp_path / "best/model") == saved_weights(tmp_path / "short/model")
@@ -150,15 +169,16 @@ def test_adapters(settings, tmp_path):
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_unknown_measures(settings, tmp_path, name):
-    """Refused with a list of the measures, also if nothing is evaluated."""
+    """Refused with a list of the measures, also if nothing is evaluated; the training loss is none of them."""
     error = importlib.import_module(name).UserError
-    flags = [*settings[name], "--metric_for_best_model", "nDCG@5"]
-    for output, more, measured in (
-        ("new", [], "MRR@10, nDCG@10, (accuracy@1, )?loss"),
-        ("none", ["--eval_rows", 0], "loss"),
+    for measure, more, measured in (
+        ("nDCG@5", [], "MRR@10, nDCG@10(, accuracy@1)?"),
+        ("loss", [], "MRR@10, nDCG@10(, accuracy@1)?"),
+        ("loss", ["--eval_rows", 0], "none, as there is nothing to evaluate on"),
     ):
-        with pytest.raises(error, match=f"^--metric_for_best_model nDCG@5 .*choose one of {measured}$"):
-            train(name, *flags, "--output_dir", tmp_path / output, *more)
+        flags = [*settings[name], "--metric_for_best_model", measure, "--output_dir", tmp_path / f"{measure}{more}"]
+        with pytest.raises(error, match=f"^--metric_for_best_model {measure} .*choose one of {measured}$"):
+            train(name, *flags, *more)
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -166,7 +186,7 @@ def test_a_damaged_best_checkpoint(undisturbed, settings, tmp_path, name):
     """Reported in one line; model/ is not written."""
     output = tmp_path / "out"
     shutil.copytree(undisturbed(name), output)
-    best, _ = naive_best(name, lines(output))
+    best, _ = naive_best(lines(output))
     path = output / f"checkpoints/step_{best:08}"
     (path / "model.safetensors").write_bytes(saved_weights(path)[:-1] + b"x")
     shutil.rmtree(output / "model")
@@ -191,7 +211,7 @@ def test_best_evaluation():
         return [{"step": step, "a": value, "other": 5.0, "loss": value} for step, value in enumerate(values)]
 
     assert best(records(9.0, 1.0, 3.0, 2.0), "a") == (2, 1)
-    assert best(records(0.0, 1.0, 3.0, 1.0), "loss") == (1, 2)
+    assert best(records(0.0, 1.0, 3.0, 1.0), "loss") == (2, 1)  # more is better, whatever the name
     assert best(records(0.0, 1.0, 3.0, 3.0), "a") == (2, 1)
     assert best([*records(0.0, 3.0), {"step": 2, "other": 9.0}, {"step": 3, "a": 2.0}], "a") == (1, 1)
     assert best(records(0.0, math.nan, 3.0, math.nan), "a") == (2, 1)
