@@ -1286,6 +1286,8 @@ def checksums(folder):
 def save_checkpoint(folder, model, tensors, state, keep, best):
     """Write `folder` (model, optimizer's tensors, state as JSON, checksums), then remove all checkpoints but the
     newest `keep` and that of step `best`."""
+    if is_intact(folder):  # the run has stopped where it saved, or resumed; a kill while it is replaced would lose it
+        return
     with save_atomically(folder) as part:
         model.save_pretrained(str(part), create_model_card=False)
         save_file(tensors, part / "optimizer.safetensors")
@@ -1473,8 +1475,16 @@ def main(args):
         (output / "args.yaml").write_text(yaml.safe_dump(asdict(args), sort_keys=False))
         (output / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in progress.metrics))
     accelerator.init_trackers("evenstep", {name: str(value) for name, value in asdict(args).items()})
-    terminated = []
-    signal.signal(signal.SIGTERM, lambda *_: terminated.append(True))
+    signals = []  # received
+
+    def stop(number, _):
+        """Let the loop stop. After Ctrl-C, another Ctrl-C ends the run at once."""
+        signals.append(number)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
     rows = "streamed" if args.streaming else f"{sum(map(len, data.sources)):,}"
     accelerator.print(f"{rows} rows of {', '.join(args.columns)}; {held_out:,} held out; {parameters:,} parameters")
     accelerator.print(f"step {progress.step:,} of {steps:,}: {accumulation} x {args.batch_size:,} rows on "
@@ -1518,8 +1528,8 @@ def main(args):
     rows = row_batches(data.sources, data.weights, args, progress.data_state)
     batches = prefetch(make_batches(rows, unwrapped, max_tokens, args, accelerator, guide))
     bar = tqdm(total=steps, initial=progress.step, disable=not is_main, unit="step", mininterval=1)
-    meter, stopping = Counter(), False  # sums of this process since its start or the last line of metrics.jsonl
-    while not finished and not stopping:
+    meter = Counter()  # sums of this process since its start or the last line of metrics.jsonl
+    while not finished:
         # one optimizer step
         started, loss = time.perf_counter(), 0.0
         tables = []  # rows of this step
@@ -1540,8 +1550,10 @@ def main(args):
         norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         norm = norm.full_tensor() if sharded else norm
         # One collective, and one wait for the device.
-        sums = accelerator.reduce(torch.stack([loss, torch.full_like(loss, len(terminated))]))
-        loss, stopping, norm = torch.stack([*sums, norm]).tolist()  # stopping: SIGTERM on any process, hence on all
+        sums = accelerator.reduce(torch.stack([loss, torch.full_like(loss, len(signals))]))
+        loss, stopping, norm = torch.stack([*sums, norm]).tolist()  # stopping: a signal on any process, hence on all
+        if stopping:  # before the step, as an evaluation may follow it: who sends SIGTERM may not wait for that
+            break
         if not math.isfinite(loss) or not (math.isfinite(norm) or accelerator.scaler):
             read = pa.concat_tables(tables).to_pylist()
             (output / "nonfinite_batch.json").write_text(json.dumps(read, indent=1))
@@ -1577,11 +1589,13 @@ def main(args):
             best, since_best = broadcast_object_list(decision)[0]
             finished |= 0 < args.early_stopping_patience <= since_best
         due = args.save_steps and progress.step % args.save_steps == 0
-        if stopping or finished or due or progress.step == best:
+        if finished or due or progress.step == best:
             save()
             accelerator.wait_for_everyone()
 
     # ---- save
+    if progress.step and not finished:
+        save()
     bar.close()
     batches.close()
     if not finished:
@@ -1603,6 +1617,8 @@ def main(args):
     del model  # delete DDP before its process group: else one exit in fifty deadlocks (torch 2.13)
     accelerator.free_memory()
     accelerator.end_training()
+    if signal.SIGINT in signals and not finished:
+        raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

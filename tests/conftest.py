@@ -66,11 +66,16 @@ def weights(folder):
 
 @pytest.fixture
 def in_an_empty_folder(monkeypatch, tmp_path):
-    """Run in an empty folder; restore the SIGTERM handler, which a trainer's main() replaces."""
     monkeypatch.chdir(tmp_path)
-    handler = signal.getsignal(signal.SIGTERM)
+
+
+@pytest.fixture(autouse=True)
+def restore_signal_handlers():
+    """A trainer's main() replaces these handlers."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
-    signal.signal(signal.SIGTERM, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Runs that are stopped and resumed; tests/chaos/test_kills.py has those that are killed."""
 
+import importlib
 import json
 import random
 import shutil
@@ -8,7 +9,7 @@ import time
 
 import pytest
 from conftest import ROOT, TRAINERS, few_or_all, launch, metrics, write_jsonl
-from forked import Forked
+from forked import Forked, merge_flags
 
 STEPS = 400  # of a run that is stopped before its end
 
@@ -94,7 +95,7 @@ def test_resumed_past_a_bad_row_by_skipping_it(rows, bert, tmp_path, name, proce
 @pytest.mark.parametrize("way, processes, ranks", [("mapped", 1, slice(None)), ("streaming", 2, slice(1, 2))],
                          ids=["one", "second of two"])  # fmt: skip
 @pytest.mark.parametrize("name", TRAINERS)
-def test_sigterm_finishes_the_step_and_exits_cleanly(settings, tmp_path, name, way, processes, ranks):
+def test_sigterm_saves_and_exits_cleanly(settings, tmp_path, name, way, processes, ranks):
     """All processes stop after the same step, whichever of them receives the signal; the run can be resumed."""
     script, output = ROOT / f"{name}.py", tmp_path / "out"
     flags = [*settings[way], "--eval_rows", 10, "--eval_steps", 1000, "--batch_size", 8, "--save_steps", 0]
@@ -105,5 +106,56 @@ def test_sigterm_finishes_the_step_and_exits_cleanly(settings, tmp_path, name, w
     assert 3 <= last < STEPS
     assert [folder.name for folder in (output / "checkpoints").iterdir()] == [f"step_{last:08}"]
     assert not (output / "model").exists() and "--resume" in process.read("stdout")
-    launch(script, *flags, "--max_steps", last + 2, "--resume", processes=processes)
+    more = ["--max_steps", last + 2]
+    launch(script, *flags, *more, "--resume", processes=processes)
     assert metrics(output)[-1]["step"] == last + 2 and (output / "model").exists()
+
+
+def run_with_signals(name, flags, monkeypatch, step=None, numbers=()):
+    """Run a trainer in this process and send it signals in the middle of a step; return how often it evaluated."""
+    script, calls = importlib.import_module(name), {"evaluate": 0, "forward_backward": 0}
+
+    def count(function):
+        real = getattr(script, function)
+
+        def counted(*given):
+            calls[function] += 1
+            if function == "forward_backward" and calls[function] == step:
+                for number in numbers:
+                    signal.raise_signal(number)
+            return real(*given)
+
+        return counted
+
+    with monkeypatch.context() as patch:
+        for function in calls:
+            patch.setattr(script, function, count(function))
+        try:
+            script.main(script.parse_args(merge_flags(flags)))
+        except KeyboardInterrupt as error:
+            assert signal.SIGINT in numbers and script.print_error(error, "rerun", "") == 130
+    return calls["evaluate"]
+
+
+def trajectory(output):
+    times = {"rows_per_second", "tokens_per_second", "data_wait_fraction"}
+    lines = [{name: value for name, value in line.items() if name not in times} for line in metrics(output)]
+    return lines, (output / "model/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_signal_does_not_wait_for_an_evaluation(settings, tmp_path, monkeypatch, capsys, name):
+    """After SIGTERM or one Ctrl-C, a checkpoint is written before the evaluation that is due, which the resumed run
+    makes: it equals an undisturbed run. A second Ctrl-C ends the run at once. Neither prints a traceback."""
+    flags = [*settings["mapped"], "--eval_rows", 10, "--max_steps", 6, "--eval_steps", 3, "--batch_size", 8]
+    assert run_with_signals(name, [*flags, "--output_dir", tmp_path / "whole"], monkeypatch) == 3
+    for numbers in ([signal.SIGINT, signal.SIGINT], [signal.SIGINT], [signal.SIGTERM]):
+        given = [*flags, "--output_dir", tmp_path / f"{numbers}"]
+        assert run_with_signals(name, given, monkeypatch, 3, numbers) == 1
+        found = capsys.readouterr()
+        assert "Traceback" not in found.err and ("interrupted: rerun" in found.err) == (signal.SIGINT in numbers)
+        kept = sorted(path.name for path in (tmp_path / f"{numbers}").glob("checkpoints/*"))
+        assert kept == ["step_00000002"] * (len(numbers) == 1)
+        assert ("stopped after step 2 of 6" in found.out) == (len(numbers) == 1)
+    assert run_with_signals(name, [*given, "--resume"], monkeypatch) == 2
+    assert trajectory(tmp_path / f"{numbers}") == trajectory(tmp_path / "whole")
