@@ -148,6 +148,15 @@ def print_error(error, again, memory):
     return 1
 
 
+def as_words(flags):
+    """Return the words of a command line that sets {flag: value}."""
+    words = []
+    for name, value in flags.items():
+        values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+        words += [f"--{name}", *map(str, values)] if values not in ([], [None]) else []
+    return words
+
+
 # ---- options
 
 DEMO = "data/python_code"  # where prepare_corpus.py writes the demo corpus and its untrained models
@@ -212,6 +221,7 @@ class Args:
     output_dir: str = flag("runs/bi_encoder", "folder for everything the run writes")
     resume: bool = flag(False, "resume from the newest intact checkpoint in --output_dir, or start if there is none")
     accept_changed_data: bool = flag(False, "resume although sources have changed: rows may be repeated or missed")
+    accept_changed_schedule: bool = flag(False, "resume although flags of the schedule have changed; the card says so")
     eval_steps: int = flag(0, "steps between evaluations; 0: a tenth of the run")
     metric_for_best_model: str | None = flag(None, "save the model that evaluates best by this measure; None: last")
     early_stopping_patience: int = flag(0, "stop after this many evaluations without a new best; 0: never")
@@ -240,11 +250,8 @@ def parse_args(argv):
         action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
     check_flags(parser, argv)
     if argv and argv[0].endswith((".yaml", ".yml", ".json")):
-        words = []
         with user_errors(f"{argv[0]}: not a file of flags"):
-            for name, value in dict(yaml.safe_load(Path(argv[0]).read_text())).items():
-                values = value if isinstance(value, list) else [json.dumps(value) if name == "loss_kwargs" else value]
-                words += [f"--{name}", *map(str, values)] if values not in ([], [None]) else []
+            words = as_words(dict(yaml.safe_load(Path(argv[0]).read_text())))
         check_flags(parser, words)
         argv = words + argv[1:]
     with user_errors("flags"):
@@ -1272,6 +1279,8 @@ class Progress:
     losses: list = field(default_factory=list)  # of the steps since the last line of metrics.jsonl
     metrics: list = field(default_factory=list)  # the lines of metrics.jsonl
     scaler: dict | None = None  # state of the gradient scaler (fp16)
+    changes: list = field(default_factory=list)  # of flags and sources by resumes: [step, name, old, new]
+    finished: bool = False
 
 
 def checksums(folder):
@@ -1326,15 +1335,38 @@ def newest_checkpoint(folder):
     return next(iter(found), None), None
 
 
+def flags_of_run(args):
+    """Return {flag: value} without those of one launch, which a resume or a rerun must not inherit."""
+    launch = ("resume", "accept_changed_data", "accept_changed_schedule")
+    return {name: value for name, value in asdict(args).items() if name not in launch}
+
+
 def check_resume(saved, args, data):
-    """Raise UserError if a flag of RESUME_ARGS or a source has changed since the checkpoint."""
-    then, now = asdict(Args()) | saved["args"], asdict(args)  # a flag may be newer than the checkpoint
-    refused = [f"--{name} {now[name]} (was {then[name]})" for name in RESUME_ARGS.split() if now[name] != then[name]]
-    if not args.accept_changed_data:
-        pairs = zip(saved["data"], data.description)
-        refused += [f"{new[0]} has changed (--accept_changed_data allows it)" for old, new in pairs if old != new]
+    """Return what has changed since the checkpoint, [step, name, old, new] of each flag and source; raise UserError if
+    it may not change."""
+    changes, refused = [], []
+    then = asdict(Args()) | saved["args"]  # a flag may be newer than the checkpoint
+    for name, value in flags_of_run(args).items():
+        if value == then[name]:
+            continue
+        changes.append([saved["step"], f"--{name}", then[name], value])
+        if name in SCHEDULE.split():
+            reason = f"--{name} {value} (was {then[name]}; --accept_changed_schedule allows it)"
+            refused += [reason] * (not args.accept_changed_schedule)
+        elif name not in MAY_CHANGE.split():
+            refused.append(f"--{name} {value} (was {then[name]})")
+    for old, new in zip(saved["data"], data.description):
+        if old != new:
+            changes.append([saved["step"], new[0], old[1:], new[1:]])
+            refused += [f"{new[0]} has changed (--accept_changed_data allows it)"] * (not args.accept_changed_data)
     if refused:
         raise UserError(f"--resume: {'; '.join(refused)}; restore it, or start a new --output_dir")
+    return changes
+
+
+def describe_change(step, name, old, new):
+    """Return a line of the model card, for people, of what check_resume returns."""
+    return f"after step {step:,}: {name} {old} -> {new}"
 
 
 def plot_metrics(metrics, path):
@@ -1361,17 +1393,25 @@ def check_launch(accelerator):
 
 # ---- training
 
-# Flags that change what a step computes: with another value, a resumed run would be another experiment.
-RESUME_ARGS = """train_data eval_data eval_rows streaming columns num_negatives label_column mixing_weights mix_by
-corpus queries query_columns corpus_columns shuffle_buffer length_window model_name_or_path lora_rank max_length
-query_max_length pooling dropout prompts batch_size gradient_accumulation_steps loss loss_kwargs guide_model
-matryoshka_dims seed eval_beir eval_split metric_for_best_model"""
+# Flags that a resume may change: they change neither the data nor, but for rounding, what a step computes from it.
+MAY_CHANGE = """output_dir on_bad_row attn_implementation micro_batch_tokens grad_cache gradient_checkpointing
+full_determinism eval_steps early_stopping_patience save_steps save_total_limit logging_steps report_to"""
+# Flags that it may change by --accept_changed_schedule: no single command then gives the same model.
+SCHEDULE = """learning_rate weight_decay warmup_ratio lr_scheduler_type max_grad_norm num_train_epochs rows_per_epoch
+max_steps stopping_strategy"""
+LOWER_RATE = "lower --learning_rate, then --resume --accept_changed_schedule"
 
 
-def model_card(args, steps, metrics, data):
-    """Return the README.md of the saved model: what it is, how it was trained, what was measured."""
-    last = {name: record[name] for record in metrics if record["step"] <= steps for name in MEASURES if name in record}
+def model_card(args, steps, progress, data, flags):
+    """Return the README.md of the saved model: what it is, how it was trained, what was measured. `steps`: those of
+    the model; flags: {flag: value} of the run."""
+    records = [record for record in progress.metrics if record["step"] <= steps]
+    last = {name: record[name] for record in records for name in MEASURES if name in record}
     measured = ", ".join(f"{name} {value:.4f}" for name, value in last.items())
+    defaults = asdict(Args()) | {"loss_kwargs": {}}
+    words = as_words({name: value for name, value in flags.items() if value != defaults[name]})
+    changes = ["\nWhat resumes changed:\n\n"] * bool(progress.changes)
+    changes += [f"- {describe_change(*change)}\n" for change in progress.changes]
     return f"""---
 {{library_name: sentence-transformers, pipeline_tag: sentence-similarity, base_model: {args.model_name_or_path}}}
 ---
@@ -1381,8 +1421,8 @@ On {", ".join([f"{len(data.eval_rows or [])} held-out rows", *args.eval_beir])}:
     model = sentence_transformers.SentenceTransformer("path/of/this/folder")
     scores = model.similarity(model.encode_query(["a query"]), model.encode_document(["a document"]))
 
-    {shlex.join(word for word in sys.argv if word not in ("--resume", "--accept_changed_data"))}
-"""
+    {shlex.join(["python", sys.argv[0], *words])}
+{"".join(changes)}"""
 
 
 def main(args):
@@ -1424,8 +1464,7 @@ def main(args):
     held_out = len(data.eval_rows or [])
     if args.batch_size < processes or 0 < held_out < processes:
         raise UserError(f"--batch_size {args.batch_size}, --eval_rows {held_out}: too few for {processes} processes")
-    if saved:
-        check_resume(saved, args, data)
+    changes = check_resume(saved, args, data) if saved else []
     steps = args.max_steps or math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
     eval_steps = args.eval_steps or max(1, steps // 10)
     eval_sets, prompts = {}, args.prompts or [""]
@@ -1469,10 +1508,20 @@ def main(args):
         progress = Progress(**{name: saved[name] for name in asdict(progress) if name in saved})
         if accelerator.scaler:
             accelerator.scaler.load_state_dict(progress.scaler)
+    best, since_best = best_evaluation(progress.metrics, args.metric_for_best_model)
+    flags, was_finished = flags_of_run(args), progress.finished
+    progress.finished = progress.step >= steps or 0 < args.early_stopping_patience <= since_best
+    if was_finished and progress.finished:  # the flags given now compute no step
+        flags |= saved["args"]
+        accelerator.print(f"the run is finished, after step {progress.step:,}: no step is left")
+    else:
+        progress.changes += changes
+        for change in changes:
+            accelerator.print(describe_change(*change))
     with user_errors(f"--output_dir {output}"):
         output.mkdir(parents=True, exist_ok=True)  # not before all checks: a refused run leaves no folder
     if is_main:
-        (output / "args.yaml").write_text(yaml.safe_dump(asdict(args), sort_keys=False))
+        (output / "args.yaml").write_text(yaml.safe_dump(flags, sort_keys=False))
         (output / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in progress.metrics))
     accelerator.init_trackers("evenstep", {name: str(value) for name, value in asdict(args).items()})
     signals = []  # received
@@ -1506,13 +1555,13 @@ def main(args):
         weights, states = dcp.get_state_dict(unwrapped, optimizer.optimizer, options=options)
         if is_main:
             if not all(weight.isfinite().all() for weight in weights.values()):
-                raise UserError(f"step {progress.step}: a weight is not finite: lower --learning_rate, then --resume")
+                raise UserError(f"step {progress.step}: a weight is not finite: {LOWER_RATE}")
             if sharded:
                 model_to_save.load_state_dict(weights)
             states = states["state"].items()  # of the optimizer, by parameter
             tensors = {f"{name}.{key}": tensor for name, state in states for key, tensor in state.items()}
             progress.scaler = accelerator.scaler and accelerator.scaler.state_dict()
-            state = asdict(progress) | {"args": asdict(args), "data": data.description}
+            state = asdict(progress) | {"args": flags, "data": data.description}
             folder = output / f"checkpoints/step_{progress.step:08}"
             save_checkpoint(folder, model_to_save, tensors, state, args.save_total_limit, best)
 
@@ -1523,13 +1572,11 @@ def main(args):
     if args.metric_for_best_model not in [None, *measured]:
         raise UserError(f"--metric_for_best_model {args.metric_for_best_model} is not measured by evaluations: choose "
                         f"one of {', '.join(measured) or 'none, as there is nothing to evaluate on'}")  # fmt: skip
-    best, since_best = best_evaluation(progress.metrics, args.metric_for_best_model)
-    finished = progress.step >= steps or 0 < args.early_stopping_patience <= since_best
     rows = row_batches(data.sources, data.weights, args, progress.data_state)
     batches = prefetch(make_batches(rows, unwrapped, max_tokens, args, accelerator, guide))
     bar = tqdm(total=steps, initial=progress.step, disable=not is_main, unit="step", mininterval=1)
     meter = Counter()  # sums of this process since its start or the last line of metrics.jsonl
-    while not finished:
+    while not progress.finished:
         # one optimizer step
         started, loss = time.perf_counter(), 0.0
         tables = []  # rows of this step
@@ -1558,7 +1605,7 @@ def main(args):
             read = pa.concat_tables(tables).to_pylist()
             (output / "nonfinite_batch.json").write_text(json.dumps(read, indent=1))
             raise UserError(f"step {progress.step + 1}: loss {loss}, gradient norm {norm}: fix the rows (they are in "
-                            f"{output}/nonfinite_batch.json) or lower --learning_rate, then --resume")  # fmt: skip
+                            f"{output}/nonfinite_batch.json) or {LOWER_RATE}")  # fmt: skip
         optimizer.step()
         optimizer.zero_grad()
         meter["skipped"] += optimizer.step_was_skipped
@@ -1568,8 +1615,8 @@ def main(args):
         bar.update()
 
         # metrics, evaluation, checkpoint
-        record, finished = {}, progress.step == steps
-        if progress.step % args.logging_steps == 0 or finished:
+        record, progress.finished = {}, progress.step == steps
+        if progress.step % args.logging_steps == 0 or progress.finished:
             seconds, sums = meter["seconds"], torch.tensor([meter["tokens"], meter["padded"]], device=device)
             tokens, padded = accelerator.reduce(sums).tolist()
             record = {"loss": sum(progress.losses) / len(progress.losses), "grad_norm": norm,
@@ -1579,7 +1626,7 @@ def main(args):
             record |= {"skipped_steps": meter["skipped"]} if accelerator.scaler else {}  # by fp16's scaler
             bar.set_postfix_str("loss {loss:.4f}, {rows_per_second:,.0f} rows/s".format(**record), refresh=False)
             meter, progress.losses = Counter(), []
-        evaluated = progress.step % eval_steps == 0 or finished
+        evaluated = progress.step % eval_steps == 0 or progress.finished
         if evaluated:
             record |= evaluate(model, eval_sets, max_tokens, args, accelerator)
         if record:
@@ -1587,18 +1634,18 @@ def main(args):
         if evaluated:  # measures can differ in their last bits between processes: the main process decides
             decision = [best_evaluation(progress.metrics, args.metric_for_best_model)]
             best, since_best = broadcast_object_list(decision)[0]
-            finished |= 0 < args.early_stopping_patience <= since_best
+            progress.finished |= 0 < args.early_stopping_patience <= since_best
         due = args.save_steps and progress.step % args.save_steps == 0
-        if finished or due or progress.step == best:
+        if progress.finished or due or progress.step == best:
             save()
             accelerator.wait_for_everyone()
 
     # ---- save
-    if progress.step and not finished:
+    if progress.step and not progress.finished:
         save()
     bar.close()
     batches.close()
-    if not finished:
+    if not progress.finished:
         accelerator.print(f"stopped after step {progress.step:,} of {steps:,}: rerun with --resume to continue")
     elif is_main:
         if best:
@@ -1610,14 +1657,14 @@ def main(args):
             model_to_save[0].model = model_to_save[0].model.merge_and_unload()  # loads without peft
         with save_atomically(output / "model") as part:
             model_to_save.save_pretrained(str(part), create_model_card=False)
-            (part / "README.md").write_text(model_card(args, best or progress.step, progress.metrics, data))
+            (part / "README.md").write_text(model_card(args, best or progress.step, progress, data, flags))
         plot_metrics(progress.metrics, output / "training.png")
         skipped = data.skipped + sum(source["skipped"] for source in progress.data_state["sources"])
         print(f"{skipped:,} bad rows skipped; " * (skipped > 0) + f"the model is in {output / 'model'}")
     del model  # delete DDP before its process group: else one exit in fifty deadlocks (torch 2.13)
     accelerator.free_memory()
     accelerator.end_training()
-    if signal.SIGINT in signals and not finished:
+    if signal.SIGINT in signals and not progress.finished:
         raise KeyboardInterrupt
 
 

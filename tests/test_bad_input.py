@@ -8,10 +8,11 @@ import math
 import os
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -621,30 +622,62 @@ def test_resume_with_changed_flags(finished, refusal, changed):
     assert snapshot("out") == before
 
 
-MAY_CHANGE = """accept_changed_data attn_implementation early_stopping_patience eval_steps full_determinism grad_cache
-gradient_checkpointing learning_rate
-logging_steps lr_scheduler_type max_grad_norm max_steps micro_batch_tokens num_train_epochs
-on_bad_row output_dir report_to resume rows_per_epoch save_steps save_total_limit stopping_strategy
-warmup_ratio weight_decay"""
-
-
 @pytest.mark.parametrize("name", TRAINERS)
-def test_every_flag_is_in_resume_args_or_may_change(name):
-    """Each flag is in RESUME_ARGS, where a change is refused, or in MAY_CHANGE: a new flag must be added to one."""
+def test_what_a_resume_may_change(name, monkeypatch):
+    """Flags of MAY_CHANGE, those of SCHEDULE if the user accepts it, and no other, such as one that a user adds."""
     trainer, data = importlib.import_module(name), SimpleNamespace(description=[])
-    args, kept = trainer.Args(), trainer.RESUME_ARGS.split()
-    assert sorted(set(asdict(args)) - set(kept)) == MAY_CHANGE.split()
-    trainer.check_resume({"args": asdict(args), "data": []}, args, data)
-    for flag in kept:
-        with pytest.raises(trainer.UserError, match=rf"^--resume: --{flag} [^;]*\(was another\); restore"):
-            trainer.check_resume({"args": asdict(args) | {flag: "another"}, "data": []}, args, data)
+    added = [("layer_decay", float, trainer.flag(1.0, "help"))]
+    monkeypatch.setattr(trainer, "Args", make_dataclass("Args", added, bases=(trainer.Args,)))
+    args, default = trainer.Args(accept_changed_schedule=True), trainer.Args()
+    schedule, may_change = trainer.SCHEDULE.split(), trainer.MAY_CHANGE.split()
+    for flag, value in asdict(default).items():
+        saved = {"args": asdict(default) | {flag: "another"}, "data": [], "step": 3}
+        if flag in schedule + may_change:
+            assert trainer.check_resume(saved, args, data) == [[3, f"--{flag}", "another", value]]
+        elif flag in ("resume", "accept_changed_data", "accept_changed_schedule"):
+            assert trainer.check_resume(saved, default, data) == []
+        else:
+            with pytest.raises(trainer.UserError, match=rf"^--resume: --{flag} [^;]*\(was another\); restore"):
+                trainer.check_resume(saved, args, data)
+        if flag in schedule:
+            with pytest.raises(trainer.UserError, match=rf"--{flag} .*was another; --accept_changed_schedule allows"):
+                trainer.check_resume(saved, default, data)
+    assert set(schedule + may_change) < set(asdict(args))
 
 
-def test_resume_with_flags_that_may_change(finished):
-    train(finished, "--resume", "--max_steps", 2)  # fewer steps than were done: nothing to do
-    assert newest() == 4
-    train(finished, "--resume", "--learning_rate", 1e-4, "--max_steps", 5, "--save_steps", 3)
-    assert newest() == 5
+def card_and_flags(folder):
+    return Path(folder, "model/README.md").read_text(), Path(folder, "args.yaml").read_text()
+
+
+def test_a_resume_with_a_changed_schedule(finished, refusal, capsys):
+    """Refused unless the user accepts it; then the checkpoint, the card and the output list what changed and when."""
+    before = snapshot("out")
+    for changed in (["--learning_rate", 1e-4], ["--max_steps", 5], ["--max_steps", 0], ["--warmup_ratio", 0.2]):
+        assert f"{changed[0]} {changed[1]} (was " in refusal(finished, "--resume", *changed)
+    assert snapshot("out") == before
+    more = ["--learning_rate", 1e-4, "--resume", "--accept_changed_schedule"]
+    train(finished, *more, "--max_steps", 5)
+    train(finished, *more, "--max_steps", 6, "--logging_steps", 2)
+    lines = ["after step 4: --learning_rate 2e-05 -> 0.0001", "after step 4: --max_steps 4 -> 5",
+             "after step 5: --max_steps 5 -> 6", "after step 5: --logging_steps 1 -> 2"]  # fmt: skip
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("after ")] == lines
+    state = script.newest_checkpoint(Path("out/checkpoints"))[1]
+    assert state["changes"] == [[4, "--learning_rate", 2e-5, 1e-4], [4, "--max_steps", 4, 5],
+                                [5, "--max_steps", 5, 6], [5, "--logging_steps", 1, 2]]  # fmt: skip
+    assert metrics("out")[-1]["learning_rate"] == pytest.approx(1e-4 / 5)  # the last of 6 steps, one of warmup
+    card, flags = card_and_flags("out")
+    assert [line[2:] for line in card.splitlines() if line.startswith("- ")] == lines
+    assert "resume" not in flags and "accept" not in flags  # a later run must not inherit them
+    (command,) = [line for line in card.splitlines() if " --learning_rate 0.0001 " in line]
+    assert script.flags_of_run(script.parse_args(shlex.split(command)[2:])) == yaml.safe_load(flags)
+
+
+def test_a_finished_run_says_so(finished, capsys):
+    """No step is taken with the flags given now: args.yaml and the card keep those of the run."""
+    before = card_and_flags("out"), metrics("out"), weights()
+    train(finished, "--resume", "--logging_steps", 3, "--learning_rate", 1e-4, "--accept_changed_schedule")
+    assert (card_and_flags("out"), metrics("out"), weights()) == before
+    assert re.search("(?s)the run is finished, after step 4: .*the model is in out/model$", capsys.readouterr().out)
 
 
 def test_resume_with_changed_eval_data(flags, refusal):
@@ -662,11 +695,14 @@ def test_resume_with_changed_data(flags, refusal, tmp_path, change, way):
     before = snapshot(tmp_path / "out")
     others = [{"a": f"other {i}", "b": f"text {i}"} for i in range(60)]
     jsonl("x.jsonl", {"rows added": ROWS + others, "rows replaced": others}[change])
+    flags.append("--accept_changed_schedule")
     message = refusal(flags, "--resume")
     assert "x.jsonl has changed" in message and "--accept_changed_data" in message
     assert snapshot(tmp_path / "out") == before
     train(flags, "--resume", "--accept_changed_data")
     assert newest() == 4
+    (change,) = script.newest_checkpoint(Path("out/checkpoints"))[1]["changes"][1:]  # after --max_steps
+    assert change[:2] == [2, "x.jsonl"] and change[2] != change[3]
 
 
 def damage(path):
@@ -686,7 +722,7 @@ def model_file(checkpoint):
 def test_a_damaged_checkpoint_does_not_replace_an_intact_one(finished, keep):
     """Step 3, saved after resuming from step 2, is kept although the damaged checkpoint is of step 4."""
     damage(model_file("out/checkpoints/step_00000004"))
-    train(finished, "--resume", "--max_steps", 3, "--save_total_limit", keep)
+    train(finished, "--resume", "--max_steps", 3, "--accept_changed_schedule", "--save_total_limit", keep)
     assert newest() == 3
 
 
@@ -702,7 +738,7 @@ def test_leftovers_of_a_killed_run_are_removed(finished):
     before = sorted(Path("out/checkpoints").iterdir())
     for name in ("step_00000001", ".step_00000003.part"):
         shutil.copytree(before[-1], Path("out/checkpoints") / name)
-    train(finished, "--resume", "--max_steps", 5)
+    train(finished, "--resume", "--max_steps", 5, "--accept_changed_schedule")
     assert checkpoints() == ["step_00000004", "step_00000005"]
 
 
@@ -769,6 +805,7 @@ def test_weights_that_overflow_never_reach_a_checkpoint(flags, bert, refusal):
     given = [*flags, "--model_name_or_path", bert, "--train_data", jsonl("x.jsonl"), "--warmup_ratio", 0]
     train(given, "--max_steps", 1)
     rate = ["--learning_rate", 1e38, "--weight_decay", 1e3, "--save_steps", 1, "--max_steps", 20]
+    rate.append("--accept_changed_schedule")
     assert refusal(given, *rate, "--resume").startswith("step 2: a weight is not finite: lower --learning_rate")
     checkpoint, state = script.newest_checkpoint(Path("out/checkpoints"))
     assert state["step"] == 1

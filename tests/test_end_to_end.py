@@ -3,12 +3,16 @@
 import json
 import math
 import re
+import shlex
 import shutil
 
 import pytest
 import torch
+import yaml
 from conftest import ROOT, launch, metrics
 from sentence_transformers import SentenceTransformer
+
+import train_bi_encoder
 
 SCRIPT = ROOT / "train_bi_encoder.py"
 
@@ -52,8 +56,10 @@ def test_card(run):
     card = " ".join(text.split())
     assert "library_name: sentence-transformers" in card and f"{last['MRR@10']:.4f}" in card
     assert "100 held-out rows" in card and f"{last['step']:,} steps of 64 rows" in card
-    (command,) = re.findall(r"^ +(.*train_bi_encoder\.py .*)$", text, re.M)
-    assert "--batch_size 64" in command and "--resume" not in command and "'query: '" in command
+    (command,) = re.findall(r"^ +python (.*train_bi_encoder\.py .*)$", text, re.M)
+    again = train_bi_encoder.parse_args(shlex.split(command)[1:])
+    assert train_bi_encoder.flags_of_run(again) == yaml.safe_load((run / "args.yaml").read_text())
+    assert "--resume" not in command and "--prompts 'query: ' 'code: '" in command and "--batch_size" not in command
 
 
 def test_tensorboard(run):

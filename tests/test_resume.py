@@ -106,7 +106,7 @@ def test_sigterm_saves_and_exits_cleanly(settings, tmp_path, name, way, processe
     assert 3 <= last < STEPS
     assert [folder.name for folder in (output / "checkpoints").iterdir()] == [f"step_{last:08}"]
     assert not (output / "model").exists() and "--resume" in process.read("stdout")
-    more = ["--max_steps", last + 2]
+    more = ["--max_steps", last + 2, "--accept_changed_schedule"]
     launch(script, *flags, *more, "--resume", processes=processes)
     assert metrics(output)[-1]["step"] == last + 2 and (output / "model").exists()
 
