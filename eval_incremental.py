@@ -181,7 +181,7 @@ class Args:
     prompts: list[str] = flag([], "prefix of queries, then of documents (one value: of both); none: the model's own")
     truncate_dim: int | None = flag(None, "search with only this many leading dimensions, for Matryoshka models")
     micro_batch_tokens: int | None = flag(None, "tokens of a forward pass; None: 4,096 on a CPU, else 16,384")
-    corpus_chunk_size: int = flag(4096, "documents per chunk; a killed run re-encodes at most one chunk per process")
+    corpus_chunk_size: int = flag(4096, "documents per chunk, at most; a killed run re-encodes one per process")
     cache_dir: str = flag("~/.cache/evenstep/embeddings", "folder of the embedding caches, one for each model")
     cache_dtype: Literal["float32", "float16", "int8"] = flag("float16", "precision of stored vectors, and of search")
     cache_size_limit: float = flag(0, "GB per model's cache; beyond that the oldest vectors are removed; 0: no limit")
