@@ -76,6 +76,7 @@ from sentence_transformers.sentence_transformer import losses, modules
 from tokenizers import Tokenizer
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributions import Categorical
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm.auto import tqdm
 
@@ -203,7 +204,7 @@ class Args:
     grad_cache: bool = flag(False, "run each forward pass twice, to hold the activations of one micro-batch only")
     gradient_checkpointing: bool = flag(False, "recompute each layer's activations in backward; for long texts")
     loss: str = flag("infonce", "infonce; margin_mse or kl, for teacher scores; or a class of sentence-transformers")
-    loss_kwargs: str = flag("{}", 'JSON of its arguments; margin_mse, kl: {"infonce": 1} adds infonce at that weight')
+    loss_kwargs: str = flag("{}", 'JSON: {"temperature": 0.05}; kl, margin_mse: teacher_temperature, infonce: weight')
     guide_model: str | None = flag(None, "Hub id or folder of a model that detects false negatives for infonce")
     matryoshka_dims: list[int] = flag([], "sum the loss over embeddings cut to each of these numbers of dimensions")
     # schedule
@@ -1033,27 +1034,37 @@ def infonce(columns, ids, labels, rows, guide=None, temperature=0.05, symmetric=
     return loss / len(anchors)
 
 
-def row_scores(columns, rows, temperature):
-    """Return (n, C - 1) similarities of the n anchors `rows` to their own documents, divided by the temperature."""
-    return torch.stack([(columns[0][rows] * column[rows]).sum(-1) for column in columns[1:]], 1) / temperature
+def row_scores(columns, labels, rows, temperature, teacher_temperature):
+    """Return the similarities of the n anchors `rows` to their own documents, and the teacher's labels of these, each
+    divided by its temperature; (n, C - 1) each. A missing document has the label NaN."""
+    scores = torch.stack([(columns[0][rows] * column[rows]).sum(-1) for column in columns[1:]], 1)
+    return scores / temperature, labels[rows] / teacher_temperature
 
 
-def margin_mse(columns, ids, labels, rows, guide=None, temperature=0.05):
+def margin_mse(columns, ids, labels, rows, guide=None, temperature=0.05, teacher_temperature=1.0):
     """Return the squared error of the margins of positives over negatives (Hofstätter et al. 2020, Margin-MSE)."""
-    scores, labels = row_scores(columns, rows, temperature), labels[rows]
+    scores, labels = row_scores(columns, labels, rows, temperature, teacher_temperature)
     given = labels[:, 1:].isfinite()
     error = (scores[:, :1] - scores[:, 1:]) - (labels[:, :1] - labels[:, 1:].nan_to_num())
     return ((error.square() * given).sum(1) / given.sum(1)).sum() / len(columns[0])
 
 
-def kl(columns, ids, labels, rows, guide=None, temperature=0.05):
+def kl(columns, ids, labels, rows, guide=None, temperature=0.05, teacher_temperature=1.0):
     """Return KL(teacher || model) of the softmax over a row's documents (Lin et al. 2020)."""
-    scores, missing = row_scores(columns, rows, temperature), labels[rows].isnan()
-    student, teacher = (part.masked_fill(missing, -1e9).log_softmax(1) for part in (scores, labels[rows]))
+    scores, labels = row_scores(columns, labels, rows, temperature, teacher_temperature)
+    student, teacher = (part.masked_fill(labels.isnan(), -1e9).log_softmax(1) for part in (scores, labels))
     return F.kl_div(student, teacher, reduction="sum", log_target=True) / len(columns[0])
 
 
 LOSSES = {"infonce": infonce, "margin_mse": margin_mse, "kl": kl}
+
+
+def set_teacher_temperature(labels, args):
+    """Set teacher_temperature in args.loss_kwargs, if it is not given, by the range of the teacher's scores `labels`:
+    the model's temperature for probabilities and cosines (from -1 to 1), else 1."""
+    similar = pc.max(pc.abs(pc.list_flatten(labels))).as_py() < 1.001  # a cosine may be rounded to above 1
+    default = args.loss_kwargs.get("temperature", 0.05) if similar else 1.0
+    args.loss_kwargs = {"teacher_temperature": default} | args.loss_kwargs
 
 
 def make_loss(args, model):
@@ -1069,7 +1080,7 @@ def make_loss(args, model):
         def base(columns, *rest):
             columns = columns if dot else [F.normalize(column, dim=-1) for column in columns]
             loss = LOSSES[args.loss](columns, *rest, **options)
-            return loss + weight * infonce(columns, *rest, **options) if weight else loss
+            return loss + weight * infonce(columns, *rest, temperature=options["temperature"]) if weight else loss
     else:
         names = [name for name in dir(losses) if hasattr(getattr(losses, name), "compute_loss_from_embeddings")]
         if args.loss not in names:
@@ -1109,6 +1120,29 @@ def encode_all(model, local, accelerator):
         parts = [encode(model, features, accelerator)[: len(cut)] for features, cut in local.micro_batches]
     embeddings = gather_outputs(parts, local, accelerator)
     return embeddings if model.similarity_fn_name == "dot" else F.normalize(embeddings, dim=-1)
+
+
+def print_entropies(scores, teacher, args, accelerator):
+    """Print the mean entropies of the softmax of `scores` and `teacher` over a row's documents: (n, L) each, divided
+    by their temperatures, `teacher` NaN where there is no document. Warn if the teacher's is near that of equal scores
+    but the model's is not: the loss would fall while the model's scores become equal."""
+    parts = (scores, teacher, torch.zeros_like(teacher))
+    parts = (part.masked_fill(teacher.isnan(), -torch.inf) for part in parts)
+    model, teacher, equal = (Categorical(logits=part).entropy().mean().item() for part in parts)
+    accelerator.print(f"teacher_temperature {args.loss_kwargs['teacher_temperature']}; mean entropy over a row's "
+                      f"documents: teacher {teacher:.3f}, model {model:.3f}, equal scores {equal:.3f}")  # fmt: skip
+    if equal - teacher < 0.1 * (equal - model):
+        accelerator.print("warning: the teacher's scores hardly differ beside the model's, which would become equal: "
+                          "lower teacher_temperature in --loss_kwargs")  # fmt: skip
+
+
+def report_entropies(model, batch, args, accelerator):
+    """Print the mean entropies of model and teacher over the documents of a batch's rows."""
+    device = accelerator.device
+    columns, options = encode_all(model, batch.local, accelerator)[batch.places.to(device)], args.loss_kwargs
+    temperature = options.get("temperature", 1.0 if model.similarity_fn_name == "dot" else 0.05)
+    rows, labels = torch.arange(len(batch.rows), device=device), batch.labels.to(device)
+    print_entropies(*row_scores(columns, labels, rows, temperature, options["teacher_temperature"]), args, accelerator)
 
 
 def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator, guide=None):
@@ -1464,6 +1498,9 @@ def main(args):
     held_out = len(data.eval_rows or [])
     if args.batch_size < processes or 0 < held_out < processes:
         raise UserError(f"--batch_size {args.batch_size}, --eval_rows {held_out}: too few for {processes} processes")
+    if args.loss in TEACHER_LOSSES:
+        first_rows, _ = next(row_batches(data.sources, data.weights, args))  # the same after a resume
+        set_teacher_temperature(first_rows["labels"], args)
     changes = check_resume(saved, args, data) if saved else []
     steps = args.max_steps or math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
     eval_steps = args.eval_steps or max(1, steps // 10)
@@ -1566,6 +1603,9 @@ def main(args):
             save_checkpoint(folder, model_to_save, tensors, state, args.save_total_limit, best)
 
     # ---- train
+    if progress.step == 0 and args.loss in TEACHER_LOSSES:
+        batch = next(make_batches([(first_rows, None)], unwrapped, max_tokens, args, accelerator))
+        report_entropies(unwrapped, batch, args, accelerator)
     if progress.step == 0 and eval_sets:
         log(evaluate(model, eval_sets, max_tokens, args, accelerator))
     measured = [name for line in progress.metrics if not line["step"] for name in line if name != "step"]

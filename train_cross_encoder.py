@@ -82,6 +82,7 @@ from sklearn.metrics import average_precision_score
 from tokenizers.processors import TemplateProcessing
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributions import Categorical
 from tqdm.auto import tqdm
 
 # Shapes: G groups (rows of a batch: a query and its documents) of at most L documents, N (query, document) pairs.
@@ -210,7 +211,7 @@ class Args:
     grad_cache: bool = flag(False, "run each forward pass twice, to hold the activations of one micro-batch only")
     gradient_checkpointing: bool = flag(False, "recompute each layer's activations in backward; for long texts")
     loss: Loss | None = flag(None, "None: bce if a row has one label, else listwise_ce over the documents of a query")
-    loss_kwargs: str = flag("{}", "JSON; bce: pos_weight; lambdaloss: k, sigma, mu; ranknet: sigma; kl: temperature")
+    loss_kwargs: str = flag("{}", "JSON; bce: pos_weight; ranknet, lambdaloss: sigma, k, mu; kl: teacher_temperature")
     # schedule
     learning_rate: float = flag(2e-5, "peak learning rate")
     weight_decay: float = flag(0.01, "weight decay of matrices; biases and norms have none")
@@ -1037,16 +1038,17 @@ def lambdaloss(scores, labels, mask, k=None, sigma=1.0, mu=10.0):
     return ranknet(scores, labels, mask, weights, top[:, None] | top, sigma=sigma)
 
 
-def margin_mse(scores, labels, mask):
+def margin_mse(scores, labels, mask, temperature=1.0, teacher_temperature=1.0):
     """Return the mean squared error of margins to a group's first document (Hofstätter et al. 2020, Margin-MSE)."""
-    errors = scores - labels
+    errors = scores / temperature - labels / teacher_temperature
     return (errors[:, :1] - errors)[:, 1:][mask[:, 1:]].square().mean()
 
 
-def kl(scores, labels, mask, temperature=1.0):
+def kl(scores, labels, mask, temperature=1.0, teacher_temperature=1.0):
     """Return KL(teacher || model) of the softmax over a group, mean over groups (Hinton et al. 2015, section 2; the
     factor T**2 keeps the size of the gradient)."""
-    logs = [(part / temperature).masked_fill(~mask, -torch.inf).log_softmax(1)[mask] for part in (scores, labels)]
+    parts = (scores / temperature, labels / teacher_temperature)
+    logs = [part.masked_fill(~mask, -torch.inf).log_softmax(1)[mask] for part in parts]
     return F.kl_div(*logs, reduction="sum", log_target=True) * temperature**2 / len(scores)
 
 
@@ -1058,6 +1060,14 @@ def bce(logits, labels, pos_weight=None):
 
 MEANS_OVER_PAIRS = {"bce": bce, "mse": F.mse_loss}  # of (logits, labels), (N,) each
 LOSSES = {"listwise_ce": listwise_ce, "ranknet": ranknet, "lambdaloss": lambdaloss, "margin_mse": margin_mse, "kl": kl}
+
+
+def set_teacher_temperature(labels, args):
+    """Set teacher_temperature in args.loss_kwargs, if it is not given, by the range of the teacher's scores `labels`:
+    0.05 for probabilities and cosines (from -1 to 1), else the model's."""
+    similar = pc.max(pc.abs(pc.list_flatten(labels))).as_py() < 1.001  # a cosine may be rounded to above 1
+    default = 0.05 if similar else args.loss_kwargs.get("temperature", 1.0)
+    args.loss_kwargs = {"teacher_temperature": default} | args.loss_kwargs
 
 
 def make_loss(args):
@@ -1081,6 +1091,36 @@ def score(model, features, accelerator):
     """Return (n, 1) float logits of one micro-batch."""
     features = transformers.BatchEncoding(features).to(accelerator.device, non_blocking=True).data
     return model(features)["scores"].float()
+
+
+@torch.no_grad()
+def score_all(model, batch, accelerator):
+    """Return the (N,) logits of all pairs of a Batch, without gradients."""
+    equalize_micro_batches(batch.local, accelerator)
+    parts = [score(model, features, accelerator)[: len(cut)] for features, cut in batch.local.micro_batches]
+    return gather_outputs(parts, batch.local, accelerator).view(-1)
+
+
+def print_entropies(scores, teacher, args, accelerator):
+    """Print the mean entropies of the softmax of `scores` and `teacher` over a row's documents: (n, L) each, divided
+    by their temperatures, `teacher` NaN where there is no document. Warn if the teacher's is near that of equal scores
+    but the model's is not: the loss would fall while the model's scores become equal."""
+    parts = (scores, teacher, torch.zeros_like(teacher))
+    parts = (part.masked_fill(teacher.isnan(), -torch.inf) for part in parts)
+    model, teacher, equal = (Categorical(logits=part).entropy().mean().item() for part in parts)
+    accelerator.print(f"teacher_temperature {args.loss_kwargs['teacher_temperature']}; mean entropy over a row's "
+                      f"documents: teacher {teacher:.3f}, model {model:.3f}, equal scores {equal:.3f}")  # fmt: skip
+    if equal - teacher < 0.1 * (equal - model):
+        accelerator.print("warning: the teacher's scores hardly differ beside the model's, which would become equal: "
+                          "lower teacher_temperature in --loss_kwargs")  # fmt: skip
+
+
+def report_entropies(model, batch, args, accelerator):
+    """Print the mean entropies of model and teacher over the documents of a batch's rows."""
+    logits, options = score_all(model, batch, accelerator), args.loss_kwargs
+    scores, labels, mask = pad_groups(batch.sizes, logits, batch.labels.to(accelerator.device))
+    labels = labels.masked_fill(~mask, torch.nan) / options["teacher_temperature"]
+    print_entropies(scores / options.get("temperature", 1.0), labels, args, accelerator)
 
 
 def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator):
@@ -1211,7 +1251,6 @@ def rows_to_rerank(eval_set, run, args):
     return pa.Table.from_pylist(rows)
 
 
-@torch.no_grad()
 def evaluate(model, eval_sets, max_tokens, args, accelerator):
     """Return {measure: mean over held-out rows and collections}, and the value of each if there are several; the same
     on every process. Rows of several documents are evaluated as rankings, rows of one document by classification if
@@ -1219,9 +1258,7 @@ def evaluate(model, eval_sets, max_tokens, args, accelerator):
     model, found = accelerator.unwrap_model(model).eval(), {}
     for name, rows in eval_sets.items():
         batch = make_batch(rows, None, model, max_tokens, args, accelerator)
-        equalize_micro_batches(batch.local, accelerator)
-        parts = [score(model, features, accelerator)[: len(cut)] for features, cut in batch.local.micro_batches]
-        scores = gather_outputs(parts, batch.local, accelerator).view(-1).cpu().double().numpy()  # (N,)
+        scores = score_all(model, batch, accelerator).cpu().double().numpy()  # (N,)
         labels, sizes = batch.labels.double().numpy(), batch.sizes.numpy()
         if "missing" in rows.column_names or len(labels) > len(rows):
             best_only = name == HELD_OUT and args.loss in TEACHER_LOSSES
@@ -1478,6 +1515,10 @@ def main(args):
     held_out = len(data.eval_rows or [])
     if args.batch_size < processes or 0 < held_out < processes:
         raise UserError(f"--batch_size {args.batch_size}, --eval_rows {held_out}: too few for {processes} processes")
+    if args.loss in TEACHER_LOSSES:
+        first_rows, _ = next(row_batches(data.sources, data.weights, args))  # the same after a resume
+        set_teacher_temperature(first_rows["labels"], args)
+        loss_fn = make_loss(args)
     changes = check_resume(saved, args, data) if saved else []
     steps = args.max_steps or math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
     eval_steps = args.eval_steps or max(1, steps // 10)
@@ -1575,6 +1616,9 @@ def main(args):
             save_checkpoint(folder, model_to_save, tensors, state, args.save_total_limit, best)
 
     # ---- train
+    if progress.step == 0 and args.loss in TEACHER_LOSSES:
+        batch = make_batch(first_rows, None, unwrapped, max_tokens, args, accelerator)
+        report_entropies(unwrapped, batch, args, accelerator)
     if progress.step == 0 and eval_sets:
         log(evaluate(model, eval_sets, max_tokens, args, accelerator))
     measured = [name for line in progress.metrics if not line["step"] for name in line if name != "step"]

@@ -111,14 +111,14 @@ def naive_lambdaloss(logits, labels, k=None, mu=10):
     return mean(found)
 
 
-def naive_margin_mse(logits, labels):
-    groups = by_group(logits, labels)
+def naive_margin_mse(logits, labels, temperature=1, teacher_temperature=1):
+    groups = by_group(logits / temperature, labels / teacher_temperature)
     return mean([((s[0] - s[i]) - (y[0] - y[i])) ** 2 for s, y in groups for i in range(1, len(s))])
 
 
-def naive_kl(logits, labels, temperature=1):
+def naive_kl(logits, labels, temperature=1, teacher_temperature=1):
     found = []
-    for scores, teacher in by_group(logits / temperature, labels / temperature):
+    for scores, teacher in by_group(logits / temperature, labels / teacher_temperature):
         pairs = zip(softmax(teacher), softmax(scores))
         found.append(temperature**2 * sum(p * math.log(p / q) for p, q in pairs))
     return mean(found)
@@ -128,7 +128,8 @@ NAIVE = [
     (naive_bce, {}), (naive_bce, {"pos_weight": 5}),
     (naive_mse, {}), (naive_listwise_ce, {}), (naive_ranknet, {}), (naive_ranknet, {"sigma": 0.5}),
     (naive_lambdaloss, {}), (naive_lambdaloss, {"k": 2, "mu": 3}), (naive_margin_mse, {}), (naive_kl, {}),
-    (naive_kl, {"temperature": 2}),
+    (naive_kl, {"temperature": 2}), (naive_kl, {"temperature": 2, "teacher_temperature": 0.5}),
+    (naive_margin_mse, {"temperature": 2, "teacher_temperature": 0.5}),
 ]  # fmt: skip
 
 

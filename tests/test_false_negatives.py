@@ -42,11 +42,11 @@ def naive_infonce(texts, judge, rows, temperature=0.05, symmetric=False, mask_ma
     return loss
 
 
-def naive_teacher(loss, texts, rows, temperature=0.05):
+def naive_teacher(loss, texts, rows, temperature=0.05, teacher_temperature=1):
     total = 0.0
     for i, row in enumerate(rows):
         scores = torch.stack([cosine(texts, (i, 0), (i, j + 1)) / temperature for j in range(len(row["s"]))])
-        labels = torch.tensor(row["s"], dtype=torch.float64)
+        labels = torch.tensor(row["s"], dtype=torch.float64) / teacher_temperature
         if loss == "kl":
             teacher = labels.softmax(0)
             total = total + (teacher * (teacher.log() - scores.log_softmax(0))).sum()
@@ -59,7 +59,8 @@ CASES = [("infonce", {}, False), ("infonce", {"symmetric": True, "temperature": 
          ("infonce", {"mask_margin": 0.1}, False), ("infonce", {"mask_margin": 0.1, "symmetric": True}, False),
          ("infonce", {}, True),
          ("infonce", {"mask_margin": 0.2, "symmetric": True}, True), ("kl", {}, False), ("margin_mse", {}, False),
-         ("kl", {"infonce": 0.5, "temperature": 0.3}, False), ("margin_mse", {"infonce": 0.5}, False)]  # fmt: skip
+         ("kl", {"infonce": 0.5, "temperature": 0.3, "teacher_temperature": 0.1}, False),
+         ("margin_mse", {"infonce": 0.5, "teacher_temperature": 0.1}, False)]  # fmt: skip
 
 
 @pytest.mark.parametrize("limit", [None, 20], ids=["whole", "chunks"])
@@ -89,7 +90,8 @@ def test_loss_and_gradient_of_ragged_rows(bert, monkeypatch, loss, loss_kwargs, 
     weight, options = loss_kwargs.get("infonce", 1.0), {k: v for k, v in loss_kwargs.items() if k != "infonce"}
     expected = 0.0
     if loss == "infonce" or "infonce" in loss_kwargs:
-        expected = weight * naive_infonce(texts, judge, rows, **{"mask_margin": 0.0 if guided else None} | options)
+        shared = {k: v for k, v in options.items() if k != "teacher_temperature"}
+        expected = weight * naive_infonce(texts, judge, rows, **{"mask_margin": 0.0 if guided else None} | shared)
     if loss != "infonce":
         expected = expected + naive_teacher(loss, texts, rows, **options)
     gradients = [torch.autograd.grad(value, embeddings)[0] for value in (found, expected)]

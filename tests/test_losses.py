@@ -1,5 +1,8 @@
 """Parts of a step, each compared with a naive loop or a library: partition, micro-batches, losses, measures."""
 
+import importlib
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import ir_measures
@@ -11,7 +14,9 @@ import scipy.stats
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from sentence_transformers import SentenceTransformer
+from conftest import TRAINERS, metrics, write_jsonl
+from forked import merge_flags
+from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer import losses
 
 import train_bi_encoder as script
@@ -161,6 +166,55 @@ def test_teacher_losses_equal_those_of_sentence_transformers(bert, own, theirs, 
     expected = theirs(SentenceTransformer(str(bert), device="cpu")).compute_loss_from_embeddings(given, labels)
     found = loss_of(columns, None, labels, similarity=similarity, loss=own, temperature=1.0)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+PROBABILITIES, COSINES, LOGITS = [[0.9, 0.0], [1.0, 0.2]], [[1.0000001, -0.2], [0.3]], [[9.0, -11.0], [0.5, 0.1]]
+DEFAULTS = [  # (scores, --loss_kwargs, default of the bi-encoder, of the cross-encoder)
+    (PROBABILITIES, {}, 0.05, 0.05), (COSINES, {}, 0.05, 0.05), (LOGITS, {}, 1.0, 1.0),
+    (COSINES, {"temperature": 0.5}, 0.5, 0.05), (LOGITS, {"temperature": 2}, 1.0, 2),
+    (COSINES, {"teacher_temperature": 3}, 3, 3), (LOGITS, {"teacher_temperature": 3}, 3, 3),
+]  # fmt: skip
+STUDENTS = {"train_bi_encoder": "static", "train_cross_encoder": "reranker"}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_default_temperature_of_a_teacher(name):
+    for scores, loss_kwargs, *expected in DEFAULTS:
+        args = SimpleNamespace(loss_kwargs=loss_kwargs)
+        importlib.import_module(name).set_teacher_temperature(pa.chunked_array([scores]), args)
+        assert args.loss_kwargs == loss_kwargs | {"teacher_temperature": expected[TRAINERS.index(name)]}
+
+
+@pytest.mark.parametrize("loss", ["kl", "margin_mse"])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_model_distilled_into_itself_stays(name, loss, rows, request, in_an_empty_folder, capsys):
+    """By default the loss of a model's own cosines, or of its logits / 20, is 0. With the temperature 1 it is not,
+    and a warning says so. A resume by the flags of the start, without the default, is not refused."""
+    folder, trainer = str(request.getfixturevalue(STUDENTS[name])), importlib.import_module(name)
+    codes = [row["code"][:60] for row in rows[:10]]
+    texts = [[row["docstring"][:60], *codes[i : i + 3]] for i, row in enumerate(rows[:8])]
+    if name == "train_bi_encoder":
+        model = SentenceTransformer(folder, device="cpu")
+        scores = [model.similarity(model.encode(row[:1]), model.encode(row[1:]))[0] for row in texts]
+    else:
+        model = CrossEncoder(folder, device="cpu", activation_fn=torch.nn.Identity(), max_length=128)
+        scores = [model.predict([(row[0], text) for text in row[1:]]) / 20 for row in texts]
+    write_jsonl(Path("x.jsonl"), [dict(zip("abcdy", [*row, y.tolist()])) for row, y in zip(texts, scores)])
+    flags = ["--train_data", "x.jsonl", "--label_column", "y", "--loss", loss, "--model_name_or_path", folder,
+             "--eval_rows", 0, "--batch_size", 8, "--max_steps", 1, "--dropout", 0]  # fmt: skip
+
+    def run(*more):
+        """Return (loss of the step, match of the printed entropies, whether a warning was printed)."""
+        trainer.main(trainer.parse_args(merge_flags([*flags, *more])))
+        output = capsys.readouterr().out
+        entropies = re.search(r"teacher (\d.\d+), model (\d.\d+), equal scores (\d.\d+)", output)
+        return metrics(more[1])[0]["loss"], entropies, "lower teacher_temperature" in output
+
+    error, entropies, warned = run("--output_dir", "default")
+    assert error < 1e-6 and entropies[1] == entropies[2] < entropies[3] == "1.099" and not warned
+    run("--output_dir", "default", "--resume")
+    error, entropies, warned = run("--output_dir", "one", "--loss_kwargs", '{"teacher_temperature": 1}')
+    assert error > 1e-3 and entropies[1] > entropies[2] and warned
 
 
 CASES = {"infonce": {}, "symmetric": {"symmetric": True}, "matryoshka": {"dims": [8, 3]}, "dot": {"similarity": "dot"},
