@@ -1,8 +1,10 @@
 """Shared fixtures and helpers: a small corpus of real text, tiny models, and launches of the scripts."""
 
 import gc
+import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -100,6 +102,19 @@ def launch(script, *flags, processes=1, cwd=ROOT, check=True, use_launcher=False
     return result
 
 
+def train(name, *flags):
+    """Run a trainer in this process without replacing the SIGTERM handler."""
+    script = importlib.import_module(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(signal, "signal", lambda *_: None)
+        script.main(script.parse_args(merge_flags(flags)))
+
+
+def unaligned(*tensors):
+    """Return the number of tensors that do not start at a multiple of 64 bytes, as all that torch allocates do."""
+    return sum(tensor.data_ptr() % 64 > 0 for tensor in tensors)
+
+
 def metrics(output_dir):
     """Return the records of a run's metrics.jsonl."""
     return [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
@@ -149,21 +164,26 @@ def rows():
 
 @pytest.fixture(scope="session")
 def bert(tmp_path_factory, rows):
-    """Folder of a tiny SentenceTransformer with dropout: BERT of 2 layers and 32 dimensions, mean pooling."""
+    """Folder of a tiny SentenceTransformer with dropout: BERT of 2 layers and 32 dimensions, mean pooling.
+
+    The vocabulary is all characters and the most frequent words, because tokenizers' trainer, which counts in hash
+    tables, numbers the tokens differently each time."""
     import torch
     from sentence_transformers import SentenceTransformer
-    from tokenizers import BertWordPieceTokenizer
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
     folder = tmp_path_factory.mktemp("bert")
-    wordpieces = BertWordPieceTokenizer()
-    wordpieces.train_from_iterator(
-        (text for row in rows for text in row.values()), vocab_size=1000, show_progress=False
-    )
-    BertTokenizerFast(tokenizer_object=wordpieces._tokenizer, model_max_length=128).save_pretrained(folder)
+    texts = [text.lower() for row in rows for text in row.values()]
+    words = Counter(word for text in texts for word in re.findall(r"[^\W_]+|\S", text))
+    characters = sorted(set("".join(words)))
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *characters, *("##" + c for c in characters)]
+    vocabulary += [word for word, _ in words.most_common(1000) if len(word) > 1]
+    vocabulary = vocabulary[:1000]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary))
+    BertTokenizerFast(str(folder / "vocab.txt"), model_max_length=128).save_pretrained(folder)
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    BertModel(BertConfig(vocab_size=wordpieces.get_vocab_size(), **shape)).save_pretrained(folder)
+    BertModel(BertConfig(vocab_size=len(vocabulary), **shape)).save_pretrained(folder)
     model = SentenceTransformer(str(folder), device="cpu")
     model.save_pretrained(str(folder / "st"), create_model_card=False)
     return folder / "st"

@@ -22,18 +22,17 @@ CHUNK = 37  # rows: the 293 documents make seven full shards and one of 34 rows
 
 
 @pytest.fixture(scope="session")
-def static(tmp_path_factory, rows):
+def static(tmp_path_factory, bert):
     """Folder of a static embedding model with 24 dimensions and random weights."""
     import torch
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import StaticEmbedding
-    from tokenizers import BertWordPieceTokenizer
+    from tokenizers import Tokenizer
 
-    words = BertWordPieceTokenizer()
-    words.train_from_iterator((row["code"] for row in rows), vocab_size=500, show_progress=False)
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("static")
-    model = SentenceTransformer(modules=[StaticEmbedding(words._tokenizer, embedding_dim=24)], device="cpu")
+    module = StaticEmbedding(Tokenizer.from_file(str(bert / "tokenizer.json")), embedding_dim=24)
+    model = SentenceTransformer(modules=[module], device="cpu")
     model.save_pretrained(str(folder), create_model_card=False)
     return folder
 
