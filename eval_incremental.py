@@ -829,6 +829,7 @@ def load_bi_encoder(path, args):
         prompts = [args.prompts[0], args.prompts[-1]] if args.prompts else own
         if any(prompts) and any(isinstance(module, Pooling) and not module.include_prompt for module in model):
             raise UserError("excludes prompts from pooling, which is not supported: pass --prompts ''")
+    own_memory(model)
     return model.eval(), dims, prompts
 
 
@@ -844,7 +845,15 @@ def load_cross_encoder(path, args):
         if (found := (len(model), model.num_labels, model.default_prompt_name)) != (1, 1, None):
             raise UserError("{} modules, {} labels and default prompt {}, not 1, 1 and None".format(*found))
         set_max_length(model, args.rerank_max_length, "rerank_max_length")
+    own_memory(model)
     return model.eval()
+
+
+def own_memory(model):
+    """Copy all parameters and buffers. Loaded ones are views of a mapped file, at addresses that depend on its header;
+    kernels choose their order of summation by alignment, so the last bits would depend on the file."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def set_max_length(model, length, name):

@@ -855,6 +855,13 @@ def add_lora(model, rank, checkpoint, task=None):
         set_peft_model_state_dict(model[0].model, load_file(checkpoint / "adapter_model.safetensors"))
 
 
+def own_memory(model):
+    """Copy all parameters and buffers. Loaded ones are views of a mapped file, at addresses that depend on its header;
+    kernels choose their order of summation by alignment, so the last bits would depend on the file."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+
+
 def freeze_unused(model, output):
     """Freeze the parameters on which an `output` of the model does not depend, such as BERT's pooler under mean
     pooling. DDP waits for every parameter's gradient: if one has none, no gradient is reduced, without an error."""
@@ -995,6 +1002,7 @@ def load_model(args, checkpoint=None):
         add_lora(model, args.lora_rank, checkpoint, "SEQ_CLS")  # so that peft trains the whole head
     else:
         model.float()  # with autocast, too, the weights updated are float32
+    own_memory(model)
     return model
 
 
@@ -1313,7 +1321,8 @@ def save_atomically(folder):
 
 def load_optimizer(path, model, optimizer):
     """Restore an optimizer's tensors, sharded like their parameters; hyperparameters are not restored but kept."""
-    found, tensors = dcp.get_optimizer_state_dict(model, optimizer), load_file(path / "optimizer.safetensors")
+    found, loaded = dcp.get_optimizer_state_dict(model, optimizer), load_file(path / "optimizer.safetensors")
+    tensors = {name: tensor.clone() for name, tensor in loaded.items()}  # as in own_memory
     if tensors:  # plain SGD has none
         state = {name: {key: tensors[f"{name}.{key}"] for key in keys} for name, keys in found["state"].items()}
         options = dcp.StateDictOptions(full_state_dict=True)

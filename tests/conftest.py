@@ -103,11 +103,9 @@ def launch(script, *flags, processes=1, cwd=ROOT, check=True, use_launcher=False
 
 
 def train(name, *flags):
-    """Run a trainer in this process without replacing the SIGTERM handler."""
+    """Run a trainer in this process."""
     script = importlib.import_module(name)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(signal, "signal", lambda *_: None)
-        script.main(script.parse_args(merge_flags(flags)))
+    script.main(script.parse_args(merge_flags(flags)))
 
 
 def unaligned(*tensors):

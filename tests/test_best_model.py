@@ -6,19 +6,13 @@ import shutil
 import signal
 
 import pytest
-from conftest import ROOT, TRAINERS, few_or_all, launch, metrics, write_jsonl
-from forked import Forked, merge_flags
+from conftest import ROOT, TRAINERS, few_or_all, launch, metrics, train, write_jsonl
+from forked import Forked
 from test_resume import signal_when
 
 RATES = {"rows_per_second", "tokens_per_second", "data_wait_fraction"}
 STEPS = 16
 MEASURE = "nDCG@10"
-
-
-def train(name, *flags):
-    """Run a trainer in this process."""
-    script = importlib.import_module(name)
-    script.main(script.parse_args(merge_flags(flags)))
 
 
 def lines(output):

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, count_cached, launch, read_run, write_jsonl
+from conftest import ROOT, count_cached, launch, read_run, unaligned, write_jsonl
 from filelock import FileLock
 from forked import merge_flags
 
@@ -820,3 +820,12 @@ def test_progress_in_a_log():
         for _ in range(3):
             bar.update()
     assert len([line for line in log.getvalue().split("\n") if "/3" in line]) >= 4 and "\r" not in log.getvalue()
+
+
+def test_loaded_weights_are_aligned(bert, static, reranker):
+    """Kernels choose their order of summation by alignment: vectors must not depend on where a file is mapped."""
+    args = script.Args()
+    models = [script.load_bi_encoder(str(folder), args)[0] for folder in (bert, static)]
+    models.append(script.load_cross_encoder(str(reranker), args))
+    for model in models:
+        assert unaligned(*model.parameters(), *model.buffers()) == 0

@@ -1,5 +1,6 @@
 """Runs that are stopped and resumed; tests/chaos/test_kills.py has those that are killed."""
 
+import hashlib
 import importlib
 import json
 import random
@@ -8,7 +9,7 @@ import signal
 import time
 
 import pytest
-from conftest import ROOT, TRAINERS, few_or_all, launch, metrics, write_jsonl
+from conftest import ROOT, TRAINERS, few_or_all, launch, metrics, train, unaligned, write_jsonl
 from forked import Forked, merge_flags
 
 STEPS = 400  # of a run that is stopped before its end
@@ -159,3 +160,55 @@ def test_a_signal_does_not_wait_for_an_evaluation(settings, tmp_path, monkeypatc
         assert ("stopped after step 2 of 6" in found.out) == (len(numbers) == 1)
     assert run_with_signals(name, [*given, "--resume"], monkeypatch) == 2
     assert trajectory(tmp_path / f"{numbers}") == trajectory(tmp_path / "whole")
+
+
+def move_tensors(checkpoint, spaces):
+    """Append so many spaces to the headers of {file name: spaces}: their tensors are mapped at other addresses."""
+    sums = (checkpoint / "SHA256SUMS").read_text()
+    for name, count in spaces.items():
+        data = (checkpoint / name).read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        moved = (end - 8 + count).to_bytes(8, "little") + data[8:end] + b" " * count + data[end:]
+        (checkpoint / name).write_bytes(moved)
+        sums = sums.replace(*(hashlib.sha256(part).hexdigest() for part in (data, moved)))
+    (checkpoint / "SHA256SUMS").write_text(sums)
+
+
+@pytest.mark.parametrize("way, moves", [("mapped", [4, 20]), ("streaming", [12])], ids=["mapped", "streaming"])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_resumed_from_tensors_at_other_addresses(settings, bert, tmp_path, monkeypatch, name, way, moves):
+    """Kernels choose their order of summation by alignment: all that is loaded must lie where torch allocates it."""
+    script, models, optimizers = importlib.import_module(name), [], []
+    load_model, load_optimizer = script.load_model, script.load_optimizer
+    monkeypatch.setattr(script, "load_model", lambda *args: models.append(load_model(*args)) or models[-1])
+    monkeypatch.setattr(script, "load_optimizer", lambda *args: optimizers.append(args[2]) or load_optimizer(*args))
+    guide = ["--guide_model", bert] * (name == "train_bi_encoder")
+    flags = [*settings[way], *guide, "--eval_rows", 0, "--batch_size", 8, "--max_length", 48, "--max_steps", 4,
+             "--save_steps", 2]  # fmt: skip
+    train(name, *flags, "--output_dir", tmp_path / "whole")
+    for spaces in moves:
+        output = tmp_path / str(spaces)
+        shutil.copytree(tmp_path / "whole", output)
+        shutil.rmtree(output / "checkpoints/step_00000004")
+        files = {"model.safetensors": spaces, "optimizer.safetensors": 24 - spaces}
+        move_tensors(output / "checkpoints/step_00000002", files)
+        train(name, *flags, "--output_dir", output, "--resume")
+        assert losses(output) == losses(tmp_path / "whole")
+        last = "checkpoints/step_00000004/{}.safetensors"
+        for file in ("model", "optimizer"):
+            contents = [(folder / last.format(file)).read_bytes() for folder in (output, tmp_path / "whole")]
+            assert contents[0] == contents[1]
+    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    tensors += [tensor for optimizer in optimizers for state in optimizer.state.values() for tensor in state.values()]
+    assert len(models) == (1 + len(moves)) * (1 + bool(guide)) and len(optimizers) == len(moves) and len(tensors) > 200
+    assert unaligned(*tensors) == 0
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_adapters_and_the_weights_below_are_aligned(bert, tmp_path, name):
+    script = importlib.import_module(name)
+    args = script.parse_args(["--train_data", "x", "--model_name_or_path", str(bert), "--lora_rank", "2"])
+    script.load_model(args).save_pretrained(str(tmp_path))
+    model = script.load_model(args, tmp_path)
+    tensors = [*model.parameters(), *model.buffers()]
+    assert len(tensors) > 50 and unaligned(*tensors) == 0
