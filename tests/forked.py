@@ -43,6 +43,10 @@ def run(script, flags, environment, cwd, output, network):
     os.environ.update(environment)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{output}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    if environment.get("ATEN_CPU_CAPABILITY") == "default":
+        import torch  # reads it at its first operation, which must not be the server's
+
+        assert torch.backends.cpu.get_cpu_capability() == "DEFAULT"
     sys.argv[:] = [script, *flags]
     sys.path[0] = os.path.dirname(script)
     runpy.run_path(script, run_name="__main__")

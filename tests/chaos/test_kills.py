@@ -24,6 +24,8 @@ WAYS = ["mapped", "streaming"]
 FOUR = [("train_bi_encoder", "mapped", 1), ("train_bi_encoder", "streaming", 2),
         ("train_cross_encoder", "mapped", 2), ("train_cross_encoder", "streaming", 1)]  # pairwise  # fmt: skip
 TWO = [("train_bi_encoder", "streaming", 0), ("train_cross_encoder", "mapped", 1)]
+KERNELS = {"best": {}, "default": {"ATEN_CPU_CAPABILITY": "default"}}  # of the processor, or without AVX
+DEFAULT = [("train_bi_encoder", "streaming", 1, "default"), ("train_cross_encoder", "mapped", 1, "default")]
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +55,12 @@ def settings(tmp_path_factory, rows, bert):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, settings):
-    """undisturbed(trainer, way of reading, processes) returns the output folder of an undisturbed run."""
+    """undisturbed(trainer, way of reading, processes, kernels) returns the output folder of an undisturbed run."""
 
     @functools.cache
-    def run(name, way, processes):
-        output = tmp_path_factory.mktemp("undisturbed") / "out"
-        launch(ROOT / f"{name}.py", *settings[name][way], "--output_dir", output, processes=processes)
+    def run(name, way, processes, kernels="best"):
+        output, flags = tmp_path_factory.mktemp("undisturbed") / "out", settings[name][way]
+        launch(ROOT / f"{name}.py", *flags, "--output_dir", output, processes=processes, environment=KERNELS[kernels])
         return output
 
     return run
@@ -97,8 +99,11 @@ def wait_for_step(process, output, step):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("name, way, processes", few_or_all(FOUR, TRAINERS, WAYS, [1, 2]))
-def test_killed_at_random_moments(undisturbed, settings, tmp_path, report, name, way, processes):
+@pytest.mark.parametrize(
+    "name, way, processes, kernels",
+    [(*case, "best") for case in few_or_all(FOUR, TRAINERS, WAYS, [1, 2])] + DEFAULT,
+)
+def test_killed_at_random_moments(undisturbed, settings, tmp_path, report, name, way, processes, kernels):
     flags, script, rng = settings[name][way], ROOT / f"{name}.py", random.Random(f"{name} {way} {processes}")
     moments = ["any moment", "a checkpoint being written", "a checkpoint about to be renamed"]
     kills, writing, ends, enough = 0, 0, 0, -(-KILLS // (4 if CHAOS else 2))
@@ -107,7 +112,8 @@ def test_killed_at_random_moments(undisturbed, settings, tmp_path, report, name,
         log, kept = output / "metrics.jsonl", []
         if list(output.glob("checkpoints/step_*")):
             kept = log.read_text().splitlines()[:2]  # of steps 0 and 1, with the speed, which differs from run to run
-        process = Forked(script, [*flags, "--output_dir", output, "--resume"], processes)
+        environment = KERNELS[kernels]
+        process = Forked(script, [*flags, "--output_dir", output, "--resume"], processes, environment=environment)
         if kills < enough:
             wait_for(process, moments[(kills + processes + len(way)) % 3], output, rng)
             running = process.poll() is None
@@ -118,12 +124,13 @@ def test_killed_at_random_moments(undisturbed, settings, tmp_path, report, name,
                 continue
         assert process.wait() == 0, process.read("stderr")[-2000:]
         assert log.read_text().splitlines()[: len(kept)] == kept  # resumed, not restarted
-        assert final_state(output) == final_state(undisturbed(name, way, processes))
+        assert final_state(output) == final_state(undisturbed(name, way, processes, kernels))
         assert len(list(output.glob("checkpoints/*"))) == 2 and not list(output.glob("checkpoints/.*"))
         shutil.rmtree(output)
         ends += 1
     launched = "1 process" if processes == 1 else "2 processes"
     result = f"{ends} runs reached their end, each bit-identical; {writing} kills during a checkpoint"
+    launched += ", ATEN_CPU_CAPABILITY=default" * (kernels == "default")
     report(f"SIGKILL of `{name}.py`, {way}, {launched}", kills, result)
 
 
