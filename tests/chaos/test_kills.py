@@ -210,7 +210,7 @@ def test_evaluator_killed_at_random_moments(expected, tmp_path, report, beir, be
         folder = tmp_path / str(ends)
         process = Forked(driver, evaluator_flags(beir, bert, folder), processes)
         if kills < enough:
-            texts = log.stat().st_size + rng.randint(1, 80) if kills % 2 else math.inf
+            texts = log.stat().st_size + rng.randint(80, 200) if kills % 2 else math.inf  # after several chunks
             until = math.inf if kills % 2 else time.monotonic() + 0.1 + rng.random() * 1.5
             while process.poll() is None and time.monotonic() < until and log.stat().st_size < texts:
                 time.sleep(0.01)
