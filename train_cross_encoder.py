@@ -1541,7 +1541,10 @@ def main(args):
         eval_sets[name if short in eval_sets else short] = rows_to_rerank(eval_set, run, args)
 
     # ---- model, loss and optimizer
-    model = load_model(args, checkpoint).to(device)
+    model = load_model(args, checkpoint)
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    model_to_save = copy.deepcopy(model) if sharded and is_main else model  # on the CPU; FSDP will shard `model`
+    model = model.to(device)
     max_tokens = args.micro_batch_tokens or (2048 if device.type == "cpu" else 16_384)
     model.train()
     features, _ = make_micro_batches(["a query"], ["a document"], model, max_tokens, device)[0][0]
@@ -1554,8 +1557,6 @@ def main(args):
     with user_errors("--lr_scheduler_type"):  # lr_lambdas[0]: step -> factor
         schedule = transformers.get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps).lr_lambdas[0]
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    sharded = accelerator.distributed_type == DistributedType.FSDP
-    model_to_save = copy.deepcopy(model).cpu() if sharded and is_main else model  # FSDP will shard `model`
     model, optimizer = accelerator.prepare(model, optimizer)
     unwrapped = accelerator.unwrap_model(model)
 

@@ -9,7 +9,9 @@ code that it runs on GPUs.
 import importlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
@@ -34,6 +36,33 @@ def record_equalize(local, accelerator):
     return result
 
 
+load_model, deepcopy, to, calls, autocast = script.load_model, script.copy.deepcopy, torch.nn.Module.to, [], []
+
+
+def record_load(*args):
+    model = load_model(*args)
+    calls.clear()
+    return model
+
+
+def record_copy(model):
+    calls.append("copied")
+    return deepcopy(model)
+
+
+def record_to(module, *args, **options):
+    calls.append("moved")
+    return to(module, *args, **options)
+
+
+def record_autocast(module, _):
+    if isinstance(module, torch.nn.LayerNorm):
+        autocast.append(torch.is_autocast_enabled("cpu"))
+
+
 script.dcp.get_state_dict, script.equalize_micro_batches = record_state_dict, record_equalize
+script.load_model, script.copy, torch.nn.Module.to = record_load, SimpleNamespace(deepcopy=record_copy), record_to
+torch.nn.modules.module.register_module_forward_pre_hook(record_autocast)
 script.main(script.parse_args(sys.argv[2:]))
 print(f"{sum(sharded)} tensors were sharded, {sum(repeated)} of {len(repeated)} micro-batches had no text")
+print(f"{', '.join(calls[:2])}; {sum(autocast)} of {len(autocast)} LayerNorms ran under autocast")

@@ -42,6 +42,7 @@ def test_fsdp2_equals_ddp_and_resumes_bit_identically(tmp_path, corpus, script, 
     seen = re.findall(r"(\d+) tensors were sharded, (\d+) of \d+ micro-batches", printed)
     assert len(seen) == 2 and all(int(sharded) > 100 for sharded, _ in seen)
     assert sum(int(repeated) for _, repeated in seen) > 0, "both processes always had equally many micro-batches"
+    assert "copied, moved" in printed  # a copy made on the device would take the memory of a second model
 
     found, expected = weights(fsdp / "model"), weights(ddp / "model")
     assert ((found - expected).norm() / expected.norm()).item() < 1e-5
