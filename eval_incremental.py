@@ -745,6 +745,7 @@ def pad_micro_batches(encodings, model, max_tokens, device):
             features = {"input_ids": flat["input_ids"][places[mask]][None], "position_ids": positions[mask][None]}
             ends, width = F.pad(mask.sum(1).cumsum(0), (1, 0)).int(), len(columns)
             features |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": width, "max_length_k": width}
+            features["seq_idx"] = mask.nonzero()[:, 0].int()[None]  # else mean pooling waits for the device
         else:
             features = {name: tokens[places].masked_fill_(~mask, fills[name][1]) for name, tokens in flat.items()}
             if not mask.all():  # else transformers synchronizes the device to see that nothing is masked
@@ -790,7 +791,8 @@ def make_micro_batches(texts, model, max_tokens, device):
 def encode(model, features, accelerator):
     """Return (n, D) float embeddings of one micro-batch."""
     features = transformers.BatchEncoding(features).to(accelerator.device, non_blocking=True).data
-    return model(features)["sentence_embedding"].float()
+    with accelerator.autocast():  # gives flash attention its dtype; prepare() does not wrap FSDP2's forward
+        return model(features)["sentence_embedding"].float()
 
 
 # ---- scores (same in train_cross_encoder.py)
@@ -799,7 +801,8 @@ def encode(model, features, accelerator):
 def score(model, features, accelerator):
     """Return (n, 1) float logits of one micro-batch."""
     features = transformers.BatchEncoding(features).to(accelerator.device, non_blocking=True).data
-    return model(features)["scores"].float()
+    with accelerator.autocast():  # gives flash attention its dtype; prepare() does not wrap FSDP2's forward
+        return model(features)["scores"].float()
 
 
 # ---- models
@@ -866,6 +869,14 @@ def set_max_length(model, length, name):
     model.tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
 
 
+# same in train_bi_encoder.py
+def check_attention(model, accelerator):
+    """Raise UserError for flash attention in a run that computes in float32."""
+    kernels = str(getattr(model.config, "_attn_implementation", None))
+    if "flash" in kernels and accelerator.mixed_precision == "no":
+        raise UserError(f"{kernels} requires half precision: accelerate launch --mixed_precision bf16")
+
+
 def model_fingerprint(model, precision, dtype):
     """Return a hash of what determines the vector of a text: weights, tokenizer, modules, length, precision, dtype."""
     config = model.config.to_dict() if model.config else {}
@@ -893,6 +904,7 @@ class CachedEncoder:
         self.process, self.processes = accelerator.process_index, accelerator.num_processes
         with self.clock("load"):
             *shape, length = self.load(args)  # dimensions and dtype of the cached vectors, --max_length
+            check_attention(self.model, accelerator)
             self.fingerprint = model_fingerprint(self.model, accelerator.mixed_precision, shape[1])
             self.model.to(accelerator.device)
         length = length or self.model.max_seq_length or math.inf
@@ -967,8 +979,7 @@ class CachedEncoder:
         ready = (self.micro_batches(texts.take(group)) for group in groups)
         for (micro_batches, tokens, padded), group in zip(prefetch(ready), groups):
             for features, cut in micro_batches:
-                with self.accelerator.autocast():
-                    outputs.append(self.forward(features))
+                outputs.append(self.forward(features))
                 indices.append(group[cut])
             self.meter.update(tokens=tokens, padded=padded)
             self.bar.update(len(group))

@@ -793,6 +793,7 @@ def pad_micro_batches(encodings, model, max_tokens, device):
             features = {"input_ids": flat["input_ids"][places[mask]][None], "position_ids": positions[mask][None]}
             ends, width = F.pad(mask.sum(1).cumsum(0), (1, 0)).int(), len(columns)
             features |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": width, "max_length_k": width}
+            features["seq_idx"] = mask.nonzero()[:, 0].int()[None]  # else mean pooling waits for the device
         else:
             features = {name: tokens[places].masked_fill_(~mask, fills[name][1]) for name, tokens in flat.items()}
             if not mask.all():  # else transformers synchronizes the device to see that nothing is masked
@@ -860,6 +861,13 @@ def own_memory(model):
     kernels choose their order of summation by alignment, so the last bits would depend on the file."""
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
+
+
+def check_attention(model, accelerator):
+    """Raise UserError for flash attention in a run that computes in float32."""
+    kernels = str(getattr(model.config, "_attn_implementation", None))
+    if "flash" in kernels and accelerator.mixed_precision == "no":
+        raise UserError(f"{kernels} requires half precision: accelerate launch --mixed_precision bf16")
 
 
 def freeze_unused(model, output):
@@ -1098,14 +1106,16 @@ def make_loss(args):
 def score(model, features, accelerator):
     """Return (n, 1) float logits of one micro-batch."""
     features = transformers.BatchEncoding(features).to(accelerator.device, non_blocking=True).data
-    return model(features)["scores"].float()
+    with accelerator.autocast():  # gives flash attention its dtype; prepare() does not wrap FSDP2's forward
+        return model(features)["scores"].float()
 
 
 @torch.no_grad()
 def score_all(model, batch, accelerator):
     """Return the (N,) logits of all pairs of a Batch, without gradients."""
     equalize_micro_batches(batch.local, accelerator)
-    parts = [score(model, features, accelerator)[: len(cut)] for features, cut in batch.local.micro_batches]
+    with accelerator.autocast():
+        parts = [score(model, features, accelerator)[: len(cut)] for features, cut in batch.local.micro_batches]
     return gather_outputs(parts, batch.local, accelerator).view(-1)
 
 
@@ -1542,6 +1552,7 @@ def main(args):
 
     # ---- model, loss and optimizer
     model = load_model(args, checkpoint)
+    check_attention(model, accelerator)
     sharded = accelerator.distributed_type == DistributedType.FSDP
     model_to_save = copy.deepcopy(model) if sharded and is_main else model  # on the CPU; FSDP will shard `model`
     model = model.to(device)

@@ -57,13 +57,20 @@ def test_fsdp2_equals_ddp_and_resumes_bit_identically(tmp_path, corpus, script, 
     assert torch.equal(weights(resumed / "model"), found)
 
 
-def test_fsdp2_in_bf16(tmp_path, corpus, bert):
-    """Losses are near those of float32 but not equal; saved weights are float32."""
-    flags = ["--train_data", corpus, "--model_name_or_path", bert, "--max_steps", 3, "--batch_size", 15]
-    flags += ["--dropout", 0, "--eval_rows", 0, "--logging_steps", 1]
+@pytest.mark.parametrize("script", TRAINERS)
+def test_fsdp2_in_bf16(tmp_path, corpus, script, request):
+    """Losses are near those of float32 but not equal; training and evaluation run under autocast, as on DDP; saved
+    weights are float32."""
+    model = request.getfixturevalue(SETTINGS[script][0])
+    flags = ["--train_data", corpus, "--model_name_or_path", model, "--max_steps", 2, "--batch_size", 15]
+    flags += ["--dropout", 0, "--eval_rows", 4, "--logging_steps", 1, "--eval_steps", 2]
     for precision in ("no", "bf16"):
-        launch_sharded(tmp_path, "train_bi_encoder", *flags, "--output_dir", tmp_path / precision, precision=precision)
-    expected, found = ([line["loss"] for line in metrics(tmp_path / precision)] for precision in ("no", "bf16"))
+        printed = launch_sharded(tmp_path, script, *flags, "--output_dir", tmp_path / precision, precision=precision)
+    for under, norms in re.findall(r"(\d+) of (\d+) LayerNorms", printed):
+        assert under == norms != "0"
+    expected, found = (
+        [line["loss"] for line in metrics(tmp_path / precision) if "loss" in line] for precision in ("no", "bf16")
+    )
     assert found == pytest.approx(expected, rel=0.02) and found != expected
     saved = load_file(tmp_path / "bf16/model/model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
