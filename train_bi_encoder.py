@@ -1563,7 +1563,7 @@ def main(args):
         with user_errors(f"{checkpoint}: not of this model and optimizer"):
             load_optimizer(checkpoint, unwrapped, optimizer.optimizer)
         progress = Progress(**{name: saved[name] for name in asdict(progress) if name in saved})
-        if accelerator.scaler:
+        if accelerator.scaler and progress.scaler:  # else the checkpoint is not of fp16: begin at the initial scale
             accelerator.scaler.load_state_dict(progress.scaler)
     best, since_best = best_evaluation(progress.metrics, args.metric_for_best_model)
     flags, was_finished = flags_of_run(args), progress.finished
@@ -1668,7 +1668,7 @@ def main(args):
                             f"{output}/nonfinite_batch.json) or {LOWER_RATE}")  # fmt: skip
         optimizer.step()
         optimizer.zero_grad()
-        meter["skipped"] += optimizer.step_was_skipped
+        meter["skipped"] += not math.isfinite(norm)  # by the scaler, inside of fused AdamW
         meter["seconds"] += time.perf_counter() - started
         progress.step, progress.data_state = progress.step + 1, batch.state
         progress.losses.append(loss)
