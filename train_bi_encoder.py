@@ -1172,11 +1172,17 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator, guide
     def embed(number):  # (n, D)
         # Repeat the same dropout in a second forward pass, and after a resume.
         torch.manual_seed(int(np.random.SeedSequence([*seed, accelerator.process_index, number]).generate_state(1)[0]))
-        with nullcontext() if sync and number == last else accelerator.no_sync(model):
-            features, cut = local.micro_batches[number]
+        features, cut = local.micro_batches[number]
+        with accelerator.no_sync(model):
             return encode(model, features, accelerator)[: len(cut)]
 
-    with torch.set_grad_enabled(not args.grad_cache):
+    def backward(number, value):
+        # Reduce gradients over processes once, with those of the last micro-batch.
+        with accelerator.trigger_sync_in_backward(model) if sync and number == last else nullcontext():
+            accelerator.backward(value)
+
+    # One autocast around all: each makes its own half-precision copies of the weights, which its graph keeps.
+    with accelerator.autocast(), torch.set_grad_enabled(not args.grad_cache):
         parts = [embed(number) for number in range(last + 1)]
     # The gathered outputs are a leaf: the loss of the whole batch needs no gradient through collectives.
     embeddings = gather_outputs(parts, local, accelerator).requires_grad_()  # (N, D)
@@ -1190,11 +1196,10 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator, guide
     # Multiply by the number of processes: DDP averages over them, but each has the gradient of its own texts only.
     gradient = accelerator.reduce(embeddings.grad)[local.indices.to(device, non_blocking=True)] * processes
     gradients = gradient.split([len(cut) for _, cut in local.micro_batches])  # (n, D) each
-    if args.grad_cache:  # Gao et al. 2021, section 3.2: one graph at a time
-        for number, gradient in enumerate(gradients):
-            accelerator.backward((embed(number) * gradient).sum())
-    else:
-        accelerator.backward(sum((part * gradient).sum() for part, gradient in zip(parts, gradients)))
+    for number, gradient in enumerate(gradients):  # a micro-batch at a time, so that gradients add up in float32
+        # With --grad_cache there is also one graph at a time (Gao et al. 2021, section 3.2).
+        part = embed(number) if args.grad_cache else parts[number]
+        backward(number, (part * gradient).sum())
     return loss.detach()
 
 

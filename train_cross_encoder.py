@@ -1152,20 +1152,26 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator):
     def score_part(number):  # (n, 1)
         # Repeat the same dropout in a second forward pass, and after a resume.
         torch.manual_seed(int(np.random.SeedSequence([*seed, accelerator.process_index, number]).generate_state(1)[0]))
-        with nullcontext() if sync and number == last else accelerator.no_sync(model):
-            features, cut = local.micro_batches[number]
+        features, cut = local.micro_batches[number]
+        with accelerator.no_sync(model):
             return score(model, features, accelerator)[: len(cut)]
+
+    def backward(number, value):
+        # Reduce gradients over processes once, with those of the last micro-batch.
+        with accelerator.trigger_sync_in_backward(model) if sync and number == last else nullcontext():
+            accelerator.backward(value)
 
     if args.loss in MEANS_OVER_PAIRS:  # a mean over pairs: backward after each micro-batch, one graph at a time
         total = torch.zeros((), device=device)
         for number, part in enumerate(labels[indices].split([len(cut) for _, cut in local.micro_batches])):
             logits = score_part(number).view(-1)  # (n,)
             loss = loss_fn(logits, part) * len(part) / len(labels) if len(part) else logits.sum()
-            accelerator.backward(loss * processes)  # DDP averages; this must be a sum over processes
+            backward(number, loss * processes)  # DDP averages; this must be a sum over processes
             total += loss.detach()
         return total
 
-    with torch.set_grad_enabled(not args.grad_cache):
+    # One autocast around all: each makes its own half-precision copies of the weights, which its graph keeps.
+    with accelerator.autocast(), torch.set_grad_enabled(not args.grad_cache):
         parts = [score_part(number) for number in range(last + 1)]
     # The gathered outputs are a leaf: the loss of the whole batch needs no gradient through collectives.
     logits = gather_outputs(parts, local, accelerator).requires_grad_()  # (N, 1)
@@ -1174,11 +1180,10 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator):
     loss.backward()
     # Multiply by the number of processes: DDP averages over them, but each has the gradient of its own pairs only.
     gradients = (logits.grad[indices] * processes).split([len(cut) for _, cut in local.micro_batches])  # (n, 1) each
-    if args.grad_cache:  # Gao et al. 2021, section 3.2: one graph at a time
-        for number, gradient in enumerate(gradients):
-            accelerator.backward((score_part(number) * gradient).sum())
-    else:
-        accelerator.backward(sum((part * gradient).sum() for part, gradient in zip(parts, gradients)))
+    for number, gradient in enumerate(gradients):  # a micro-batch at a time, so that gradients add up in float32
+        # With --grad_cache there is also one graph at a time (Gao et al. 2021, section 3.2).
+        part = score_part(number) if args.grad_cache else parts[number]
+        backward(number, (part * gradient).sum())
     return loss.detach() / processes
 
 

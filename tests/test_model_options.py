@@ -513,3 +513,42 @@ def test_wrong_templates(template, capsys):
     with pytest.raises(SystemExit):
         train_cross_encoder.parse_args(["--train_data", "x", "--template", template])
     assert "--template must contain {query} and {document} once each" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_micro_batches_share_half_precision_weights(name, corpus, tmp_path, monkeypatch, request):
+    """In bf16 their graphs save one copy of each weight matrix. Their gradients add up in float32 nevertheless, as
+    those of --grad_cache do, where each pass has copies of its own."""
+    script, saved, gradients = importlib.import_module(name), [], []
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)  # for later tests in this process
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    forward_backward = script.forward_backward
+
+    def recorded(model, batch, *args):
+        kept = {}  # by address, which is not used again meanwhile
+
+        def keep(tensor):
+            kept.setdefault(tensor.data_ptr(), tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = forward_backward(model, batch, *args)
+        weights = [p.detach().bfloat16() for p in model.parameters() if p.ndim == 2 and p.grad is not None]
+        weights += [weight.T for weight in weights]
+        kept = [tensor for tensor in kept.values() if tensor.dtype == torch.bfloat16 and tensor.ndim == 2]
+        saved.append(sum(any(torch.equal(tensor, weight) for weight in weights) for tensor in kept))
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        assert len(batch.local.micro_batches) > 4
+        return loss
+
+    monkeypatch.setattr(script, "forward_backward", recorded)
+    request.addfinalizer(lambda: AcceleratorState._reset_state(reset_partial_state=True))
+    model = request.getfixturevalue("bert" if name == "train_bi_encoder" else "reranker")
+    for cache in ([], ["--grad_cache"]):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        more = ["--max_steps", 1, "--eval_rows", 0, "--micro_batch_tokens", 200, *cache]
+        flags = flags_for(name, corpus, model, tmp_path / str(len(cache)), *more)
+        script.main(script.parse_args(merge_flags(flags)))
+    assert 12 <= saved[0] <= 14 < saved[1]  # BERT of 2 layers has 12 matrices, besides pooler and classifier
+    assert ((gradients[1] - gradients[0]).norm() / gradients[0].norm()).item() < 1e-6
