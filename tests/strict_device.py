@@ -1,0 +1,514 @@
+"""A simulated CUDA device for tests on machines without a GPU (torch's CPU build, g++).
+
+It refuses or reports what CUDA, NCCL and flash attention refuse and a CPU does not. Tensors on it report cuda:0, so
+Accelerate, autocast, fused AdamW and GradScaler take their CUDA paths with CUDA's lists of kernels to autocast; they
+hold their data on the CPU, so that results can be compared with the CPU's. Import it before torch:
+
+    with StrictDevice(flash=True, mixed="bf16") as device:  # under RANK, WORLD_SIZE...: gloo stands in for NCCL
+        script.main(script.parse_args(flags))               # RuntimeError("STRICT: ...") at what CUDA refuses
+    device.syncs, device.reports, device.collectives        # {"file:line what": count} each
+
+or: python tests/strict_device.py SCRIPT.py '{"flash": true, "mixed": "bf16"}' FLAGS
+
+Refused: mixed devices, indices on the device into CPU tensors, numpy() and pin_memory() of device tensors, pinning or
+in-place writes of expanded tensors, collectives on CPU tensors or non-contiguous ones, fused optimizers with mixed
+devices or dtypes, flash attention on float32, cu_seqlens that are not int32 or do not fit, kernels without a
+deterministic form under use_deterministic_algorithms. Reported: waits of the host for the device, float32 Linear
+outside autocast, random operations, writes to pinned tensors after a non-blocking copy, device operations in
+background threads.
+Not simulated: rounding, memory, streams, NCCL's timing and order, kernels that lack a dtype, inference mode.
+"""
+
+import ctypes
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+import weakref
+from collections import Counter
+from unittest import mock
+
+GUARD = r"""
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+using namespace c10;
+struct Hooks : at::CUDAHooksInterface {  // for at::getAccelerator, which the autograd engine asks
+  explicit Hooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex deviceCount() const override { return 1; }
+  DeviceIndex getCurrentDevice() const override { return 0; }
+  DeviceIndex current_device() const override { return 0; }
+  int getNumGPUs() const override { return 1; }
+};
+struct Guard final : impl::DeviceGuardImplInterface {
+  Device d{DeviceType::CUDA, 0};
+  DeviceType type() const override { return DeviceType::CUDA; }
+  Device exchangeDevice(Device) const override { return d; }
+  Device getDevice() const override { return d; }
+  void setDevice(Device) const override {}
+  void uncheckedSetDevice(Device) const noexcept override {}
+  Stream getStream(Device) const noexcept override { return Stream(Stream::DEFAULT, d); }
+  Stream getNewStream(Device, int = 0) const override { return Stream(Stream::DEFAULT, d); }
+  Stream getDefaultStream(Device) const override { return Stream(Stream::DEFAULT, d); }
+  Stream getStreamFromGlobalPool(Device, bool = false) const override { return Stream(Stream::DEFAULT, d); }
+  Stream exchangeStream(Stream) const noexcept override { return Stream(Stream::DEFAULT, d); }
+  DeviceIndex deviceCount() const noexcept override { return 1; }
+  void record(void**, const Stream&, const DeviceIndex, const EventFlag) const override {}
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
+  bool queryStream(const Stream&) const override { return true; }
+  void synchronizeStream(const Stream&) const override {}
+};
+extern "C" void register_guard() {
+  static Guard guard;
+  using Made = std::unique_ptr<at::CUDAHooksInterface>;
+  at::CUDAHooksRegistry()->Register("CUDAHooks", [](at::CUDAHooksArgs args) -> Made {
+    return std::make_unique<Hooks>(args);
+  });
+  impl::DeviceGuardImplRegistrar registrar(DeviceType::CUDA, &guard);
+}
+"""
+
+
+def register_guard():
+    """Give torch's CPU build a device guard and hooks for CUDA that do nothing: autograd and autocast ask for them.
+    Before torch is imported, because it asks for the hooks then."""
+    if "torch" in sys.modules:
+        raise ImportError("import strict_device before torch")
+    root, folder = os.path.dirname(importlib.util.find_spec("torch").origin), tempfile.mkdtemp()
+    with open(f"{folder}/guard.cpp", "w") as file:
+        file.write(GUARD)
+    subprocess.run(["g++", "-std=c++20", "-O0", "-shared", "-fPIC", f"-I{root}/include", f"{folder}/guard.cpp", "-o",
+                    f"{folder}/guard.so", f"-L{root}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root}/lib"],
+                   check=True)  # fmt: skip
+    ctypes.CDLL(f"{root}/lib/libtorch_cpu.so", ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(f"{folder}/guard.so").register_guard()
+
+
+register_guard()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.utils._device  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
+
+DEVICE = torch.device("cuda", 0)
+
+
+def inference_mode(mode=True):
+    return torch.no_grad()(mode) if callable(mode) else torch.set_grad_enabled(not mode and torch.is_grad_enabled())
+
+
+torch.inference_mode = inference_mode  # before scripts decorate with it: wrapper tensors do not support the real one
+
+INDEXING = {"index.Tensor", "index_put_.default", "index_put.default", "_index_put_impl_.default",
+            "_unsafe_index.Tensor", "_unsafe_index_put.default"}  # fmt: skip
+COPYING = {"_to_copy.default", "copy_.default"}
+SIZED_BY_DATA = {"nonzero.default", "masked_select.default", "_unique2.default", "bincount.default",
+                 "unique_dim.default", "repeat_interleave.Tensor"}  # fmt: skip
+# at::globalContext().alertNotDeterministic in the CUDA kernels of torch 2.13 (docs of use_deterministic_algorithms)
+NOT_DETERMINISTIC = {"put_", "kthvalue", "histc", "nll_loss2d_forward", "nll_loss2d_backward",
+                     "grid_sampler_2d_backward", "reflection_pad1d_backward", "_ctc_loss_backward",
+                     "max_pool3d_with_indices_backward"}  # fmt: skip
+_pinned = {}  # address of a pinned CPU storage -> whether it was copied without waiting
+
+
+def refuse(text):
+    raise RuntimeError(f"STRICT: {text}")
+
+
+def overlaps(tensor):
+    return tensor.numel() > 0 and any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape))
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that reports cuda:0 and holds its data in a CPU tensor."""
+
+    @staticmethod
+    def __new__(cls, data):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, data.size(), strides=data.stride(), storage_offset=data.storage_offset(), dtype=data.dtype,
+            device=DEVICE, requires_grad=data.requires_grad)  # fmt: skip
+
+    def __init__(self, data):
+        self.on_cpu = data
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return StrictDevice.active.run(func, args, kwargs or {})
+
+    def __getitem__(self, index):
+        return super().__getitem__(torch.as_tensor(index) if isinstance(index, list) else index)
+
+    def __deepcopy__(self, memo):
+        return self.detach().clone().requires_grad_(self.requires_grad)
+
+    def __repr__(self):
+        return f"OnDevice({tuple(self.shape)}, {self.dtype})"
+
+    def tolist(self):
+        StrictDevice.active.count("tolist")
+        return on_cpu(self.detach()).tolist()
+
+    def numpy(self, *, force=False):
+        if not force:
+            raise TypeError("STRICT: can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu()")
+        StrictDevice.active.count("numpy")
+        return on_cpu(self.detach()).numpy()
+
+    def __array__(self, *_):
+        return self.numpy()
+
+
+def on_cpu(value):
+    return value.on_cpu if isinstance(value, OnDevice) else value
+
+
+def on_device(value):
+    return OnDevice(value) if isinstance(value, torch.Tensor) and not isinstance(value, OnDevice) else value
+
+
+def compatible(input: torch.Tensor, from_: torch.Tensor) -> bool:
+    return isinstance(input, OnDevice) == isinstance(from_, OnDevice)
+
+
+class StrictDevice(TorchDispatchMode):
+    active = None
+
+    def __init__(self, flash=False, mixed="no"):
+        super().__init__()
+        self.flash, self.mixed = flash, mixed
+        self.syncs, self.reports, self.collectives, self.randoms = Counter(), Counter(), Counter(), Counter()
+        self.operations, self.thread, self.seeded, self.objects = 0, threading.get_ident(), 0, False
+
+    # ---- patches
+
+    def __enter__(self):
+        StrictDevice.active, self.patches, cuda = self, [], torch.cuda
+        self.make_tensor, self.seed = torch.tensor, torch.manual_seed
+        torch.utils._device._device_constructors()  # cached, before torch.tensor is replaced
+        properties = types.SimpleNamespace(major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132,
+                                           name="simulated", warp_size=32)  # fmt: skip
+        for owner, name, value in [
+            (cuda, "_lazy_init", lambda: None), (cuda, "is_available", lambda: True),
+            (cuda, "is_initialized", lambda: True), (cuda, "device_count", lambda: 1),
+            (cuda, "current_device", lambda: 0), (cuda, "set_device", lambda *_: None),
+            (cuda, "synchronize", lambda *_: self.count("synchronize")), (cuda, "empty_cache", lambda: None),
+            (cuda, "get_device_capability", lambda *_: (9, 0)), (cuda, "get_device_properties", lambda *_: properties),
+            (cuda, "is_bf16_supported", lambda *_, **__: True), (cuda, "manual_seed_all", lambda *_: None),
+            (cuda, "manual_seed", lambda *_: None), (cuda.amp.common, "amp_definitely_not_available", lambda: False),
+            (torch.accelerator, "is_available", lambda: True), (torch.accelerator, "current_device_index", lambda: 0),
+            (torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda")),
+            (dist.Logger, "set_runtime_stats_and_log", lambda _: None),  # DDP's timer of CUDA is not in a CPU build
+            (torch, "tensor", self.tensor), (torch, "manual_seed", self.manual_seed),
+            (torch.Tensor, "pin_memory", lambda t, *_: self.pin_memory(t)),
+            (torch.Tensor, "is_pinned", lambda t, *_: self.pinned(t)),
+            (torch, "_has_compatible_shallow_copy_type", compatible),
+            (dist, "is_nccl_available", lambda: True),
+            (dist.distributed_c10d, "is_nccl_available", lambda: True),
+            (dist, "init_process_group", self.init_process_group),
+        ]:  # fmt: skip
+            self.patches.append(mock.patch.object(owner, name, value))
+        for name in ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier"):
+            self.patches.append(mock.patch.object(dist, name, self.counted(name, getattr(dist, name))))
+        self.patches.append(mock.patch("accelerate.utils.imports.is_cuda_available", lambda *_: True))
+        self.patches.append(mock.patch("accelerate.state.is_cuda_available", lambda *_: True, create=True))
+        self.patch_saving()
+        if self.flash:
+            self.install_flash()
+        for patch in self.patches:
+            patch.start()
+        self.hook = torch.nn.modules.module.register_module_forward_pre_hook(self.before_module)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        for patch in reversed(self.patches):
+            patch.stop()
+        self.hook.remove()
+        result = super().__exit__(*error)
+        return result
+
+    def patch_saving(self):  # safetensors reads addresses, which the simulated tensors lack
+        import safetensors.torch
+        import transformers
+
+        write, owners = safetensors.torch.save_file, [transformers.PreTrainedModel]
+
+        def to_cpu(tensors):
+            return {name: on_cpu(tensor.detach()).contiguous() for name, tensor in tensors.items()}
+
+        def saving(save):
+            def save_pretrained(model, folder, **options):
+                state = options.pop("state_dict", None) or model.state_dict()
+                return save(model, folder, state_dict=to_cpu(state), **options)
+
+            return save_pretrained
+
+        def save_file(tensors, *args, **options):
+            return write(to_cpu(tensors), *args, **options)
+
+        modules = [name for name in sys.modules if name.startswith(("sentence_", "safetensors.t"))]
+        for module in map(sys.modules.get, modules):
+            for name, value in list(vars(module).items()):
+                if value is write:
+                    self.patches.append(mock.patch.object(module, name, save_file))
+        if importlib.util.find_spec("peft"):
+            owners.append(importlib.import_module("peft").PeftModel)
+        for owner in owners:
+            self.patches.append(mock.patch.object(owner, "save_pretrained", saving(owner.save_pretrained)))
+
+    def tensor(self, data, *args, device=None, **kwargs):  # torch.tensor does not dispatch to the mode
+        if device is None or torch.device(device).type != "cuda":
+            return self.make_tensor(data, *args, device=device, **kwargs)
+        return self.make_tensor(data, *args, device="cpu", **kwargs).to(device)
+
+    def manual_seed(self, seed):
+        self.seeded = 0
+        self.reports[f"{self.place()} torch.manual_seed"] += 1
+        return self.seed(seed)
+
+    def pinned(self, tensor):
+        return not isinstance(tensor, OnDevice) and tensor.untyped_storage().data_ptr() in _pinned
+
+    def pin_memory(self, tensor, *_):
+        if isinstance(tensor, OnDevice):
+            refuse("cannot pin 'torch.cuda.Tensor' only dense CPU tensors can be pinned")
+        if overlaps(tensor):
+            refuse("pin_memory of an expanded tensor: more than one element refers to a single memory location")
+        copy = tensor.detach().clone()
+        address = copy.untyped_storage().data_ptr()
+        _pinned[address] = False
+        weakref.finalize(copy, _pinned.pop, address, None)
+        return copy
+
+    def init_process_group(self, backend=None, **kwargs):
+        self.collectives[f"init_process_group {backend} {sorted(kwargs)}"] += 1
+        return self.patched_init("gloo", **{k: v for k, v in kwargs.items() if k != "device_id"})
+
+    patched_init = staticmethod(dist.init_process_group)
+
+    def counted(self, name, function):
+        def called(*args, **kwargs):
+            self.collectives[f"{self.place()} {name}"] += 1
+            if name != "barrier":
+                self.count(name)
+            kwargs.pop("device_ids", None)
+            self.objects = True  # gloo's tensors of object collectives and barriers are on the CPU
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.objects = False
+
+        return called
+
+    # ---- flash attention
+
+    def install_flash(self):
+        from transformers import modeling_flash_attention_utils as utils
+        from transformers.modeling_utils import PreTrainedModel
+
+        process = utils._lazy_define_process_function(self.flash_varlen)
+        for name, value in [
+            ("_flash_fn", self.flash_func), ("_flash_varlen_fn", self.flash_varlen), ("_flash_with_kvcache_fn", None),
+            ("_pad_fn", utils._pad_input), ("_unpad_fn", utils._unpad_input), ("_process_flash_kwargs_fn", process),
+            ("_process_with_kvcache_kwargs_fn", dict), ("_loaded_implementation", "flash_attention_2"),
+        ]:  # fmt: skip
+            self.patches.append(mock.patch.object(utils, name, value))
+        self.patches.append(mock.patch.object(PreTrainedModel, "_flash_attn_can_dispatch", lambda *_, **__: True))
+
+    def check_flash(self, q, k, v):  # flash-attention 2.8, csrc/flash_attn/flash_api.cpp, mha_fwd and mha_varlen_fwd
+        where = self.place()
+        for tensor in (q, k, v):
+            if not isinstance(tensor, OnDevice):
+                refuse(f"{where} flash attention: Input tensor must be on CUDA")
+            if tensor.dtype not in (torch.float16, torch.bfloat16):
+                refuse(f"{where} FlashAttention only support fp16 and bf16 data type, not {tensor.dtype}")
+            if tensor.dtype != q.dtype:
+                refuse(f"{where} flash attention: query, key and value must have the same dtype")
+            if tensor.stride(-1) != 1 or tensor.shape[-1] > 256:
+                refuse(f"{where} flash attention: last dimension not contiguous, or head_dim > 256")
+
+    def flash_func(self, q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                   deterministic=False):  # fmt: skip
+        self.check_flash(q, k, v)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, None, dropout_p, causal, scale=softmax_scale)
+        return out.transpose(1, 2).contiguous()
+
+    def flash_varlen(self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+                     softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                     deterministic=False):  # fmt: skip
+        self.check_flash(q, k, v)
+        for ends, total, longest in ((cu_seqlens_q, len(q), max_seqlen_q), (cu_seqlens_k, len(k), max_seqlen_k)):
+            if not isinstance(ends, OnDevice) or ends.dtype != torch.int32 or not ends.is_contiguous():
+                refuse(f"cu_seqlens must be contiguous int32 on CUDA, not {ends}")
+            if not isinstance(longest, int):
+                refuse(f"max_seqlen must be an int for the C++ signature, not {type(longest)}")
+            values = on_cpu(ends.detach()).tolist()
+            sizes = [b - a for a, b in zip(values, values[1:])]
+            if len(values) < 2 or values[0] or values[-1] != total or max(sizes) > longest or min(sizes) < 0:
+                refuse(f"cu_seqlens {values[:3]}...{values[-1]} does not fit {total} tokens, max_seqlen {longest}")
+        parts = [self.flash_func(*(p[None] for p in part), dropout_p, softmax_scale, causal)[0]
+                 for part in zip(q.split(sizes), k.split(sizes), v.split(sizes))]  # fmt: skip
+        return torch.cat(parts)
+
+    # ---- operations
+
+    def before_module(self, module, args):
+        outside = self.mixed != "no" and not torch.is_autocast_enabled("cuda")
+        if outside and isinstance(module, torch.nn.Linear) and args[0].dtype == torch.float32:
+            self.reports[f"{self.place()} float32 Linear outside autocast"] += 1
+
+    def place(self):
+        """Return file:line of the innermost stack frame that is in neither a library nor this file."""
+        frame, place = sys._getframe(1), "a library"
+        while frame:
+            file = frame.f_code.co_filename
+            if file != __file__ and "site-packages" not in file and "/lib/python" not in file and "<" not in file:
+                return f"{file.rpartition('/')[2]}:{frame.f_lineno}"
+            frame = frame.f_back
+        return place
+
+    def count(self, operation):
+        self.syncs[f"{self.place()} {operation}"] += 1
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func, args, kwargs):
+        namespace, base = func._schema.name.split("::")
+        name = f"{base}.{func._overloadname}"
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        any_here = any(isinstance(tensor, OnDevice) for tensor in tensors)
+        if namespace == "c10d":
+            return self.run_collective(func, name, args, kwargs, tensors)
+        requested = kwargs.get("device")
+        if not any_here and (requested is None or torch.device(requested).type != "cuda") and not _pinned:
+            return func(*args, **kwargs)
+        if requested is not None and torch.device(requested).type == "meta":
+            return func(*args, **kwargs)
+        to_device = any_here if requested is None else torch.device(requested).type == "cuda"
+        non_blocking = kwargs.get("non_blocking") or (name == "copy_.default" and len(args) > 2 and args[2])
+        if requested is not None:
+            kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"} | {"device": "cpu"}
+        inplace = base.endswith("_") and not base.startswith("_") and args and isinstance(args[0], torch.Tensor)
+        if any_here:
+            self.operations += 1
+            if threading.get_ident() != self.thread and threading.current_thread().name.startswith("ThreadPool"):
+                self.reports[f"{self.place()} {name} on the device in a background thread"] += 1
+            host = [tensor for tensor in tensors if not isinstance(tensor, OnDevice) and tensor.dim() > 0]
+            if host and name not in INDEXING | COPYING:
+                refuse(f"{self.place()} mixed devices in {name}: {[tuple(tensor.shape) for tensor in host]}")
+            if name in INDEXING:
+                if not isinstance(args[0], OnDevice):
+                    refuse(f"{self.place()} {name}: indices should be either on cpu or on the same device")
+                if host:
+                    self.count("index on the CPU")
+                if "put" in name and args[2].dim() and not isinstance(args[2], OnDevice):
+                    refuse(f"{self.place()} {name}: values on the CPU")
+                if "put" in name and args[2].dtype != args[0].dtype:
+                    refuse(f"{self.place()} {name}: source and destination dtypes differ")
+            if inplace and overlaps(args[0]):
+                refuse(f"{self.place()} {name}: more than one element of the written-to tensor refers to one location")
+            if "_fused_adam" in name or "_fused_sgd" in name:
+                self.check_fused(name, args, kwargs)
+            if name == "copy_.default":
+                to_device = isinstance(args[0], OnDevice)
+            indices = [leaf for leaf in tree_leaves(args[1:2]) if isinstance(leaf, torch.Tensor)]
+            masks = name in INDEXING and any(index.dtype in (torch.bool, torch.uint8) for index in indices)
+            leaves_device = name in COPYING and not to_device
+            if name == "_local_scalar_dense.default" or name in SIZED_BY_DATA or masks or leaves_device:
+                self.count(name + " (non-blocking to the host!)" * bool(leaves_device and non_blocking))
+            if torch.Tag.nondeterministic_seeded in func.tags and not name.startswith(("empty", "_scaled")):
+                self.seeded += 1
+                self.randoms[f"{self.place()} {name}"] += 1
+            if torch.are_deterministic_algorithms_enabled():
+                if base in NOT_DETERMINISTIC or (base == "cumsum" and args[0].is_floating_point()) or (
+                    base == "_embedding_bag_dense_backward" and args[7] == 2):  # fmt: skip
+                    refuse(f"{self.place()} {name} has no deterministic CUDA implementation")
+                if base in ("mm", "addmm", "bmm") and not os.environ.get("CUBLAS_WORKSPACE_CONFIG"):
+                    refuse(f"{self.place()} {name}: CUBLAS_WORKSPACE_CONFIG must be set")
+        written = inplace and not isinstance(args[0], OnDevice) and self.pinned(args[0])
+        if written and _pinned[args[0].untyped_storage().data_ptr()]:
+            self.reports[f"{self.place()} {name} writes a pinned tensor after a non-blocking copy from it"] += 1
+        if to_device and name in COPYING and not all(isinstance(t, OnDevice) for t in tensors):
+            source = args[1] if name == "copy_.default" else args[0]
+            if source.dim() and not (non_blocking and self.pinned(source)):
+                self.count("blocking copy to the device" + " (non_blocking, but not pinned)" * bool(non_blocking))
+            elif source.dim() and non_blocking:
+                _pinned[source.untyped_storage().data_ptr()] = True
+        result = func(*tree_map(on_cpu, args), **tree_map(on_cpu, kwargs))
+        if inplace:
+            return args[0]
+        if base == "_amp_update_scale_":
+            return args[0]
+        if base.startswith(("_fused_", "_amp_foreach")) or (base.startswith("_foreach") and base.endswith("_")):
+            return result
+        return tree_map(on_device, result) if to_device else result
+
+    def check_fused(self, name, args, kwargs):  # ATen/native/ForeachUtils.h, check_fast_path_restrictions
+        lists = [value for value in args if isinstance(value, list | tuple) and value]
+        for tensors in lists:
+            if not all(isinstance(tensor, OnDevice) for tensor in tensors):
+                refuse(f"{name}: a list with tensors that are not on the device: the kernel would read invalid memory")
+        if len({tensor.dtype for part in lists[:4] for tensor in part}) > 1:
+            refuse(f"{name}: params, grads, exp_avgs and exp_avg_sqs must have same dtype, device, and layout")
+        if any(a.stride() != b.stride() for part in lists[1:4] for a, b in zip(lists[0], part) if a.dim()):
+            self.reports[f"{name}: strides of parameters and states differ"] += 1
+
+    def run_collective(self, func, name, args, kwargs, tensors):
+        self.collectives[f"{self.place()} {name}"] += 1
+        for tensor in tensors:
+            if not isinstance(tensor, OnDevice) and not self.objects and "barrier" not in name:
+                refuse(f"{self.place()} {name}: No backend type associated with device type cpu (NCCL)")
+            if not tensor.is_contiguous():
+                refuse(f"{self.place()} {name}: Tensors must be contiguous")
+        given = list(tree_map(on_cpu, args))
+        if name == "_allgather_base_.default":  # NCCL compares numbers of elements, gloo shapes
+            if given[0].numel() != given[1].numel() * dist.get_world_size() or given[0].dtype != given[1].dtype:
+                refuse(f"{self.place()} {name}: output tensor size must be world_size times input tensor size")
+            given[0] = given[0].view(-1, *given[1].shape[1:])
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            refuse(f"{self.place()} {name}: tensors of several dtypes")
+        result = func(*given, **tree_map(on_cpu, kwargs))
+        if name == "_allgather_base_.default":
+            return (args[0], *result[1:])
+        if not isinstance(result, tuple):
+            return result
+        # the tensors are changed in place: give the caller its own
+        return (args[0], *result[1:]) if isinstance(args[0], list) else result
+
+
+if __name__ == "__main__":  # python strict_device.py SCRIPT.py '{"flash": true, "mixed": "bf16"}' FLAGS
+    import json
+
+    import torch._dynamo  # noqa: F401 (it inspects torch's functions, hence before they are replaced)
+
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[1]))
+    script = importlib.import_module(os.path.basename(sys.argv[1]).removesuffix(".py"))
+    options = json.loads(sys.argv[2])
+    os.environ["ACCELERATE_MIXED_PRECISION"] = options.get("mixed", "no")  # what `accelerate launch` would set
+    device, status = StrictDevice(**options), 0
+    try:
+        with device:
+            script.main(script.parse_args(sys.argv[3:]))
+    except Exception:
+        import traceback
+
+        traceback.print_exc()
+        status = 1
+    for name in ("syncs", "reports", "collectives", "randoms") if os.environ.get("RANK", "0") == "0" else ():
+        print(name, *(f"\n  {times:6} {where}" for where, times in getattr(device, name).most_common()))
+    sys.stdout.flush()
+    os._exit(status)

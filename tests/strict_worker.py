@@ -1,0 +1,149 @@
+"""Run the scripts on the simulated device, each in a process forked from this one, which has imported torch.
+
+    python tests/strict_worker.py JOBS RESULTS
+
+JOBS is a JSON file of {name: job}, run in that order. A job has "script" and "flags", and may have: "device": False,
+to run on the CPU; "mixed" and "flash", for StrictDevice; "processes"; "scale", the initial one of fp16; "removed", a
+folder to remove first. RESULTS becomes {name: result of process 0}: "error"; "metrics", the lines of metrics.jsonl;
+"syncs" and "reports" of StrictDevice; "waits" until the gradient of each step; "outputs", the number of forward
+passes in training; "changed", how many of --grad_cache gave another output in the second pass. The gradient of the
+first step is in gradient.npy in --output_dir. The result "simulated device" is that of refusals().
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from unittest import mock
+
+import strict_device  # before torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import accelerate
+import numpy as np
+import preload  # noqa: F401
+import torch
+import torch._dynamo  # noqa: F401 (it inspects torch's functions, hence before they are replaced)
+from strict_device import StrictDevice, on_cpu
+
+
+def recorder(job, output, device, result):
+    """Return a subclass of Accelerator that records waits and the first gradient, and scales as the job says."""
+
+    class Accelerator(accelerate.Accelerator):
+        def __init__(self, **options):
+            super().__init__(**options)
+            if "scale" in job:  # after an overflow 2**8; doubled after every two steps without one
+                factors = {"backoff_factor": 2.0**8 / job["scale"], "growth_interval": 2}
+                self.scaler = torch.amp.GradScaler("cuda", init_scale=job["scale"], **factors)
+
+        def clip_grad_norm_(self, parameters, *args):
+            parameters = list(parameters)
+            if self.is_main_process and not result["waits"]:
+                gradients = [on_cpu(p.grad.detach()).flatten() for p in parameters if p.grad is not None]
+                np.save(output / "gradient.npy", torch.cat(gradients).numpy())
+            result["waits"].append(sum(device.syncs.values()))
+            return super().clip_grad_norm_(parameters, *args)
+
+    return Accelerator
+
+
+def run(job):
+    """Run a job in this process and return its result."""
+    script, mixed = sys.modules[job["script"]], job.get("mixed", "no")
+    forward, outputs = script.score if job["script"] == "train_cross_encoder" else script.encode, []
+    output = Path(job["flags"][job["flags"].index("--output_dir") + 1])
+    if "removed" in job:
+        shutil.rmtree(output / job["removed"])
+    os.environ["ACCELERATE_MIXED_PRECISION"] = mixed  # as `accelerate launch` does
+    device, result = StrictDevice(job.get("flash", False), mixed), {"error": None, "waits": []}
+
+    def recorded(model, features, accelerator):
+        found = forward(model, features, accelerator)
+        if model.training:
+            outputs.append(on_cpu(found.detach()).clone())
+        return found
+
+    cpu = mock.patch.object(torch.accelerator, "is_available", lambda: False)
+    try:
+        with (
+            mock.patch.object(script, "Accelerator", recorder(job, output, device, result)),
+            mock.patch.object(script, forward.__name__, recorded),
+            mock.patch.object(script, "plot_metrics", lambda *_: None, create=True),  # takes as long as training
+            device if job.get("device", True) else cpu,
+        ):
+            script.main(script.parse_args(job["flags"]))
+    except Exception as error:
+        result["error"] = str(error)
+        traceback.print_exc()
+    lines = (output / "metrics.jsonl").read_text().splitlines() if (output / "metrics.jsonl").exists() else []
+    del outputs[:1]  # that of freeze_unused
+    result |= {"metrics": list(map(json.loads, lines)), "syncs": device.syncs, "reports": device.reports}
+    if "--grad_cache" in job["flags"]:  # in one step
+        pairs = zip(outputs[: len(outputs) // 2], outputs[len(outputs) // 2 :])
+        result["changed"] = sum(not torch.equal(*pair) for pair in pairs)
+    return result | {"outputs": len(outputs)}
+
+
+def refusals():
+    """Return the messages by which the device refuses what CUDA refuses, and the waits that it counts otherwise."""
+    refused, device = [], StrictDevice(flash=True)
+    with device:
+        on, off = torch.tensor([1.0, 2.0], device=strict_device.DEVICE), torch.tensor([3.0, 4.0])
+        assert on.device == strict_device.DEVICE and isinstance(on, strict_device.OnDevice)
+        for attempt in (
+            lambda: on + off,
+            lambda: torch.cat([on, off]),
+            lambda: off[on.long()],
+            lambda: on @ off,
+            lambda: on.pin_memory(),
+            lambda: on.expand(3, 2).add_(1),
+            lambda: device.flash_func(*[on.view(1, 1, 1, 2)] * 3),
+        ):
+            try:
+                attempt()
+                refused.append("not refused")
+            except RuntimeError as error:
+                refused.append(str(error))
+        device.syncs.clear()
+        assert (on * 2 + 1).tolist() == [3.0, 5.0] and on[[1]].sum().item() == 2.0
+        assert on.to("cpu").add(off).tolist() == [4.0, 6.0]
+    return {"refused": refused, "syncs": device.syncs}
+
+
+def fork(function, *args, processes=1):
+    """Call a function in forked processes; return what it returns in process 0."""
+    source, target = os.pipe()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for rank in reversed(range(processes)):
+        if os.fork():
+            continue
+        signal.alarm(120)
+        if processes > 1:  # each the only one of its machine, because there is one simulated device
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": "0"}
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(processes)}
+        result = json.dumps(function(*args))
+        if rank == 0:
+            with os.fdopen(target, "w") as file:
+                file.write(result)
+        os._exit(0)
+    os.close(target)
+    with os.fdopen(source) as file:
+        text = file.read()
+    for _ in range(processes):
+        os.wait()
+    return json.loads(text) if text else {"error": "ended without a result"}
+
+
+if __name__ == "__main__":
+    jobs = json.loads(Path(sys.argv[1]).read_text())
+    results = {"simulated device": fork(refusals)}
+    for name, job in jobs.items():
+        results[name] = fork(run, job, processes=job.get("processes", 1))
+        Path(sys.argv[2]).write_text(json.dumps(results))

@@ -1,0 +1,230 @@
+"""On a simulated GPU, the scripts run, do nothing that CUDA or flash attention refuses, and give the CPU's results."""
+
+import json
+import shutil
+import subprocess
+import sys
+from itertools import product
+
+import numpy as np
+import pytest
+from conftest import ROOT, TRAINERS, write_jsonl
+from forked import merge_flags
+
+PAIRS = "--columns docstring code"
+TEACHER = "--columns docstring code wrong --label_column scores"
+LISTS = "--columns docstring code wrong --label_column"
+LOSSES = {
+    "train_bi_encoder": {
+        "infonce": PAIRS,
+        "symmetric": f'{PAIRS} --loss_kwargs {{"symmetric":true}}',
+        "negatives": "--columns docstring code wrong",
+        "matryoshka": f"{PAIRS} --matryoshka_dims 32 8",
+        "margin_mse": f"{TEACHER} --loss margin_mse",
+        "kl": f'{TEACHER} --loss kl --loss_kwargs {{"infonce":1}}',
+        "CoSENTLoss": f"{PAIRS} --label_column label --loss CoSENTLoss",
+    },
+    "train_cross_encoder": {
+        "listwise_ce": f"{PAIRS} --num_negatives 5",
+        "bce": f"{PAIRS} --label_column label --loss bce",
+        "mse": f"{PAIRS} --label_column label --loss mse",
+        "ranknet": f"{LISTS} classes --loss ranknet",
+        "lambdaloss": f"{LISTS} classes --loss lambdaloss",
+        "margin_mse": f"{LISTS} scores --loss margin_mse",
+        "kl": f"{LISTS} scores --loss kl",
+    },
+}
+CASES = [(script, loss) for script, losses in LOSSES.items() for loss in losses]
+FEW = "--save_steps 0 --eval_rows 0"
+LONG = "--max_steps 3 --save_steps 2 --eval_rows 4 --eval_steps 3"
+LAST = {"removed": "checkpoints/step_00000003"}
+FLASH = {"mixed": "bf16", "flash": True}
+FP16 = {"mixed": "fp16", "scale": 2.0**127}
+WAITING = f"{FEW} --max_steps 3 --logging_steps 100"
+# {name: (flags, options of the job)} for each trainer; "NAME, resumed" resumes NAME.
+RUNS = {
+    "long, cpu": (LONG, {"device": False}),
+    "long": (LONG, {}),
+    "long, resumed": (f"{LONG} --resume", LAST),
+    "long, resumed in fp16": (f"{LONG} --resume", LAST | {"mixed": "fp16"}),
+    "fp16": (LONG, FP16),
+    "fp16, resumed": (f"{LONG} --resume", LAST | FP16),
+    "flash": (f"{LONG} --attn_implementation flash_attention_2", FLASH),
+    "flash in float32": (f"{FEW} --attn_implementation flash_attention_2", {"flash": True}),
+    "bf16, 2 processes": (LONG, {"mixed": "bf16", "processes": 2}),
+    "grad_cache": (f"{FEW} --grad_cache", {}),
+    "dropout": (f"{FEW} --grad_cache --dropout 0.1 --lora_rank 2", {"mixed": "bf16"}),
+    "waits": (f"{WAITING} --micro_batch_tokens 100000", {"mixed": "bf16"}),
+    "waits, not padded": (f"{WAITING} --micro_batch_tokens 100000 --max_length 4", {}),
+    "waits, flash": (f"{WAITING} --attn_implementation flash_attention_2", FLASH),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, rows, bert):
+    """Folder with rows.jsonl (texts, labels and scores) and models without dropout: bert/, reranker/, flash/."""
+    import torch
+    from sentence_transformers import CrossEncoder
+
+    if not shutil.which("g++"):
+        pytest.skip("g++ is not installed: it compiles the simulated device")
+    folder = tmp_path_factory.mktemp("device")
+    rows = [{name: text[:100] for name, text in row.items()} for row in rows[:40]]
+    write_jsonl(folder / "rows.jsonl", [
+        {**row, "wrong": rows[i - 1]["code"], "label": i % 3 / 2, "scores": [i % 5 / 5, -i % 7 / 7], "classes": [1, 0]}
+        for i, row in enumerate(rows)
+    ])  # fmt: skip
+    shutil.copytree(bert, folder / "bert")
+    config = json.loads((bert / "config.json").read_text())
+    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (folder / "bert/config.json").write_text(json.dumps(config))
+    shutil.copytree(folder / "bert", folder / "flash")
+    (folder / "flash/config.json").write_text(json.dumps(config | {"attn_implementation": "flash_attention_2"}))
+    torch.manual_seed(0)
+    model = CrossEncoder(str(folder / "bert"), device="cpu", num_labels=1)
+    with torch.no_grad():  # with fresh weights, scores hardly differ, and the gradient of a group cancels
+        for parameter in model.parameters():
+            parameter.mul_(5 if parameter.ndim > 1 else 1)
+    model.save_pretrained(str(folder / "reranker"))
+    return folder
+
+
+def make_job(script, loss, name, flags="", **options):
+    """Return the job of a short run with several micro-batches per step; "NAME, resumed" resumes NAME."""
+    model = "bert" if script == "train_bi_encoder" else "reranker"
+    common = f"--train_data rows.jsonl --model_name_or_path {model} --batch_size 6 --max_length 64 --max_steps 1 "
+    common += f"--micro_batch_tokens 800 --logging_steps 1 --learning_rate 1e-4 {LOSSES[script][loss]} "
+    name = name.partition(", resumed")[0].replace(" ", "_")
+    flags = merge_flags(f"{common} --output_dir {script}/{loss}/{name} {flags}".split())
+    return {"script": script, "flags": flags, **options}
+
+
+@pytest.fixture(scope="module")
+def ran(folder, beir):
+    """Return {"script loss name": result} of all runs; those of the evaluator have no loss."""
+    jobs = {}
+    for script, loss in CASES:
+        for name, on_device in (("cpu", False), ("device", True)):
+            jobs[f"{script} {loss} {name}"] = make_job(script, loss, name, FEW, device=on_device)
+    for script in TRAINERS:
+        for name, (flags, options) in RUNS.items():
+            jobs[f"{script} {name}"] = make_job(script, next(iter(LOSSES[script])), name, flags, **options)
+    for name, on_device in (("cpu", False), ("device", True), ("cached", True)):
+        flags = f"--model_name_or_path bert --cross_encoder reranker --rerank_k 5 --beir {beir} --max_length 32 "
+        flags += "--corpus_chunk_size 128 --top_k 10 --metrics nDCG@10 --cache_dtype float32 "
+        flags += f"--output_dir evaluated/{name} --cache_dir {'cpu' if name == 'cpu' else 'device'}_cache"
+        jobs[f"eval_incremental {name}"] = {"script": "eval_incremental", "flags": flags.split(), "device": on_device}
+    flags = f"--model_name_or_path flash --beir {beir} --cache_dir cache --output_dir evaluated/flash".split()
+    jobs["eval_incremental flash in float32"] = {"script": "eval_incremental", "flags": flags, "flash": True}
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, ROOT / "tests/strict_worker.py", "jobs.json", "results.json"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((folder / "results.json").read_text())
+
+
+def losses(result):
+    assert not result["error"], result["error"]
+    return [line["loss"] for line in result["metrics"] if "loss" in line]
+
+
+def assert_same_gradient(folder, script, loss, names):
+    """Compare the gradients of two runs, to a relative error of 1e-4: on the device, texts are padded otherwise."""
+    found, expected = (np.load(folder / script / loss / name / "gradient.npy") for name in names)
+    assert np.linalg.norm(expected) > 1e-4
+    assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 1e-4
+
+
+@pytest.mark.parametrize("script, loss", CASES)
+def test_training_equals_that_on_the_cpu(ran, folder, script, loss):
+    assert losses(ran[f"{script} {loss} device"]) == pytest.approx(losses(ran[f"{script} {loss} cpu"]), rel=1e-5)
+    assert_same_gradient(folder, script, loss, ["device", "cpu"])
+
+
+@pytest.mark.parametrize("script", TRAINERS)
+def test_grad_cache_equals_one_pass(ran, folder, script):
+    loss = next(iter(LOSSES[script]))
+    assert ran[f"{script} grad_cache"]["outputs"] == 2 * ran[f"{script} {loss} device"]["outputs"] > 4
+    assert_same_gradient(folder, script, loss, ["grad_cache", "device"])
+
+
+@pytest.mark.parametrize("script", TRAINERS)
+def test_both_passes_of_grad_cache_draw_the_same_dropout(ran, script):
+    """Also of adapters in bf16: the first pass has no gradients, so kernels could be chosen otherwise."""
+    result = ran[f"{script} dropout"]
+    assert losses(result) and result["changed"] == 0 and result["outputs"] > 4
+    assert losses(result) != pytest.approx(losses(ran[f"{script} grad_cache"]), rel=1e-3)
+
+
+@pytest.mark.parametrize("script", TRAINERS)
+def test_evaluates_saves_and_resumes(ran, script):
+    """Measures equal those of the CPU; a resumed run has the losses of one that was not stopped."""
+    expected, found, resumed = (ran[f"{script} {name}"] for name in ("long, cpu", "long", "long, resumed"))
+    assert losses(found) == pytest.approx(losses(expected), rel=1e-4) and losses(found) == losses(resumed)
+    for line, other in zip(found["metrics"], expected["metrics"], strict=True):
+        names = set(line) - {"rows_per_second", "tokens_per_second", "padding_fraction", "data_wait_fraction"}
+        assert {name: line[name] for name in names} == pytest.approx({name: other[name] for name in names}, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["flash", "fp16", "bf16, 2 processes", "long, resumed in fp16"])
+@pytest.mark.parametrize("script", TRAINERS)
+def test_half_precision(ran, script, name):
+    """Losses are near those of float32, but not equal; no matrix product is computed outside of autocast."""
+    result = ran[f"{script} {name}"]
+    assert losses(result) == pytest.approx(losses(ran[f"{script} long"]), rel=0.02)
+    assert losses(result) != losses(ran[f"{script} long"])
+    assert not [place for place in result["reports"] if "outside autocast" in place]
+
+
+@pytest.mark.parametrize("script", [*TRAINERS, "eval_incremental"])
+def test_flash_attention_in_float32_is_refused(ran, script):
+    assert ran[f"{script} flash in float32"]["error"].startswith("flash_attention_2 requires half precision")
+
+
+@pytest.mark.parametrize("script", TRAINERS)
+def test_skipped_steps_are_counted_and_the_scale_is_resumed(ran, folder, script):
+    """The initial scale makes the first gradient overflow. A scaler restarted at its initial scale would skip another
+    step after each resume."""
+    for name in ("fp16", "fp16, resumed"):
+        result = ran[f"{script} {name}"]
+        assert losses(result)
+        assert [line["skipped_steps"] for line in result["metrics"] if "loss" in line] == [1, 0, 0]
+    checkpoint = folder / script / next(iter(LOSSES[script])) / "fp16/checkpoints/step_00000003"
+    scaler = json.loads((checkpoint / "state.json").read_text())["scaler"]
+    assert (scaler["scale"], scaler["_growth_tracker"]) == (2.0**9, 0)
+
+
+WAITS = {"waits": 2, "waits, not padded": 1, "waits, flash": 1}  # with 4 tokens all texts are equally long
+PADDED = ("train_cross_encoder", "waits, flash")  # two waits in each layer
+
+
+@pytest.mark.parametrize("script, name", [case for case in product(TRAINERS, WAITS) if case != PADDED])
+def test_number_of_waits_per_step(ran, script, name):
+    """While the host waits, the device runs idle. A step has one wait for loss, norm and SIGTERM, and one in each
+    forward pass with padding: transformers checks whether the mask masks anything. Concatenated texts have no mask. A
+    cross-encoder's pairs are not concatenated, because heads of classifiers read one position of each."""
+    result = ran[f"{script} {name}"]
+    assert losses(result) and np.diff(result["waits"]).tolist() == [WAITS[name]] * 2
+
+
+def test_evaluator_ranks_as_on_the_cpu(ran, folder):
+    """Search and reranking give the scores of the CPU, without the cache and from it."""
+    found = {}
+    for name in ("cpu", "device", "cached"):
+        assert not ran[f"eval_incremental {name}"]["error"]
+        lines = [path.read_text().splitlines() for path in sorted((folder / "evaluated" / name).rglob("run.trec"))]
+        found[name] = [[float(line.split()[4]) for line in run] for run in lines]
+        assert len(found[name]) == 2 and len(found[name][0]) == 600
+    for name in ("device", "cached"):
+        for scores, expected in zip(found[name], found["cpu"]):
+            assert scores == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_the_simulated_device_refuses_what_cuda_refuses(ran):
+    found = ran["simulated device"]
+    expected = [*["mixed devices"] * 2, "indices should be", "mixed devices", "cannot pin", "more than one element",
+                "FlashAttention only support fp16"]  # fmt: skip
+    for message, part in zip(found["refused"], expected, strict=True):
+        assert message.startswith("STRICT: ") and part in message
+    kinds = [where.split()[1] for where in found["syncs"]]
+    assert sorted(kinds) == ["_local_scalar_dense.default", "_to_copy.default", "index", "tolist"]
