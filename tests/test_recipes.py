@@ -381,7 +381,8 @@ def check_similarity(run, folder, rows):
 
     changed = runpy.run_path(folder / "train_bi_encoder.py")
     similarities = model.similarity_pairwise(queries, documents)
-    scores = changed["row_scores"]([queries, documents, queries], torch.tensor([3, 5]), 0.5)
+    labels = torch.zeros(len(queries), 2)
+    scores, _ = changed["row_scores"]([queries, documents, queries], labels, torch.tensor([3, 5]), 0.5, 1.0)
     assert torch.allclose(scores, torch.stack([similarities[[3, 5]] / 0.5, torch.zeros(2)], 1), atol=1e-5)
     flags = [folder / "runs/recipe/args.yaml", "--model_name_or_path", folder / "runs/recipe/model"]
     args = train_bi_encoder.parse_args(list(map(str, flags)))
