@@ -53,7 +53,7 @@ RUNS = {
     "flash in float32": (f"{FEW} --attn_implementation flash_attention_2", {"flash": True}),
     "bf16, 2 processes": (LONG, {"mixed": "bf16", "processes": 2}),
     "grad_cache": (f"{FEW} --grad_cache", {}),
-    "dropout": (f"{FEW} --grad_cache --dropout 0.1 --lora_rank 2", {"mixed": "bf16"}),
+    "dropout": (f"{FEW} --grad_cache --dropout 0.5 --lora_rank 2", {"mixed": "bf16"}),
     "waits": (f"{WAITING} --micro_batch_tokens 100000", {"mixed": "bf16"}),
     "waits, not padded": (f"{WAITING} --micro_batch_tokens 100000 --max_length 4", {}),
     "waits, flash": (f"{WAITING} --attn_implementation flash_attention_2", FLASH),
