@@ -73,7 +73,13 @@ def user_errors(name):
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
 
 
-def check_flag_names(parser, argv):
+def flag(default, help):
+    """Return the dataclass field of a command-line option."""
+    kind = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return field(**kind, metadata={"help": help})
+
+
+def check_flags(parser, argv):
     """Exit if a flag of the command line is unknown, and name the nearest one, or if it is given twice."""
     known, seen = parser._option_string_actions, set()
     for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
@@ -87,12 +93,6 @@ def check_flag_names(parser, argv):
 
 
 # ---- options
-
-
-def flag(default, help):
-    """Return the dataclass field of a command-line option."""
-    kind = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
-    return field(**kind, metadata={"help": help})
 
 
 @dataclass
@@ -124,7 +124,7 @@ def parse_args(argv):
     parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], allow_abbrev=False)
     for action in parser._actions:  # --help prints each flag once, without its alias with dashes
         action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
-    check_flag_names(parser, argv)
+    check_flags(parser, argv)
     (args,) = parser.parse_args_into_dataclasses(argv)
     for name, value in asdict(args).items():
         if isinstance(value, int | float) and not (np.isfinite(value) and (value >= 0 or "margin" in name)):
@@ -205,7 +205,7 @@ def open_files(files, streaming=True):
     return datasets.load_dataset(kind, data_files=files, streaming=streaming, **options).with_format("arrow")
 
 
-# ---- cells (same in eval_incremental.py)
+# ---- cells (same in train_bi_encoder.py)
 
 
 def as_texts(column, name, ids=False):

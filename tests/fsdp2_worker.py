@@ -30,9 +30,9 @@ def record_state_dict(model, optimizer, options):
     return get_state_dict(model, optimizer, options=options)
 
 
-def record_equalize(micro_batches, accelerator):
-    result = equalize(micro_batches, accelerator)
-    repeated.extend(len(indices) == 0 for _, indices in result)
+def record_equalize(local, accelerator):
+    result = equalize(local, accelerator)
+    repeated.extend(len(cut) == 0 for _, cut in local.micro_batches)
     return result
 
 

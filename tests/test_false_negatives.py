@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -71,25 +72,19 @@ def test_loss_and_gradient_of_ragged_rows(bert, monkeypatch, loss, loss_kwargs, 
     flags = ["--loss", loss, "--loss_kwargs", json.dumps(loss_kwargs), *["--label_column", "s"] * (loss != "infonce")]
     flags += ["--train_data", "x", "--columns", "q", "pos", "neg", "--model_name_or_path", str(bert)]
     args = script.parse_args(flags)
-    table = pa.Table.from_pylist([row | {script.SOURCE: 0, script.NUMBER: i} for i, row in enumerate(rows)])
-    read, _ = script.read_rows(table, [], [None, None], args)
+    table, _ = script.clean_pairs(pa.Table.from_pylist(rows), "x", 0, np.random.default_rng(0), [None, None], args)
     model = script.load_model(args)
-    args.batch_size = 8  # two slots are empty
-    batch = script.make_batch(read, model, None, 10**6, args, Accelerator(cpu=True))
+    batch = next(script.make_batches([(table, {})], model, 10**6, args, Accelerator(cpu=True)))
     names = [(i, 0) for i in range(6)]
     names += [(i, j + 1) for i, row in enumerate(rows) for j in range(1 + len(row["neg"]))]
     generator = torch.Generator().manual_seed(0)
     embeddings, guide = (torch.randn(len(names), size, generator=generator, dtype=torch.float64) for size in (8, 5))
     embeddings.requires_grad_()
-    slots = batch.hashes.shape
-    index = torch.full(slots, len(names))  # of each slot among the embeddings
-    for number, (i, j) in enumerate(names):
-        index[i, j] = number
-    columns = F.pad(embeddings, (0, 0, 0, 1))[index].unbind(1)
-    guides = F.pad(F.normalize(guide, dim=-1), (0, 0, 0, 1))[index].unbind(1) if guided else None
-    parts = torch.arange(0, 8, 2), torch.arange(1, 8, 2)
+    guides = list(F.normalize(guide, dim=-1)[batch.places]) if guided else None
+    labels, columns = batch.labels if batch.labels is None else batch.labels.double(), list(embeddings[batch.places])
+    parts = torch.arange(0, 6, 2), torch.arange(1, 6, 2)
     loss_fn = script.make_loss(args, model)
-    found = sum(loss_fn(columns, batch.hashes.T, batch.labels.double(), part, guides) for part in parts)
+    found = sum(loss_fn(columns, batch.ids, labels, part, guides) for part in parts)
 
     texts, judge = dict(zip(names, embeddings)), dict(zip(names, guide if guided else embeddings.detach()))
     weight, options = loss_kwargs.get("infonce", 1.0), {k: v for k, v in loss_kwargs.items() if k != "infonce"}

@@ -89,7 +89,7 @@ def test_resumed_past_a_bad_row_by_skipping_it(rows, bert, tmp_path, name, proce
     last = f"checkpoints/step_{len(rows) // 32:08}"
     states = [json.loads((folder / last / "state.json").read_text()) for folder in (out, whole)]
     assert states[0]["data_state"] == states[1]["data_state"]
-    assert states[0]["skipped"] == states[1]["skipped"] == 1
+    assert states[0]["data_state"]["sources"][0]["skipped"] > 0
     assert (out / last / "model.safetensors").read_bytes() == (whole / last / "model.safetensors").read_bytes()
 
 
