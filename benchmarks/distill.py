@@ -1,6 +1,6 @@
 """Distillation of three kinds of teacher scores: held-out MRR@10 with the teacher's default temperature and with 1.
 
-    python benchmarks/distill.py MODEL_FOLDER [--only kl] [--steps 24] [--reranker_steps 150] [--folder distill]
+    python benchmarks/distill.py MODEL_FOLDER [--only kl] [--steps 24] [--reranker_steps 60] [--folder distill]
 
 The teacher is MODEL_FOLDER, all-MiniLM-L6-v2: its cosines of docstrings and functions of the standard library, the
 same as logits (20 times the cosine) and as probabilities (the sigmoid of the logit less the mean logit). The student
@@ -107,7 +107,7 @@ def train(name, folder, run, model, rows, steps, rate, *flags):
         flags = ["--model_name_or_path", model, "--train_data", folder / f"{rows}.jsonl", "--eval_data",
                  folder / "held_out.jsonl", "--columns", "query", "documents", "--label_column", "scores",
                  "--eval_rows", HELD_OUT, "--max_length", 32, "--batch_size", 8, "--max_steps", steps,
-                 "--eval_steps", steps, "--learning_rate", rate, "--save_steps", 0, "--output_dir", output,
+                 "--eval_steps", steps, "--learning_rate", rate, "--save_steps", 20, "--output_dir", output,
                  "--resume", *flags]  # fmt: skip
         script = importlib.import_module(name)
         script.main(script.parse_args(list(map(str, flags))))
@@ -121,7 +121,7 @@ def main():
     parser.add_argument("--scripts", nargs="+", default=SCRIPTS, choices=SCRIPTS)
     parser.add_argument("--only", nargs="+", default=["kl", "margin_mse"], choices=["kl", "margin_mse"])
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--reranker_steps", type=int, default=150, help="steps that make the cross-encoder's student")
+    parser.add_argument("--reranker_steps", type=int, default=60, help="steps that make the cross-encoder's student")
     parser.add_argument("--learning_rate", type=float, default=3e-5)
     parser.add_argument("--folder", type=Path, default=Path("distill"))
     args = parser.parse_args()
