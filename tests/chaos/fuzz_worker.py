@@ -113,7 +113,8 @@ def damage_cache(kind, data, rng, number):
     for first in range(0, 60, 20):
         cache.store(hashes[first : first + 20], cache.pack(vectors[first : first + 20]))
     cache.cache.close()
-    file = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
+    # diskcache names its files at random: by their suffix, the same number damages the index in every run
+    file = rng.choice(sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.suffix))
     file.write_bytes(mutate(file.read_bytes(), rng) if number >= 0 else file.read_bytes())
     try:
         cache = eval_incremental.EmbeddingCache(folder, "m", 8, "float32")
