@@ -73,13 +73,7 @@ def user_errors(name):
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
 
 
-def flag(default, help):
-    """Return the dataclass field of a command-line option."""
-    kind = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
-    return field(**kind, metadata={"help": help})
-
-
-def check_flags(parser, argv):
+def check_flag_names(parser, argv):
     """Exit if a flag of the command line is unknown, and name the nearest one, or if it is given twice."""
     known, seen = parser._option_string_actions, set()
     for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
@@ -93,6 +87,12 @@ def check_flags(parser, argv):
 
 
 # ---- options
+
+
+def flag(default, help):
+    """Return the dataclass field of a command-line option."""
+    kind = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return field(**kind, metadata={"help": help})
 
 
 @dataclass
@@ -124,7 +124,7 @@ def parse_args(argv):
     parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], allow_abbrev=False)
     for action in parser._actions:  # --help prints each flag once, without its alias with dashes
         action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
-    check_flags(parser, argv)
+    check_flag_names(parser, argv)
     (args,) = parser.parse_args_into_dataclasses(argv)
     for name, value in asdict(args).items():
         if isinstance(value, int | float) and not (np.isfinite(value) and (value >= 0 or "margin" in name)):
@@ -172,7 +172,8 @@ def list_files(source):
     elif path.endswith(".orc") or os.path.isfile(path) or any(Path(path).glob("*.orc")):
         raise UserError(UNSUPPORTED)
     else:
-        path, config, split = path.split(":") if path.count(":") == 2 else (path, config, split)
+        if path.count(":") == 2:
+            path, config, split = path.split(":")
         check_exists(path)
         builder = datasets.load_dataset_builder(path, name=config or None)
     files = builder.config.data_files
@@ -205,7 +206,7 @@ def open_files(files, streaming=True):
     return datasets.load_dataset(kind, data_files=files, streaming=streaming, **options).with_format("arrow")
 
 
-# ---- cells (same in train_bi_encoder.py)
+# ---- cells (same in eval_incremental.py)
 
 
 def as_texts(column, name, ids=False):

@@ -12,6 +12,10 @@ with lists of positives and negatives, from which each epoch draws one positive 
     {"question": "read a gzip file", "code": "def read(path): ...", "wrong": "def write(path): ..."}
     {"query": "read a gzip file", "pos": ["def read(file): ..."], "neg": ["def write(path): ...", "def cut(x): ..."]}
 
+The function read_row says what a row means: edit it for data of another form. Above the line "machinery" is what an
+experiment changes: options, the run, the step, losses, rows, optimizer and model, evaluation. What is below that line
+is the same in train_cross_encoder.py.
+
 The gradient depends on the batch alone (--batch_size rows over all processes). Each process encodes its part of the
 texts, longest first, in micro-batches of at most --micro_batch_tokens; the embeddings are gathered for one loss over
 the whole batch. So the number of processes, --micro_batch_tokens and --grad_cache change time and memory, but not the
@@ -26,7 +30,7 @@ Left out on purpose: uploads to the Hub, asymmetric models (Router), images, Dee
 # dependencies = ["accelerate>=1.15,<2", "datasets>=5.2,<6", "filelock>=4.2,<5", "fsspec[http]>=2026.9",
 #   "ir_measures>=0.4.3,<1", "matplotlib>=3.11,<4", "numpy>=2.4,<3", "pandas>=2.2,<4", "pyarrow>=26,<27",
 #   "pyyaml>=6.0,<7", "safetensors>=0.8,<1", "sentence-transformers>=6.2,<7", "tokenizers>=0.23,<1", "torch==2.13.0",
-#   "tqdm>=4.70,<5", "transformers>=5.23,<6", "zstandard>=0.25,<1"]
+#   "tqdm>=4.70,<5", "transformers>=5.23,<6", "xxhash>=4.1,<5", "zstandard>=0.25,<1"]
 # ///
 
 import copy
@@ -52,6 +56,7 @@ from difflib import get_close_matches
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from random import Random
 from typing import Literal
 
 import datasets
@@ -79,10 +84,773 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributions import Categorical
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm.auto import tqdm
+from xxhash import xxh3_64_intdigest
 
-# Shapes: B rows of a batch, C columns (anchor, documents), D embedding dimensions, N texts of a batch, anchors first.
+# Shapes: B rows of a batch on P processes, n = ceil(B / P) slots for rows on each; C texts of a row (anchor, then
+# documents, the positive first); L labels of a row; D dimensions of an embedding.
 
-# ---- errors and options (same in train_cross_encoder.py)
+# ---- options
+
+DEMO = "data/python_code"  # where prepare_corpus.py writes the demo corpus and its untrained models
+TEACHER_LOSSES = ("margin_mse", "kl")
+
+
+def flag(default, help, alone=None):
+    """Return the dataclass field of a command-line option. `alone`: its value if it is given without one."""
+    kind = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    metadata = {"help": help}
+    if alone:
+        metadata |= {"nargs": "?", "const": alone}
+    return field(**kind, metadata=metadata)
+
+
+@dataclass
+class Args:
+    # data
+    train_data: list[str] = flag([], "paths, globs, folders, URLs, Hub ids, ID:config:split; none: the demo corpus")
+    eval_data: list[str] = flag([], "sources of held-out rows; none: the first rows of --train_data")
+    eval_rows: int | None = flag(None, "rows held out to evaluate on; None: 1,000, but at most a tenth of the rows")
+    eval_beir: list[str] = flag([], "small collections to evaluate on as well: BEIR folders, or Hub ids (NanoBEIR)")
+    eval_split: str = flag("test", "split of the judgments of --eval_beir")
+    streaming: bool = flag(False, "read the sources front to back instead of at random from a memory-mapped table")
+    columns: list[str] = flag([], "columns of anchor, positive, negatives...: texts or lists; none: all but the label")
+    num_negatives: int | None = flag(None, "negatives of a row: its first ones or, from lists, drawn ones; None: all")
+    corpus: list[str] = flag([], "sources of the documents by id; --columns then contain ids, not texts")
+    queries: list[str] = flag([], "sources of the queries by id, for the first column")
+    corpus_columns: list[str] = flag(["_id", "title", "text"], "id column of --corpus, then text columns, joined")
+    query_columns: list[str] = flag(["_id", "text"], "id column of --queries, then text columns, joined")
+    label_column: list[str] = flag([], "columns with a score or a list of scores; several are joined row by row")
+    mixing_weights: list[float] = flag([], "weight of each source; none: its number of rows (streams: equal weights)")
+    mix_by: Literal["row", "batch"] = flag("row", "mix sources within a batch, or take each batch from one source")
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = flag(
+        "all_exhausted", "end a mixed epoch with its first or its last source"
+    )
+    shuffle_buffer: int = flag(10_000, "rows that are shuffled together; 0: keep the order of the files")
+    length_window: int = flag(1, "batches that are drawn together, sorted by length and then cut; 1: not sorted")
+    on_bad_row: Literal["error", "skip"] = flag("error", "stop at an empty text or a bad label, or skip and count it")
+    # model
+    model_name_or_path: str = flag(f"{DEMO}/bi_encoder", "Hub id or folder")
+    max_length: int | None = flag(None, "tokens a text is truncated to; None: the model's own")
+    query_max_length: int | None = flag(None, "tokens of a query, without special ones; None: --max_length")
+    pooling: Literal["mean", "cls", "max", "lasttoken"] | None = flag(None, "replace the model's pooling")
+    dropout: float | None = flag(None, "dropout probability of the transformer; None: the model's own")
+    lora_rank: int = flag(0, "train LoRA adapters of this rank instead of all weights; 0: train all weights")
+    attn_implementation: str | None = flag(None, "attention kernels: sdpa, flash_attention_2, ...; None: the default")
+    prompts: list[str] = flag([], "prefix of queries (or one per source), then prefix of documents; or one for both")
+    # step
+    batch_size: int = flag(64, "rows of a batch, over all processes")
+    micro_batch_tokens: int | None = flag(
+        None, "tokens per forward; None: 2,048 (CPU), 16,384 (GPU), 2**20 (no transformer)"
+    )
+    gradient_accumulation_steps: int = flag(1, "batches per optimizer step, each with its own in-batch negatives")
+    grad_cache: Literal["auto", "true", "false"] = flag(
+        "auto",
+        "hold the graph of one micro-batch at a time; auto: for batches of more than 4 micro-batches (16 on a CPU)",
+        alone="true",
+    )
+    gradient_checkpointing: bool = flag(False, "recompute each layer's activations in backward; for long texts")
+    loss: str = flag("infonce", "infonce; margin_mse or kl, for teacher scores; or a class of sentence-transformers")
+    loss_kwargs: str = flag(
+        "{}",
+        'JSON: {"temperature": 0.05}; infonce: symmetric, mask_margin; kl, margin_mse: teacher_temperature, '
+        "and infonce: the weight of that loss, to be added",
+    )
+    guide_model: str | None = flag(None, "Hub id or folder of a model that detects false negatives for infonce")
+    matryoshka_dims: list[int] = flag([], "sum the loss over embeddings cut to each of these numbers of dimensions")
+    # schedule
+    learning_rate: float = flag(2e-5, "peak learning rate")
+    weight_decay: float = flag(0.01, "weight decay of matrices; biases and norms have none")
+    warmup_ratio: float = flag(0.1, "fraction of the steps over which the learning rate rises from 0")
+    lr_scheduler_type: str = flag("linear", "schedule of transformers.get_scheduler: linear, cosine, constant, ...")
+    max_grad_norm: float = flag(1.0, "clip the gradient to this norm; 0: do not")
+    num_train_epochs: float = flag(1.0, "passes over the rows")
+    rows_per_epoch: int = flag(0, "rows of an epoch, a fresh sample each; 0: all")
+    max_steps: int = flag(0, "stop after this many optimizer steps; 0: after --num_train_epochs")
+    seed: int = flag(0, "seed of the row order, new weights and dropout")
+    full_determinism: bool = flag(False, "use deterministic kernels, so that a resumed run on a GPU is bit-identical")
+    # run
+    output_dir: str = flag("runs/bi_encoder", "folder for everything the run writes")
+    resume: bool = flag(False, "resume from the newest intact checkpoint in --output_dir, or start if there is none")
+    accept_changed_data: bool = flag(False, "resume although sources have changed: rows may be repeated or missed")
+    accept_changed_schedule: bool = flag(False, "resume although flags of the schedule have changed; the card says so")
+    eval_steps: int = flag(0, "steps between evaluations; 0: a tenth of the run")
+    metric_for_best_model: str | None = flag(None, "save the model that evaluates best by this measure; None: last")
+    early_stopping_patience: int = flag(0, "stop after this many evaluations without a new best; 0: never")
+    save_steps: int = flag(500, "steps between checkpoints; 0: only at the end")
+    save_total_limit: int = flag(2, "checkpoints kept")
+    logging_steps: int = flag(10, "steps between lines of metrics.jsonl")
+    report_to: list[str] = flag([], "trackers of Accelerate: tensorboard, wandb, ...")
+
+
+# Flags that a resume may change: they change neither the data nor, but for rounding, what a step computes from it.
+# A resume refuses a change of any other flag.
+MAY_CHANGE = """output_dir on_bad_row attn_implementation micro_batch_tokens grad_cache gradient_checkpointing
+full_determinism eval_steps early_stopping_patience save_steps save_total_limit logging_steps report_to"""
+# Flags that it may change by --accept_changed_schedule: no single command then gives the same model, and the model's
+# card says so.
+SCHEDULE = """learning_rate weight_decay warmup_ratio lr_scheduler_type max_grad_norm num_train_epochs rows_per_epoch
+max_steps stopping_strategy"""
+# Flags that must be above 0; numbers of all others may be 0.
+ABOVE_ZERO = """batch_size micro_batch_tokens gradient_accumulation_steps length_window max_length save_total_limit
+query_max_length logging_steps num_train_epochs learning_rate mixing_weights matryoshka_dims"""
+
+
+def check_flags(args):
+    """Fill in the demo corpus if no data is given; raise UserError for flags that exclude or require each other."""
+    if not args.train_data:
+        args.train_data = [f"{DEMO}/train/stdlib-*.parquet", f"{DEMO}/train/packages-*.parquet"]
+        args.eval_data = args.eval_data or [f"{DEMO}/heldout/*.parquet"]
+        if not Path(DEMO).is_dir():
+            raise UserError(f"--train_data: not given, and no demo corpus in {DEMO}: run python prepare_corpus.py")
+    if len(args.mixing_weights) not in (0, len(args.train_data)):
+        raise UserError(f"--mixing_weights: give {len(args.train_data)} numbers, one for each source")
+    if args.streaming and not (args.max_steps or args.rows_per_epoch):
+        raise UserError("--streaming requires --max_steps or --rows_per_epoch: the length of a stream is unknown")
+    if args.loss in TEACHER_LOSSES and not args.label_column:
+        raise UserError(f"--loss {args.loss} requires teacher scores: set --label_column")
+    if args.early_stopping_patience and not args.metric_for_best_model:
+        raise UserError("--early_stopping_patience requires --metric_for_best_model, such as nDCG@10")
+    if args.guide_model and args.loss != "infonce":
+        raise UserError(f"--guide_model requires --loss infonce, not {args.loss}")
+    if args.length_window > 1 and (args.queries or args.corpus):
+        raise UserError("--length_window requires rows that contain texts, not ids")
+    if len(args.prompts) not in (0, 1, 2, len(args.train_data) + 1):
+        raise UserError(
+            "--prompts takes one, or two (queries, documents), or one for each source and one for documents"
+        )
+
+
+# ---- main
+
+
+def main(args):
+    # ---- set up
+    accelerator = start(args)
+    run = Run(args, accelerator)  # finds the checkpoint to resume from
+    device = accelerator.device
+    is_main = accelerator.is_main_process
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    accumulation = args.gradient_accumulation_steps
+
+    # ---- data
+    data = open_data(args)
+    if args.loss in TEACHER_LOSSES:
+        set_teacher_temperature(read_first_rows(data, args), args)
+    run.check_changes(data)
+    held_out = read_held_out(data, args, accelerator)
+    eval_sets = open_eval_sets(held_out, args)
+    steps = math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
+    steps = args.max_steps or steps
+    eval_steps = args.eval_steps or max(1, steps // 10)
+
+    # ---- model, loss, optimizer and schedule
+    model = load_model(args, run.checkpoint)
+    check_attention(model, accelerator)
+    model_to_save = copy.deepcopy(model) if sharded and is_main else model  # FSDP will shard `model`
+    model = model.to(device).train()
+    loss_fn = make_loss(args, model)
+    guide = load_guide(args).to(device) if args.guide_model else None
+    static = isinstance(model.tokenizer, Tokenizer)  # its texts are not padded
+    max_tokens = args.micro_batch_tokens or (2**20 if static else 2048 if device.type == "cpu" else 16_384)
+    features, _ = make_micro_batches(["a text"], [(0, 0)], model, max_tokens, device).parts[0]
+    freeze_unused(model, encode(model, features, accelerator))
+    optimizer = make_optimizer(model, args)
+    peak_rates = [group["lr"] for group in optimizer.param_groups]  # before get_scheduler changes them
+    schedule = make_schedule(optimizer, steps, args)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    # ---- resume, and evaluate before the first step
+    run.begin(data, model, [optimizer], model_to_save, steps)  # checkpoints have all optimizers
+    to_batch = partial(
+        make_batch, model=run.model, guide=guide, max_tokens=max_tokens, args=args, accelerator=accelerator
+    )
+    if run.step == 0 and args.loss in TEACHER_LOSSES:
+        tables = row_batches(data.sources, data.weights, args)
+        first = next(read_batches(tables, to_batch, data, args, accelerator))
+        report_entropies(run.model, first, args, accelerator)
+    if run.step == 0 and eval_sets:
+        run.log(evaluate(model, eval_sets, max_tokens, args, accelerator))
+    run.check_metric()
+
+    # ---- train
+    tables = row_batches(data.sources, data.weights, args, run.data_state)
+    batches = prefetch(read_batches(tables, to_batch, data, args, accelerator))
+    bar = tqdm(total=steps, initial=run.step, disable=not is_main, unit="step", mininterval=1)
+    while not run.finished:
+        # one optimizer step
+        started = time.perf_counter()
+        for group, rate in zip(optimizer.param_groups, peak_rates):
+            group["lr"] = rate * schedule(run.step)
+        loss = 0.0
+        step_batches = []
+        for number in range(accumulation):
+            batch = next(batches)
+            step_batches.append(batch)
+            sync = number == accumulation - 1
+            seed = [args.seed, run.step, number]
+            loss += forward_backward(model, batch, loss_fn, seed, sync, args, accelerator, guide)
+        loss /= accumulation  # as accelerator.backward does with the gradient
+        norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        norm = norm.full_tensor() if sharded else norm
+        run.check_step(loss, norm, step_batches)  # one collective; raises what any process has found wrong
+        if run.stopping:  # before the step: an evaluation may follow it, and a cluster that stops a job is impatient
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+        run.count_step(step_batches, time.perf_counter() - started)
+        run.finished = run.step == steps
+        bar.update()
+
+        # metrics, evaluation, checkpoint
+        record = {}
+        if run.step % args.logging_steps == 0 or run.finished:
+            record = run.training_record()
+            bar.set_postfix_str("loss {loss:.4f}, {rows_per_second:,.0f} rows/s".format(**record), refresh=False)
+        evaluated = run.step % eval_steps == 0 or run.finished
+        if evaluated:
+            record |= evaluate(model, eval_sets, max_tokens, args, accelerator)
+        if record:
+            run.log(record)
+        if evaluated:
+            run.find_best()  # sets run.best_step, and run.finished if patience has ended
+        due = args.save_steps and run.step % args.save_steps == 0
+        if run.finished or due or run.step == run.best_step:
+            run.save()
+
+    # ---- save
+    bar.close()
+    batches.close()
+    if not run.finished:
+        run.save()
+        accelerator.print(f"stopped after step {run.step:,} of {steps:,}: rerun with --resume to continue")
+    elif is_main:
+        if run.best_step:
+            model_to_save = load_model(args, run.best_checkpoint())
+        if args.lora_rank:
+            model_to_save[0].model = model_to_save[0].model.merge_and_unload()  # loads without peft
+        with save_atomically(run.output / "model") as part:
+            model_to_save.save_pretrained(str(part), create_model_card=False)
+            (part / "README.md").write_text(model_card(args, run, len(held_out)))
+        plot_metrics(run.metrics, run.output / "training.png")
+        if run.skipped + data.skipped:
+            print(f"{run.skipped + data.skipped:,} bad rows skipped")
+        print(f"the model is in {run.output / 'model'}")
+    interrupted = signal.SIGINT in run.signals and not run.finished
+    del model, run  # delete DDP before its process group: else one exit in fifty deadlocks (torch 2.13)
+    accelerator.free_memory()
+    accelerator.end_training()
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+# ---- step
+
+
+def encode(model, features, accelerator):
+    """Return (texts, D) float embeddings of one micro-batch."""
+    features = transformers.BatchEncoding(features).to(accelerator.device, non_blocking=True).data
+    with accelerator.autocast():  # gives flash attention its dtype; prepare() does not wrap FSDP2's forward
+        return model(features)["sentence_embedding"].float()
+
+
+def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator, guide=None):
+    """Add the gradient of the batch's loss to the model's; return the part of the loss that is due to this process'
+    rows. `seed`: integers that identify this batch. `sync`: reduce gradients over processes in the last backward
+    pass."""
+    parts, most = equalize_micro_batches(batch.micro_batches, accelerator)
+    last = len(parts) - 1
+    keep_graphs = keeps_graphs(most, args, accelerator.device)  # alike everywhere: DDP's first forward is collective
+
+    def forward(number):  # (texts, D)
+        seed_dropout(*seed, accelerator.process_index, number)  # the same in a second forward pass
+        features, indices = parts[number]
+        with accelerator.no_sync(model):
+            return encode(model, features, accelerator)[: len(indices)]
+
+    def backward(number, value):
+        # Reduce gradients over processes once, with those of the last micro-batch.
+        with accelerator.trigger_sync_in_backward(model) if sync and number == last else nullcontext():
+            accelerator.backward(value)
+
+    hashes = pad_columns(batch.hashes, -1, accelerator)  # (n, C)
+    labels = pad_columns(batch.labels, math.nan, accelerator)  # (n, L)
+    # One autocast around all micro-batches: they share its half-precision copies of the weights, which graphs keep.
+    with accelerator.autocast(), torch.set_grad_enabled(keep_graphs):
+        outputs = [forward(number) for number in range(last + 1)]
+    # The graph is cut here: the loss gives the gradient of the gathered embeddings, which is then passed on by hand.
+    embeddings = gather_slots(outputs, batch.micro_batches, hashes.shape, accelerator).requires_grad_()  # (P n, C, D)
+    own = torch.arange(len(hashes), device=hashes.device) + accelerator.process_index * len(hashes)
+    more = {"guide": embed(guide, batch.guide_batches, hashes.shape, accelerator).unbind(1)} if guide else {}
+    loss = loss_fn(embeddings.unbind(1), accelerator.gather(hashes).T, accelerator.gather(labels), own, **more)
+    loss.backward()
+
+    # Each process has the gradient of its rows' losses for all embeddings: the sum is that of the batch's loss, of
+    # which it takes the part of its own texts. DDP averages over processes: multiply by their number.
+    own_gradient = accelerator.reduce(embeddings.grad, "sum")[own] * accelerator.num_processes  # (n, C, D)
+    own_gradient = own_gradient[batch.micro_batches.slots(accelerator)]  # (texts, D), in the order of the parts
+    gradients = own_gradient.split([len(indices) for _, indices in parts])
+    for number, gradient in enumerate(gradients):  # a micro-batch at a time, so that gradients add up in float32
+        # If graphs are not kept, there is one at a time (Gao et al. 2021, section 3.2).
+        output = outputs[number] if keep_graphs else forward(number)
+        backward(number, (output * gradient).sum())
+    return loss.detach()
+
+
+@torch.no_grad()
+def embed(model, micro_batches, shape, accelerator):
+    """Return (P n, C, D) embeddings of all processes, without gradients, normalized if the similarity is cosine;
+    shape: (n, C), the slots of each process."""
+    parts, _ = equalize_micro_batches(micro_batches, accelerator)
+    with accelerator.autocast():
+        outputs = [encode(model, features, accelerator)[: len(indices)] for features, indices in parts]
+    embeddings = gather_slots(outputs, micro_batches, shape, accelerator)
+    return embeddings if model.similarity_fn_name == "dot" else F.normalize(embeddings, dim=-1)
+
+
+def report_entropies(model, batch, args, accelerator):
+    """Print the mean entropies of model and teacher over the documents of a batch's rows."""
+    hashes = pad_columns(batch.hashes, -1, accelerator)
+    labels = accelerator.gather(pad_columns(batch.labels, math.nan, accelerator))
+    columns = embed(model, batch.micro_batches, hashes.shape, accelerator).unbind(1)
+    present = labels.isfinite().any(1).nonzero().squeeze(1)
+    temperature = args.loss_kwargs.get("temperature", 1.0 if model.similarity_fn_name == "dot" else 0.05)
+    teacher_temperature = args.loss_kwargs["teacher_temperature"]
+    print_entropies(*row_scores(columns, labels, present, temperature, teacher_temperature), args, accelerator)
+
+
+# ---- losses
+#
+# A loss in LOSSES has the form
+#
+#     def my_loss(columns, hashes, labels, own, option=1.0):
+#         losses = ...  # (n,): that of each row of `own`, 0 where hashes[0][own] < 0
+#         return losses.sum() / count_rows(hashes)
+#
+# columns: C tensors (P n, D), the embeddings of the whole batch, from all processes: anchors, positives, negatives...,
+# normalized if the similarity is cosine, 0 if missing; hashes: (C, P n), equal for equal texts, -1 if missing; labels:
+# (P n, L), NaN if missing; own: (n,) indices of this process' rows. The sum over processes is then the mean over the
+# batch. Options are --loss_kwargs; one that depends on the step is a partial of loss_fn in main.
+
+MAX_SCORES = 2**26  # in memory at once (256 MB); larger score matrices are computed in chunks, and again in backward
+
+
+def count_rows(hashes):
+    """Return the number of rows that are present, a tensor."""
+    return (hashes[0] >= 0).sum().clamp(min=1)
+
+
+def softmax_loss(queries, documents, query_keys, document_keys, scale, own, margin=None, guide=None):
+    """Return the cross-entropy of document i, the target, for query i among all documents, summed over the queries
+    `own`. queries: (P n, D); documents: (M, D), of which the first P n are the targets.
+
+    False negatives are masked: documents with the query's anchor, or with its target's text. query_keys: hashes of
+    each query and of its target; document_keys: hashes of each document's anchor, -1 for hard negatives, and of its
+    text, -1 if it is missing. `margin`: mask documents whose similarity to the query exceeds the target's by more than
+    this. `guide`: embeddings (queries, documents) to measure it by."""
+
+    def chunk(targets):
+        scores = queries[targets] @ documents.T * scale  # (targets, M)
+        masked = query_keys[0][targets, None] == document_keys[0]
+        masked |= query_keys[1][targets, None] == document_keys[1]
+        masked |= document_keys[1] < 0
+        if margin is not None:
+            similar = guide[0][targets] @ guide[1].T if guide else scores.detach() / scale
+            masked |= similar > similar.gather(1, targets[:, None]) + margin
+        masked.scatter_(1, targets[:, None], False)  # never the target
+        losses = F.cross_entropy(scores.masked_fill(masked, -torch.inf), targets, reduction="none")
+        return (losses * (query_keys[0][targets] >= 0)).sum()
+
+    chunks = own.split(max(1, MAX_SCORES // len(documents)))
+    if len(chunks) == 1:
+        return chunk(own)
+    return sum(recompute(chunk, part, use_reentrant=False) for part in chunks)
+
+
+def infonce(columns, hashes, labels, own, guide=None, temperature=0.05, symmetric=False, mask_margin=None):
+    """Return InfoNCE (van den Oord et al. 2018, equation 4) with in-batch and hard negatives.
+    `symmetric`: average it with the loss of finding each positive's anchor (Radford et al. 2021, figure 3).
+    `mask_margin`: mask documents whose similarity exceeds the positive's by more than this (Zhang et al. 2025,
+    equation 2); a guide, if any, measures the similarity, and the default is then 0 (Solatorio 2024, section 3)."""
+    if guide and mask_margin is None:
+        mask_margin = 0.0
+    options = {"scale": 1 / temperature, "own": own, "margin": mask_margin}
+    no_anchor = hashes.new_full((hashes[2:].numel(),), -1)  # of hard negatives
+    query_keys = (hashes[0], hashes[1])
+    document_keys = (torch.cat([hashes[0], no_anchor]), hashes[1:].flatten())
+    guides = guide and (guide[0], torch.cat(guide[1:]))
+    loss = softmax_loss(columns[0], torch.cat(columns[1:]), query_keys, document_keys, guide=guides, **options)
+    if symmetric:
+        guides = guide and (guide[1], guide[0])
+        reverse = softmax_loss(columns[1], columns[0], query_keys, query_keys, guide=guides, **options)
+        loss = (loss + reverse) / 2
+    return loss / count_rows(hashes)
+
+
+def row_scores(columns, labels, own, temperature, teacher_temperature):
+    """Return the similarities of the anchors `own` to their own documents, and the teacher's labels of these, each
+    divided by its temperature; (n, C - 1) each. A missing document has the label NaN."""
+    anchors = columns[0][own]
+    scores = torch.stack([(anchors * column[own]).sum(-1) for column in columns[1:]], 1)
+    return scores / temperature, labels[own] / teacher_temperature
+
+
+def margin_mse(columns, hashes, labels, own, temperature=0.05, teacher_temperature=1.0):
+    """Return the squared error of the margins of positives over negatives (Hofstätter et al. 2020, Margin-MSE)."""
+    scores, labels = row_scores(columns, labels, own, temperature, teacher_temperature)
+    errors = scores - labels.nan_to_num()
+    errors = errors[:, :1] - errors[:, 1:]  # of the margins
+    given = labels[:, 1:].isfinite()
+    means = (errors.square() * given).sum(1) / given.sum(1).clamp(min=1)
+    return means.sum() / count_rows(hashes)
+
+
+def kl(columns, hashes, labels, own, temperature=0.05, teacher_temperature=1.0):
+    """Return KL(teacher || model) of the softmax over a row's documents (Lin et al. 2020)."""
+    scores, labels = row_scores(columns, labels, own, temperature, teacher_temperature)
+    student = scores.masked_fill(labels.isnan(), -1e9).log_softmax(1)
+    teacher = labels.nan_to_num(-1e9).log_softmax(1)
+    return F.kl_div(student, teacher, reduction="sum", log_target=True) / count_rows(hashes)
+
+
+LOSSES = {"infonce": infonce, "margin_mse": margin_mse, "kl": kl}
+
+
+def set_teacher_temperature(rows, args):
+    """Set teacher_temperature in args.loss_kwargs, if it is not given, by the range of the teacher's scores of `rows`:
+    `temperature`, or 0.05, for probabilities and cosines (from -1 to 1), else 1."""
+    default = args.loss_kwargs.get("temperature", 0.05) if are_similarities(rows) else 1.0
+    args.loss_kwargs = {"teacher_temperature": default} | args.loss_kwargs
+
+
+def library_loss(args, model):
+    """Return a class of sentence-transformers as a loss(columns, hashes, labels, own): each process computes the loss
+    of all rows that are present, and returns its share of it."""
+    names = [name for name in dir(losses) if hasattr(getattr(losses, name), "compute_loss_from_embeddings")]
+    if args.loss not in names:
+        raise UserError(f"--loss {args.loss}: unknown; available: {', '.join([*LOSSES, *names])}")
+    with user_errors("--loss_kwargs"):
+        module = getattr(losses, args.loss)(model, **args.loss_kwargs)
+    if any(not name.startswith("model.") for name, _ in module.named_parameters()):
+        raise UserError(f"--loss {args.loss} has weights of its own, which would not be trained")
+
+    def loss(columns, hashes, labels, own):
+        present = (hashes[0] >= 0).nonzero().squeeze(1)
+        if len(present) == 0:
+            return columns[0].sum() * 0
+        required = f"--loss {args.loss} requires equally many"
+        if (hashes[:, present] < 0).any():
+            raise UserError(f"{required} documents in all rows: lower --num_negatives")
+        if args.label_column and labels[present].isnan().any():
+            raise UserError(f"{required} labels in all rows of {' '.join(args.label_column)!r}")
+        labels = labels[present].squeeze(1) if args.label_column else None  # (rows,) if each has one label
+        with user_errors(f"--loss {args.loss}"):  # it can reject these columns or labels
+            value = module.compute_loss_from_embeddings([column[present] for column in columns], labels)
+        return value * (hashes[0][own] >= 0).sum() / len(present)
+
+    return loss
+
+
+def make_loss(args, model):
+    """Return loss(columns, hashes, labels, own): one of LOSSES, or a class of sentence-transformers."""
+    options = dict(args.loss_kwargs)
+    weight = 0.0
+    dot = model.similarity_fn_name == "dot"
+    if max(args.matryoshka_dims, default=0) > model.get_embedding_dimension():
+        raise UserError(f"--matryoshka_dims: the embeddings have only {model.get_embedding_dimension()} dimensions")
+    if args.loss in TEACHER_LOSSES:
+        weight = options.pop("infonce", 0.0)  # teachers do not score the documents of other rows
+        options = {"temperature": 1.0 if dot else 0.05} | options
+    if args.loss in LOSSES:
+        base = partial(LOSSES[args.loss], **options)
+        with user_errors(f"--loss_kwargs of {args.loss}"):
+            inspect.signature(base).bind("columns", "hashes", "labels", "own")
+    else:
+        base = library_loss(args, model)
+
+    def loss(columns, *rest, **more):
+        if args.loss in LOSSES and not dot:
+            columns = [F.normalize(column, dim=-1) for column in columns]
+        value = base(columns, *rest, **more)
+        if weight:
+            value += weight * infonce(columns, *rest, temperature=options["temperature"])
+        return value
+
+    def matryoshka(columns, *rest, **more):  # Kusupati et al. 2022, equation 1, with equal weights
+        parts = [[F.normalize(column[:, :size], dim=-1) for column in columns] for size in args.matryoshka_dims]
+        return sum(loss(part, *rest, **more) for part in parts)
+
+    return matryoshka if args.matryoshka_dims else loss
+
+
+# ---- rows
+#
+# For each batch read_batches takes this process' rows, calls read_row, replaces ids by texts, and calls make_batch.
+
+
+@dataclass
+class Row:
+    """What a row of data means."""
+
+    query: str
+    documents: list  # of str, the positive first; with labels, in any order
+    labels: list  # of float
+    cells: dict = field(default_factory=dict)  # the row as read
+
+
+def read_row(cells, random, args):
+    """Return the Row that {column: value} means. Edit this function if your rows have another form.
+
+    cells: those of --columns and --label_column, as Python objects; a list that is null is empty. Raise ValueError for
+    a bad row: " in the row {...}" will follow its text. `random` is None unless a column holds lists; its draws are
+    the same for a row on any number of processes, and others in each epoch."""
+    query_column, *document_columns = args.columns
+    query = read_text(cells[query_column], query_column, args, is_id=args.queries)
+    groups = read_documents(cells, document_columns, args)
+    labels = read_labels(cells, args)
+    documents, labels = choose_documents(groups, labels, random, args)
+    if args.loss in TEACHER_LOSSES and not 2 <= len(documents) == len(labels):
+        raise ValueError(f"--loss {args.loss} requires a score for each of two or more documents: not the case")
+    return Row(query, documents, labels)
+
+
+def add_prompts(rows, args):
+    """Prepend --prompts: that of the row's source (the n-th of --eval_data has the prompt of the n-th source), or of
+    all queries, and the last to documents."""
+    if not args.prompts:
+        return
+    last_query_prompt = max(0, len(args.prompts) - 2)
+    for row in rows:
+        query_prompt = args.prompts[min(row.cells[SOURCE], last_query_prompt)]
+        row.query = query_prompt + row.query
+        row.documents = [args.prompts[-1] + document for document in row.documents]
+
+
+def hash_text(text):
+    return xxh3_64_intdigest(text.encode()) >> 1  # 63 bits: a non-negative int64
+
+
+@dataclass
+class Batch:
+    """This process' part of a batch: n slots for rows. Absent and bad rows leave slots empty."""
+
+    rows: list  # of Row, at most n
+    hashes: torch.Tensor  # (n, C) int64, equal for equal texts; -1 if missing
+    labels: torch.Tensor  # (n, L) float; NaN if missing
+    micro_batches: "MicroBatches"
+    guide_batches: "MicroBatches | None"
+    state: dict | None = None  # of row_batches, after this batch
+    skipped: int = 0  # bad rows
+    waited: float = 0.0  # seconds that training has waited for the batch
+    error: "UserError | None" = None  # what ends the run; there are no rows then
+
+
+def make_batch(rows, model, guide, max_tokens, args, accelerator):
+    """Return the Batch of this process' rows."""
+    device = accelerator.device
+    slots = -(-args.batch_size // accelerator.num_processes)
+    add_prompts(rows, args)
+    hashes = []
+    texts = []
+    places = []
+    for number, row in enumerate(rows):
+        hashes.append([hash_text(text) for text in (row.query, *row.documents)])
+        texts += [truncate_query(row.query, model, args), *row.documents]
+        places += [(number, column) for column in range(1 + len(row.documents))]
+    if not texts:  # a stand-in, in an empty slot: forward passes and collectives must match those of other processes
+        hashes = [[-1, -1]]
+        texts = ["a text"]
+        places = [(0, 0)]
+    hashes = pad_lists(hashes, slots, -1)
+    labels = pad_lists([row.labels for row in rows], slots, np.nan, np.float32)
+    micro_batches = make_micro_batches(texts, places, model, max_tokens, device)
+    guide_batches = guide and make_micro_batches(texts, places, guide, max_tokens, device)
+    return Batch(rows, pinned(hashes, device), pinned(labels, device), micro_batches, guide_batches)
+
+
+def make_micro_batches(texts, places, model, max_tokens, device):
+    """Return the MicroBatches of texts; places: (row, column) of each in the slots."""
+    if not isinstance(model.tokenizer, Tokenizer):
+        encodings = model.tokenizer.backend_tokenizer.encode_batch_fast(texts)
+        return pad_micro_batches(encodings, places, model, max_tokens, device)
+    # A static embedding model: texts are concatenated, without padding.
+    encodings = model.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    lengths = np.array([len(encoding) for encoding in encodings])
+    cuts = np.flatnonzero(np.diff(np.cumsum(lengths) // max_tokens)) + 1
+    parts = []
+    for indices in np.split(np.arange(len(texts)), cuts):
+        tokens = chain.from_iterable(encodings[index].ids for index in indices)
+        ids = torch.from_numpy(np.fromiter(tokens, np.int64))
+        offsets = torch.from_numpy(np.cumsum(lengths[indices]) - lengths[indices])
+        parts.append(({"input_ids": ids, "offsets": offsets}, indices))
+    return collect(parts, places, lengths.sum(), device)
+
+
+# ---- optimizer and schedule
+
+
+def make_optimizer(model, args):
+    """Return AdamW; weight decay is for matrices only."""
+    groups = []
+    for decay in (True, False):
+        chosen = [p for p in model.parameters() if p.requires_grad and (p.ndim > 1) == decay]
+        groups.append({"params": chosen, "weight_decay": decay * args.weight_decay})
+    return torch.optim.AdamW(groups, lr=args.learning_rate, fused=True)
+
+
+def make_schedule(optimizer, steps, args):
+    """Return a function of the step: the factor of the learning rates. It has no state."""
+    warmup = math.ceil(args.warmup_ratio * steps)
+    with user_errors("--lr_scheduler_type"):
+        factor = transformers.get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps).lr_lambdas[0]
+    return lambda step: factor(step + (step < warmup))  # the first step of a warmup is not at 0
+
+
+# ---- model
+
+
+def load_model(args, checkpoint=None):
+    """Return the SentenceTransformer of the flags, with the weights of the checkpoint if one is given."""
+    path = str(checkpoint) if checkpoint and not args.lora_rank else args.model_name_or_path
+    options = {
+        "use_safetensors": True,  # never a pickle
+        "attn_implementation": args.attn_implementation,
+    }
+    torch.manual_seed(args.seed)  # for adapters, and weights that the folder lacks
+    with user_errors(f"--model_name_or_path {path}"):
+        check_exists(path)
+        model = SentenceTransformer(path, device="cpu", model_kwargs=options, trust_remote_code=False)
+        if "SequenceClassification" in str(getattr(model.config, "architectures", None)):
+            raise UserError("is a cross-encoder: use train_cross_encoder.py")
+        if model.similarity_fn_name not in ("cosine", "dot"):
+            raise UserError(f"similarity {model.similarity_fn_name} is not supported, only cosine and dot")
+        if isinstance(model.tokenizer, Tokenizer):
+            if args.max_length:
+                model.tokenizer.enable_truncation(args.max_length)
+        else:
+            set_max_length(model, args)
+            model.tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
+            if args.gradient_checkpointing:
+                model[0].model.activation_checkpointing_enable({"use_reentrant": False})
+    if args.pooling:
+        with user_errors(f"--pooling {args.pooling}: the model has no pooling to replace"):
+            index = [isinstance(module, modules.Pooling) for module in model].index(True)
+        model[index] = modules.Pooling(model[index].embedding_dimension, pooling_mode=args.pooling)
+    if args.prompts:
+        model.prompts = {"query": args.prompts[0], "document": args.prompts[-1]}
+    if args.dropout is not None:
+        set_dropout(model, args.dropout)
+    if args.lora_rank:
+        add_lora(model, args.lora_rank, checkpoint)
+    else:
+        model.float()  # with autocast, too, the weights updated are float32
+    own_memory(model)
+    return model
+
+
+def load_guide(args):
+    """Return the SentenceTransformer of --guide_model."""
+    overrides = {"model_name_or_path": args.guide_model, "pooling": None, "dropout": None, "lora_rank": 0}
+    return load_model(replace(args, **overrides)).eval()
+
+
+# ---- evaluation
+
+HELD_OUT = "held_out"  # name of the held-out rows among the collections
+EVAL_ROWS = 1000  # held out by default
+# Of all measures, more is better: --metric_for_best_model keeps the largest. MEASURES are printed and plotted.
+RANKING = {"MRR@10": ir_measures.RR @ 10, "nDCG@10": ir_measures.nDCG @ 10, "accuracy@1": ir_measures.Success @ 1}
+MEASURES = (*RANKING, "Spearman", "Pearson")
+
+
+def open_eval_sets(rows, args):
+    """Return {name: EvalSet} of the held-out rows and of --eval_beir."""
+    add_prompts(rows, args)
+    eval_sets = {HELD_OUT: held_out_set(rows)} if rows else {}
+    prompts = args.prompts or [""]
+    for name in args.eval_beir:
+        with user_errors(f"--eval_beir {name}"):
+            eval_set = open_beir(name, args.eval_split, (prompts[-1], prompts[0]))
+        short = Path(name).name
+        eval_sets[name if short in eval_sets else short] = eval_set
+    return eval_sets
+
+
+def held_out_set(rows):
+    """Return the EvalSet in which each held-out query searches the positives of all held-out rows for its own; the
+    relevance of a positive is 1, or the row's label if each has one: queries are then paired with their positives."""
+    queries = {f"query {number}": row.query for number, row in enumerate(rows)}
+    documents = {f"{number}": row.documents[0] for number, row in enumerate(rows)}
+    scored = all(len(row.labels) == 1 for row in rows)
+    relevance = [row.labels[0] for row in rows] if scored else 1
+    qrels = {"query_id": queries.keys(), "doc_id": documents.keys(), "relevance": relevance}
+    return EvalSet(queries, documents, pd.DataFrame(qrels), scored)
+
+
+def embed_texts(model, texts, max_tokens, accelerator):
+    """Return (texts, D) embeddings on every process; each encodes its part of the texts."""
+    order, own = deal([len(text) for text in texts], accelerator)
+    own_texts = [texts[index] for index in own]
+    places = [(number, 0) for number in range(len(own))]
+    local = make_micro_batches(own_texts, places, model, max_tokens, accelerator.device)
+    slots = math.ceil(len(texts) / accelerator.num_processes)
+    embeddings = embed(model, local, (slots, 1), accelerator)[:, 0]
+    return undo_deal(order, embeddings, accelerator)
+
+
+def search(queries, documents, eval_set):
+    """Return {measure: value} of searching all documents, (M, D), with all queries, (Q, D). A document with the
+    query's own id is left out, as in BEIR; of equal scores the earlier document ranks first."""
+    query_ids = np.array(list(eval_set.queries))
+    document_ids = np.array(list(eval_set.documents))
+    # One more than the measures look at, as the query's own document may be among them.
+    depth = 1 + max(measure.params.get("cutoff", len(documents)) for measure in RANKING.values())
+    best = []
+    for part in queries.split(max(1, MAX_SCORES // len(documents))):
+        scores = part @ documents.T
+        best.append(scores.argsort(dim=1, descending=True, stable=True)[:, :depth])
+    best = torch.cat(best).cpu().numpy()  # (Q, depth) indices
+    run = pd.DataFrame(
+        {
+            "query_id": query_ids.repeat(best.shape[1]),
+            "doc_id": document_ids[best.ravel()],
+            "score": -np.arange(best.size),  # only the order counts
+        }
+    )
+    run = run[run["query_id"] != run["doc_id"]]
+    found = ir_measures.calc_aggregate(RANKING.values(), eval_set.qrels, run)
+    return {name: found[measure] for name, measure in RANKING.items()}
+
+
+def evaluate(model, eval_sets, max_tokens, args, accelerator):
+    """Return {measure: mean over held-out rows and --eval_beir}, and the value of each if there are several; the same
+    on every process. Held-out rows with one label each are measured by correlation."""
+    model = accelerator.unwrap_model(model).eval()
+    found = {}
+    for name, eval_set in eval_sets.items():
+        texts = [truncate_query(text, model, args) for text in eval_set.queries.values()]
+        embeddings = embed_texts(model, [*texts, *eval_set.documents.values()], max_tokens, accelerator)
+        queries, documents = embeddings.split([len(eval_set.queries), len(eval_set.documents)])
+        if eval_set.scored:
+            found[name] = correlate((queries * documents).sum(-1).cpu(), eval_set.qrels["relevance"])
+        else:
+            found[name] = search(queries, documents, eval_set)
+    model.train()
+    return average(found)
+
+
+def model_card(args, run, held_out):
+    """Return the README.md of the saved model: what it is, how it was trained, what was measured."""
+    return f"""---
+{{library_name: sentence-transformers, pipeline_tag: sentence-similarity, base_model: {args.model_name_or_path}}}
+---
+{run.describe(held_out)}
+
+    model = sentence_transformers.SentenceTransformer("path/of/this/folder")
+    scores = model.similarity(model.encode_query(["a query"]), model.encode_document(["a document"]))
+"""
+
+
+# ==== machinery: from here to the end identical in train_cross_encoder.py
 
 
 class UserError(ValueError):
@@ -112,25 +880,6 @@ def user_errors(name):
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
 
 
-def flag(default, help):
-    """Return the dataclass field of a command-line option."""
-    kind = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
-    return field(**kind, metadata={"help": help})
-
-
-def check_flags(parser, argv):
-    """Exit if a flag of the command line is unknown, and name the nearest one, or if it is given twice."""
-    known, seen = parser._option_string_actions, set()
-    for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
-        if name not in known:
-            nearest = get_close_matches(name, known, 1) or ["--help"]
-            parser.error(f"{name}: no such flag; did you mean {nearest[0]}?")
-        if known[name] in seen:
-            advice = "; list all values after one flag" * (known[name].nargs == "+")
-            parser.error(f"{known[name].option_strings[0]}: given twice{advice}")
-        seen.add(known[name])
-
-
 def print_error(error, again, memory):
     """Print why a run ended, and return its exit status: a UserError and Ctrl-C in one line, any other error with its
     traceback. again: how to continue after Ctrl-C; memory: what to do if it ran out of memory."""
@@ -153,86 +902,27 @@ def as_words(flags):
     """Return the words of a command line that sets {flag: value}."""
     words = []
     for name, value in flags.items():
-        values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
-        words += [f"--{name}", *map(str, values)] if values not in ([], [None]) else []
+        if isinstance(value, dict | bool):
+            value = json.dumps(value)
+        values = value if isinstance(value, list) else [value]
+        if values not in ([], [None]):
+            words += [f"--{name}", *map(str, values)]
     return words
 
 
-# ---- options
-
-DEMO = "data/python_code"  # where prepare_corpus.py writes the demo corpus and its untrained models
-TEACHER_LOSSES = ("margin_mse", "kl")
-ABOVE_ZERO = """batch_size micro_batch_tokens gradient_accumulation_steps length_window max_length save_total_limit
-query_max_length logging_steps num_train_epochs learning_rate mixing_weights matryoshka_dims"""
-
-
-@dataclass
-class Args:
-    # data
-    train_data: list[str] = flag([], "paths, globs, folders, URLs, Hub ids, ID:config:split; none: the demo corpus")
-    eval_data: list[str] = flag([], "sources of held-out rows; none: the first rows of --train_data")
-    eval_rows: int | None = flag(None, "rows held out to evaluate on; None: 1,000, but at most a tenth of the rows")
-    eval_beir: list[str] = flag([], "small collections to evaluate on as well: BEIR folders, or Hub ids (NanoBEIR)")
-    eval_split: str = flag("test", "split of the judgments of --eval_beir")
-    streaming: bool = flag(False, "read the sources front to back instead of at random from a memory-mapped table")
-    columns: list[str] = flag([], "columns of anchor, positive, negatives...: texts or lists; none: all but the label")
-    num_negatives: int | None = flag(None, "negatives of a row: columns to use, or texts drawn from lists; None: all")
-    corpus: list[str] = flag([], "sources of the documents by id; --columns then contain ids, not texts")
-    queries: list[str] = flag([], "sources of the queries by id, for the first column")
-    corpus_columns: list[str] = flag(["_id", "title", "text"], "id column of --corpus, then text columns, joined")
-    query_columns: list[str] = flag(["_id", "text"], "id column of --queries, then text columns, joined")
-    label_column: list[str] = flag([], "columns with a score or a list of scores; several are joined row by row")
-    mixing_weights: list[float] = flag([], "weight of each source; none: its number of rows (streams: equal weights)")
-    mix_by: Literal["row", "batch"] = flag("row", "mix sources within a batch, or take each batch from one source")
-    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = flag("all_exhausted", "when a mixed epoch ends")
-    shuffle_buffer: int = flag(10_000, "rows that are shuffled together; 0: keep the order of the files")
-    length_window: int = flag(1, "batches whose rows are sorted by length and then cut into batches; 1: not sorted")
-    on_bad_row: Literal["error", "skip"] = flag("error", "stop at an empty text or a bad label, or skip and count it")
-    # model
-    model_name_or_path: str = flag(f"{DEMO}/bi_encoder", "Hub id or folder")
-    max_length: int | None = flag(None, "tokens a text is truncated to; None: the model's own")
-    query_max_length: int | None = flag(None, "tokens of a query, without special ones; None: --max_length")
-    pooling: Literal["mean", "cls", "max", "lasttoken"] | None = flag(None, "replace the model's pooling")
-    dropout: float | None = flag(None, "dropout probability of the transformer; None: the model's own")
-    lora_rank: int = flag(0, "train LoRA adapters of this rank instead of all weights; 0: train all weights")
-    attn_implementation: str | None = flag(None, "attention kernels: sdpa, flash_attention_2, ...; None: the default")
-    prompts: list[str] = flag([], "prefix of queries (or one per source), then prefix of documents; or one for both")
-    # step
-    batch_size: int = flag(64, "rows of a batch, over all processes")
-    micro_batch_tokens: int | None = flag(None, "tokens per forward; None: 2,048 (CPU), 16,384 (GPU), 2**20 (static)")
-    gradient_accumulation_steps: int = flag(1, "batches per optimizer step, each with its own in-batch negatives")
-    grad_cache: bool = flag(False, "run each forward pass twice, to hold the activations of one micro-batch only")
-    gradient_checkpointing: bool = flag(False, "recompute each layer's activations in backward; for long texts")
-    loss: str = flag("infonce", "infonce; margin_mse or kl, for teacher scores; or a class of sentence-transformers")
-    loss_kwargs: str = flag("{}", 'JSON: {"temperature": 0.05}; kl, margin_mse: teacher_temperature, infonce: weight')
-    guide_model: str | None = flag(None, "Hub id or folder of a model that detects false negatives for infonce")
-    matryoshka_dims: list[int] = flag([], "sum the loss over embeddings cut to each of these numbers of dimensions")
-    # schedule
-    learning_rate: float = flag(2e-5, "peak learning rate")
-    weight_decay: float = flag(0.01, "weight decay of matrices; biases and norms have none")
-    warmup_ratio: float = flag(0.1, "fraction of the steps over which the learning rate rises from 0")
-    lr_scheduler_type: str = flag("linear", "schedule of transformers.get_scheduler: linear, cosine, constant, ...")
-    max_grad_norm: float = flag(1.0, "clip the gradient to this norm; 0: do not")
-    num_train_epochs: float = flag(1.0, "passes over the rows")
-    rows_per_epoch: int = flag(0, "rows of an epoch, a fresh sample each; 0: all")
-    max_steps: int = flag(0, "stop after this many optimizer steps; 0: after --num_train_epochs")
-    seed: int = flag(0, "seed of the row order, new weights and dropout")
-    full_determinism: bool = flag(False, "use deterministic kernels, so that a resumed run on a GPU is bit-identical")
-    # run
-    output_dir: str = flag("runs/bi_encoder", "folder for everything the run writes")
-    resume: bool = flag(False, "resume from the newest intact checkpoint in --output_dir, or start if there is none")
-    accept_changed_data: bool = flag(False, "resume although sources have changed: rows may be repeated or missed")
-    accept_changed_schedule: bool = flag(False, "resume although flags of the schedule have changed; the card says so")
-    eval_steps: int = flag(0, "steps between evaluations; 0: a tenth of the run")
-    metric_for_best_model: str | None = flag(None, "save the model that evaluates best by this measure; None: last")
-    early_stopping_patience: int = flag(0, "stop after this many evaluations without a new best; 0: never")
-    save_steps: int = flag(500, "steps between checkpoints; 0: only at the end")
-    save_total_limit: int = flag(2, "checkpoints kept")
-    logging_steps: int = flag(10, "steps between lines of metrics.jsonl")
-    report_to: list[str] = flag([], "trackers of Accelerate: tensorboard, wandb, ...")
+def check_flag_names(parser, argv):
+    """Exit if a flag of the command line is unknown, and name the nearest one, or if it is given twice."""
+    known, seen = parser._option_string_actions, set()
+    for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
+        if name not in known:
+            nearest = get_close_matches(name, known, 1) or ["--help"]
+            parser.error(f"{name}: no such flag; did you mean {nearest[0]}?")
+        if known[name] in seen:
+            advice = "; list all values after one flag" * (known[name].nargs == "+")
+            parser.error(f"{known[name].option_strings[0]}: given twice{advice}")
+        seen.add(known[name])
 
 
-# same in train_bi_encoder.py, train_cross_encoder.py, eval_incremental.py
 def check_credentials(parser, args):
     """Exit if a URL of the flags contains a password, token or signature: the flags are written to files."""
     secret = re.compile(r"://[^/@]*:[^/]*@|://.*[?&][\w-]*(sig|signature|token|key|secret|password|credential)=", re.I)
@@ -249,11 +939,11 @@ def parse_args(argv):
     parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], allow_abbrev=False)
     for action in parser._actions:  # --help prints each flag once, without its alias with dashes
         action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
-    check_flags(parser, argv)
+    check_flag_names(parser, argv)
     if argv and argv[0].endswith((".yaml", ".yml", ".json")):
         with user_errors(f"{argv[0]}: not a file of flags"):
             words = as_words(dict(yaml.safe_load(Path(argv[0]).read_text())))
-        check_flags(parser, words)
+        check_flag_names(parser, words)
         argv = words + argv[1:]
     with user_errors("flags"):
         (args,) = parser.parse_args_into_dataclasses(argv)
@@ -265,32 +955,20 @@ def parse_args(argv):
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int | float) and not low <= number < math.inf:
                 parser.error(f"--{name} {number}: must be finite, and {relation}")
-    if not args.train_data:
-        args.train_data = [f"{DEMO}/train/stdlib-*.parquet", f"{DEMO}/train/packages-*.parquet"]
-        args.eval_data = args.eval_data or [f"{DEMO}/heldout/*.parquet"]
-        if not Path(DEMO).is_dir():
-            parser.error(f"--train_data: not given, and no demo corpus in {DEMO}: run python prepare_corpus.py")
-    if len(args.mixing_weights) not in (0, len(args.train_data)):
-        parser.error(f"--mixing_weights: give {len(args.train_data)} numbers, one for each source")
-    if args.streaming and not (args.max_steps or args.rows_per_epoch):
-        parser.error("--streaming requires --max_steps or --rows_per_epoch: the length of a stream is unknown")
-    if args.loss in TEACHER_LOSSES and not args.label_column:
-        parser.error(f"--loss {args.loss} requires teacher scores: set --label_column")
-    if args.early_stopping_patience and not args.metric_for_best_model:
-        parser.error("--early_stopping_patience requires --metric_for_best_model, such as nDCG@10")
-    if args.guide_model and args.loss != "infonce":
-        parser.error(f"--guide_model requires --loss infonce, not {args.loss}")
-    if len(args.prompts) not in (0, 1, 2, len(args.train_data) + 1):
-        parser.error("--prompts takes one, or two (queries, documents), or one for each source and one for documents")
+    try:
+        check_flags(args)
+    except UserError as error:
+        parser.error(str(error))
     return args
 
 
-# ---- data (same in train_cross_encoder.py)
+# ---- files
 
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".ndjson": "json",
            ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
+
+
 UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst; prepare_corpus.py converts .orc"
-BLOCK = 100  # neighbouring rows of a mapped table that are read together; a shuffle window mixes many blocks
 
 
 def file_suffix(file):
@@ -316,7 +994,8 @@ def list_files(source):
     elif path.endswith(".orc") or os.path.isfile(path) or any(Path(path).glob("*.orc")):
         raise UserError(UNSUPPORTED)
     else:
-        path, config, split = path.split(":") if path.count(":") == 2 else (path, config, split)
+        if path.count(":") == 2:
+            path, config, split = path.split(":")
         check_exists(path)
         builder = datasets.load_dataset_builder(path, name=config or None)
     files = builder.config.data_files
@@ -349,14 +1028,252 @@ def open_files(files, streaming=True):
     return datasets.load_dataset(kind, data_files=files, streaming=streaming, **options).with_format("arrow")
 
 
+def data_fingerprint(files):
+    """Return a hash of the names and sizes of files, and of both ends of the first and the last file."""
+    digest = hashlib.sha256()
+    for number, file in enumerate(files):
+        fs, path = fsspec.core.url_to_fs(file)
+        name = os.path.basename(path)
+        digest.update(f"{name} {fs.size(path)} ".encode())
+        if number in (0, len(files) - 1):
+            digest.update(fs.head(path, 2**16))
+            digest.update(fs.tail(path, 2**16))
+    return digest.hexdigest()[:16]
+
+
+# ---- rows, from Arrow to Python
+
+SOURCE = "<source>"  # column added to rows: the number of their source
+NUMBER = "<number>"  # column added to rows: the number of the row in its source, over all epochs
+
+
+def is_list(column):
+    return pa.types.is_nested(column.type) and not pa.types.is_struct(column.type)
+
+
+def count_bytes(column):
+    """Return (rows,) bytes of text in each row of an Array, also in lists and structs."""
+    if is_list(column):
+        rows = pc.list_parent_indices(column)
+        return np.bincount(rows, count_bytes(pc.list_flatten(column)), minlength=len(column))
+    if pa.types.is_struct(column.type):
+        return sum(count_bytes(part) for part in column.flatten())
+    if column.type in (pa.string(), pa.large_string()):
+        return pc.fill_null(pc.binary_length(column), 0).to_numpy()
+    return np.zeros(len(column))
+
+
+def row_lengths(table, args):
+    """Return (rows,) bytes of text in --columns."""
+    return sum(count_bytes(table[name].combine_chunks()) for name in dict.fromkeys(args.columns))
+
+
+def deal(lengths, accelerator):
+    """Return (indices by length, longest first; those of this process). Each process takes every P-th, so the lengths
+    of two processes add up to the same but for the longest item."""
+    order = np.argsort(-np.array(lengths), kind="stable")
+    return order, order[accelerator.process_index :: accelerator.num_processes]
+
+
+def undo_deal(order, gathered, accelerator):
+    """Return the outputs of dealt items in their original order; gathered: (P n, ...), n slots of each process."""
+    by_length = gathered.unflatten(0, (accelerator.num_processes, -1)).transpose(0, 1).flatten(0, 1)
+    return by_length[np.argsort(order)]
+
+
+def parse_json(values):
+    return [value and json.loads(value) for value in values]
+
+
+def to_python(column):
+    """Return the values of a column, or of the JSON that `datasets` makes of values of several types, also in lists; a
+    list that is null is empty."""
+    values = column.to_pylist()
+    if isinstance(column.type, pa.JsonType):
+        return parse_json(values)
+    if is_list(column):
+        parse = parse_json if isinstance(column.type.field(0).type, pa.JsonType) else list
+        return [parse(value or ()) for value in values]
+    return values
+
+
+def read_text(value, column, args, is_id=False):
+    """Return a text, an id as a text, or the fields of a struct, joined; raise ValueError if there is no text, and
+    UserError, which --on_bad_row does not skip, if it is a value of another type: the column is wrong, not the row."""
+    if isinstance(value, dict):
+        names = [name for name in args.corpus_columns[1:] if name in value]
+        if not names:
+            flags = f"--corpus_columns {args.corpus_columns[0]} {' '.join(value)}"
+            raise UserError(f"column {column!r} holds structs: to read its fields, set {flags}")
+        for name in names:
+            check_text(value[name], name)
+        value = " ".join(value[name] or "" for name in names).strip()
+    if is_id and isinstance(value, (int, float)):
+        return str(value).removesuffix(".0")  # whole numbers are read as floats where some are missing
+    check_text(value, column)
+    if value is None or not value.strip():
+        raise ValueError(f"{column!r} has no text")
+    return value
+
+
+def check_text(value, column):
+    """Raise UserError if a value is neither a text nor missing."""
+    if value is None or isinstance(value, str):
+        return
+    advice = f"choose other columns, rewrite it by prepare_corpus.py or, to train on it, set --label_column {column}"
+    if isinstance(value, (dict, list)):
+        advice = "write its texts as a column of their own; Dataset.flatten() of `datasets` does so for structs"
+    raise UserError(f"column {column!r} holds {type(value).__name__}, not texts: {advice}")
+
+
+def read_documents(cells, columns, args):
+    """Return a list of texts, or of ids, for each of `columns`, whose cells are texts or lists of texts."""
+    groups = []
+    for column in columns:
+        values = cells[column] if isinstance(cells[column], list) else [cells[column]]
+        groups.append([read_text(value, column, args, is_id=args.corpus) for value in values])
+    if not groups[0]:
+        raise ValueError(f"{columns[0]!r} has no text")
+    return groups
+
+
+def read_labels(cells, args):
+    """Return the labels of a row: those of all --label_column, each a number, a list of numbers, or JSON of them."""
+    labels = []
+    with suppress(ValueError, TypeError):
+        for column in args.label_column:
+            value = cells[column]
+            value = json.loads(value) if isinstance(value, str) else value
+            labels += map(float, value if isinstance(value, list) else [value])
+        if all(map(math.isfinite, labels)) and (labels or not args.label_column):
+            return labels
+    raise ValueError(f"{' '.join(args.label_column)!r} has missing, extra or non-finite numbers")
+
+
+def choose_documents(groups, labels, random, args):
+    """Return (documents, labels) of a row, the positive first; groups: the documents of each column. From lists, draw
+    one positive and --num_negatives of the other documents."""
+    documents = list(chain.from_iterable(groups))
+    num_positives = len(groups[0]) if len(groups) > 1 else 1
+    negatives = range(num_positives, len(documents))
+    limit = len(negatives) if args.num_negatives is None else min(args.num_negatives, len(negatives))
+    if random is None or (len(groups) == 1 and args.num_negatives is None):
+        return documents[: num_positives + limit], labels
+    if len(labels) not in (0, len(documents)):
+        raise ValueError(f"{' '.join(args.label_column)!r} has missing, extra or non-finite numbers")
+    chosen = [random.randrange(num_positives), *sorted(random.sample(negatives, limit))]
+    return [documents[index] for index in chosen], [labels[index] for index in chosen if labels]
+
+
+def read_rows(table, sources, lookups, args, add_documents=None):
+    """Return (list of Row, number of bad rows) of a Table, with texts in place of ids; raise UserError for a bad row
+    unless --on_bad_row is skip. sources: those that the column SOURCE counts; add_documents(rows) may add documents of
+    other rows, with labels, before ids are looked up."""
+    columns = {name: to_python(table[name]) for name in table.column_names}
+    random = Random() if any(is_list(table[name]) for name in args.columns) else None
+    rows = []
+    bad = []  # (cells, what is wrong)
+    for values in zip(*columns.values()):
+        cells = dict(zip(columns, values))
+        if random:  # seeding takes 5 µs
+            random.seed(f"{args.seed} {cells[SOURCE]} {cells[NUMBER]}")
+        try:
+            rows.append(read_row(cells, random, args))
+            rows[-1].cells = cells
+        except UserError as error:  # not of this row alone
+            raise UserError(f"{sources[cells[SOURCE]].name}: {error}") from error
+        except ValueError as error:
+            bad.append((cells, error))
+    counts = [len(row.documents) for row in rows]
+    if add_documents:
+        add_documents(rows)
+    resolve_ids(rows, lookups)
+    known = []
+    for row, count in zip(rows, counts):
+        if row.query is None:
+            bad.append((row.cells, f"no text has the id in {args.columns[0]!r}"))
+        elif None in row.documents[:count]:
+            bad.append((row.cells, f"no text has the id in {' or '.join(map(repr, args.columns[1:]))}"))
+        else:
+            known.append(row)
+            while None in row.documents:  # added from another row: that one is bad, not this one
+                place = row.documents.index(None)
+                del row.documents[place], row.labels[place]
+    if bad and args.on_bad_row == "error":
+        raise bad_row_error(bad, columns[SOURCE], sources, args)
+    return known, len(bad)
+
+
+def bad_row_error(bad, read, sources, args):
+    """Return the UserError of the first bad row; bad: (cells, what is wrong) of each; read: number of the source of
+    each row read. If most rows of its source have the same problem, the column is wrong: to skip them is no help."""
+    cells, problem = bad[0]
+    source = sources[cells[SOURCE]].name
+    shown = str({name: cells[name] for name in (*args.columns, *args.label_column)})[:200]
+    alike = [(other[SOURCE], str(text)) for other, text in bad].count((cells[SOURCE], str(problem)))
+    rows = read.count(cells[SOURCE])
+    if alike > max(1, rows / 2):
+        return UserError(
+            f"{source}: {problem} in {alike} of {rows} rows, as in {shown}; convert this column to "
+            "texts (numbers for a label), or choose others: --columns, --label_column"
+        )
+    return UserError(f"{source}: {problem} in the row {shown}; fix the row, or pass --on_bad_row skip")
+
+
+def resolve_ids(rows, lookups):
+    """Replace the ids of rows by texts, None for an unknown id; lookups: of queries and of documents."""
+    queries, documents = lookups
+    if queries:
+        for row, text in zip(rows, queries.texts([row.query for row in rows])):
+            row.query = text
+    if documents:
+        texts = iter(documents.texts([name for row in rows for name in row.documents]))
+        for row in rows:
+            row.documents = [next(texts) for _ in row.documents]
+
+
+def read_batches(tables, make_batch, data, args, accelerator, add_documents=None):
+    """Yield this process' Batch of each (Table, state) without end; runs in a background thread. An error of the data
+    becomes the `error` of a batch without rows, so that all processes can stop at the same step."""
+    state = error = None
+    while True:
+        skipped = 0
+        try:
+            if error is None:
+                table, state = next(tables)
+                _, own = deal(row_lengths(table, args), accelerator)
+                hook = add_documents and partial(add_documents, table)
+                rows, skipped = read_rows(table.take(np.sort(own)), data.sources, data.lookups, args, hook)
+                batch = make_batch(rows)
+        except UserError as caught:
+            error = caught
+        if error:
+            batch = make_batch([])
+        batch.state = state
+        batch.skipped = skipped
+        batch.error = error
+        yield batch
+
+
+# ---- sources and the order of their rows
+
+BLOCK = 100  # neighbouring rows of a mapped table that are read together; a shuffle window mixes many blocks
+START = {"taken": 0, "epoch": 0, "window": 0, "used": 0, "stream": None}  # position of a Source
+
+
 class Source:
     """The rows of a source, epoch after epoch, in windows that are shuffled as a whole: a pure function of the files,
-    the seed and `number`. `state` (JSON) is the position after the last row taken. clean: as in open_data."""
+    the seed and `number`. `position` (JSON) is that of the next row: rows taken in all, epoch, window, rows used of
+    the window, and the state of a stream before the window."""
 
-    def __init__(self, name, number, clean, args):
-        self.name, self.number, self.clean, self.args = name, number, clean, args
-        self.columns = list(dict.fromkeys([*args.columns, *args.label_column]))
-        self.window, self.held_out, self.files = args.shuffle_buffer or 1000, 0, list_files(name)
+    def __init__(self, name, number, args):
+        self.name = name
+        self.number = number
+        self.args = args
+        self.files = list_files(name)
+        self.window = args.shuffle_buffer or 1000  # rows
+        self.block = min(BLOCK, self.window)
+        self.held_out = 0
         self.leading = 0  # files of a stream with the held-out rows; not permuted, so that skip() skips these rows
         self.dataset = None if args.streaming else self.open(self.files)
         self.seek(None)
@@ -365,236 +1282,131 @@ class Source:
         return 1 if self.args.streaming else len(self.dataset) - self.held_out
 
     def open(self, files):
-        return open_files(files, self.args.streaming).select_columns(self.columns)
+        names = dict.fromkeys([*self.args.columns, *self.args.label_column])
+        return open_files(files, self.args.streaming).select_columns(list(names))
 
     def hold_out(self, count):
-        """Return clean() of the first `count` rows, and exclude them from training."""
+        """Return a Table of the first `count` rows, and exclude them from training."""
         table = [] if self.args.streaming else self.dataset[:count]
         while self.args.streaming and len(table) < count and self.leading < len(self.files):
             self.leading += 1
-            table = pa.concat_tables(self.open(self.files[: self.leading]).take(count).iter(count))
+            stream = self.open(self.files[: self.leading])
+            table = pa.concat_tables(stream.take(count).iter(count))
         self.held_out = len(table)
-        return self.clean(table, self.name, self.number, self.random())
+        return self.add_numbers(table, 0)
 
-    def seek(self, state):
-        """Continue after `state`, or from the beginning if it is None."""
-        self.state = dict(state or {"epoch": 0, "window": 0, "used": 0, "skipped": 0, "stream": None})
-        self.table, self.windows = [], self.read_windows()
+    def seek(self, position):
+        """Continue at a position, or from the beginning if it is None."""
+        self.position = dict(position or START)
+        self.table = []
+        self.windows = self.read_windows()
 
     def take(self, count):
-        """Return a Table of the next `count` valid rows."""
+        """Return a Table of the next `count` rows."""
+        position = self.position
         parts = []
-        while count:
-            if self.state["used"] >= len(self.table):
-                with user_errors(self.name):
+        with user_errors(self.name):
+            while count:
+                if position["used"] >= len(self.table):
                     self.table = next(self.windows)
-            parts.append(self.table.slice(self.state["used"], count))
-            self.state["used"] += len(parts[-1])
-            count -= len(parts[-1])
+                part = self.table.slice(position["used"], count)
+                parts.append(self.add_numbers(part, position["taken"]))
+                position["used"] += len(part)
+                position["taken"] += len(part)
+                count -= len(part)
         return pa.concat_tables(parts)
 
+    def add_numbers(self, table, first):
+        """Return a Table with the columns SOURCE and NUMBER, which identify a row of an epoch."""
+        table = table.append_column(SOURCE, pa.array(np.full(len(table), self.number)))
+        return table.append_column(NUMBER, pa.array(np.arange(first, first + len(table))))
+
     def read_windows(self):
-        """Yield the windows of all epochs, starting at `state`, and update `state` with each."""
+        """Yield the windows of all epochs from `position` on, and update it with each."""
+        position = self.position
         while True:
-            found = self.state["window"] or self.state["used"]
+            found = position["window"] or position["used"]
             for table, stream in self.read_stream() if self.args.streaming else self.read_blocks():
-                table, bad = self.clean(table, self.name, self.number, self.random(self.state["window"], 1))
+                table.validate(full=True)  # offsets of a damaged Arrow file may be out of bounds
                 if self.args.shuffle_buffer:
-                    table = table.take(self.random(self.state["window"]).permutation(len(table)))
-                if not self.state["used"]:  # else its bad rows were counted before the resume
-                    self.state["skipped"] += bad
-                self.state["stream"], found = stream, found or len(table)
-                yield table
-                self.state.update(window=self.state["window"] + 1, used=0)
+                    table = table.take(self.random(position["window"]).permutation(len(table)))
+                position["stream"] = stream
+                found = True
+                yield table.combine_chunks()
+                position.update(window=position["window"] + 1, used=0)
             if not found:
-                raise UserError(f"no valid row is left to train on after --eval_rows {self.args.eval_rows}")
-            self.state.update(epoch=self.state["epoch"] + 1, window=0, used=0, stream=None)
+                raise UserError(f"no row is left to train on after --eval_rows {self.args.eval_rows}")
+            position.update(epoch=position["epoch"] + 1, window=0, used=0, stream=None)
 
     def read_blocks(self):
-        """Yield (Table, None) for each window of an epoch from `state` on: random blocks of neighbouring rows."""
-        block = min(BLOCK, self.window)
-        blocks, count = np.arange(math.ceil(len(self) / block)), self.window // block
+        """Yield (Table, None) for each window of an epoch from `position` on: random blocks of neighbouring rows."""
+        blocks = np.arange(math.ceil(len(self) / self.block))
+        count = self.window // self.block
         if self.args.shuffle_buffer:
-            self.random().shuffle(blocks[: len(self) // block])  # a short last block stays last
-        for first in range(self.state["window"] * count, len(blocks), count):
-            starts = (self.held_out + blocks[first : first + count] * block).tolist()
+            self.random().shuffle(blocks[: len(self) // self.block])  # a short last block stays last
+        for first in range(self.position["window"] * count, len(blocks), count):
+            starts = (self.held_out + blocks[first : first + count] * self.block).tolist()
             # As dataset[start : start + block] does, without the 70 µs that formatting takes.
-            yield pa.concat_tables([self.dataset.data.fast_slice(start, block) for start in starts]), None
+            yield pa.concat_tables([self.dataset.data.fast_slice(start, self.block) for start in starts]), None
 
     def read_stream(self):
         """Yield (Table, state of the stream before it) for each window of an epoch; a resume loads that state to read
         the window again. Only files are permuted: `datasets` does not resume its own shuffling exactly."""
         files = self.files[self.leading :]
         if self.args.shuffle_buffer:
-            files = [files[i] for i in self.random().permutation(len(files))]
+            files = [files[index] for index in self.random().permutation(len(files))]
         stream = self.open(self.files[: self.leading] + files).skip(self.held_out)
-        if self.state["stream"]:
-            stream.load_state_dict(self.state["stream"])
-        before = self.state["stream"] or stream.state_dict()  # does not reflect a loaded state before the first row
+        before = self.position["stream"]
+        if before:
+            stream.load_state_dict(before)
+        before = before or stream.state_dict()  # does not reflect a loaded state before the first row
         for table in stream.iter(self.window):
             yield table, before
             before = stream.state_dict()
 
     def random(self, *keys):
         """Return the random generator of this source, its epoch and `keys`."""
-        return np.random.default_rng([self.args.seed, self.number, self.state["epoch"], *keys])
+        return np.random.default_rng([self.args.seed, self.number, self.position["epoch"], *keys])
 
 
-def as_texts(column, name, ids=False):
-    """Return a column of texts, or of `ids`, as large_string; null where there is none."""
-    kind, advice = column.type, None
-    if isinstance(kind, pa.JsonType):  # what `datasets` makes of a column of several types
-        advice = "rewrite it by prepare_corpus.py"
-    elif pa.types.is_nested(kind):
-        advice = "write its texts as a column of their own; Dataset.flatten() of `datasets` does so for structs"
-    elif pa.types.is_primitive(kind) and not ids:
-        advice = f"choose other columns or, to train on it, set --label_column {name}"
-    if advice:
-        raise UserError(f"column {name!r} holds {str(kind)[:100]}, not texts: {advice}")
-    return column.cast(pa.large_string())
-
-
-def join_texts(columns):
-    """Return the texts of {name: column of texts}, joined row by row."""
-    columns = [pc.fill_null(as_texts(column, name), "") for name, column in columns.items()]
-    return pc.utf8_trim_whitespace(pc.binary_join_element_wise(*columns, pa.scalar(" ", pa.large_string())))
-
-
-def flatten(columns, read):
-    """Flatten columns of values, or of lists of values, into (values, row of each, column number of each), sorted by
-    row; read(values, column number) casts the values of each column to one common type."""
-    values, rows = [], []
-    for number, column in enumerate(columns):
-        part, row = column.combine_chunks(), np.arange(len(column))
-        if pa.types.is_nested(part.type) and not pa.types.is_struct(part.type):
-            part, row = pc.list_flatten(part), pc.list_parent_indices(part).to_numpy()
-        values, rows = [*values, read(part, number)], [*rows, row]
-    numbers, rows = np.repeat(np.arange(len(rows)), list(map(len, rows))), np.concatenate(rows)
-    order = np.argsort(rows, kind="stable")
-    return pa.concat_arrays(values).take(order), rows[order], numbers[order]
-
-
-def parse_labels(column):
-    """Return a column of numbers or lists of numbers; texts are parsed as JSON."""
-
-    def parse(text):
-        with suppress(ValueError, TypeError):
-            return np.asarray(json.loads(text), float).tolist()
-
-    is_text = column.type in (pa.string(), pa.large_string()) or isinstance(column.type, pa.JsonType)
-    return pa.chunked_array([[parse(text) for text in column.to_pylist()]]) if is_text else column
-
-
-def read_groups(table, lookups, args, random):
-    """Return ({column: values}, problems as in drop_bad_rows) for a Table as read. Columns: "query", large_string;
-    "documents", lists of large_string, the positive first; "length", bytes; with --label_column, "labels", lists of
-    float64. From columns of lists, `random` draws one positive and --num_negatives of the other documents."""
-    table.validate(full=True)  # offsets of a damaged Arrow file may be out of bounds
-    (anchor, *names), n, limit = args.columns, len(table), args.num_negatives
-    lists = any(pa.types.is_nested(table[name].type) for name in names)
-    names = names if lists or limit is None else names[: 1 + limit]
-
-    def read(texts, number):
-        if not pa.types.is_struct(texts.type):
-            return as_texts(texts, names[number], ids=bool(lookups[1]))
-        available = [field.name for field in texts.type]
-        fields = {name: texts.field(name) for name in args.corpus_columns[1:] if name in available}
-        if not fields:
-            flags = f"--corpus_columns {args.corpus_columns[0]} {' '.join(available)}"
-            raise UserError(f"column {names[number]!r} holds structs: to read its fields, set {flags}")
-        return join_texts(fields)
-
-    documents, rows, numbers = flatten([table[name] for name in names], read)
-    kept, counts = np.arange(len(rows)), np.bincount(rows, minlength=n)
-    places = kept - (counts.cumsum() - counts)[rows]  # position of each document in its row
-    negative, sampled = (numbers if names[1:] else places) > 0, lists and (names[1:] or limit is not None)
-    if sampled:
-        rank = pd.Series(random.random(len(rows))).groupby([rows, negative]).rank()  # random order within its group
-        kept = np.flatnonzero(rank <= np.where(negative, len(rows) if limit is None else limit, 1))
-    offsets = np.append(0, np.bincount(rows[kept], minlength=n).cumsum())
-
-    texts, lengths, problems = [], 0, {}
-    queries = as_texts(table[anchor].combine_chunks(), anchor, ids=bool(lookups[0]))
-    documents = documents.take(kept) if sampled else documents
-    parts = (queries, np.arange(n), np.arange(n)), (documents, rows[kept], rows[~negative])
-    for (part, owners, required), lookup, name in zip(parts, lookups, (repr(anchor), " or ".join(map(repr, names)))):
-        part = lookup.texts(part) if lookup else part
-        blank = pc.fill_null(pc.or_(pc.equal(pc.binary_length(part), 0), pc.utf8_is_space(part)), True)
-        bad = np.isin(np.arange(n), owners[blank.to_numpy(False)]) | ~np.isin(np.arange(n), required)
-        problems[f"no text has the id in {name}" if lookup else f"{name} has no text"] = pa.array(bad)
-        lengths += np.bincount(owners, pc.fill_null(pc.binary_length(part), 0), n)
-        texts.append(part)
-    columns = {"query": texts[0], "documents": pa.ListArray.from_arrays(offsets, texts[1]), "length": lengths}
-    if args.label_column:
-        with user_errors(f"--label_column {' '.join(args.label_column)}"):
-            labels = [parse_labels(table[name]) for name in args.label_column]
-            labels, owners, _ = flatten(labels, lambda values, _: values.cast(pa.float64()).fill_null(math.nan))
-        finite, sizes = pc.is_finite(labels).to_numpy(False), np.bincount(owners, minlength=n)
-        bad = np.isin(np.arange(n), owners[~finite]) | (sizes == 0)
-        if sampled:  # draw the labels of the documents drawn
-            bad, places = bad | (sizes != counts), places + (sizes.cumsum() - sizes)[rows]
-            labels = pa.concat_arrays([labels, pa.array([math.nan])]).take(places[kept].clip(max=len(labels)))
-        problems[f"{' '.join(args.label_column)!r} has missing, extra or non-finite numbers"] = pa.array(bad)
-        columns["labels"] = pa.ListArray.from_arrays(offsets if sampled else np.append(0, sizes.cumsum()), labels)
-    return columns, problems
-
-
-def drop_bad_rows(table, problems, original, source, args):
-    """Return (Table of the rows without a problem, number of the others); raise UserError for the first of the others
-    unless --on_bad_row is skip. problems: {description: (n,) bool}, null: True. `original`: the rows as read. If most
-    rows have the same problem, the column is wrong: to skip them would leave little or nothing."""
-    where = np.stack([pc.fill_null(rows, True).to_numpy(False) for rows in problems.values()])  # (problems, n)
-    bad = where.any(0)
-    if args.on_bad_row == "error" and bad.any():
-        row = int(bad.argmax())
-        number = where[:, row].argmax()
-        problem, values = list(problems)[number], str(original.slice(row, 1).to_pylist()[0])[:200]
-        count, rows = where[number].sum(), len(original)
-        if count > max(1, rows / 2):
-            raise UserError(f"{source}: {problem} in {count} of {rows} rows, as in {values}; convert this column to "
-                            "texts (numbers for a label), or choose others: --columns, --label_column")  # fmt: skip
-        raise UserError(f"{source}: {problem} in the row {values}; fix the row, or pass --on_bad_row skip")
-    return table.filter(pa.array(~bad)) if bad.any() else table, int(bad.sum())
-
-
-def draw_sources(drawn, weights, count):
-    """Return the source of each of the next `count` rows, and add them to `drawn`, the rows drawn of each source: the
-    only state. The quota method (Balinski and Young 1975) always keeps every source within a row of its share."""
-    if len(weights) == 1:
-        drawn[0] += count
-        return [0] * count
-    choices, total = [], sum(weights)
-    for row in range(sum(drawn) + 1, sum(drawn) + count + 1):
-        below = [source for source, weight in enumerate(weights) if drawn[source] < weight * row / total]
-        choices.append(min(below, key=lambda source: (drawn[source] + 1) / weights[source]))
-        drawn[choices[-1]] += 1
-    return choices
+def apportion(drawn, weights, count):
+    """Return how many of the next `count` rows each source gives, so that it stays within a row of its share of all
+    rows; drawn: rows of each source so far."""
+    shares = np.array(weights) / sum(weights)
+    missing = shares * (sum(drawn) + count) - drawn
+    counts = np.maximum(missing.astype(int) - 1, 0)
+    for _ in range(count - counts.sum()):
+        counts[np.argmax(missing - counts)] += 1
+    return counts.tolist()
 
 
 def row_batches(sources, weights, args, state=None):
-    """Yield (Table of a batch, state after it) without end: a pure function of sources, seed and batch size.
-    Each batch has its own state (JSON), so prefetching loses no row. "cut": batches taken from the length window."""
-    state = state or {"drawn": [0] * len(sources), "sources": [None] * len(sources), "cut": 0}
-    for source, saved in zip(sources, state["sources"]):
-        source.seek(saved)
-    state = {**state, "sources": [dict(source.state) for source in sources]}
-    count = args.batch_size * args.length_window
+    """Yield (Table of a batch's rows, state after it) without end: a pure function of sources, seed and batch size.
+    Each batch has its own state (JSON), so prefetching loses no row: the position of each source before the length
+    window, and "cut", the batches taken from that window."""
+    state = state or {"sources": [None] * len(sources), "cut": 0}
+    for source, position in zip(sources, state["sources"]):
+        source.seek(position)
+    cut = state["cut"]
+    window = args.batch_size * args.length_window
+    unit = 1 if args.mix_by == "row" else window  # rows that are taken together from a source
     while True:
-        drawn, order = list(state["drawn"]), np.arange(args.length_window)
-        choices = draw_sources(drawn, weights, count if args.mix_by == "row" else 1)
-        choices *= count // len(choices)
-        tables = [sources[number].take(rows) for number, rows in enumerate(np.bincount(choices)) if rows]
-        table = pa.concat_tables(tables).combine_chunks()
-        if len(tables) > 1:  # from the order of `tables` to that of `choices`
-            table = table.take(np.argsort(np.argsort(choices, kind="stable")))
+        before = [dict(source.position) for source in sources]
+        drawn = [position["taken"] for position in before]
+        counts = apportion([rows // unit for rows in drawn], weights, window // unit)
+        tables = [source.take(count * unit) for source, count in zip(sources, counts) if count]
+        with user_errors("columns of different sources have different types"):
+            table = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
+        order = np.arange(args.length_window)
         if args.length_window > 1:
-            table = table.take(np.argsort(table["length"], kind="stable"))
-            np.random.default_rng([args.seed, *state["drawn"]]).shuffle(order)
-        after = {"drawn": drawn, "sources": [dict(source.state) for source in sources], "cut": 0}
-        for cut in range(state["cut"] + 1, args.length_window + 1):
-            rows = table.slice(order[cut - 1] * args.batch_size, args.batch_size)
-            yield rows, {**state, "cut": cut} if cut < args.length_window else after
-        state = after
+            table = table.take(np.argsort(row_lengths(table, args), kind="stable"))
+            np.random.default_rng([args.seed, *drawn]).shuffle(order)
+        for number in range(cut, len(order)):
+            rows = table.slice(order[number] * args.batch_size, args.batch_size)
+            done = number + 1 == len(order)
+            positions = [dict(source.position) for source in sources] if done else before
+            yield rows, {"sources": positions, "cut": 0 if done else number + 1}
+        cut = 0
 
 
 class TextLookup:
@@ -603,7 +1415,8 @@ class TextLookup:
 
     def __init__(self, sources, columns):
         files = [file for source in sources for file in list_files(source)]
-        self.name, self.fingerprint = sources[0], data_fingerprint(files)
+        self.name = sources[0]
+        self.fingerprint = data_fingerprint(files)
         self.id_column, *self.text_columns = columns
         self.dataset = open_files(files, streaming=False).select_columns(columns)
         os.makedirs(datasets.config.HF_DATASETS_CACHE, exist_ok=True)
@@ -620,34 +1433,40 @@ class TextLookup:
         order = np.argsort(hashes, kind="stable").astype(np.uint64)
         hashes = hashes[order]
         for first in np.flatnonzero(hashes[1:] == hashes[:-1]):
-            pair = self.ids(self.dataset[order[first : first + 2].tolist()]).to_pylist()
+            rows = order[first : first + 2].tolist()
+            pair = self.ids(self.dataset[rows]).tolist()
             raise UserError(f"ids {pair} are the same, or have the same 64-bit hash: change one")
         return np.stack([hashes, order])
 
     def texts(self, ids):
-        """Return the texts of a column of ids, large_string; null for an unknown id."""
-        places = np.searchsorted(self.index[0], self.hashes(ids)).clip(max=len(self.dataset) - 1)
-        table = self.dataset[self.index[1, places].tolist()].combine_chunks()  # else one chunk for each row
-        texts = join_texts({name: table[name] for name in self.text_columns})
-        return pc.if_else(pc.equal(self.ids(table), ids), texts, None).combine_chunks()
+        """Return the text of each id of a list; None for an unknown id, or one without a text."""
+        if not ids:
+            return []
+        with user_errors(self.name):
+            places = np.searchsorted(self.index[0], self.hashes(np.array(ids, object)))
+            rows = self.index[1, places.clip(max=len(self.dataset) - 1)]
+            table = self.dataset[rows.tolist()].combine_chunks()  # else one chunk for each row
+            columns = [to_python(table[name]) for name in self.text_columns]
+            texts = []
+            for wanted, found, *parts in zip(ids, self.ids(table), *columns):
+                for name, part in zip(self.text_columns, parts):
+                    check_text(part, name)
+                text = " ".join(part or "" for part in parts).strip()
+                texts.append(text if text and found == wanted else None)
+            return texts
 
     def ids(self, table):
+        """Return (rows,) object array of str."""
         table.validate(full=True)
-        return as_texts(table[self.id_column], self.id_column, ids=True)
+        column = table[self.id_column]
+        if isinstance(column.type, pa.JsonType):
+            raise UserError(
+                f"column {self.id_column!r} holds values of several types: rewrite it by prepare_corpus.py"
+            )
+        return np.asarray(column.cast(pa.large_string()), object)
 
     def hashes(self, ids):
-        return pd.util.hash_array(np.asarray(ids), categorize=False)  # uint64, the same in every process
-
-
-def data_fingerprint(files):
-    """Return a hash of the names and sizes of files, and of both ends of the first and the last file."""
-    digest = hashlib.sha256()
-    for number, file in enumerate(files):
-        fs, path = fsspec.core.url_to_fs(file)
-        digest.update(f"{os.path.basename(path)} {fs.size(path)} ".encode())
-        if number in (0, len(files) - 1):
-            digest.update(fs.head(path, 2**16) + fs.tail(path, 2**16))
-    return digest.hexdigest()[:16]
+        return pd.util.hash_array(ids, categorize=False)  # uint64, the same in every process
 
 
 @dataclass
@@ -655,53 +1474,124 @@ class Data:
     """What a run trains and evaluates on."""
 
     sources: list  # of Source
+    eval_sources: list  # of Source: those of the held-out rows
+    held_out: list  # Table of each that has some
+    lookups: list  # TextLookup of queries and of documents; None where rows contain texts
     weights: list  # share of each source
     epoch_rows: float  # mixed rows of an epoch
-    eval_rows: pa.Table | None
-    skipped: int  # bad rows among those held out
     description: list  # [name, rows, fingerprint] of each source and table of texts
+    skipped: int = 0  # bad rows among those held out
 
 
-def open_data(args, clean):
-    """Return the Data of the flags; set args.columns and args.eval_rows if they are not given. clean(table, name of
-    the source, its number, random, lookups, args) returns (Table of the valid rows, number of the others); lookups:
-    the TextLookups of queries and of documents, None where rows contain texts."""
+def open_lookup(sources, columns):
+    """Return the TextLookup of --queries or --corpus, None if it is not given."""
+    with user_errors(" ".join(sources)):
+        return TextLookup(sources, columns) if sources else None
+
+
+def open_sources(names, use, args):
+    """Return the list of Source of --train_data or --eval_data."""
+    sources = []
+    for number, name in enumerate(names):
+        with user_errors(f"--{use}_data {name}"):
+            sources.append(Source(name, number, args))
+    return sources
+
+
+def open_data(args):
+    """Return the Data of the flags; set args.columns and args.eval_rows if they are not given."""
     if not args.columns:
         with user_errors(f"--train_data {args.train_data[0]}"):
-            first = next(open_files(list_files(args.train_data[0])[:1]).iter(1))
+            files = list_files(args.train_data[0])
+            first = next(open_files(files[:1]).iter(1))
         args.columns = [name for name in first.column_names if name not in args.label_column]
     if len(args.columns) < 2:
         raise UserError(f"--columns: two or more are required, found {args.columns}")
-    lookups, sources, eval_sources = [], [], []
-    for tables, columns in ((args.queries, args.query_columns), (args.corpus, args.corpus_columns)):
-        with user_errors(" ".join(tables)):
-            lookups.append(TextLookup(tables, columns) if tables else None)
-    clean = partial(clean, lookups=lookups, args=args)
-    for opened, use, names in ((sources, "train", args.train_data), (eval_sources, "eval", args.eval_data)):
-        for number, name in enumerate(names):
-            with user_errors(f"--{use}_data {name}"):
-                opened.append(Source(name, number, clean, args))
-    description = [[source.name, len(source), data_fingerprint(source.files)] for source in [*sources, *eval_sources]]
-    description += [[lookup.name, len(lookup.dataset), lookup.fingerprint] for lookup in lookups if lookup]
+    lookups = [open_lookup(args.queries, args.query_columns), open_lookup(args.corpus, args.corpus_columns)]
+    sources = open_sources(args.train_data, "train", args)
+    eval_sources = open_sources(args.eval_data, "eval", args)
+    description = []
+    for source in (*sources, *eval_sources):
+        description.append([source.name, len(source), data_fingerprint(source.files)])
+    for lookup in filter(None, lookups):
+        description.append([lookup.name, len(lookup.dataset), lookup.fingerprint])
+
     if args.eval_rows is None:
-        bounded = not args.streaming and not args.eval_data
-        args.eval_rows = min(EVAL_ROWS, sum(map(len, sources)) // 10) if bounded else EVAL_ROWS
-    held_out, drawn = [], [0] * len(eval_sources or sources)
-    draw_sources(drawn, list(map(len, eval_sources)) or args.mixing_weights or list(map(len, sources)), args.eval_rows)
-    for source, count in zip(eval_sources or sources, drawn):
-        with user_errors(source.name):
-            held_out += [source.hold_out(count)] if count else []
+        args.eval_rows = EVAL_ROWS
+        if not args.streaming and not args.eval_data:
+            args.eval_rows = min(EVAL_ROWS, sum(map(len, sources)) // 10)
+    weights = args.mixing_weights or list(map(len, sources))
+    shares = list(map(len, eval_sources)) or weights
+    counts = apportion([0] * len(shares), shares, args.eval_rows)
+    held_out = []
+    for source, count in zip(eval_sources or sources, counts):
+        if count:
+            with user_errors(source.name):
+                held_out.append(source.hold_out(count))
     for source in sources:
         if not len(source):
             raise UserError(f"{source.name}: no row is left to train on after --eval_rows {args.eval_rows}")
-    eval_rows = pa.concat_tables(table for table, _ in held_out).combine_chunks() if held_out else None
-    weights = args.mixing_weights or list(map(len, sources))
+
+    if not args.mixing_weights:
+        weights = list(map(len, sources))  # without the rows held out
     ends = [len(source) * sum(weights) / weight for source, weight in zip(sources, weights)]  # of each, in mixed rows
-    epoch_rows = args.rows_per_epoch or (min if args.stopping_strategy == "first_exhausted" else max)(ends)
-    return Data(sources, weights, epoch_rows, eval_rows, sum(bad for _, bad in held_out), description)
+    end = min(ends) if args.stopping_strategy == "first_exhausted" else max(ends)
+    return Data(sources, eval_sources or sources, held_out, lookups, weights, args.rows_per_epoch or end, description)
 
 
-# ---- micro-batches (same in train_cross_encoder.py)
+def read_first_rows(data, args):
+    """Return the list of Row of the first batch, of all processes: the same after a resume."""
+    table, _ = next(row_batches(data.sources, data.weights, args))
+    return read_rows(table, data.sources, data.lookups, args)[0]
+
+
+def are_similarities(rows):
+    """Return whether the teacher's scores of rows are probabilities or cosines, from -1 to 1."""
+    largest = max((abs(label) for row in rows for label in row.labels), default=0)
+    return largest < 1.001  # a cosine may be rounded to above 1
+
+
+def print_entropies(scores, teacher, args, accelerator):
+    """Print the mean entropies of the softmax of `scores` and `teacher` over a row's documents: (n, L) each, divided
+    by their temperatures, `teacher` NaN where there is no document. Warn if the teacher's is near that of equal scores
+    but the model's is not: the loss would fall while the model's scores become equal."""
+    missing = teacher.isnan()
+    parts = (scores, teacher, torch.zeros_like(teacher))
+    parts = (Categorical(logits=part.masked_fill(missing, -torch.inf)) for part in parts)
+    model, teacher, equal = (part.entropy().mean().item() for part in parts)
+    accelerator.print(
+        f"teacher_temperature {args.loss_kwargs['teacher_temperature']}; mean entropy over a row's "
+        f"documents: teacher {teacher:.3f}, model {model:.3f}, equal scores {equal:.3f}"
+    )
+    if equal - teacher < 0.1 * (equal - model):
+        accelerator.print(
+            "warning: the teacher's scores hardly differ beside the model's, which would become equal: "
+            "lower teacher_temperature in --loss_kwargs"
+        )
+
+
+def read_held_out(data, args, accelerator, add_documents=None):
+    """Return the list of Row that are held out; `add_documents`: as in read_batches."""
+    if not data.held_out:
+        return []
+    table = pa.concat_tables(data.held_out, promote_options="permissive")
+    add_documents = add_documents and partial(add_documents, table)
+    rows, data.skipped = read_rows(table, data.eval_sources, data.lookups, args, add_documents)
+    if 0 < len(rows) < accelerator.num_processes:
+        raise UserError(f"--eval_rows {len(rows)}: too few for {accelerator.num_processes} processes")
+    return rows
+
+
+# ---- micro-batches
+
+
+def truncate_query(text, model, args):
+    """Return a query cut where the last token ends that --query_max_length allows."""
+    if not args.query_max_length:
+        return text
+    tokenizer = getattr(model.tokenizer, "backend_tokenizer", model.tokenizer)
+    ends = tokenizer.encode(text, add_special_tokens=False).offsets[: args.query_max_length]
+    return text[: ends[-1][1]] if ends else ""
 
 
 def cut_micro_batches(lengths, max_tokens):
@@ -712,52 +1602,50 @@ def cut_micro_batches(lengths, max_tokens):
     `max_tokens`; trying all of them saves at most 0.3 % of the tokens and takes 30 times as long."""
     order = np.argsort(-lengths, kind="stable")
     sizes = np.maximum(lengths[order], 1)
-    places = np.flatnonzero(np.diff(sizes, prepend=0) | np.diff(np.cumsum(sizes) * 16 // max_tokens, prepend=0))
-    begins, widths = [*places.tolist(), len(order)], sizes[places].tolist()
+    sixteenths = np.cumsum(sizes) * 16 // max_tokens
+    begins = np.flatnonzero(np.diff(sizes, prepend=0) | np.diff(sixteenths, prepend=0))
+    widths = sizes[begins].tolist()
+    begins = [*begins.tolist(), len(order)]
     cost_of_a_pass = 32 * (max_tokens / 2048) ** (5 / 3)
-    best = {len(places): (0.0, None)}  # {place: (lowest cost of the texts from it on, end of their first array)}
-    for first in reversed(range(len(places))):
-        ends = range(first + 1, max(first + 2, bisect_right(begins, begins[first] + max_tokens // widths[first])))
-        costs = (cost_of_a_pass + (begins[end] - begins[first]) * widths[first] + best[end][0] for end in ends)
-        best[first] = min(zip(costs, ends))
-    cuts, end = [], 0
-    while end < len(places):
-        first, end = end, best[end][1]
+    best = {len(widths): (0.0, None)}  # {number of a begin: (lowest cost from it on, number of the next begin)}
+    for first in reversed(range(len(widths))):
+        limit = bisect_right(begins, begins[first] + max_tokens // widths[first])
+        costs = []
+        for end in range(first + 1, max(first + 2, limit)):
+            tokens = (begins[end] - begins[first]) * widths[first]
+            costs.append((cost_of_a_pass + tokens + best[end][0], end))
+        best[first] = min(costs)
+    cuts = []
+    first = 0
+    while first < len(widths):
+        end = best[first][1]
         cuts.append(order[begins[first] : begins[end]])
+        first = end
     return cuts
 
 
 @dataclass
-class LocalBatch:
-    """The n of N texts or pairs that this process encodes, and where each of the N is in the gathered outputs."""
+class MicroBatches:
+    """The texts or pairs that this process encodes."""
 
-    micro_batches: list  # (features, indices among the n), longest first
-    tokens: int  # of the n, without padding
-    padded: int  # tokens with padding
-    order: torch.Tensor  # (n,) indices among the n, in the order of the micro-batches
-    indices: torch.Tensor  # (n,) indices among the N of the same texts, in the same order
-    gather_index: torch.Tensor  # (N,) row of each text in the (P * ceil(N / P), D) outputs of P processes
+    parts: list  # (features, indices of their texts)
+    places: torch.Tensor  # (2, texts) row and column of each in the (n, C) slots, in the order of the parts
+    tokens: int  # without padding
+    padded: int  # with padding
+
+    def slots(self, accelerator):
+        """Return (rows, columns), to index a tensor of slots, (n, C, ...)."""
+        return tuple(self.places.to(accelerator.device, non_blocking=True))
 
 
-def make_local_batch(texts, queries, model, max_tokens, args, accelerator):
-    """Return this process's LocalBatch of N texts or pairs (`texts`: one array, or two), dealt longest first in snake
-    order (0 1 1 0 0 1 ...) to balance number and length. `queries`: number of queries, first in the first array."""
-    lengths = sum(pc.binary_length(part).to_numpy() for part in texts)
-    processes, order = accelerator.num_processes, np.argsort(-lengths, kind="stable")
-    turn, owner = np.divmod(np.arange(len(order)), processes)
-    owner = np.where(turn % 2 == 0, owner, processes - 1 - owner)
-    local, gather_index = order[owner == accelerator.process_index], np.empty(len(order), np.int64)
-    gather_index[order] = owner * -(-len(order) // processes) + turn
-    local_texts = [part.take(local).to_pylist() for part in texts]
-    if args.query_max_length:  # truncate the text where its last allowed token ends
-        tokenizer = getattr(model.tokenizer, "backend_tokenizer", model.tokenizer)
-        for i in np.flatnonzero(local < queries):
-            ends = tokenizer.encode(local_texts[0][i], add_special_tokens=False).offsets[: args.query_max_length]
-            local_texts[0][i] = local_texts[0][i][: ends[-1][1] if ends else 0]
-    found = make_micro_batches(*local_texts, model, max_tokens, accelerator.device)
-    order = np.concatenate([cut for _, cut in found[0]])
-    indices = (pinned(torch.from_numpy(part), accelerator.device) for part in (order, local[order], gather_index))
-    return LocalBatch(*found, *indices)
+def collect(parts, places, tokens, device):
+    """Return the MicroBatches of [(features, indices)]; places: (row, column) of each text."""
+    padded = sum(features["input_ids"].numel() for features, _ in parts)
+    order = np.concatenate([indices for _, indices in parts])
+    places = torch.tensor(places)[order].T.contiguous()
+    for features, _ in parts:
+        features.update({name: pinned(value, device) for name, value in features.items()})
+    return MicroBatches(parts, pinned(places, device), int(tokens), padded)
 
 
 def pinned(value, device):
@@ -765,74 +1653,120 @@ def pinned(value, device):
     return value.pin_memory() if device.type == "cuda" and torch.is_tensor(value) else value
 
 
-def pad_micro_batches(encodings, model, max_tokens, device):
-    """Return (micro-batches, tokens, tokens with padding) of tokenized texts or pairs; a micro-batch is (features,
-    indices in `encodings`). If the model supports it (flash attention), texts are concatenated without padding."""
-    tokenizer, flat, micro_batches, padded = model.tokenizer, {}, [], 0
-    lengths = np.array([len(encoding) for encoding in encodings], np.int64)
-    starts, widths, total = torch.from_numpy(np.cumsum(lengths) - lengths), lengths, int(lengths.sum())
+def pad_lists(lists, size, fill, dtype=np.int64, width=1):
+    """Return a (size, longest) tensor of lists, padded with `fill`, at least `width` wide."""
+    width = max([width, *map(len, lists)])
+    padded = np.full((size, width), fill, dtype)
+    for row, values in zip(padded, lists):
+        row[: len(values)] = values
+    return torch.from_numpy(padded)
+
+
+def pad_micro_batches(encodings, places, model, max_tokens, device):
+    """Return the MicroBatches of tokenized texts or pairs, longest first; places: (row, column) of each."""
+    lengths = np.array([len(encoding) for encoding in encodings])
+    widths = lengths
     if device.type != "cpu":  # fast kernels require multiples of 8
         widths = np.maximum(lengths, np.minimum(-(-lengths // 8) * 8, model.max_seq_length))
-    fills = {"input_ids": ("ids", tokenizer.pad_token_id), "token_type_ids": ("type_ids", tokenizer.pad_token_type_id)}
-    for name in fills.keys() & set(tokenizer.model_input_names):  # (total,), text after text
-        tokens = chain.from_iterable(getattr(encoding, fills[name][0]) for encoding in encodings)
-        flat[name] = torch.from_numpy(np.fromiter(tokens, np.int64, total))
-    for cut in cut_micro_batches(widths, max_tokens):
-        columns = torch.arange(int(widths[cut[0]]))
-        mask = columns < torch.from_numpy(lengths[cut])[:, None]  # (n, width)
-        places = (starts[cut, None] + columns).clamp_(max=total - 1)  # (n, width), in the flat arrays
-        if model[0].can_flatten_inputs:  # the form of transformers.DataCollatorWithFlattening
-            positions = (columns + model[0]._flatten_position_offset).expand_as(mask)
-            features = {"input_ids": flat["input_ids"][places[mask]][None], "position_ids": positions[mask][None]}
-            ends, width = F.pad(mask.sum(1).cumsum(0), (1, 0)).int(), len(columns)
-            features |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": width, "max_length_k": width}
-            features["seq_idx"] = mask.nonzero()[:, 0].int()[None]  # else mean pooling waits for the device
+    parts = []
+    for indices in cut_micro_batches(widths, max_tokens):
+        chosen = [encodings[index] for index in indices]
+        if model[0].can_flatten_inputs:
+            features = flatten_texts(chosen, model[0])
         else:
-            features = {name: tokens[places].masked_fill_(~mask, fills[name][1]) for name, tokens in flat.items()}
-            if not mask.all():  # else transformers synchronizes the device to see that nothing is masked
-                features["attention_mask"] = mask.long()
-        padded += features["input_ids"].numel()
-        micro_batches.append(({name: pinned(value, device) for name, value in features.items()}, cut))
-    return micro_batches, total, padded
+            features = pad_texts(chosen, int(widths[indices[0]]), model.tokenizer)
+        parts.append((features, indices))
+    return collect(parts, places, lengths.sum(), device)
 
 
-def prefetch(iterator, depth=2):
-    """Yield from an iterator that runs in a background thread, `depth` items ahead; its errors are raised here."""
+def pad_texts(encodings, width, tokenizer):
+    """Return the features of tokenized texts or pairs, (texts, width) each."""
+    pad = partial(pad_lists, size=len(encodings), width=width)
+    features = {"input_ids": pad([encoding.ids for encoding in encodings], fill=tokenizer.pad_token_id)}
+    if "token_type_ids" in tokenizer.model_input_names:
+        types = [encoding.type_ids for encoding in encodings]
+        features["token_type_ids"] = pad(types, fill=tokenizer.pad_token_type_id)
+    if min(map(len, encodings)) < width:  # else transformers waits for the device to see that nothing is masked
+        features["attention_mask"] = pad([encoding.attention_mask for encoding in encodings], fill=0)
+    return features
+
+
+def flatten_texts(encodings, transformer):
+    """Return the features of tokenized texts, concatenated without padding for flash attention."""
+    features = transformer.data_collator([{"input_ids": encoding.ids} for encoding in encodings])
+    features["position_ids"] += transformer._flatten_position_offset  # RoBERTa counts from 2
+    del features["labels"]
+    return features
+
+
+def prefetch(batches, depth=2):
+    """Yield from an iterator of Batch that runs in a background thread, `depth` ahead; its errors are raised here."""
     with ThreadPoolExecutor(1) as pool:
-        ahead = deque(pool.submit(next, iterator, None) for _ in range(depth))
-        while (item := ahead.popleft().result()) is not None:
-            ahead.append(pool.submit(next, iterator, None))
-            yield item
+        ahead = deque(pool.submit(next, batches) for _ in range(depth))
+        while True:
+            requested = time.perf_counter()
+            batch = ahead.popleft().result()
+            batch.waited = time.perf_counter() - requested
+            ahead.append(pool.submit(next, batches))
+            yield batch
 
 
-def equalize_micro_batches(local, accelerator):
-    """Repeat the last micro-batch under FSDP, whose forwards are collective, until all ranks run equally many."""
+def equalize_micro_batches(micro_batches, accelerator):
+    """Return (parts of the MicroBatches, the largest number of parts of a process). Under FSDP, whose forwards are
+    collective, the last part is repeated, for no text, until all ranks run equally many."""
+    parts = micro_batches.parts
+    if accelerator.num_processes == 1:
+        return parts, len(parts)
+    most = accelerator.gather(torch.tensor([len(parts)], device=accelerator.device)).max().item()
     if accelerator.distributed_type == DistributedType.FSDP:
-        count = max(gather_object([len(local.micro_batches)]))
-        features, _ = local.micro_batches[-1]  # the shortest texts; the output is discarded
-        local.micro_batches += [(features, ())] * (count - len(local.micro_batches))
+        features, _ = parts[-1]  # the shortest texts; the output is discarded
+        parts = parts + [(features, ())] * (most - len(parts))
+    return parts, most
 
 
-def gather_outputs(parts, local, accelerator):
-    """Return (N, D) detached outputs of all texts, in the batch's order; `parts`: (n, D) outputs of micro-batches."""
-    order, gather_index = (t.to(accelerator.device, non_blocking=True) for t in (local.order, local.gather_index))
-    padded = parts[0].new_zeros(-(-len(gather_index) // accelerator.num_processes), parts[0].shape[1])
-    padded[order] = torch.cat(parts).detach()
-    return accelerator.gather(padded)[gather_index]
+def gather_slots(outputs, micro_batches, shape, accelerator):
+    """Return (P n, C, ...) detached outputs of all processes; `outputs`: (texts, ...) of each part; shape:
+    (n, C), the slots of each process. Slots without a text are 0."""
+    slots = outputs[0].new_zeros(*shape, *outputs[0].shape[1:])
+    slots[micro_batches.slots(accelerator)] = torch.cat(outputs).detach()
+    return accelerator.gather(slots)
 
 
-# ---- model (same in train_cross_encoder.py)
+def pad_columns(tensor, fill, accelerator):
+    """Return a process' (n, C) tensor on the device, with as many columns as that of the process with most."""
+    tensor = tensor.to(accelerator.device, non_blocking=True)
+    if accelerator.num_processes == 1:
+        return tensor
+    return accelerator.pad_across_processes(tensor, dim=1, pad_index=fill)
+
+
+def seed_dropout(*numbers):
+    """Seed dropout by integers: the same in a second forward pass, and after a resume."""
+    torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
+
+
+def keeps_graphs(number, args, device):
+    """Return whether the graphs of this many micro-batches are kept until the loss (--grad_cache)."""
+    if args.grad_cache == "auto":
+        return number <= GRAPHS_KEPT[device.type != "cpu"]
+    return args.grad_cache == "false"
+
+
+# ---- model
 
 
 def set_dropout(model, probability):
     """Set the dropout probability of Dropout modules and of all dropout numbers in modules and their configs."""
     found = 0
     for module in model.modules():
-        for values in (vars(holder) for holder in (module, vars(module).get("config")) if holder is not None):
-            names = [name for name, value in values.items() if "dropout" in name and type(value) in (int, float)]
-            names += ["p"] * isinstance(module, torch.nn.Dropout)
-            values.update(dict.fromkeys(names, probability))
-            found += len(names)
+        if isinstance(module, torch.nn.Dropout):
+            module.p = probability
+            found += 1
+        for holder in (module, vars(module).get("config")):
+            for name, value in list(vars(holder).items()) if holder is not None else ():
+                if "dropout" in name and type(value) in (int, float):
+                    setattr(holder, name, probability)
+                    found += 1
     if probability and not found:
         raise UserError(f"--dropout {probability}: the model has no dropout")
 
@@ -849,20 +1783,6 @@ def add_lora(model, rank, checkpoint, task=None):
         set_peft_model_state_dict(model[0].model, load_file(checkpoint / "adapter_model.safetensors"))
 
 
-def own_memory(model):
-    """Copy all parameters and buffers. Loaded ones are views of a mapped file, at addresses that depend on its header;
-    kernels choose their order of summation by alignment, so the last bits would depend on the file."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.clone()
-
-
-def check_attention(model, accelerator):
-    """Raise UserError for flash attention in a run that computes in float32."""
-    kernels = str(getattr(model.config, "_attn_implementation", None))
-    if "flash" in kernels and accelerator.mixed_precision == "no":
-        raise UserError(f"{kernels} requires half precision: accelerate launch --mixed_precision bf16")
-
-
 def freeze_unused(model, output):
     """Freeze the parameters on which an `output` of the model does not depend, such as BERT's pooler under mean
     pooling. DDP waits for every parameter's gradient: if one has none, no gradient is reduced, without an error."""
@@ -872,340 +1792,30 @@ def freeze_unused(model, output):
     model.zero_grad()
 
 
-# ---- from rows to batches
+def check_attention(model, accelerator):
+    """Raise UserError for flash attention in a run that computes in float32."""
+    kernels = str(getattr(model.config, "_attn_implementation", None))
+    if "flash" in kernels and accelerator.mixed_precision == "no":
+        raise UserError(f"{kernels} requires half precision: accelerate launch --mixed_precision bf16")
 
 
-def clean_pairs(table, source, number, random, lookups, args):
-    """Return (Table of the valid rows, number of the others) for a Table as read from `source`; the columns are
-    those of read_groups, with prompts."""
-    columns, problems = read_groups(table, lookups, args, random)
-    documents = columns["documents"]
-    if args.prompts:
-        query_prompt = args.prompts[min(number, max(0, len(args.prompts) - 2))]
-        columns["query"] = pc.utf8_replace_slice(columns["query"], 0, 0, query_prompt)  # prepends it
-        texts = pc.utf8_replace_slice(documents.values, 0, 0, args.prompts[-1])
-        columns["documents"] = pa.ListArray.from_arrays(documents.offsets, texts)
-    if args.label_column:
-        labels, sizes = pc.list_value_length(columns["labels"]), pc.list_value_length(documents)
-        if args.loss in TEACHER_LOSSES:
-            problem = f"--loss {args.loss} requires a score for each of two or more documents; violated"
-            problems[problem] = pc.or_(pc.not_equal(labels, sizes), pc.less(sizes, 2))
-        else:
-            problem = f"{' '.join(args.label_column)!r} has fewer than the {pc.max(labels)} labels of other rows"
-            problems[problem] = pc.not_equal(labels, pc.max(labels))
-    return drop_bad_rows(pa.table(columns), problems, table, source, args)
+def own_memory(model):
+    """Copy all parameters and buffers. Loaded ones are views of a mapped file, at addresses that depend on its header;
+    kernels choose their order of summation by alignment, so the last bits would depend on the file."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
 
 
-def make_micro_batches(texts, model, max_tokens, device):
-    """Return (micro-batches, tokens, tokens with padding) of texts; a micro-batch is (features, indices in texts)."""
-    if not isinstance(model.tokenizer, Tokenizer):
-        encodings = model.tokenizer.backend_tokenizer.encode_batch_fast(texts)
-        return pad_micro_batches(encodings, model, max_tokens, device)
-    # A static embedding model: texts are concatenated, without padding.
-    encodings = model.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    ends = np.append(0, np.cumsum([len(encoding) for encoding in encodings]))
-    tokens = chain.from_iterable(encoding.ids for encoding in encodings)
-    flat, ends = torch.from_numpy(np.fromiter(tokens, np.int64, ends[-1])), torch.from_numpy(ends)
-    size, micro_batches = max(1, max_tokens * len(texts) // max(1, len(flat))), []  # texts per micro-batch
-    for cut in np.split(np.arange(len(texts)), range(size, len(texts), size)):
-        first, last = ends[cut[0]], ends[cut[-1] + 1]
-        features = {"input_ids": flat[first:last], "offsets": ends[cut] - first}
-        micro_batches.append(({name: pinned(tensor, device) for name, tensor in features.items()}, cut))
-    return micro_batches, len(flat), len(flat)
+def set_max_length(model, args):
+    """Truncate texts to --max_length tokens, and let the tokenizer add no padding: once, as two threads use it."""
+    limit = getattr(model.config, "max_position_embeddings", None) or math.inf
+    model.max_seq_length = args.max_length or model.max_seq_length
+    if model.max_seq_length > limit:
+        raise UserError(f"--max_length {model.max_seq_length}: the model has positions for {limit} tokens")
+    model.tokenizer.backend_tokenizer.no_padding()
 
 
-@dataclass
-class Batch:
-    """The rows of one loss, the same on every process, and the part of their texts that this process encodes."""
-
-    rows: pa.Table
-    state: dict  # of row_batches, after this batch
-    places: torch.Tensor  # (C, B) int64, index of each anchor and document among the N texts; 0 if missing
-    ids: torch.Tensor  # (C, B) int64, equal for equal texts; -1 if missing
-    labels: torch.Tensor | None  # (B,), or (B, labels of a row) padded with NaN
-    local: LocalBatch
-    guide: LocalBatch | None  # the same texts for the guide
-
-
-def pad_lists(values, sizes, fill):
-    """Return an (n, longest) array of the values of n lists of these `sizes`, padded with `fill`."""
-    mask = np.arange(sizes.max()) < sizes[:, None]
-    padded = np.full(mask.shape, fill, values.dtype)
-    padded[mask] = values
-    return padded
-
-
-def make_batches(rows_and_states, model, max_tokens, args, accelerator, guide=None):
-    """Yield each Batch with this process's part of it tokenized; runs in a background thread."""
-    for rows, state in rows_and_states:
-        queries, documents, labels = rows["query"].combine_chunks(), rows["documents"].combine_chunks(), None
-        texts, count = pa.concat_arrays([queries, documents.flatten()]), len(rows)  # (N,)
-        places = pad_lists(np.arange(count, len(texts)), pc.list_value_length(documents).to_numpy(), -1)
-        places = np.vstack([np.arange(count), places.T])  # (C, B)
-        if places.min() < 0 and args.loss not in LOSSES:
-            raise UserError(f"--loss {args.loss} requires equally many documents in all rows: lower --num_negatives")
-        ids = np.where(places < 0, -1, texts.dictionary_encode().indices.to_numpy().astype(np.int64)[places])
-        if args.label_column:
-            labels = rows["labels"].combine_chunks()
-            labels = pad_lists(labels.flatten().to_numpy(), pc.list_value_length(labels).to_numpy(), np.nan)
-            labels = torch.from_numpy(labels).squeeze(1).float()  # (B,) if each row has one label
-        tensors = (torch.from_numpy(places.clip(0)), torch.from_numpy(ids), labels)
-        places, ids, labels = (pinned(part, accelerator.device) for part in tensors)
-        parts = [encoder and make_local_batch([texts], count, encoder, max_tokens, args, accelerator)
-                 for encoder in (model, guide)]  # fmt: skip
-        yield Batch(rows, state, places, ids, labels, *parts)
-
-
-# ---- model and loss
-
-
-def load_model(args, checkpoint=None):
-    """Return the SentenceTransformer of the flags, with the weights of the checkpoint if one is given."""
-    path = str(checkpoint) if checkpoint and not args.lora_rank else args.model_name_or_path
-    options = {"use_safetensors": True, "attn_implementation": args.attn_implementation}  # never a pickle
-    torch.manual_seed(args.seed)  # for adapters, and weights that the folder lacks
-    with user_errors(f"--model_name_or_path {path}"):
-        check_exists(path)
-        model = SentenceTransformer(path, device="cpu", model_kwargs=options, trust_remote_code=False)
-        if "SequenceClassification" in str(getattr(model.config, "architectures", None)):
-            raise UserError("is a cross-encoder: use train_cross_encoder.py")
-        if model.similarity_fn_name not in ("cosine", "dot"):
-            raise UserError(f"similarity {model.similarity_fn_name} is not supported, only cosine and dot")
-        if isinstance(model.tokenizer, Tokenizer):
-            if args.max_length:
-                model.tokenizer.enable_truncation(args.max_length)
-        else:
-            limit = getattr(model.config, "max_position_embeddings", None) or math.inf
-            model.max_seq_length = args.max_length or model.max_seq_length
-            if model.max_seq_length > limit:
-                raise UserError(f"--max_length {model.max_seq_length}: the model has positions for {limit} tokens")
-            model.tokenizer.backend_tokenizer.no_padding()  # once, as two threads use the tokenizer and its settings
-            model.tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
-            if args.gradient_checkpointing:
-                model[0].model.activation_checkpointing_enable({"use_reentrant": False})
-    if args.pooling:
-        with user_errors(f"--pooling {args.pooling}: the model has no pooling to replace"):
-            index = [isinstance(module, modules.Pooling) for module in model].index(True)
-        model[index] = modules.Pooling(model[index].embedding_dimension, pooling_mode=args.pooling)
-    if args.prompts:
-        model.prompts = {"query": args.prompts[0], "document": args.prompts[-1]}
-    if args.dropout is not None:
-        set_dropout(model, args.dropout)
-    if args.lora_rank:
-        add_lora(model, args.lora_rank, checkpoint)
-    else:
-        model.float()  # with autocast, too, the weights updated are float32
-    own_memory(model)
-    return model
-
-
-MAX_SCORES = 2**26  # in memory at once (256 MB); larger score matrices are computed in chunks, and again in backward
-
-
-def softmax_loss(queries, documents, query_keys, document_keys, scale, rows, margin=None, guide=None):
-    """Return the cross-entropy of document i for query i among all documents, summed over the queries `rows`.
-
-    queries (B, D), documents (M, D); keys: (anchor ids, text ids) of each, int64. False negatives are masked:
-    documents with the query's anchor, or with the text of its target, document i. The anchor id of hard negatives is
-    -1, as is the text id of missing documents, which are masked as well. `margin`: mask documents whose similarity
-    to the query exceeds the target's by more than this. `guide`: embeddings (queries, documents) to measure it by."""
-
-    def chunk(targets, queries, documents):
-        scores = queries[targets] @ documents.T * scale  # (targets, M)
-        masked = query_keys[0][targets, None] == document_keys[0]
-        masked |= (query_keys[1][targets, None] == document_keys[1]) | (document_keys[1] < 0)
-        if margin is not None:
-            similar = guide[0][targets] @ guide[1].T if guide else scores.detach() / scale
-            masked |= similar > similar.gather(1, targets[:, None]) + margin
-        masked.scatter_(1, targets[:, None], False)  # never the target
-        return F.cross_entropy(scores.masked_fill(masked, -torch.inf), targets, reduction="sum")
-
-    chunks = rows.split(max(1, MAX_SCORES // len(documents)))
-    if len(chunks) == 1:
-        return chunk(rows, queries, documents)
-    return sum(recompute(chunk, part, queries, documents, use_reentrant=False) for part in chunks)
-
-
-# A loss in LOSSES takes the embeddings of the whole batch, gathered from all processes, and returns the sum of the
-# losses of `rows`, (n,) indices of this process, divided by B; the sum over processes is the mean over the batch.
-# columns: C tensors (B, D): anchors, positives, negatives..., normalized if the similarity is cosine; ids: (C, B),
-# equal for equal texts, -1 if missing; labels: (B,), (B, C - 1) or None; guide: the columns as embedded by
-# --guide_model, or None. Further arguments are --loss_kwargs.
-
-
-def infonce(columns, ids, labels, rows, guide=None, temperature=0.05, symmetric=False, mask_margin=None):
-    """Return InfoNCE (van den Oord et al. 2018, equation 4) with in-batch and hard negatives.
-    `symmetric`: average it with the loss of finding each positive's anchor (Radford et al. 2021, figure 3).
-    `mask_margin`: mask documents whose similarity exceeds the positive's by more than this (Zhang et al. 2025,
-    equation 2); a guide, if any, measures the similarity, and the default is then 0 (Solatorio 2024, section 3)."""
-    anchors, documents = columns[0], torch.cat(columns[1:])  # (B, D), (M, D)
-    anchor_ids = torch.cat([ids[0], ids.new_full((ids[2:].numel(),), -1)])
-    keys, margin = (ids[0], ids[1]), 0.0 if guide and mask_margin is None else mask_margin
-    options = {"scale": 1 / temperature, "rows": rows, "margin": margin}
-    guides, document_keys = guide and (guide[0], torch.cat(guide[1:])), (anchor_ids, ids[1:].flatten())
-    loss = softmax_loss(anchors, documents, keys, document_keys, guide=guides, **options)
-    if symmetric:
-        guides = guide and (guide[1], guide[0])
-        loss = (loss + softmax_loss(columns[1], anchors, keys, keys, guide=guides, **options)) / 2
-    return loss / len(anchors)
-
-
-def row_scores(columns, labels, rows, temperature, teacher_temperature):
-    """Return the similarities of the n anchors `rows` to their own documents, and the teacher's labels of these, each
-    divided by its temperature; (n, C - 1) each. A missing document has the label NaN."""
-    scores = torch.stack([(columns[0][rows] * column[rows]).sum(-1) for column in columns[1:]], 1)
-    return scores / temperature, labels[rows] / teacher_temperature
-
-
-def margin_mse(columns, ids, labels, rows, guide=None, temperature=0.05, teacher_temperature=1.0):
-    """Return the squared error of the margins of positives over negatives (Hofstätter et al. 2020, Margin-MSE)."""
-    scores, labels = row_scores(columns, labels, rows, temperature, teacher_temperature)
-    given = labels[:, 1:].isfinite()
-    error = (scores[:, :1] - scores[:, 1:]) - (labels[:, :1] - labels[:, 1:].nan_to_num())
-    return ((error.square() * given).sum(1) / given.sum(1)).sum() / len(columns[0])
-
-
-def kl(columns, ids, labels, rows, guide=None, temperature=0.05, teacher_temperature=1.0):
-    """Return KL(teacher || model) of the softmax over a row's documents (Lin et al. 2020)."""
-    scores, labels = row_scores(columns, labels, rows, temperature, teacher_temperature)
-    student, teacher = (part.masked_fill(labels.isnan(), -1e9).log_softmax(1) for part in (scores, labels))
-    return F.kl_div(student, teacher, reduction="sum", log_target=True) / len(columns[0])
-
-
-LOSSES = {"infonce": infonce, "margin_mse": margin_mse, "kl": kl}
-
-
-def set_teacher_temperature(labels, args):
-    """Set teacher_temperature in args.loss_kwargs, if it is not given, by the range of the teacher's scores `labels`:
-    the model's temperature for probabilities and cosines (from -1 to 1), else 1."""
-    similar = pc.max(pc.abs(pc.list_flatten(labels))).as_py() < 1.001  # a cosine may be rounded to above 1
-    default = args.loss_kwargs.get("temperature", 0.05) if similar else 1.0
-    args.loss_kwargs = {"teacher_temperature": default} | args.loss_kwargs
-
-
-def make_loss(args, model):
-    """Return loss(columns, ids, labels, rows, guide) -> scalar: one of LOSSES, or a class of sentence-transformers."""
-    options, dot, weight = dict(args.loss_kwargs), model.similarity_fn_name == "dot", 0.0
-    if args.loss in TEACHER_LOSSES:
-        weight = options.pop("infonce", 0.0)  # teachers do not score the documents of other rows
-        options = {"temperature": 1.0 if dot else 0.05} | options
-    if args.loss in LOSSES:
-        with user_errors(f"--loss {args.loss}"):
-            inspect.signature(LOSSES[args.loss]).bind(None, None, None, None, **options)
-
-        def base(columns, *rest):
-            columns = columns if dot else [F.normalize(column, dim=-1) for column in columns]
-            loss = LOSSES[args.loss](columns, *rest, **options)
-            return loss + weight * infonce(columns, *rest, temperature=options["temperature"]) if weight else loss
-    else:
-        names = [name for name in dir(losses) if hasattr(getattr(losses, name), "compute_loss_from_embeddings")]
-        if args.loss not in names:
-            raise UserError(f"--loss {args.loss}: unknown; available: {', '.join([*LOSSES, *names])}")
-        with user_errors("--loss_kwargs"):
-            module = getattr(losses, args.loss)(model, **options)
-        if any(not name.startswith("model.") for name, _ in module.named_parameters()):
-            raise UserError(f"--loss {args.loss} has weights of its own, which would not be trained")
-
-        def base(columns, ids, labels, rows, guide=None):  # each process computes the whole loss, returns its share
-            with user_errors(f"--loss {args.loss}"):  # it can reject these columns or labels
-                return module.compute_loss_from_embeddings(columns, labels) * len(rows) / ids.shape[1]
-
-    def matryoshka(columns, *rest):  # Kusupati et al. 2022, equation 1, with equal weights
-        parts = [[F.normalize(column[:, :size], dim=-1) for column in columns] for size in args.matryoshka_dims]
-        return sum(base(part, *rest) for part in parts)
-
-    if max(args.matryoshka_dims, default=0) > model.get_embedding_dimension():
-        raise UserError(f"--matryoshka_dims: the embeddings have only {model.get_embedding_dimension()} dimensions")
-    return matryoshka if args.matryoshka_dims else base
-
-
-# ---- step
-
-
-def encode(model, features, accelerator):
-    """Return (n, D) float embeddings of one micro-batch."""
-    features = transformers.BatchEncoding(features).to(accelerator.device, non_blocking=True).data
-    with accelerator.autocast():  # gives flash attention its dtype; prepare() does not wrap FSDP2's forward
-        return model(features)["sentence_embedding"].float()
-
-
-@torch.no_grad()
-def encode_all(model, local, accelerator):
-    """Return (N, D) embeddings of all texts without gradients, normalized if the model's similarity is cosine."""
-    equalize_micro_batches(local, accelerator)
-    with accelerator.autocast():
-        parts = [encode(model, features, accelerator)[: len(cut)] for features, cut in local.micro_batches]
-    embeddings = gather_outputs(parts, local, accelerator)
-    return embeddings if model.similarity_fn_name == "dot" else F.normalize(embeddings, dim=-1)
-
-
-def print_entropies(scores, teacher, args, accelerator):
-    """Print the mean entropies of the softmax of `scores` and `teacher` over a row's documents: (n, L) each, divided
-    by their temperatures, `teacher` NaN where there is no document. Warn if the teacher's is near that of equal scores
-    but the model's is not: the loss would fall while the model's scores become equal."""
-    parts = (scores, teacher, torch.zeros_like(teacher))
-    parts = (part.masked_fill(teacher.isnan(), -torch.inf) for part in parts)
-    model, teacher, equal = (Categorical(logits=part).entropy().mean().item() for part in parts)
-    accelerator.print(f"teacher_temperature {args.loss_kwargs['teacher_temperature']}; mean entropy over a row's "
-                      f"documents: teacher {teacher:.3f}, model {model:.3f}, equal scores {equal:.3f}")  # fmt: skip
-    if equal - teacher < 0.1 * (equal - model):
-        accelerator.print("warning: the teacher's scores hardly differ beside the model's, which would become equal: "
-                          "lower teacher_temperature in --loss_kwargs")  # fmt: skip
-
-
-def report_entropies(model, batch, args, accelerator):
-    """Print the mean entropies of model and teacher over the documents of a batch's rows."""
-    device = accelerator.device
-    columns, options = encode_all(model, batch.local, accelerator)[batch.places.to(device)], args.loss_kwargs
-    temperature = options.get("temperature", 1.0 if model.similarity_fn_name == "dot" else 0.05)
-    rows, labels = torch.arange(len(batch.rows), device=device), batch.labels.to(device)
-    print_entropies(*row_scores(columns, labels, rows, temperature, options["teacher_temperature"]), args, accelerator)
-
-
-def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator, guide=None):
-    """Add the gradient of the batch's loss to the model's; return this process's part of the loss (the parts add up).
-    `seed`: integers that identify this batch. `sync`: reduce gradients over processes in the last backward pass."""
-    local, device, processes = batch.local, accelerator.device, accelerator.num_processes
-    equalize_micro_batches(local, accelerator)
-    last = len(local.micro_batches) - 1
-
-    def embed(number):  # (n, D)
-        # Repeat the same dropout in a second forward pass, and after a resume.
-        torch.manual_seed(int(np.random.SeedSequence([*seed, accelerator.process_index, number]).generate_state(1)[0]))
-        features, cut = local.micro_batches[number]
-        with accelerator.no_sync(model):
-            return encode(model, features, accelerator)[: len(cut)]
-
-    def backward(number, value):
-        # Reduce gradients over processes once, with those of the last micro-batch.
-        with accelerator.trigger_sync_in_backward(model) if sync and number == last else nullcontext():
-            accelerator.backward(value)
-
-    # One autocast around all: each makes its own half-precision copies of the weights, which its graph keeps.
-    with accelerator.autocast(), torch.set_grad_enabled(not args.grad_cache):
-        parts = [embed(number) for number in range(last + 1)]
-    # The gathered outputs are a leaf: the loss of the whole batch needs no gradient through collectives.
-    embeddings = gather_outputs(parts, local, accelerator).requires_grad_()  # (N, D)
-    tensors = (batch.places, batch.ids, batch.labels)
-    places, ids, labels = (None if t is None else t.to(device, non_blocking=True) for t in tensors)
-    columns = list(embeddings[places])  # C of (B, D)
-    rows = torch.arange(accelerator.process_index, batch.ids.shape[1], processes, device=device)
-    guides = list(encode_all(guide, batch.guide, accelerator)[places]) if guide else None
-    loss = loss_fn(columns, ids, labels, rows, guides)  # the part of these rows
-    loss.backward()
-    # Multiply by the number of processes: DDP averages over them, but each has the gradient of its own texts only.
-    gradient = accelerator.reduce(embeddings.grad)[local.indices.to(device, non_blocking=True)] * processes
-    gradients = gradient.split([len(cut) for _, cut in local.micro_batches])  # (n, D) each
-    for number, gradient in enumerate(gradients):  # a micro-batch at a time, so that gradients add up in float32
-        # With --grad_cache there is also one graph at a time (Gao et al. 2021, section 3.2).
-        part = embed(number) if args.grad_cache else parts[number]
-        backward(number, (part * gradient).sum())
-    return loss.detach()
-
-
-# ---- collections to evaluate on (same in train_cross_encoder.py)
-
-HELD_OUT = "held_out"  # name of the held-out rows among the collections
+# ---- collections to evaluate on
 
 
 @dataclass
@@ -1215,6 +1825,7 @@ class EvalSet:
     queries: dict  # {id: text}
     documents: dict  # {id: text}
     qrels: pd.DataFrame  # query_id, doc_id, relevance
+    scored: bool = False  # relevance is a label to correlate with, not a grade
 
 
 def open_beir(name, split, prompts):
@@ -1231,7 +1842,8 @@ def open_beir(name, split, prompts):
     for part, prompt in zip(files, prompts):
         frame = open_files(part, streaming=False)[:].to_pandas()
         frame = frame.reindex(columns=["_id", "title", "text"], fill_value="").fillna("").astype(str)
-        texts.append(dict(zip(frame["_id"], prompt + (frame["title"] + " " + frame["text"]).str.strip())))
+        joined = (frame["title"] + " " + frame["text"]).str.strip()
+        texts.append(dict(zip(frame["_id"], prompt + joined)))
     if judgments[0].endswith(".tsv"):  # read ids as texts: they may begin with zeros
         qrels = pd.read_csv(judgments[0], sep="\t", dtype=str, quoting=3, keep_default_na=False)
     else:
@@ -1246,56 +1858,22 @@ def open_beir(name, split, prompts):
     return EvalSet(queries, texts[0], qrels)
 
 
-# ---- evaluation
-
-EVAL_ROWS = 1000  # held out by default
-RANKING = {"MRR@10": ir_measures.RR @ 10, "nDCG@10": ir_measures.nDCG @ 10, "accuracy@1": ir_measures.Success @ 1}
-MEASURES = (*RANKING, "Spearman", "Pearson")
-
-
-def held_out_set(rows, scored):
-    """Return the EvalSet in which each held-out query searches the positives of all held-out rows for its own; the
-    relevance of a positive is 1, or the row's label, a float, if rows are `scored`."""
-    queries = {f"query {number}": text for number, text in enumerate(rows["query"].to_pylist())}
-    documents = {f"{number}": texts[0] for number, texts in enumerate(rows["documents"].to_pylist())}
-    relevance = pc.list_flatten(rows["labels"]) if scored else 1
-    qrels = pd.DataFrame({"query_id": queries.keys(), "doc_id": documents.keys(), "relevance": relevance})
-    return EvalSet(queries, documents, qrels)
+def correlate(scores, labels):
+    """Return {measure: correlation} of scores and labels, (pairs,) each."""
+    frame = pd.DataFrame({"score": scores, "label": labels})
+    return {name: float(frame.corr(name.lower()).iloc[0, 1]) for name in ("Spearman", "Pearson")}
 
 
-def search(queries, documents, eval_set):
-    """Return {measure: value} of searching all documents, (M, D), with all queries, (Q, D). A document with the
-    query's own id is left out, as in BEIR; of equal scores the earlier document ranks first."""
-    ids = np.array(list(eval_set.queries)), np.array(list(eval_set.documents))
-    scores = (part @ documents.T for part in queries.split(max(1, MAX_SCORES // len(documents))))
-    depth = 1 + max(measure.params.get("cutoff", len(documents)) for measure in RANKING.values())
-    best = torch.cat([part.argsort(dim=1, descending=True, stable=True)[:, :depth] for part in scores]).cpu().numpy()
-    run = pd.DataFrame({"query_id": ids[0].repeat(best.shape[1]), "doc_id": ids[1][best.ravel()]})
-    run = run[run["query_id"] != run["doc_id"]]
-    found = ir_measures.calc_aggregate(RANKING.values(), eval_set.qrels, run.assign(score=-np.arange(len(run))))
-    return {name: found[measure] for name, measure in RANKING.items()}
+def average(found):
+    """Return {measure: mean over collections}, and the value of each if there are several, as the main process has
+    computed them; found: {collection: {measure: value}}."""
+    means = pd.DataFrame(found).mean(axis=1).to_dict()
+    for name, values in found.items() if len(found) > 1 else ():
+        means |= {f"{name} {measure}": value for measure, value in values.items()}
+    return broadcast_object_list([means])[0]
 
 
-def evaluate(model, eval_sets, max_tokens, args, accelerator):
-    """Return {measure: mean over held-out rows and --eval_beir}, and the value of each if there are several; the same
-    on every process. If held-out rows have one label each, they are measured by correlation with the similarities."""
-    model, found = accelerator.unwrap_model(model).eval(), {}
-    for name, eval_set in eval_sets.items():
-        texts, count = [*eval_set.queries.values(), *eval_set.documents.values()], len(eval_set.queries)
-        local = make_local_batch([pa.array(texts, pa.large_string())], count, model, max_tokens, args, accelerator)
-        queries, documents = encode_all(model, local, accelerator).split([count, len(texts) - count])
-        labels = eval_set.qrels["relevance"]
-        if labels.dtype == float:  # those of held-out rows
-            frame = pd.DataFrame({"score": (queries * documents).sum(-1).cpu(), "label": labels})
-            found[name] = {kind: float(frame.corr(kind.lower()).iloc[0, 1]) for kind in ("Spearman", "Pearson")}
-        else:
-            found[name] = search(queries, documents, eval_set)
-    model.train()
-    each = {f"{name} {measure}": value for name, values in found.items() for measure, value in values.items()}
-    return pd.DataFrame(found).mean(axis=1).to_dict() | (each if len(found) > 1 else {})
-
-
-# ---- checkpoints and outputs (same in train_cross_encoder.py)
+# ---- checkpoints
 
 
 @contextmanager
@@ -1317,27 +1895,15 @@ def save_atomically(folder):
             shutil.rmtree(part, ignore_errors=True)
 
 
-def load_optimizer(path, model, optimizer):
-    """Restore an optimizer's tensors, sharded like their parameters; hyperparameters are not restored but kept."""
-    found, loaded = dcp.get_optimizer_state_dict(model, optimizer), load_file(path / "optimizer.safetensors")
-    tensors = {name: tensor.clone() for name, tensor in loaded.items()}  # as in own_memory
+def load_optimizers(path, model, optimizers):
+    """Restore the tensors of optimizers, sharded like their parameters; hyperparameters are not restored but kept."""
+    found = dcp.get_optimizer_state_dict(model, optimizers)
+    tensors = load_file(path / "optimizer.safetensors")
     if tensors:  # plain SGD has none
-        state = {name: {key: tensors[f"{name}.{key}"] for key in keys} for name, keys in found["state"].items()}
+        for name, state in found["state"].items():
+            found["state"][name] = {key: tensors[f"{name}.{key}"].clone() for key in state}  # as in own_memory
         options = dcp.StateDictOptions(full_state_dict=True)
-        dcp.set_optimizer_state_dict(model, optimizer, found | {"state": state}, options=options)
-
-
-@dataclass
-class Progress:
-    """What a resume restores besides weights and optimizer state."""
-
-    step: int = 0
-    data_state: dict | None = None  # of row_batches
-    losses: list = field(default_factory=list)  # of the steps since the last line of metrics.jsonl
-    metrics: list = field(default_factory=list)  # the lines of metrics.jsonl
-    scaler: dict | None = None  # state of the gradient scaler (fp16)
-    changes: list = field(default_factory=list)  # of flags and sources by resumes: [step, name, old, new]
-    finished: bool = False
+        dcp.set_optimizer_state_dict(model, optimizers, found, options=options)
 
 
 def checksums(folder):
@@ -1345,7 +1911,8 @@ def checksums(folder):
     lines = []
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "SHA256SUMS"):
         with open(path, "rb") as file:
-            lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.relative_to(folder)}\n")
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        lines.append(f"{digest}  {path.relative_to(folder)}\n")
     return "".join(lines)
 
 
@@ -1361,7 +1928,9 @@ def save_checkpoint(folder, model, tensors, state, keep, best):
         (part / "SHA256SUMS").write_text(checksums(part))
     steps = sorted(folder.parent.glob("step_*"))
     kept = [path for path in steps if path <= folder][-keep:]  # later ones are damaged: a resume did not use them
-    for path in {*steps, *folder.parent.glob(".step_*")} - {*kept, folder.with_name(f"step_{best:08}")}:
+    kept.append(folder.with_name(f"step_{best:08}"))
+    partial_ones = folder.parent.glob(".step_*")
+    for path in {*steps, *partial_ones} - {*kept}:
         shutil.rmtree(path)
 
 
@@ -1376,8 +1945,9 @@ def best_evaluation(metrics, name):
     """Return (step of the best evaluation by the measure `name`, of which more is better; number of evaluations after
     it), without the evaluation before the first step; (0, 0) if there is none."""
     values = {record["step"]: record[name] for record in metrics if record["step"] and name in record}
-    best = max(values, key=lambda step: -math.inf if math.isnan(values[step]) else values[step], default=0)
-    return best, sum(step > best for step in values)
+    values = pd.Series(values, dtype=float).fillna(-math.inf)
+    best = int(values.idxmax()) if len(values) else 0
+    return best, int((values.index > best).sum())
 
 
 def newest_checkpoint(folder):
@@ -1398,92 +1968,44 @@ def flags_of_run(args):
     return {name: value for name, value in asdict(args).items() if name not in launch}
 
 
-def check_resume(saved, args, data):
+def find_changes(saved, args, sources):
     """Return what has changed since the checkpoint, [step, name, old, new] of each flag and source; raise UserError if
     it may not change."""
-    changes, refused = [], []
+    changes = []
+    refused = []
     then = asdict(Args()) | saved["args"]  # a flag may be newer than the checkpoint
     for name, value in flags_of_run(args).items():
         if value == then[name]:
             continue
         changes.append([saved["step"], f"--{name}", then[name], value])
         if name in SCHEDULE.split():
-            reason = f"--{name} {value} (was {then[name]}; --accept_changed_schedule allows it)"
-            refused += [reason] * (not args.accept_changed_schedule)
+            if not args.accept_changed_schedule:
+                refused.append(f"--{name} {value} (was {then[name]}; --accept_changed_schedule allows it)")
         elif name not in MAY_CHANGE.split():
             refused.append(f"--{name} {value} (was {then[name]})")
-    for old, new in zip(saved["data"], data.description):
+    for old, new in zip(saved["data"], sources):
         if old != new:
             changes.append([saved["step"], new[0], old[1:], new[1:]])
-            refused += [f"{new[0]} has changed (--accept_changed_data allows it)"] * (not args.accept_changed_data)
+            if not args.accept_changed_data:
+                refused.append(f"{new[0]} has changed (--accept_changed_data allows it)")
     if refused:
         raise UserError(f"--resume: {'; '.join(refused)}; restore it, or start a new --output_dir")
     return changes
 
 
 def describe_change(step, name, old, new):
-    """Return a line of the model card, for people, of what check_resume returns."""
+    """Return a line of the model card, for people, of what find_changes returns."""
     return f"after step {step:,}: {name} {old} -> {new}"
 
 
-def plot_metrics(metrics, path):
-    """Plot loss, evaluation measures and speed over the steps."""
-    figure = Figure(figsize=(13, 3.6), layout="constrained")
-    frame = pd.DataFrame(metrics).set_index("step")
-    for axis, names in zip(figure.subplots(1, 3), (["loss"], MEASURES, ["tokens_per_second"])):
-        for name in frame.columns.intersection(names, sort=False):
-            frame[name].dropna().plot(ax=axis, marker=".", grid=True, legend=True)
-    figure.savefig(path, dpi=110)
+# ---- a run
 
-
-def check_launch(accelerator):
-    """Raise UserError for launch configurations that are not supported: some would train wrongly."""
-    kind = accelerator.distributed_type
-    unsupported = kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or accelerator.parallelism_config
-    if kind == DistributedType.FSDP:
-        plugin = accelerator.state.fsdp_plugin
-        offload = plugin.cpu_ram_efficient_loading or isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-        unsupported = unsupported or plugin.fsdp_version != 2 or offload or accelerator.scaler
-    if unsupported:
-        raise UserError(f"unsupported launch, {kind.value}: use accelerate_configs/fsdp2.yaml (no offload, no fp16)")
-
-
-# ---- training
-
-# Flags that a resume may change: they change neither the data nor, but for rounding, what a step computes from it.
-MAY_CHANGE = """output_dir on_bad_row attn_implementation micro_batch_tokens grad_cache gradient_checkpointing
-full_determinism eval_steps early_stopping_patience save_steps save_total_limit logging_steps report_to"""
-# Flags that it may change by --accept_changed_schedule: no single command then gives the same model.
-SCHEDULE = """learning_rate weight_decay warmup_ratio lr_scheduler_type max_grad_norm num_train_epochs rows_per_epoch
-max_steps stopping_strategy"""
 LOWER_RATE = "lower --learning_rate, then --resume --accept_changed_schedule"
+GRAPHS_KEPT = (16, 4)  # micro-batches whose graphs a CPU, a GPU keeps until the loss, under --grad_cache auto
 
 
-def model_card(args, steps, progress, data, flags):
-    """Return the README.md of the saved model: what it is, how it was trained, what was measured. `steps`: those of
-    the model; flags: {flag: value} of the run."""
-    records = [record for record in progress.metrics if record["step"] <= steps]
-    last = {name: record[name] for record in records for name in MEASURES if name in record}
-    measured = ", ".join(f"{name} {value:.4f}" for name, value in last.items())
-    defaults = asdict(Args()) | {"loss_kwargs": {}}
-    words = as_words({name: value for name, value in flags.items() if value != defaults[name]})
-    changes = ["\nWhat resumes changed:\n\n"] * bool(progress.changes)
-    changes += [f"- {describe_change(*change)}\n" for change in progress.changes]
-    return f"""---
-{{library_name: sentence-transformers, pipeline_tag: sentence-similarity, base_model: {args.model_name_or_path}}}
----
-Trained for {steps:,} steps of {args.batch_size * args.gradient_accumulation_steps:,} rows, by the command below.
-On {", ".join([f"{len(data.eval_rows or [])} held-out rows", *args.eval_beir])}: {measured or "not evaluated"}
-
-    model = sentence_transformers.SentenceTransformer("path/of/this/folder")
-    scores = model.similarity(model.encode_query(["a query"]), model.encode_document(["a document"]))
-
-    {shlex.join(["python", sys.argv[0], *words])}
-{"".join(changes)}"""
-
-
-def main(args):
-    # ---- set up
+def start(args):
+    """Return the Accelerator of the launch; raise UserError for launches that would train wrongly."""
     # DDP would broadcast buffers in each forward pass, but processes run different numbers of them.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False)
     with user_errors("--report_to, or the launch"):
@@ -1494,243 +2016,273 @@ def main(args):
             project_dir=args.output_dir,
             kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=timedelta(minutes=30))],
         )
-    check_launch(accelerator)
+    check_launch(accelerator, args)
     if accelerator.mixed_precision == "bf16":
         torch.set_float32_matmul_precision("high")  # TF32 for the loss, which is not autocast
     if args.full_determinism:
         transformers.enable_full_determinism(args.seed)
     transformers.utils.logging.disable_progress_bar()  # else one for each file loaded or saved
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else loading a local file contacts the Hub
-    accumulation = args.gradient_accumulation_steps = accelerator.gradient_accumulation_steps  # a launch may set it
-    device, is_main, processes = accelerator.device, accelerator.is_main_process, accelerator.num_processes
-    output = Path(args.output_dir)
-    existing = next(path for path in [output, *output.absolute().parents] if path.exists())
-    if not os.path.isdir(existing) or not os.access(existing, os.W_OK):
-        raise UserError(f"--output_dir {output}: {existing} is not a folder that can be written to")
-    if (output / "args.yaml").exists() and not args.resume:
-        raise UserError(f"--output_dir {output} contains a run: --resume it, or choose another folder")
-    found = newest_checkpoint(output / "checkpoints") if args.resume and is_main else (None, None)
-    checkpoint, saved = broadcast_object_list([found])[0]
-    if checkpoint and not saved:
-        raise UserError(f"{output}/checkpoints: no checkpoint is intact; remove the folder to start anew")
-    if not all(gather_object([not checkpoint or (output / "checkpoints" / checkpoint.name).exists()])):
-        raise UserError(f"--resume: some process cannot find {checkpoint}: it must be on a shared disk")
+    args.gradient_accumulation_steps = accelerator.gradient_accumulation_steps  # a launch may set it
+    return accelerator
 
-    # ---- data
-    data = open_data(args, clean_pairs)
-    held_out = len(data.eval_rows or [])
-    if args.batch_size < processes or 0 < held_out < processes:
-        raise UserError(f"--batch_size {args.batch_size}, --eval_rows {held_out}: too few for {processes} processes")
-    if args.loss in TEACHER_LOSSES:
-        first_rows, _ = next(row_batches(data.sources, data.weights, args))  # the same after a resume
-        set_teacher_temperature(first_rows["labels"], args)
-    changes = check_resume(saved, args, data) if saved else []
-    steps = args.max_steps or math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
-    eval_steps = args.eval_steps or max(1, steps // 10)
-    eval_sets, prompts = {}, args.prompts or [""]
-    if held_out:
-        scored = args.label_column and pc.max(pc.list_value_length(data.eval_rows["labels"])).as_py() == 1
-        eval_sets[HELD_OUT] = held_out_set(data.eval_rows, scored)
-    for name in args.eval_beir:
-        with user_errors(f"--eval_beir {name}"):
-            eval_set, short = open_beir(name, args.eval_split, (prompts[-1], prompts[0])), Path(name).name
-        eval_sets[name if short in eval_sets else short] = eval_set
 
-    # ---- model, loss and optimizer
-    model = load_model(args, checkpoint)
-    check_attention(model, accelerator)
-    sharded = accelerator.distributed_type == DistributedType.FSDP
-    model_to_save = copy.deepcopy(model) if sharded and is_main else model  # on the CPU; FSDP will shard `model`
-    model = model.to(device)
-    default = 2**20 if isinstance(model.tokenizer, Tokenizer) else 2048 if device.type == "cpu" else 16_384
-    max_tokens = args.micro_batch_tokens or default
-    loss_fn, guide = make_loss(args, model), None
-    if args.guide_model:
-        overrides = {"model_name_or_path": args.guide_model, "pooling": None, "dropout": None, "lora_rank": 0}
-        guide = load_model(replace(args, **overrides)).to(device).eval()
-    model.train()
-    features, _ = make_micro_batches(["a text"], model, max_tokens, device)[0][0]
-    freeze_unused(model, encode(model, features, accelerator))
-    optimizer = torch.optim.AdamW(
-        [{"params": [p for p in model.parameters() if p.requires_grad and (p.ndim > 1) == decay],
-          "weight_decay": decay * args.weight_decay} for decay in (True, False)],
-        lr=args.learning_rate, fused=True)  # fmt: skip
-    warmup = math.ceil(args.warmup_ratio * steps)
-    with user_errors("--lr_scheduler_type"):  # lr_lambdas[0]: step -> factor
-        schedule = transformers.get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps).lr_lambdas[0]
-    parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    unwrapped = accelerator.unwrap_model(model)
+def check_launch(accelerator, args):
+    """Raise UserError for launch configurations that are not supported: some would train wrongly."""
+    kind = accelerator.distributed_type
+    unsupported = kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or accelerator.parallelism_config
+    if kind == DistributedType.FSDP:
+        plugin = accelerator.state.fsdp_plugin
+        offload = plugin.cpu_ram_efficient_loading or isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+        unsupported = unsupported or plugin.fsdp_version != 2 or offload or accelerator.scaler
+    if unsupported:
+        raise UserError(f"unsupported launch, {kind.value}: use accelerate_configs/fsdp2.yaml (no offload, no fp16)")
+    if args.batch_size < accelerator.num_processes:
+        raise UserError(f"--batch_size {args.batch_size}: too few rows for {accelerator.num_processes} processes")
 
-    # ---- resume
-    progress = Progress()
-    if saved:
-        with user_errors(f"{checkpoint}: not of this model and optimizer"):
-            load_optimizer(checkpoint, unwrapped, optimizer.optimizer)
-        progress = Progress(**{name: saved[name] for name in asdict(progress) if name in saved})
-        if accelerator.scaler and progress.scaler:  # else the checkpoint is not of fp16: begin at the initial scale
-            accelerator.scaler.load_state_dict(progress.scaler)
-    best, since_best = best_evaluation(progress.metrics, args.metric_for_best_model)
-    flags, was_finished = flags_of_run(args), progress.finished
-    progress.finished = progress.step >= steps or 0 < args.early_stopping_patience <= since_best
-    if was_finished and progress.finished:  # the flags given now compute no step
-        flags |= saved["args"]
-        accelerator.print(f"the run is finished, after step {progress.step:,}: no step is left")
-    else:
-        progress.changes += changes
-        for change in changes:
-            accelerator.print(describe_change(*change))
-    with user_errors(f"--output_dir {output}"):
-        output.mkdir(parents=True, exist_ok=True)  # not before all checks: a refused run leaves no folder
-    if is_main:
-        (output / "args.yaml").write_text(yaml.safe_dump(flags, sort_keys=False))
-        (output / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in progress.metrics))
-    accelerator.init_trackers("evenstep", {name: str(value) for name, value in asdict(args).items()})
-    signals = []  # received
 
-    def stop(number, _):
-        """Let the loop stop. After Ctrl-C, another Ctrl-C ends the run at once."""
-        signals.append(number)
+class Run:
+    """The progress of a run, and what it writes: metrics.jsonl, trackers and checkpoints."""
+
+    # What the state.json of a checkpoint contains, besides the flags and the sources.
+    SAVED = ("step", "data_state", "losses", "metrics", "skipped", "scaler", "changes", "finished")
+
+    def __init__(self, args, accelerator):
+        self.args = args
+        self.accelerator = accelerator
+        self.output = Path(args.output_dir)
+        self.step = 0  # optimizer steps done
+        self.data_state = None  # of row_batches, after the last step
+        self.losses = []  # of the steps since the last line of metrics.jsonl
+        self.metrics = []  # the lines of metrics.jsonl
+        self.skipped = 0  # bad rows
+        self.scaler = None  # state of the gradient scaler (fp16)
+        self.changes = []  # of flags and sources by resumes: [step, name, old, new]
+        self.finished = False
+        self.meter = Counter()  # sums of this process since the last line of metrics.jsonl
+        self.signals = []  # received: SIGTERM, SIGINT
+        self.find_checkpoint()
+
+    def find_checkpoint(self):
+        """Set `checkpoint`, the folder to resume from, and `saved`, its state; None if there is none."""
+        if (self.output / "args.yaml").exists() and not self.args.resume:
+            raise UserError(f"--output_dir {self.output} contains a run: --resume it, or choose another folder")
+        found = None, None
+        if self.args.resume and self.accelerator.is_main_process:
+            found = newest_checkpoint(self.output / "checkpoints")
+        self.checkpoint, self.saved = broadcast_object_list([found])[0]
+        if self.checkpoint and not self.saved:
+            raise UserError(f"{self.output}/checkpoints: no checkpoint is intact; remove the folder to start anew")
+        path = self.checkpoint and self.output / "checkpoints" / self.checkpoint.name
+        if not all(gather_object([not path or path.exists()])):
+            raise UserError(f"--resume: some process cannot find {self.checkpoint}: it must be on a shared disk")
+
+    def check_changes(self, data):
+        """Find what has changed since the checkpoint; raise UserError if it may not change."""
+        self.sources = data.description
+        self.flags = flags_of_run(self.args)
+        if self.saved and not set(self.SAVED) <= set(self.saved):
+            raise UserError(f"{self.checkpoint}: of another version of this script: start a new --output_dir")
+        self.new_changes = find_changes(self.saved, self.args, self.sources) if self.saved else []
+
+    def begin(self, data, model, optimizers, model_to_save, steps):
+        """Restore what the checkpoint contains, if there is one, write args.yaml and metrics.jsonl, print what is
+        trained on, and let signals stop the run. `steps`: those of the run."""
+        self.model = self.accelerator.unwrap_model(model)
+        self.optimizers = [optimizer.optimizer for optimizer in optimizers]
+        self.model_to_save = model_to_save
+        if self.saved:
+            with user_errors(f"{self.checkpoint}: not of this model and optimizer"):
+                load_optimizers(self.checkpoint, self.model, self.optimizers)
+            vars(self).update({name: self.saved[name] for name in self.SAVED})
+            if self.accelerator.scaler and self.scaler:  # else the checkpoint is not of fp16
+                self.accelerator.scaler.load_state_dict(self.scaler)
+        was_finished = self.finished
+        self.finished = self.step >= steps
+        self.find_best()
+        if was_finished and self.finished:  # the flags given now compute no step
+            self.flags |= self.saved["args"]
+            self.accelerator.print(f"the run is finished, after step {self.step:,}: no step is left")
+        else:
+            self.changes += self.new_changes
+            for change in self.new_changes:
+                self.accelerator.print(describe_change(*change))
+        with user_errors(f"--output_dir {self.output}"):
+            self.output.mkdir(parents=True, exist_ok=True)  # after all checks: a refused run leaves no folder
+            if self.accelerator.is_main_process:
+                lines = [json.dumps(line) + "\n" for line in self.metrics]
+                (self.output / "metrics.jsonl").write_text("".join(lines))
+                (self.output / "args.yaml").write_text(yaml.safe_dump(self.flags, sort_keys=False))
+        config = {name: str(value) for name, value in asdict(self.args).items()}
+        self.accelerator.init_trackers("evenstep", config)
+        self.announce(data, steps)
+        signal.signal(signal.SIGTERM, self.receive)
+        signal.signal(signal.SIGINT, self.receive)
+
+    def announce(self, data, steps):
+        """Print what is trained, on what, and how far it is."""
+        args = self.args
+        rows = "streamed" if args.streaming else f"{sum(map(len, data.sources)):,}"
+        held_out = sum(map(len, data.held_out)) - data.skipped
+        parameters = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        devices = f"{self.accelerator.num_processes} x {self.accelerator.device}"
+        self.accelerator.print(
+            f"{rows} rows of {', '.join(args.columns)}; {held_out:,} held out; {parameters:,} parameters"
+        )
+        self.accelerator.print(
+            f"step {self.step:,} of {steps:,}: {args.gradient_accumulation_steps} x "
+            f"{args.batch_size:,} rows on {devices}"
+        )
+
+    def receive(self, number, _):
+        """Let the loop stop after this signal. After Ctrl-C, another Ctrl-C ends the run at once."""
+        self.signals.append(number)
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
-    rows = "streamed" if args.streaming else f"{sum(map(len, data.sources)):,}"
-    accelerator.print(f"{rows} rows of {', '.join(args.columns)}; {held_out:,} held out; {parameters:,} parameters")
-    accelerator.print(f"step {progress.step:,} of {steps:,}: {accumulation} x {args.batch_size:,} rows on "
-                      f"{processes} x {device}")  # fmt: skip
+    def check_step(self, loss, norm, batches):
+        """Agree on a step among all processes, by one collective and one wait for the device. Set `stopping` if any
+        has received a signal. If any has an error, or the loss is not finite, save the steps already done, and raise
+        UserError on all."""
+        error = next((str(batch.error) for batch in batches if batch.error), None)
+        counts = [len(self.signals), error is not None, sum(batch.skipped for batch in batches)]
+        counts = [torch.full_like(loss, count) for count in counts]
+        sums = self.accelerator.reduce(torch.stack([loss, *counts]))
+        self.loss, stopping, failed, skipped, self.norm = torch.stack([*sums, norm]).tolist()
+        self.stopping = stopping > 0
+        self.skipped_now = int(skipped)
+        if failed:
+            error = next(filter(None, gather_object([error])))
+        elif self.step == 0 and skipped == self.args.batch_size * len(batches):
+            sources = ", ".join(self.args.train_data)
+            error = f"{sources}: every row of the first step is bad; choose other --columns or --label_column"
+        elif not math.isfinite(self.loss) or not (math.isfinite(self.norm) or self.accelerator.scaler):
+            path = self.output / "nonfinite_batch.json"
+            rows = gather_object([row.cells for batch in batches for row in batch.rows])
+            if self.accelerator.is_main_process:
+                path.write_text(json.dumps(rows, indent=1, default=str))
+            error = (
+                f"step {self.step + 1}: loss {self.loss}, gradient norm {self.norm}: fix the rows (they are in "
+                f"{path}) or {LOWER_RATE}"
+            )
+        if error:
+            self.save()
+            raise UserError(error)
 
-    def log(record):
+    def count_step(self, batches, seconds):
+        """Count an optimizer step of this process' batches, which took `seconds`."""
+        self.step += 1
+        self.data_state = batches[-1].state
+        self.losses.append(self.loss)
+        self.skipped += self.skipped_now
+        self.meter["seconds"] += seconds
+        self.meter["skipped_steps"] += not math.isfinite(self.norm)  # by the scaler, inside of fused AdamW
+        for batch in batches:
+            self.meter.update(rows=self.args.batch_size - batch.skipped, waited=batch.waited)
+            self.meter.update(tokens=batch.micro_batches.tokens, padded=batch.micro_batches.padded)
+
+    def training_record(self):
+        """Return the record of the steps since the last one."""
+        meter = self.meter
+        counts = torch.tensor([meter["tokens"], meter["padded"]], device=self.accelerator.device)
+        tokens, padded = self.accelerator.reduce(counts).tolist()
+        seconds = meter["seconds"]
+        record = {
+            "loss": sum(self.losses) / len(self.losses),
+            "grad_norm": self.norm,
+            "learning_rate": self.optimizers[0].param_groups[0]["lr"],
+            "rows_per_second": meter["rows"] / seconds,
+            "tokens_per_second": tokens / seconds,
+            "padding_fraction": 1 - tokens / padded,
+            "data_wait_fraction": meter["waited"] / seconds,
+        }
+        if self.accelerator.scaler:  # of fp16
+            record["skipped_steps"] = meter["skipped_steps"]
+        self.losses = []
+        self.meter = Counter()
+        return record
+
+    def log(self, record):
         """Append the record of a step to metrics.jsonl and the trackers."""
-        progress.metrics.append({"step": progress.step, **record})
-        accelerator.log(record, step=progress.step)
-        if is_main:
-            with open(output / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(progress.metrics[-1]) + "\n")
-            if measures := {name: round(value, 4) for name, value in record.items() if name in MEASURES}:
-                tqdm.write(f"step {progress.step:,}: {measures}")
+        self.metrics.append({"step": self.step, **record})
+        self.accelerator.log(record, step=self.step)
+        if self.accelerator.is_main_process:
+            with open(self.output / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(self.metrics[-1]) + "\n")
+            measures = {name: round(record[name], 4) for name in MEASURES if name in record}
+            if measures:
+                tqdm.write(f"step {self.step:,}: {measures}")
 
-    def save():
-        """Write a checkpoint; under FSDP every process must call it."""
+    def find_best(self):
+        """Set `best_step`, that of the best evaluation, and `finished` if patience has ended. Measures can differ in
+        their last bits between processes: the main process decides."""
+        found = best_evaluation(self.metrics, self.args.metric_for_best_model)
+        self.best_step, since_best = broadcast_object_list([found])[0]
+        self.finished = self.finished or 0 < self.args.early_stopping_patience <= since_best
+
+    def best_checkpoint(self):
+        """Return the folder of the best evaluation's checkpoint; raise UserError if it is not intact."""
+        path = self.output / f"checkpoints/step_{self.best_step:08}"
+        if not is_intact(path):
+            raise UserError(f"{path}: the best checkpoint is damaged or gone; model/ is not written")
+        return path
+
+    def check_metric(self):
+        """Raise UserError if the evaluations do not measure --metric_for_best_model."""
+        measured = [name for line in self.metrics if not line["step"] for name in line if name != "step"]
+        name = self.args.metric_for_best_model
+        if name not in [None, *measured]:
+            choices = ", ".join(measured) or "none, as there is nothing to evaluate on"
+            raise UserError(f"--metric_for_best_model {name} is not measured by evaluations: choose one of {choices}")
+
+    def save(self):
+        """Write a checkpoint; every process must call it."""
+        if self.step == 0:
+            return
         options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # unsharded, on the main process only
-        weights, states = dcp.get_state_dict(unwrapped, optimizer.optimizer, options=options)
-        if is_main:
+        weights, states = dcp.get_state_dict(self.model, self.optimizers, options=options)
+        if self.accelerator.is_main_process:
             if not all(weight.isfinite().all() for weight in weights.values()):
-                raise UserError(f"step {progress.step}: a weight is not finite: {LOWER_RATE}")
-            if sharded:
-                model_to_save.load_state_dict(weights)
-            states = states["state"].items()  # of the optimizer, by parameter
-            tensors = {f"{name}.{key}": tensor for name, state in states for key, tensor in state.items()}
-            progress.scaler = accelerator.scaler and accelerator.scaler.state_dict()
-            state = asdict(progress) | {"args": flags, "data": data.description}
-            folder = output / f"checkpoints/step_{progress.step:08}"
-            save_checkpoint(folder, model_to_save, tensors, state, args.save_total_limit, best)
+                raise UserError(f"step {self.step}: a weight is not finite: {LOWER_RATE}")
+            if self.model_to_save is not self.model:  # FSDP
+                self.model_to_save.load_state_dict(weights)
+            tensors = {}
+            for name, state in states["state"].items():  # of the optimizer, by parameter
+                tensors |= {f"{name}.{key}": tensor for key, tensor in state.items()}
+            self.scaler = self.accelerator.scaler and self.accelerator.scaler.state_dict()
+            state = {name: getattr(self, name) for name in self.SAVED} | {"args": self.flags, "data": self.sources}
+            folder = self.output / f"checkpoints/step_{self.step:08}"
+            save_checkpoint(folder, self.model_to_save, tensors, state, self.args.save_total_limit, self.best_step)
+        self.accelerator.wait_for_everyone()
 
-    # ---- train
-    if progress.step == 0 and args.loss in TEACHER_LOSSES:
-        batch = next(make_batches([(first_rows, None)], unwrapped, max_tokens, args, accelerator))
-        report_entropies(unwrapped, batch, args, accelerator)
-    if progress.step == 0 and eval_sets:
-        log(evaluate(model, eval_sets, max_tokens, args, accelerator))
-    measured = [name for line in progress.metrics if not line["step"] for name in line if name != "step"]
-    if args.metric_for_best_model not in [None, *measured]:
-        raise UserError(f"--metric_for_best_model {args.metric_for_best_model} is not measured by evaluations: choose "
-                        f"one of {', '.join(measured) or 'none, as there is nothing to evaluate on'}")  # fmt: skip
-    rows = row_batches(data.sources, data.weights, args, progress.data_state)
-    batches = prefetch(make_batches(rows, unwrapped, max_tokens, args, accelerator, guide))
-    bar = tqdm(total=steps, initial=progress.step, disable=not is_main, unit="step", mininterval=1)
-    meter = Counter()  # sums of this process since its start or the last line of metrics.jsonl
-    while not progress.finished:
-        # one optimizer step
-        started, loss = time.perf_counter(), 0.0
-        tables = []  # rows of this step
-        for group in optimizer.param_groups:  # so that the first step of a warmup is not at 0
-            group["lr"] = group["initial_lr"] * schedule(progress.step + (progress.step < warmup))
-        for number in range(accumulation):
-            requested = time.perf_counter()
-            try:
-                batch = next(batches)
-            except UserError:  # save the steps already done
-                save() if is_main and not sharded and progress.step else None
-                raise
-            meter["waited"] += time.perf_counter() - requested
-            tables.append(batch.rows)
-            sync, seed = number == accumulation - 1, [args.seed, progress.step, number]
-            loss = loss + forward_backward(model, batch, loss_fn, seed, sync, args, accelerator, guide) / accumulation
-            meter.update(rows=len(batch.rows), tokens=batch.local.tokens, padded=batch.local.padded)
-        norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        norm = norm.full_tensor() if sharded else norm
-        # One collective, and one wait for the device.
-        sums = accelerator.reduce(torch.stack([loss, torch.full_like(loss, len(signals))]))
-        loss, stopping, norm = torch.stack([*sums, norm]).tolist()  # stopping: a signal on any process, hence on all
-        if stopping:  # before the step, as an evaluation may follow it: who sends SIGTERM may not wait for that
-            break
-        if not math.isfinite(loss) or not (math.isfinite(norm) or accelerator.scaler):
-            read = pa.concat_tables(tables).to_pylist()
-            (output / "nonfinite_batch.json").write_text(json.dumps(read, indent=1))
-            raise UserError(f"step {progress.step + 1}: loss {loss}, gradient norm {norm}: fix the rows (they are in "
-                            f"{output}/nonfinite_batch.json) or {LOWER_RATE}")  # fmt: skip
-        optimizer.step()
-        optimizer.zero_grad()
-        meter["skipped"] += not math.isfinite(norm)  # by the scaler, inside of fused AdamW
-        meter["seconds"] += time.perf_counter() - started
-        progress.step, progress.data_state = progress.step + 1, batch.state
-        progress.losses.append(loss)
-        bar.update()
+    def describe(self, held_out):
+        """Return what the card of the model says of the run; held_out: number of held-out rows."""
+        args = self.args
+        steps = self.best_step or self.step
+        last = {}
+        for line in self.metrics:
+            if line["step"] <= steps:
+                last |= line
+        measured = ", ".join(f"{name} {last[name]:.4f}" for name in MEASURES if name in last)
+        defaults = asdict(Args()) | {"loss_kwargs": {}}
+        words = as_words({name: value for name, value in self.flags.items() if value != defaults[name]})
+        rows = args.batch_size * args.gradient_accumulation_steps
+        on = ", ".join([f"{held_out} held-out rows", *args.eval_beir])
+        lines = [f"Trained for {steps:,} steps of {rows:,} rows, by the command below."]
+        lines += [f"On {on}: {measured or 'not evaluated'}"]
+        lines += ["", f"    {shlex.join(['python', sys.argv[0], *words])}"]
+        if self.changes:
+            lines += ["", "What resumes changed:", "", *(f"- {describe_change(*change)}" for change in self.changes)]
+        return "\n".join(lines)
 
-        # metrics, evaluation, checkpoint
-        record, progress.finished = {}, progress.step == steps
-        if progress.step % args.logging_steps == 0 or progress.finished:
-            seconds, sums = meter["seconds"], torch.tensor([meter["tokens"], meter["padded"]], device=device)
-            tokens, padded = accelerator.reduce(sums).tolist()
-            record = {"loss": sum(progress.losses) / len(progress.losses), "grad_norm": norm,
-                      "learning_rate": optimizer.param_groups[0]["lr"], "rows_per_second": meter["rows"] / seconds,
-                      "tokens_per_second": tokens / seconds, "padding_fraction": 1 - tokens / padded,
-                      "data_wait_fraction": meter["waited"] / seconds}  # fmt: skip
-            record |= {"skipped_steps": meter["skipped"]} if accelerator.scaler else {}  # by fp16's scaler
-            bar.set_postfix_str("loss {loss:.4f}, {rows_per_second:,.0f} rows/s".format(**record), refresh=False)
-            meter, progress.losses = Counter(), []
-        evaluated = progress.step % eval_steps == 0 or progress.finished
-        if evaluated:
-            record |= evaluate(model, eval_sets, max_tokens, args, accelerator)
-        if record:
-            log(record)
-        if evaluated:  # measures can differ in their last bits between processes: the main process decides
-            decision = [best_evaluation(progress.metrics, args.metric_for_best_model)]
-            best, since_best = broadcast_object_list(decision)[0]
-            progress.finished |= 0 < args.early_stopping_patience <= since_best
-        due = args.save_steps and progress.step % args.save_steps == 0
-        if progress.finished or due or progress.step == best:
-            save()
-            accelerator.wait_for_everyone()
 
-    # ---- save
-    if progress.step and not progress.finished:
-        save()
-    bar.close()
-    batches.close()
-    if not progress.finished:
-        accelerator.print(f"stopped after step {progress.step:,} of {steps:,}: rerun with --resume to continue")
-    elif is_main:
-        if best:
-            path = output / f"checkpoints/step_{best:08}"
-            if not is_intact(path):
-                raise UserError(f"{path}: the best checkpoint is damaged or gone; model/ is not written")
-            model_to_save = load_model(args, path)
-        if args.lora_rank:
-            model_to_save[0].model = model_to_save[0].model.merge_and_unload()  # loads without peft
-        with save_atomically(output / "model") as part:
-            model_to_save.save_pretrained(str(part), create_model_card=False)
-            (part / "README.md").write_text(model_card(args, best or progress.step, progress, data, flags))
-        plot_metrics(progress.metrics, output / "training.png")
-        skipped = data.skipped + sum(source["skipped"] for source in progress.data_state["sources"])
-        print(f"{skipped:,} bad rows skipped; " * (skipped > 0) + f"the model is in {output / 'model'}")
-    del model  # delete DDP before its process group: else one exit in fifty deadlocks (torch 2.13)
-    accelerator.free_memory()
-    accelerator.end_training()
-    if signal.SIGINT in signals and not progress.finished:
-        raise KeyboardInterrupt
+def plot_metrics(metrics, path):
+    """Plot loss, evaluation measures and speed over the steps."""
+    frame = pd.DataFrame(metrics).set_index("step").filter(["loss", *MEASURES, "tokens_per_second"])
+    frame = frame.interpolate("index", limit_area="inside")  # lines from one evaluation to the next
+    figure = Figure(figsize=(4 * len(frame.columns), 3.6), layout="constrained")
+    frame.plot(ax=figure.subplots(1, len(frame.columns)), subplots=True, grid=True)
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

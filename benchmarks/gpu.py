@@ -4,13 +4,13 @@
     python benchmarks/gpu.py 'data/python_code/train/*.parquet' [--peak_tflops 989]
 
 For encoders of 22 and 110 million weights, created from a configuration: no download. Batches of 1,024
-pairs: sdpa, larger micro-batches, --grad_cache, flash attention where it is installed, torch.compile; the peer's plain
-loss (flash attention, torch.compile) and its cached loss in mini-batches by tokens. Batches of 8,192 and 32,768:
---grad_cache and the cached loss. Then cross-encoders on 1,024 pairs, and encoding as the evaluator does. Every side
-reads the same rows, in a process of its own; rates exclude the first three steps. FLOPs per token: 6 per weight, and
-12 x layers x width x length for attention (Chowdhery et al. 2022, appendix B), with half of --max_length as length;
-what --grad_cache and the cached loss compute twice is counted once. A side takes at most --limit seconds;
---device cpu --tiny tests the benchmark itself. Writes gpu.json after each side.
+pairs: --grad_cache false with sdpa, larger micro-batches, flash attention where it is installed, torch.compile;
+--grad_cache; the peer's plain loss (flash attention, torch.compile) and its cached loss in mini-batches by tokens.
+Batches of 8,192 and 32,768: --grad_cache and the cached loss. Then cross-encoders on 1,024 pairs (--grad_cache false),
+and encoding as the evaluator does. Every side reads the same rows, in a process of its own; rates exclude the first
+three steps. FLOPs per token: 6 per weight, and 12 x layers x width x length for attention (Chowdhery et al. 2022,
+appendix B), with half of --max_length as length; what --grad_cache and the cached loss compute twice is counted once.
+A side takes at most --limit seconds; --device cpu --tiny tests the benchmark itself. Writes gpu.json after each side.
 """
 
 import argparse
@@ -192,12 +192,13 @@ def main():
     environment |= {"ACCELERATE_MIXED_PRECISION": "bf16"}
     compiled = {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_USE_DYNAMIC": "true"}
     small, *large = args.batch_sizes
+    keep = ["--grad_cache", "false"]
     sides = [  # name, script, rows of a batch, flags, environment
-        ("evenstep, sdpa", "ours", small, ["--attn_implementation", "sdpa"], {}),
-        ("evenstep, sdpa, micro-batches of 65,536", "ours", small, ["--micro_batch_tokens", 65_536], {}),
+        ("evenstep, sdpa", "ours", small, [*keep, "--attn_implementation", "sdpa"], {}),
+        ("evenstep, sdpa, micro-batches of 65,536", "ours", small, [*keep, "--micro_batch_tokens", 65_536], {}),
         ("evenstep, sdpa, --grad_cache", "ours", small, ["--grad_cache"], {}),
-        ("evenstep, flash attention", "ours", small, ["--attn_implementation", "flash_attention_2"], {}),
-        ("evenstep, sdpa, compiled", "ours", small, [], compiled),
+        ("evenstep, flash attention", "ours", small, [*keep, "--attn_implementation", "flash_attention_2"], {}),
+        ("evenstep, sdpa, compiled", "ours", small, keep, compiled),
         ("trainer, plain loss", "peer", small, ["plain"], {}),
         ("trainer, plain loss, flash attention", "peer", small, ["plain", "flash"], {}),
         ("trainer, cached loss, 16,384 tokens", "peer", small, ["cached"], {}),
@@ -206,7 +207,7 @@ def main():
     for size in large:
         sides.append(("evenstep, --grad_cache", "ours", size, ["--grad_cache"], {}))
         sides.append(("trainer, cached loss, 16,384 tokens", "peer", size, ["cached"], {}))
-    cross = ["--num_negatives", 1, "--loss", "listwise_ce"]
+    cross = [*keep, "--num_negatives", 1, "--loss", "listwise_ce"]
     sides += [
         ("evenstep, cross-encoder", "cross ours", small, cross, {}),
         ("trainer, cross-encoder", "cross peer", 2 * small, [], {}),  # as many pairs

@@ -3,9 +3,9 @@
     python benchmarks/id_tables.py [--rows 5000000] [--lookups 200000] [--processes 2]
 
 Generates a JSON Lines table of --rows passages. Two processes at a time open it and look up random ids: first with
-our lookup, all ids of a window of rows together, then with `sentence_transformers.util.resolve_ids` over a mapped
-`datasets.Dataset`, five ids at a time, as for a row of a query, a positive and negatives. Memory is the increase of
-RssAnon, which excludes the pages of mapped files. Writes id_tables.json.
+our lookup, all ids of a process' rows of a batch together, then with `sentence_transformers.util.resolve_ids` over a
+mapped `datasets.Dataset`, five ids at a time, as for a row of a query, a positive and negatives. Memory is the
+increase of RssAnon, which excludes the pages of mapped files. Writes id_tables.json.
 """
 
 import argparse
@@ -28,8 +28,6 @@ def anonymous_bytes():
 
 def measure(side, table, args):
     """In a process of its own: open, look up, print [seconds to open, lookups a second, anonymous MB added]."""
-    import pyarrow as pa
-
     dice = random.Random(args.seed)
     ids = [str(dice.randrange(args.rows) * 7) for _ in range(args.lookups)]
     fives = [ids[i : i + 5] for i in range(0, len(ids), 5)]
@@ -39,7 +37,7 @@ def measure(side, table, args):
 
         before, started = anonymous_bytes(), time.perf_counter()
         look_up = script.TextLookup([table], ["_id", "text"]).texts
-        fives = [pa.chunked_array([ids[i : i + args.at_once]]) for i in range(0, len(ids), args.at_once)]
+        fives = [ids[i : i + args.at_once] for i in range(0, len(ids), args.at_once)]
     else:
         from datasets import load_dataset
         from sentence_transformers.util import resolve_ids

@@ -31,15 +31,15 @@ def main():
     torch.manual_seed(0)
     embeddings = torch.randn(2, args.batch_size, args.dimensions, device=args.device)
     embeddings = F.normalize(embeddings[:1] + embeddings, dim=-1).requires_grad_()  # positives resemble their anchors
-    ids = torch.arange(2 * args.batch_size, device=args.device).view(2, -1)
+    hashes = torch.arange(2 * args.batch_size, device=args.device).view(2, -1)
     results, whole = [], None
     print("| processes | seconds of a process (slowest part) | relative error of the gradient |\n|---|---|---|")
     for processes in args.processes:
         embeddings.grad, seconds = None, []
         for process in range(processes):
-            rows = torch.arange(process, args.batch_size, processes, device=args.device)
+            own = torch.arange(args.batch_size, device=args.device).chunk(processes)[process]
             started = time.perf_counter()
-            script.infonce(list(embeddings), ids, None, rows).backward()
+            script.infonce(list(embeddings), hashes, None, own).backward()
             if args.device == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - started)

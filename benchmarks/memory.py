@@ -74,10 +74,10 @@ def resume_seconds(source, row):
 
     args = script.parse_args(["--train_data", source, "--batch_size", "256", "--eval_rows", "1000"])
     started = time.perf_counter()
-    data = script.open_data(args, script.clean_pairs)
+    data = script.open_data(args)
     opened = time.perf_counter()
-    position = {"epoch": 0, "window": row // args.shuffle_buffer, "used": 1, "skipped": 0, "stream": None}
-    next(script.row_batches(data.sources, data.weights, args, {"drawn": [row], "sources": [position], "cut": 0}))
+    position = script.START | {"taken": row, "window": row // args.shuffle_buffer, "used": 1}
+    next(script.row_batches(data.sources, data.weights, args, {"sources": [position], "cut": 0}))
     return time.perf_counter() - opened, opened - started
 
 

@@ -3,10 +3,10 @@
     python benchmarks/pipeline.py MODEL_FOLDER [--batch_size 1024 8192 32768] [--processes 1 8 64] [--script FILE]
 
 Generates a Parquet corpus of pairs of about 64 tokens a text, and makes batches as train_bi_encoder.py does for the
-first of --processes: reads, checks, numbers equal texts and partitions all rows; tokenizes its own and cuts them into
-tensors, micro-batches of 16,384 tokens. Times are CPU seconds, which other work on the machine does not change: of all
-cores for tokenizing (in Rust), of the thread that prepares batches for the rest. Medians over the batches.
---script: another version of train_bi_encoder.py. Writes pipeline.json.
+first of --processes: reads all rows and measures their lengths; turns its own rows into Python; tokenizes them and
+cuts them into tensors, micro-batches of 16,384 tokens. Times are CPU seconds, which other work on the machine does not
+change: of all cores for tokenizing (in Rust), of the thread that prepares batches for the rest. Medians over the
+batches. --script: another version of train_bi_encoder.py, from the third edition on. Writes pipeline.json.
 """
 
 import argparse
@@ -17,6 +17,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,15 +66,20 @@ def main():
     spec.loader.exec_module(script)
 
     torch.set_num_threads(1)
-    results, make_micro_batches, seconds = [], script.make_micro_batches, {"own": 0.0}
+    results, seconds = [], Counter()
 
-    def timed(*given):
-        started = time.thread_time()
-        found = make_micro_batches(*given)
-        seconds["own"] += time.thread_time() - started
-        return found
+    def timed(function, part):
+        """Return the function, whose CPU seconds of this thread are added to seconds[part]."""
 
-    script.make_micro_batches = timed
+        def call(*given):
+            started = time.thread_time()
+            found = function(*given)
+            seconds[part] += time.thread_time() - started
+            return found
+
+        return call
+
+    script.read_rows = timed(script.read_rows, "rows")
     with tempfile.TemporaryDirectory() as folder:
         generate(f"{folder}/rows.parquet", args.rows)
         flags = ["--train_data", f"{folder}/rows.parquet", "--eval_rows", "0", "--max_length", "128"]
@@ -80,33 +87,38 @@ def main():
         model = script.load_model(script.parse_args(flags))
         tokenizer = TimedTokenizer(model.tokenizer.backend_tokenizer)
         type(model.tokenizer).backend_tokenizer = property(lambda _: tokenizer)
-        print("| pairs a batch | processes | whole batch, µs a row | own texts, µs a text | tokenizing, µs a text | "
-              "texts/s a process | rows/s of all |\n|---|---|---|---|---|---|---|")  # fmt: skip
+        print(
+            "| pairs a batch | processes | all rows, µs a row | own rows, µs a row | own texts, µs a text | "
+            "tokenizing, µs a text | texts/s a process | rows/s a process | rows/s of all |\n" + "|---" * 9 + "|"
+        )
         for size in args.batch_size:
             for processes in args.processes:
                 options = script.parse_args([*flags, "--batch_size", str(size)])
-                data = script.open_data(options, script.clean_pairs)
-                rows = script.row_batches(data.sources, data.weights, options)
+                data = script.open_data(options)
+                tables = script.row_batches(data.sources, data.weights, options)
                 # As on a GPU: padded to multiples of 8. No such device is needed, since nothing is moved to it.
                 rank = SimpleNamespace(num_processes=processes, process_index=0, device=torch.device("xpu"))
-                batches, found = script.make_batches(rows, model, 16_384, options, rank), []
+                settings = {"model": model, "guide": None, "max_tokens": 16_384, "args": options, "accelerator": rank}
+                make = timed(partial(script.make_batch, **settings), "texts")
+                batches, found = script.read_batches(tables, make, data, options, rank), []
                 next(batches)
                 for _ in range(args.batches):
-                    tokenizer.seconds = tokenizer.waited = seconds["own"] = 0.0
+                    seconds.clear()
+                    tokenizer.seconds = tokenizer.waited = 0.0
                     started = time.thread_time()
-                    next(batches)
-                    total, texts = time.thread_time() - started, 2 * size / processes
-                    whole, own = (total - seconds["own"]) / size, (seconds["own"] - tokenizer.waited) / texts
-                    found.append((whole * 1e6, own * 1e6, tokenizer.seconds / texts * 1e6))
-                whole, own, apart = map(statistics.median, zip(*found))
-                thread = whole * size + own * texts  # µs of this thread for a batch
-                result = {"batch_size": size, "processes": processes, "whole_batch_us_a_row": whole,
-                          "own_us_a_text": own, "tokenizing_us_a_text": apart,
-                          "texts_per_second": texts / thread * 1e6,
-                          "rows_per_second_of_all": size / thread * 1e6}  # fmt: skip
+                    rows = len(next(batches).rows)
+                    total = time.thread_time() - started
+                    parts = (total - seconds["rows"] - seconds["texts"]) / size, seconds["rows"] / rows
+                    texts = (seconds["texts"] - tokenizer.waited) / rows / 2, tokenizer.seconds / rows / 2
+                    found.append([*parts, *texts, rows / (total - tokenizer.waited)])
+                *parts, rate = map(statistics.median, zip(*found))
+                names = ("all_rows_us_a_row", "own_rows_us_a_row", "own_texts_us_a_text", "tokenizing_us_a_text")
+                result = {"batch_size": size, "processes": processes, "rows_per_second": rate}
+                result |= {name: value * 1e6 for name, value in zip(names, parts)}
                 results.append(result)
-                print(f"| {size:,} | {processes} | {whole:.2f} | {own:.1f} | {apart:.1f} "
-                      f"| {result['texts_per_second']:,.0f} | {result['rows_per_second_of_all']:,.0f} |")  # fmt: skip
+                whole, own, texts, apart = (result[name] for name in names)
+                print(f"| {size:,} | {processes} | {whole:.2f} | {own:.1f} | {texts:.1f} | {apart:.1f} "
+                      f"| {2 * rate:,.0f} | {rate:,.0f} | {rate * processes:,.0f} |")  # fmt: skip
     Path(args.output).write_text(json.dumps({"script": str(args.script), "results": results}, indent=1))
 
 

@@ -36,7 +36,7 @@ def train_ours(args, folder):
 
     def logged(model, batch, loss_fn, seed, *rest):
         with open(f"{folder}/rows", "a") as file:
-            file.write(json.dumps([seed[1], batch.rows["query"].to_pylist()]) + "\n")
+            file.write(json.dumps([seed[1], [row.query for row in batch.rows]]) + "\n")
         return forward_backward(model, batch, loss_fn, seed, *rest)
 
     script.forward_backward = logged

@@ -23,16 +23,17 @@ PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 get_state_dict, equalize, sharded, repeated = script.dcp.get_state_dict, script.equalize_micro_batches, [], []
 
 
-def record_state_dict(model, optimizer, options):
+def record_state_dict(model, optimizers, options):
+    (optimizer,) = optimizers
     states = [model.state_dict(), *optimizer.state_dict()["state"].values()]
     tensors = [tensor for state in states for tensor in state.values() if tensor.ndim]
     sharded.extend(isinstance(tensor, DTensor) and tensor.to_local().numel() < tensor.numel() for tensor in tensors)
-    return get_state_dict(model, optimizer, options=options)
+    return get_state_dict(model, optimizers, options=options)
 
 
-def record_equalize(local, accelerator):
-    result = equalize(local, accelerator)
-    repeated.extend(len(cut) == 0 for _, cut in local.micro_batches)
+def record_equalize(micro_batches, accelerator):
+    result = equalize(micro_batches, accelerator)
+    repeated.extend(len(indices) == 0 for _, indices in result[0])
     return result
 
 

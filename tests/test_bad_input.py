@@ -14,7 +14,6 @@ import subprocess
 import sys
 from dataclasses import asdict, make_dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -370,6 +369,27 @@ def test_only_bad_rows(flags, refusal):
     assert "x.jsonl" in refusal(flags, "--train_data", jsonl("x.jsonl", rows), "--on_bad_row", "skip")
 
 
+@pytest.mark.parametrize("kind", ["texts", "structs"])
+def test_negatives_are_not_drawn_from_bad_rows(kind):
+    """A batch with bad rows equals the batch without them."""
+    trainer = importlib.import_module("train_cross_encoder")
+    args = trainer.Args(columns=["a", "b"], num_negatives=3, on_bad_row="skip")
+    rows = [{**row, "b": {"title": "", "text": row["b"]} if kind == "structs" else row["b"]} for row in ROWS[:8]]
+    bad = replace_cells(replace_cells(rows, 2, a=""), 5, b=None)
+
+    def documents(rows, kept):
+        table = pa.Table.from_pylist([{**row, "<source>": 0, "<number>": i} for i, row in enumerate(rows)])
+        table = table.take(list(kept))
+        found, skipped = trainer.read_rows(
+            table, [], (None, None), args, lambda rows: trainer.draw_negatives(args, table, rows)
+        )
+        return [row.documents for row in found], skipped
+
+    kept = [0, 1, 3, 4, 6, 7]
+    assert documents(bad, range(8)) == (documents(bad, kept)[0], 2) and documents(rows, kept) == documents(bad, kept)
+    assert all(len(row) == 4 and all(isinstance(text, str) for text in row) for row in documents(bad, kept)[0])
+
+
 @both_ways
 def test_resume_on_corrected_data(flags, refusal, way):
     """Refused without --accept_changed_data; with it, the run equals one on the corrected data from the start."""
@@ -520,7 +540,7 @@ def test_wrong_flag(flags, refusal, monkeypatch, wrong):
         monkeypatch.setitem(globals(), "merge_flags", lambda flags: list(map(str, flags)))
     epochs = ["--max_steps", 0] if "epochs" in wrong else []
     message = refusal(flags, "--train_data", jsonl("x.jsonl"), *epochs, *words)
-    name = {"--loss": " ".join(words[:2]), '--loss_kwargs {"tau":1}': "--loss infonce: .*tau"}
+    name = {"--loss": " ".join(words[:2]), '--loss_kwargs {"tau":1}': "--loss_kwargs of infonce: .*tau"}
     assert re.search(rf"{name.get(wrong, name.get(words[0], words[0]))}\b", message), message
     assert not os.path.exists("out/model")
 
@@ -561,7 +581,7 @@ def test_file_of_flags_and_flags_that_override_it():
     args = script.parse_args(["args.yaml", "--seed", "4", "--columns", "a", "b"])
     assert (args.train_data, args.batch_size, args.seed, args.mix_by) == (["x.jsonl"], 8, 4, "batch")
     assert (args.learning_rate, args.loss_kwargs, args.prompts) == (2e-5, {"symmetric": True}, ["query: ", ""])
-    assert (args.max_length, args.grad_cache, args.num_negatives, args.columns) == (None, True, 3, ["a", "b"])
+    assert (args.max_length, args.grad_cache, args.num_negatives, args.columns) == (None, "true", 3, ["a", "b"])
     Path("args.json").write_text(json.dumps({"train_data": ["x", "y"], "streaming": True, "max_steps": 3}))
     assert script.parse_args(["args.json"]).train_data == ["x", "y"]
 
@@ -625,7 +645,7 @@ def test_resume_with_changed_flags(finished, refusal, changed):
 @pytest.mark.parametrize("name", TRAINERS)
 def test_what_a_resume_may_change(name, monkeypatch):
     """Flags of MAY_CHANGE, those of SCHEDULE if the user accepts it, and no other, such as one that a user adds."""
-    trainer, data = importlib.import_module(name), SimpleNamespace(description=[])
+    trainer = importlib.import_module(name)
     added = [("layer_decay", float, trainer.flag(1.0, "help"))]
     monkeypatch.setattr(trainer, "Args", make_dataclass("Args", added, bases=(trainer.Args,)))
     args, default = trainer.Args(accept_changed_schedule=True), trainer.Args()
@@ -633,15 +653,15 @@ def test_what_a_resume_may_change(name, monkeypatch):
     for flag, value in asdict(default).items():
         saved = {"args": asdict(default) | {flag: "another"}, "data": [], "step": 3}
         if flag in schedule + may_change:
-            assert trainer.check_resume(saved, args, data) == [[3, f"--{flag}", "another", value]]
+            assert trainer.find_changes(saved, args, []) == [[3, f"--{flag}", "another", value]]
         elif flag in ("resume", "accept_changed_data", "accept_changed_schedule"):
-            assert trainer.check_resume(saved, default, data) == []
+            assert trainer.find_changes(saved, default, []) == []
         else:
             with pytest.raises(trainer.UserError, match=rf"^--resume: --{flag} [^;]*\(was another\); restore"):
-                trainer.check_resume(saved, args, data)
+                trainer.find_changes(saved, args, [])
         if flag in schedule:
             with pytest.raises(trainer.UserError, match=rf"--{flag} .*was another; --accept_changed_schedule allows"):
-                trainer.check_resume(saved, default, data)
+                trainer.find_changes(saved, default, [])
     assert set(schedule + may_change) < set(asdict(args))
 
 
@@ -784,7 +804,7 @@ def test_loss_that_turns_nan_keeps_the_last_good_checkpoint(flags, refusal, monk
     message = refusal(flags, "--train_data", jsonl("x.jsonl"))
     assert "nan" in message and "step 3" in message and "nonfinite_batch.json" in message
     rows = json.loads(Path("out/nonfinite_batch.json").read_text())
-    assert len(rows) == 26 and all(any(text == row["a"] for row in ROWS) for text in (row["query"] for row in rows))
+    assert len(rows) == 26 and all(any(row["a"] == other["a"] for other in ROWS) for row in rows)
     assert newest() == 2 and not os.path.exists("out/model")
 
 
@@ -796,7 +816,7 @@ def test_all_accumulated_batches_of_a_step_that_turns_nan_are_written(flags, nam
     more += ["--model_name_or_path", reranker] if trainer is not script else []
     with pytest.raises(trainer.UserError, match="nonfinite_batch.json"):
         trainer.main(trainer.parse_args(merge_flags([*flags, *more])))
-    written = [row["query"] for row in json.loads(Path("out/nonfinite_batch.json").read_text())]
+    written = [row["a"] for row in json.loads(Path("out/nonfinite_batch.json").read_text())]
     assert sorted(written) == sorted(row["a"] for row in ROWS[8:])  # 4 x 13 rows
 
 

@@ -5,6 +5,9 @@ import math
 import shutil
 import subprocess
 import sys
+from collections import ChainMap
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean as mean
 
@@ -51,8 +54,11 @@ LOGITS = torch.randn(15, generator=torch.Generator().manual_seed(1)) * 3
 def loss_of(loss, logits, labels, sizes=SIZES, **loss_kwargs):
     """Return the loss selected by --loss and --loss_kwargs."""
     made = script.make_loss(parse("--loss", loss, "--label_column", "y", "--loss_kwargs", json.dumps(loss_kwargs)))
-    mean_over_pairs = loss in script.MEANS_OVER_PAIRS
-    return made(logits, labels) if mean_over_pairs else made(*script.pad_groups(torch.tensor(sizes), logits, labels))
+    groups = torch.arange(len(sizes) + 1).repeat_interleave(torch.tensor([*sizes, 0]))
+    columns = torch.cat([torch.arange(size) for size in sizes])
+    padded = logits.new_zeros(len(sizes) + 1, max(sizes)), labels.new_full((len(sizes) + 1, max(sizes)), math.nan)
+    total, count = made(*(slots.index_put((groups, columns), part) for slots, part in zip(padded, (logits, labels))))
+    return total / count  # the last row of slots is empty
 
 
 def by_group(*tensors):
@@ -128,7 +134,8 @@ NAIVE = [
     (naive_bce, {}), (naive_bce, {"pos_weight": 5}),
     (naive_mse, {}), (naive_listwise_ce, {}), (naive_ranknet, {}), (naive_ranknet, {"sigma": 0.5}),
     (naive_lambdaloss, {}), (naive_lambdaloss, {"k": 2, "mu": 3}), (naive_margin_mse, {}), (naive_kl, {}),
-    (naive_kl, {"temperature": 2}), (naive_kl, {"temperature": 2, "teacher_temperature": 0.5}),
+    (naive_kl, {"temperature": 2, "teacher_temperature": 2}),
+    (naive_kl, {"temperature": 2, "teacher_temperature": 0.5}),
     (naive_margin_mse, {"temperature": 2, "teacher_temperature": 0.5}),
 ]  # fmt: skip
 
@@ -204,21 +211,23 @@ def launched(tmp_path_factory, rows, bert):
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_equal_those_of_one_process_and_one_pass(launched, case):
-    expected = launched[1, 0][case, 10**6, False]
+    expected = launched[1, 0][case, 10**6, "false"]
     assert expected[0].norm() > 0.01
-    for gradients in launched.values():
-        for max_tokens in (300, 700, 10**6):
-            for cache in (False, True):
-                gradient, loss, passes, rows = gradients[case, max_tokens, cache]
-                assert rows == expected[3]  # including drawn negatives
-                assert passes > 2 or max_tokens > 300
-                assert ((gradient - expected[0]).norm() / expected[0].norm()).item() < 1e-5
-                assert loss == pytest.approx(expected[1], rel=1e-5)
+    for max_tokens, cache in product((300, 700, 10**6), ("false", "true")):
+        for processes in (1, 2):
+            pairs = [launched[processes, process][case, max_tokens, cache][3] for process in range(processes)]
+            assert dict(ChainMap(*pairs)) == expected[3]  # including drawn negatives
+            assert sum(map(len, pairs)) == len(expected[3]) == 7  # each row on one process
+        for gradients in launched.values():
+            gradient, loss, passes, _ = gradients[case, max_tokens, cache]
+            assert passes > 2 or max_tokens > 300
+            assert ((gradient - expected[0]).norm() / expected[0].norm()).item() < 1e-5
+            assert loss == pytest.approx(expected[1], rel=1e-5)
 
 
 def test_processes_ran_different_numbers_of_passes(launched):
     """Without this, the test above would prove little: only unequal numbers can desynchronize the collectives."""
-    settings = [(case, max_tokens, False) for case in CASES for max_tokens in (300, 700)]
+    settings = [(case, max_tokens, "false") for case in CASES for max_tokens in (300, 700)]
     assert any(launched[2, 0][setting][2] != launched[2, 1][setting][2] for setting in settings)
 
 
@@ -231,15 +240,16 @@ def test_accumulated_batches_equal_one_batch_for_a_mean_over_pairs(launched):
 # --------------------------------------------------------------------------------------------------- row formats
 
 
-def first_rows(rows, *flags, suffix="jsonl", count=None):
-    """Return (loss, [([query, document, ...], labels)]) of the first `count` rows, in their order."""
+def first_rows(rows, *flags, suffix="jsonl"):
+    """Return (loss, [([query, document, ...], labels)]) of the rows, in their order, without bad ones."""
     file = write(f"x.{suffix}", rows)
     args = script.parse_args(["--train_data", file, "--shuffle_buffer", "0", "--eval_rows", "0",
-                              "--batch_size", str(count or len(rows)), *map(str, flags)])  # fmt: skip
-    script.make_loss(args)
-    data = script.open_data(args, script.clean_groups)
+                              "--batch_size", str(len(rows)), *map(str, flags)])  # fmt: skip
+    args.loss = args.loss or script.choose_loss(args)
+    data = script.open_data(args)
     table, _ = next(script.row_batches(data.sources, data.weights, args))
-    return args.loss, [([row["query"], *row["documents"]], row["labels"]) for row in table.to_pylist()]
+    rows, _ = script.read_rows(table, data.sources, data.lookups, args)
+    return args.loss, [([row.query, *row.documents], row.labels) for row in rows]
 
 
 @pytest.mark.parametrize("way", [[], ["--streaming", "--max_steps", 1]])
@@ -265,63 +275,75 @@ def test_row_formats(suffix, way):
     assert read([{"q": "a", "d": "b", "e": "c"}], "--num_negatives", 0)[1] == [(["a", "b"], [1])]
 
 
-def groups_of(rows):
-    """Return (Table of cleaned rows, Args); rows: (query, document or documents)."""
-    args, (queries, documents) = parse("--columns", "q", "d"), zip(*rows)
-    return script.clean_groups(pa.table({"q": queries, "d": documents}), "x", 0, None, [None, None], args)[0], args
+def read_pairs(pairs, first=0):
+    """Return (Table, list of Row, Args); pairs: (query, document or documents); first: number of the first row."""
+    args = parse("--columns", "q", "d")
+    columns = {"q": [query for query, _ in pairs], "d": [documents for _, documents in pairs]}
+    numbers = {script.SOURCE: [0] * len(pairs), script.NUMBER: range(first, first + len(pairs))}
+    table = pa.table(columns | numbers)
+    return table, script.read_rows(table, [], [None, None], args)[0], args
 
 
 def test_drawn_negatives():
-    table, args = groups_of([(f"query {i // 2}", f"document {i % 17}") for i in range(40)])
+    pairs = [(f"query {i // 2}", f"document {i % 17}") for i in range(40)]
 
-    def draw(seed, count=None):  # default: 4
+    def draw(epoch, count=None):  # default: 4
+        table, rows, args = read_pairs(pairs, 40 * epoch)
         args.num_negatives = count
-        return script.draw_negatives(table, seed, args).to_pylist()
+        script.draw_negatives(args, table, rows)
+        return rows
 
-    found = draw([1, 2])
-    assert found == draw([1, 2]) != draw([1, 3])
+    def documents_of(rows):
+        return [row.documents for row in rows]
+
+    found = draw(0)
+    assert documents_of(found) == documents_of(draw(0)) != documents_of(draw(1))
     everything = {f"document {i}" for i in range(17)}
-    for i, (row, all_drawn) in enumerate(zip(found, draw([1, 2], 99))):
-        positive, *negatives = row["documents"]
-        assert positive == f"document {i % 17}" and row["labels"] == [1, 0, 0, 0, 0]
+    for i, (row, all_drawn) in enumerate(zip(found, draw(0, 99))):
+        positive, *negatives = row.documents
+        assert positive == f"document {i % 17}" and row.labels == [1, 0, 0, 0, 0]
         same_query = {positive, f"document {(i ^ 1) % 17}"}
         assert len(set(negatives)) == 4 and not same_query & set(negatives)
-        assert set(all_drawn["documents"][1:]) == everything - same_query
-    assert {document for row in found for document in row["documents"][1:]} == everything
+        assert set(all_drawn.documents[1:]) == everything - same_query
+    assert {document for row in found for document in row.documents[1:]} == everything
 
 
 def test_negatives_are_drawn_only_for_rows_without_negatives():
-    table, args = groups_of([("a", ["b", "c"]), ("d", ["e"]), ("f", ["g"])])
-    found = script.draw_negatives(table, [0], args).to_pylist()
-    assert [row["documents"] for row in found[:1]] == [["b", "c"]]
-    assert [sorted(row["documents"][1:]) for row in found[1:]] == [["b", "c", "g"], ["b", "c", "e"]]
-    assert [row["labels"] for row in found] == [[1, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
-    args.label_column = ["y"]
-    assert script.draw_negatives(table, [0], args) is table
-    for rows in ([("a", "b"), ("a", "c")], [("a", "b"), ("d", "b")]):
+    table, rows, args = read_pairs([("a", ["b", "c"]), ("d", ["e"]), ("f", ["g"])])
+    script.draw_negatives(args, table, rows)
+    assert rows[0].documents == ["b", "c"]
+    assert [sorted(row.documents[1:]) for row in rows[1:]] == [["b", "c", "g"], ["b", "c", "e"]]
+    assert [row.labels for row in rows] == [[1, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
+    for pairs in ([("a", "b"), ("a", "c")], [("a", "b"), ("d", "b")]):
+        table, rows, args = read_pairs(pairs)
+        args.label_column = ["y"]
+        script.draw_negatives(args, table, rows)
+        assert [row.documents for row in rows] == [[document] for _, document in pairs]
+        args.label_column = []
         with pytest.raises(script.UserError, match="no other row has a negative to draw"):
-            script.draw_negatives(groups_of(rows)[0], [0], parse())
+            script.draw_negatives(args, table, rows)
 
 
 def test_ids_in_lists():
     """Ids are numbers or texts; a row with a null or unknown id, or with an empty list, is bad."""
     corpus = write("corpus.jsonl", [{"_id": i, "text": f"text {i}"} for i in range(20)])
 
-    def open_source(name, lists, *flags):
+    def read(name, lists, *flags):
         data = write(name, [{"q": f"query {i}", "ds": ids} for i, ids in enumerate(lists)])
         args = script.parse_args(["--train_data", data, "--corpus", corpus, "--corpus_columns", "_id", "text",
                                   "--eval_rows", "0", "--shuffle_buffer", "0", *flags])  # fmt: skip
-        return script.open_data(args, script.clean_groups).sources[0]
+        data = script.open_data(args)
+        return script.read_rows(data.sources[0].take(len(lists)), data.sources, data.lookups, args)
 
     for kind in (int, str):
         lists = [[3, 4], [5, None], [7, 8, 9], [5, 20], [], [0]]
         lists = [[None if number is None else kind(number) for number in ids] for ids in lists]
-        source = open_source(f"{kind.__name__}.jsonl", lists, "--on_bad_row", "skip")
+        rows, skipped = read(f"{kind.__name__}.jsonl", lists, "--on_bad_row", "skip")
         expected = [["text 3", "text 4"], ["text 7", "text 8", "text 9"], ["text 0"]]
-        assert source.take(3)["documents"].to_pylist() == expected and source.state["skipped"] == 3
-        for bad in (1, 3, 4):
-            with pytest.raises(script.UserError, match="no text has the id in 'ds' in the row .*query 1.*_row skip"):
-                open_source(f"{kind.__name__}{bad}.jsonl", [lists[0], lists[bad]]).take(2)
+        assert [row.documents for row in rows] == expected and skipped == 3
+        for bad, problem in ((1, "'ds' has no text"), (3, "no text has the id in 'ds'"), (4, "'ds' has no text")):
+            with pytest.raises(script.UserError, match=f"{problem} in the row .*query 1.*_row skip"):
+                read(f"{kind.__name__}{bad}.jsonl", [lists[0], lists[bad]])
 
 
 # ----------------------------------------------------------------------------------------------------- tokenization
@@ -329,12 +351,13 @@ def test_ids_in_lists():
 
 def token_ids(model, pairs):
     """Return the token ids of each pair, without padding."""
-    micro_batches, tokens, _ = script.make_micro_batches(*zip(*pairs), model, 10**6, torch.device("cpu"))
+    rows = [script.Row(query, [document], []) for query, document in pairs]
+    made = script.make_micro_batches(rows, model, 10**6, parse(), torch.device("cpu"))
     found = {}
-    for features, cut in micro_batches:
+    for features, cut in made.parts:
         masks = features.get("attention_mask", torch.ones_like(features["input_ids"]))
         found |= {i: row[mask.bool()].tolist() for i, row, mask in zip(cut, features["input_ids"], masks)}
-    assert tokens == sum(map(len, found.values()))
+    assert made.tokens == sum(map(len, found.values()))
     return [found[i] for i in range(len(pairs))]
 
 
@@ -409,24 +432,24 @@ def test_held_out_measures_equal_those_of_predict(rows, reranker, kind):
     texts = [{"q": row["docstring"][:60], "d": codes[i]} | cells(i) for i, row in enumerate(rows[:70])]
     args = script.parse_args(["--train_data", write("x.parquet", texts), "--model_name_or_path", str(reranker),
                               "--eval_rows", "60", *flags])  # fmt: skip
-    script.make_loss(args)
-    data, model = script.open_data(args, script.clean_groups), script.load_model(args).train()
+    args.loss = args.loss or script.choose_loss(args)
+    data, model = script.open_data(args), script.load_model(args).train()
     args.num_negatives = script.CANDIDATES - 1
-    held_out = script.draw_negatives(data.eval_rows, [args.seed, 0], args)
-    found = script.evaluate(model, {script.HELD_OUT: held_out}, 700, args, Accelerator(cpu=True))
+    held_out = script.read_held_out(data, args, Accelerator(cpu=True), partial(script.draw_negatives, args))
+    eval_sets = script.open_eval_sets(held_out, args)
+    found = script.evaluate(model, eval_sets, 700, args, Accelerator(cpu=True))
     assert model.training
-    held_out = held_out.to_pylist()
     if kind == "drawn":
-        assert all(len(set(row["documents"])) == 50 for row in held_out)
-        documents = {document for row in held_out for document in row["documents"]}
+        assert all(len(set(row.documents)) == 50 for row in held_out)
+        documents = {document for row in held_out for document in row.documents}
         assert documents == {row["d"] for row in texts[:60]}
-    pairs = [(row["query"], document) for row in held_out for document in row["documents"]]
+    pairs = [(row.query, document) for row in held_out for document in row.documents]
     library = CrossEncoder(str(reranker), device="cpu", activation_fn=torch.nn.Identity(), max_length=128)
     scores = library.predict(pairs).astype(float)
-    labels = np.array([label for row in held_out for label in row["labels"]])
-    groups = np.repeat(np.arange(60), [len(row["documents"]) for row in held_out])
+    labels = np.array([label for row in held_out for label in row.labels])
+    groups = np.repeat(np.arange(60), [len(row.documents) for row in held_out])
     if kind == "teacher":
-        labels = np.concatenate([np.array(row["labels"]) == max(row["labels"]) for row in held_out])
+        labels = np.concatenate([np.array(row.labels) == max(row.labels) for row in held_out])
     if kind == "classes":
         expected = naive_class_measures(scores, labels)
     elif kind == "scores":
@@ -470,10 +493,9 @@ def test_copied_alone_into_an_empty_folder(tmp_path, rows, bert, loss):
     assert again.loss == loss and again.columns == ["docstring", "code"] and again.max_length == 64
     trained = script.load_model(again, run / "checkpoints/step_00000002").eval()
     pairs = [(rows[0]["docstring"], rows[0]["code"]), ("a", "b")]
-    micro_batches, *_ = script.make_micro_batches(*zip(*pairs), trained, 10**6, torch.device("cpu"))
-    with torch.no_grad():
-        logits = [script.score(trained, features, Accelerator(cpu=True)) for features, _ in micro_batches]
-    expected = torch.cat(logits).view(-1)[np.argsort([i for _, cut in micro_batches for i in cut])]
+    some = [script.Row(query, [document], []) for query, document in pairs]
+    scores = script.score_rows(trained, some, 10**6, again, Accelerator(cpu=True))
+    expected = torch.tensor(np.concatenate(scores)).float()
     expected = expected.sigmoid() if loss == "bce" else expected
     for folder in ("model", "checkpoints/step_00000002"):
         found = CrossEncoder(str(run / folder), device="cpu").predict(pairs)
@@ -537,19 +559,23 @@ def test_bad_rows(good, cells, flags, phrase):
     flags = ["--label_column", "y", *flags.split()]
     message = refusal(rows, *flags)
     assert all(word in message for word in ("x.jsonl: ", "query 7", phrase, "--on_bad_row skip")), message
-    _, found = first_rows(rows, *flags, "--on_bad_row", "skip", count=29)
+    _, found = first_rows(rows, *flags, "--on_bad_row", "skip")
     assert [texts[0] for texts, _ in found] == [f"query {i}" for i in range(30) if i != 7]
 
 
 @pytest.mark.parametrize("cells", [{"d": "a text"}, {"d": ["one", 3]}, {"y": 1}, {"y": ["a", 0]}])
 def test_columns_of_several_types(cells):
-    """`datasets` turns such a column into JSON, with texts in quotes: none of its rows is trained on."""
+    """`datasets` turns such a column into JSON, with texts in quotes: they are read without these. The one row of
+    another type is bad; one with a number for a text is refused, as this may be the wrong column."""
     rows = [*GOOD[:7], {**GOOD[7], **cells}, *GOOD[8:]]
-    for skip in ([], ["--on_bad_row", "skip"]):
-        message = refusal(rows, "--label_column", "y", *skip)
-        (name,) = cells
-        assert message.startswith(f"x.jsonl: {'column' if name == 'd' else '--label_column'} "), message
-        assert name == "y" or "prepare_corpus.py" in message, message
+    message = refusal(rows, "--label_column", "y")
+    if cells == {"d": ["one", 3]}:
+        assert message == refusal(rows, "--label_column", "y", "--on_bad_row", "skip")
+        assert message.startswith("x.jsonl: column 'd' holds int") and "prepare_corpus.py" in message, message
+        return
+    assert all(word in message for word in ("x.jsonl: ", "in the row", "query 7")), message
+    _, found = first_rows(rows, "--label_column", "y", "--on_bad_row", "skip")
+    assert found == [([row["q"], *row["d"]], row["y"]) for row in (*GOOD[:7], *GOOD[8:])]
 
 
 @pytest.mark.parametrize("value", [5, {"x": "y"}, [["one"], ["two"]]])

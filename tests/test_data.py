@@ -22,6 +22,7 @@ import zstandard
 
 import train_bi_encoder as script
 
+ALONE = SimpleNamespace(num_processes=1, process_index=0)  # an Accelerator's
 both_kinds = pytest.mark.parametrize("streaming", [False, True], ids=["mapped", "streaming"])
 
 
@@ -40,13 +41,12 @@ def options(**changed):
 
 
 def open_source(streaming, name, number=0, **changed):
-    args = options(streaming=streaming, **changed)
-    return script.Source(str(name), number, partial(script.clean_pairs, lookups=[None, None], args=args), args)
+    return script.Source(str(name), number, options(streaming=streaming, **changed))
 
 
 def open_data(**changed):
     args = options(**changed)
-    return script.open_data(args, script.clean_pairs), args
+    return script.open_data(args), args
 
 
 def table(count, first=0):
@@ -80,19 +80,20 @@ def write(path, rows):
     return name
 
 
-def positives(rows):
-    """Return the first document of each cleaned row."""
-    return [documents[0] for documents in rows["documents"].to_pylist()]
+def read(source, count):
+    """Return (list of Row, number of bad rows) of the next `count` rows of a Source."""
+    return script.read_rows(source.take(count), [source], [None, None], source.args)
 
 
-def texts(rows):
-    """Return [{"a": text, "b": text}] of a Table of cleaned rows."""
-    return [{"a": a, "b": b} for a, b in zip(rows["query"].to_pylist(), positives(rows))]
+def texts(source, count):
+    """Return [{"a": text, "b": text}] of the next `count` rows of a Source."""
+    return [{"a": row.query, "b": row.documents[0]} for row in read(source, count)[0]]
 
 
 def numbers(rows):
-    """Return the row numbers that `table` wrote into the texts."""
-    return [int(text.split(":")[0].removeprefix("row ")) for text in rows["query"].to_pylist()]
+    """Return the row numbers that `table` wrote into the texts of a Table, or of a list of Row."""
+    found = rows["a"].to_pylist() if isinstance(rows, pa.Table) else [row.query for row in rows]
+    return [int(text.split(":")[0].removeprefix("row ")) for text in found]
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ SUFFIXES = ["parquet", "stream.arrow", "file.arrow", "json", "jsonl", "jsonl.gz"
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_every_format_gives_the_same_rows(streaming, suffix):
     source = open_source(streaming, write(f"part.{suffix}", table(130)), shuffle_buffer=0)
-    assert texts(source.take(131)) == table(130) + table(1)
+    assert texts(source, 131) == table(130) + table(1)
 
 
 CONFIGS = """---
@@ -145,7 +146,7 @@ def test_folders_globs_and_configurations(streaming, tmp_path):
         "saved/*.arrow": 130, "./configs:one:train": 5, "configs:two:train": 14, f"{tmp_path}/configs:two:dev": 9,
     }.items():  # fmt: skip
         expected = table(40, 20) if count < 0 else table(count)
-        assert texts(open_source(streaming, name, shuffle_buffer=0).take(len(expected))) == expected, name
+        assert texts(open_source(streaming, name, shuffle_buffer=0), len(expected)) == expected, name
     wrong = {"configs:two:test": "'test'.*train, dev", "configs:three:train": "configs:three.*one.*two"}
     for name, hint in wrong.items():
         with pytest.raises(script.UserError, match=hint):
@@ -157,7 +158,7 @@ def test_folders_globs_and_configurations(streaming, tmp_path):
 def test_text_lines_with_the_column_named_twice(streaming, suffix):
     lines = [{"text": f"line {i}, é"} for i in range(70)]
     source = open_source(streaming, write(f"lines.{suffix}", lines), shuffle_buffer=0, columns=["text", "text"])
-    assert texts(source.take(70)) == [{"a": line["text"], "b": line["text"]} for line in lines]
+    assert texts(source, 70) == [{"a": line["text"], "b": line["text"]} for line in lines]
 
 
 @both_kinds
@@ -179,9 +180,10 @@ def test_labels(streaming, suffix):
         if suffix == "csv":
             rows = [{**row, "score": json.dumps(row["score"])} for row in rows]
         file = write(f"{type(label(0)).__name__}.{suffix}", rows)
-        found = open_source(streaming, file, shuffle_buffer=0, label_column=["score"]).take(60)
-        assert found["labels"].to_pylist() == [np.atleast_1d(label(i)).tolist() for i in range(60)]
-        assert texts(found) == table(60)
+        source = open_source(streaming, file, shuffle_buffer=0, label_column=["score"])
+        found, _ = read(source, 60)
+        assert [row.labels for row in found] == [np.atleast_1d(label(i)).tolist() for i in range(60)]
+        assert [{"a": row.query, "b": row.documents[0]} for row in found] == table(60)
 
 
 def test_hub_ids(monkeypatch):
@@ -224,16 +226,28 @@ def test_a_column_that_is_null_in_the_first_chunk(streaming):
     assert numbers(open_source(streaming, file, shuffle_buffer=0).take(220)) == list(range(220))
     skipping = {"columns": ["a", "note"], "on_bad_row": "skip", "shuffle_buffer": 0}
     source = open_source(streaming, file, **skipping)
-    assert numbers(source.take(20)) == list(range(200, 220)) and source.state["skipped"] == 200
+    found, skipped = read(source, 220)
+    assert [row.cells["a"] for row in found] == [f"row {i}: z" for i in range(200, 220)] and skipped == 200
 
 
 @both_kinds
 def test_a_column_of_texts_and_numbers(streaming):
-    """`datasets` turns it into JSON, with texts in quotes: it is refused, and the message names prepare_corpus.py."""
+    """`datasets` turns it into JSON, with texts in quotes: texts are read without these; any other value is refused,
+    and the message names prepare_corpus.py."""
     values = ['say "hi"', 3, None, {"x": 1}, ["y"], "7 days", True, "", "last"]
     file = write("x.jsonl", [{"a": f"row {i}: ", "b": "y"} | {"b": value} for i, value in enumerate(values)])
-    with pytest.raises(script.UserError, match="x.jsonl: column 'b' holds .*json.*, not texts: .*prepare_corpus.py"):
-        open_source(streaming, file, shuffle_buffer=0, on_bad_row="skip").take(1)
+    source = open_source(streaming, file, shuffle_buffer=0, on_bad_row="skip")
+    assert texts(source, 1) == [{"a": "row 0: ", "b": 'say "hi"'}]
+    with pytest.raises(script.UserError, match="x.jsonl: column 'b' holds int, not texts: .*prepare_corpus.py"):
+        read(source, 1)
+    assert read(source, 1) == ([], 1)  # a missing text
+    with pytest.raises(script.UserError, match="x.jsonl: column 'b' holds structs: .*--corpus_columns _id x$"):
+        read(source, 1)
+    assert texts(source, 2) == [{"a": "row 4: ", "b": "y"}, {"a": "row 5: ", "b": "7 days"}]
+    with pytest.raises(script.UserError, match="x.jsonl: column 'b' holds bool, not texts: .*prepare_corpus.py"):
+        read(source, 1)
+    found, skipped = read(source, 2)
+    assert [row.documents for row in found] == [["last"]] and skipped == 1
 
 
 @both_kinds
@@ -244,7 +258,7 @@ def test_a_column_without_texts(streaming, suffix, value):
     file = write(f"x.{suffix}", [{"a": row["a"], "b": value} for row in table(60)])
     advice = {list: "as a column of their own", dict: "--corpus_columns _id x$"}.get(type(value), "--label_column b")
     with pytest.raises(script.UserError, match=f"x.{suffix}: column 'b' .*{advice}"):
-        open_source(streaming, file).take(1)
+        read(open_source(streaming, file, on_bad_row="skip"), 1)
 
 
 @both_kinds
@@ -256,12 +270,13 @@ def test_what_helps_with_nested_columns(streaming):
 
     def documents(file, names, *columns):
         source = open_source(streaming, file, columns=list(columns), corpus_columns=names, shuffle_buffer=0)
-        return source.take(5)["documents"].to_pylist()
+        return [row.documents for row in read(source, 5)[0]]
 
     with pytest.raises(script.UserError, match="column 'body' .*: to read its fields, set --corpus_columns _id body$"):
         documents(file, ["_id", "text"], "q", "body")
     assert documents(file, named, "q", "body") == expected
-    for columns, name in ((("struct", "body"), "struct"), (("list", "body"), "list"), (("q", "lists"), "text")):
+    assert documents(file, ["_id", "body", "text"], "struct", "body") == expected
+    for columns, name in ((("list", "body"), "list"), (("q", "lists"), "text")):
         with pytest.raises(script.UserError, match=f"column '{name}' .*a column of their own; Dataset.flatten.. of"):
             documents(file, ["_id", "body", "text"], *columns)
     datasets.Dataset.from_parquet(file).flatten().to_parquet("flat.parquet")
@@ -271,14 +286,14 @@ def test_what_helps_with_nested_columns(streaming):
 
 @both_kinds
 def test_labels_that_are_not_finite_numbers(streaming):
-    for number, labels in enumerate([[0.5, None, float("nan"), 1.0], [[0.5, 1.0], [0.5, None], [1.0], [1.0, 0.5]],
+    for number, labels in enumerate([[0.5, None, float("nan"), 1.0], [[0.5, 1.0], [0.5, None], [], [1.0, 0.5]],
                                      [0.5, "high", None, 1.0]]):  # fmt: skip
         rows = [{**row, "score": label} for row, label in zip(table(4), labels)]
         file, skip = write(f"{number}.jsonl", rows), {"on_bad_row": "skip", "shuffle_buffer": 0}
-        source = open_source(streaming, file, label_column=["score"], **skip)
-        assert numbers(source.take(2)) == [0, 3] and source.state["skipped"] == 2, labels
+        found, skipped = read(open_source(streaming, file, label_column=["score"], **skip), 4)
+        assert numbers(found) == [0, 3] and skipped == 2, labels
         with pytest.raises(script.UserError, match=f"{number}.jsonl: 'score' has miss.* in the row .*row 1: .*skip"):
-            open_source(streaming, file, label_column=["score"], shuffle_buffer=0).take(4)
+            read(open_source(streaming, file, label_column=["score"], shuffle_buffer=0), 4)
 
 
 # ------------------------------------------------------------------------------------------------------------ order
@@ -328,8 +343,7 @@ def test_rows_of_a_mapped_batch_are_far_apart(monkeypatch):
 def test_held_out_rows_are_never_trained_on(shards, streaming, held_out):
     """Fewer rows than the first file has, exactly as many, and more."""
     source = open_source(streaming, shards, shuffle_buffer=60)
-    rows, bad = source.hold_out(held_out)
-    assert (numbers(rows), bad) == (list(range(held_out)), 0)
+    assert numbers(source.hold_out(held_out)) == list(range(held_out))
     for epoch in np.array_split(numbers(source.take(3 * (197 - held_out))), 3):
         assert sorted(epoch.tolist()) == list(range(held_out, 197))
 
@@ -339,19 +353,19 @@ def test_held_out_rows_are_the_first_of_each_source_in_proportion(shards, stream
     other = write("other.jsonl", table(100, 1000))
     given = {"mixing_weights": [3, 1], "eval_rows": 40, "streaming": streaming}
     data, args = open_data(train_data=[shards, other], shuffle_buffer=60, batch_size=50, **given)
-    assert sorted(numbers(data.eval_rows)) == [*range(30), *range(1000, 1010)]
+    assert numbers(pa.concat_tables(data.held_out)) == [*range(30), *range(1000, 1010)]
     trained = {number for rows, _ in islice(batches_of(data, args), 10) for number in numbers(rows)}
     assert len(trained) > 250 and not trained & {*range(30), *range(1000, 1010)}
 
 
 def test_held_out_by_default(shards):
     """A tenth of the training rows, at most 1,000; the first rows of --eval_data if it is given."""
-    assert len(open_data(train_data=[shards])[0].eval_rows) == 19
+    assert len(open_data(train_data=[shards])[0].held_out[0]) == 19
     large = write("large.parquet", table(20_000))
-    assert len(open_data(train_data=[large])[0].eval_rows) == 1000
+    assert len(open_data(train_data=[large])[0].held_out[0]) == 1000
     data, _ = open_data(train_data=[shards], eval_data=[write("other.jsonl", table(100, 1000))])
-    assert numbers(data.eval_rows) == list(range(1000, 1100)) and len(data.sources[0]) == 197
-    assert open_data(train_data=[shards], eval_rows=0)[0].eval_rows is None
+    assert numbers(data.held_out[0]) == list(range(1000, 1100)) and len(data.sources[0]) == 197
+    assert open_data(train_data=[shards], eval_rows=0)[0].held_out == []
 
 
 @both_kinds
@@ -364,10 +378,11 @@ def test_all_rows_held_out(shards, streaming, count):
 
 def test_bad_rows_among_the_held_out_ones():
     rows = [{**row, "b": "" if i in (2, 30) else row["b"]} for i, row in enumerate(table(60))]
-    data, _ = open_data(train_data=[write("x.jsonl", rows)], eval_rows=8, on_bad_row="skip")
-    assert len(data.eval_rows) == 7 and data.skipped == 1
+    data, args = open_data(train_data=[write("x.jsonl", rows)], eval_rows=8, on_bad_row="skip")
+    assert len(script.read_held_out(data, args, ALONE)) == 7 and data.skipped == 1
+    data, args = open_data(train_data=["x.jsonl"], eval_rows=8)
     with pytest.raises(script.UserError, match="x.jsonl: 'b' has no text in the row .*row 2: "):
-        open_data(train_data=["x.jsonl"], eval_rows=8)
+        script.read_held_out(data, args, ALONE)
 
 
 # ---------------------------------------------------------------------------------------------------------- batches
@@ -388,9 +403,9 @@ def assert_resumes(open_batches, count, cuts):
             expected = whole[done + skipped : done + skipped + 10]
             assert [r.to_pylist() for r, _ in found[: len(expected)]] == [r.to_pylist() for r, _ in expected]
             for (_, state), (_, other) in zip(found, expected):
-                assert state["drawn"] == other["drawn"] and state["cut"] == other["cut"]
+                assert state["cut"] == other["cut"]
                 for one, two in zip(state["sources"], other["sources"]):  # a position in a stream has several forms
-                    assert {**(one or {}), "stream": None} == {**(two or {}), "stream": None}
+                    assert {**one, "stream": None} == {**two, "stream": None}
             state = found[4][1]
     return whole
 
@@ -416,12 +431,11 @@ def test_resume_of_one_source(shards, streaming, buffer, held_out):
 @pytest.mark.parametrize("mix_by", ["row", "batch"])
 @pytest.mark.parametrize("length_window", [1, 3])
 def test_resume_of_mixed_sources(streaming, mix_by, length_window):
-    """Several epochs of two sources; one has two files, with bad rows to skip."""
-    bad = {0, 77, 78, 149}
-    rows = [{**row, "a": "" if i in bad else row["a"]} for i, row in enumerate(table(150))]
+    """Several epochs of two sources; one has two files."""
+    rows = table(150)
     Path("x").mkdir()
     write("x/0.jsonl", rows[:80]), write("x/1.jsonl", rows[80:]), write("y.jsonl.gz", table(90, 1000))
-    changed = {"mix_by": mix_by, "length_window": length_window, "on_bad_row": "skip", "shuffle_buffer": 40}
+    changed = {"mix_by": mix_by, "length_window": length_window, "shuffle_buffer": 40}
 
     def open_batches(state):
         named = enumerate(("x", "y.jsonl.gz"))
@@ -430,7 +444,6 @@ def test_resume_of_mixed_sources(streaming, mix_by, length_window):
 
     whole = assert_resumes(open_batches, 90, (1, 2, 5, 17, 45, 85))
     assert all(len(rows) == 8 for rows, _ in whole)
-    assert whole[-1][1]["sources"][0]["skipped"] >= 8 and not whole[-1][1]["sources"][1]["skipped"]
     origins = [{number >= 1000 for number in numbers(rows)} for rows, _ in whole]
     if mix_by == "batch":
         assert all(len(origin) == 1 for origin in origins) and origins.count({True}) == 30
@@ -440,16 +453,16 @@ def test_resume_of_mixed_sources(streaming, mix_by, length_window):
 
 
 @pytest.mark.parametrize("weights", [[1], [2, 1], [0.3, 0.7], [5, 3, 2], [1, 1, 1], [10, 1, 1, 1, 1, 1]])
-def test_each_source_is_always_within_a_row_of_its_share(weights):
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_each_source_is_always_within_a_row_of_its_share(weights, rows):
+    """After each batch of `rows` rows."""
     drawn = [0] * len(weights)
     for total in range(1, 300):
-        (source,) = script.draw_sources(drawn, weights, 1)
-        assert 0 <= source < len(weights) and sum(drawn) == total
+        counts = script.apportion(drawn, weights, rows)
+        assert min(counts) >= 0 and sum(counts) == rows
+        drawn = [count + more for count, more in zip(drawn, counts)]
         for count, weight in zip(drawn, weights):
-            assert abs(count - total * weight / sum(weights)) < 1 + 1e-9, (total, drawn)
-    at_once = [0] * len(weights)
-    script.draw_sources(at_once, weights, 299)
-    assert at_once == drawn
+            assert abs(count - total * rows * weight / sum(weights)) < 1 + 1e-9, (total, drawn)
 
 
 def test_length_window_groups_rows_by_length_and_loses_none():
@@ -461,19 +474,22 @@ def test_length_window_groups_rows_by_length_and_loses_none():
         source = open_source(False, file, length_window=window, batch_size=8, shuffle_buffer=40)
         return [rows for rows, _ in islice(script.row_batches([source], [1], source.args), 30)]
 
+    def lengths(batch):
+        return script.row_lengths(batch, options())
+
     def spread(batch):
-        return np.ptp(batch["length"].to_numpy())
+        return np.ptp(lengths(batch))
 
     plain, grouped = batches(1), batches(10)
     assert sorted(number for batch in grouped for number in numbers(batch)) == list(range(240))
     assert np.mean(list(map(spread, grouped))) < 0.3 * np.mean(list(map(spread, plain)))
-    longest = [np.argmax([max(batch["length"].to_numpy()) for batch in grouped[i : i + 10]]) for i in (0, 10, 20)]
+    longest = [np.argmax([max(lengths(batch)) for batch in grouped[i : i + 10]]) for i in (0, 10, 20)]
     assert len(set(longest)) > 1
 
 
 def test_rows_per_epoch_is_a_fresh_sample_each_epoch(shards):
     data, args = open_data(train_data=[shards], rows_per_epoch=96, batch_size=32, eval_rows=5, shuffle_buffer=60)
-    assert (data.epoch_rows, len(data.eval_rows)) == (96, 5)
+    assert (data.epoch_rows, len(data.held_out[0])) == (96, 5)
     batches = [set(numbers(rows)) for rows, _ in islice(batches_of(data, args), 6)]
     epochs = [set.union(*batches[:3]), set.union(*batches[3:])]
     assert list(map(len, epochs)) == [96, 96] and not epochs[0] & epochs[1]

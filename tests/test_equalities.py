@@ -14,11 +14,11 @@ LOSSES = ["infonce", "symmetric", "negatives", "matryoshka", "lists", "guide", "
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory, rows, bert):
-    """Return {(processes, process): ({setting: (gradient, loss, micro-batches)}, rows of 40 batches)}."""
+    """Return {(processes, process): ({setting: (gradient, loss, micro-batches, bad rows)}, rows of 40 batches)}."""
     folder = tmp_path_factory.mktemp("gradients")
     rows = [{name: text[:100] for name, text in row.items()} for row in rows]
     codes = [row["code"] for row in rows]
-    more = [{"label": len(code) % 7 / 7, "wrong": codes[i - 1], "worse": codes[i - 5],
+    more = [{"label": i % 7 / 7, "wrong": codes[i - 1], "worse": codes[i - 5],
              "lists": codes[max(0, i - i % 5) : i], "scores": [0.9, 0.5, len(code) % 5 / 9]}
             for i, code in enumerate(codes)]  # fmt: skip
     rows = [row | other for row, other in zip(rows, more)]
@@ -42,35 +42,50 @@ def assert_close(found, expected):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradients_equal_those_of_one_process_and_one_pass(launched, loss):
-    expected = launched[1, 0][0][loss, 10**6, False]
+    expected = launched[1, 0][0][loss, 10**6, "false"]
     assert expected[2] < 3  # forward passes: one, or two if that pads less
     for gradients, _ in launched.values():
         for max_tokens in (128, 700, 10**6):
-            for cache in (False, True):
+            for cache in ("false", "true"):
                 assert_close(gradients[loss, max_tokens, cache], expected)
+
+
+@pytest.mark.parametrize("loss, which, count", [
+    *((loss, "two rows", 2) for loss in LOSSES),
+    *((loss, "all rows of a process", 10) for loss in ("negatives", "kl", "CoSENTLoss")),
+])  # fmt: skip
+def test_a_batch_with_skipped_rows_equals_the_batch_without_them(launched, loss, which, count):
+    """Skipped rows are counted, and have no part in loss and gradient, even if a process is left without rows."""
+    expected = launched[1, 0][0][loss, which, "leave_out"]
+    whole = launched[1, 0][0][loss, 10**6, "false"]
+    assert (expected[0] - whole[0]).norm() > 0.01 * whole[0].norm()
+    for gradients, _ in launched.values():
+        found = gradients[loss, which, "make_bad"]
+        assert found[3] == count
+        assert_close(found, expected)
 
 
 def test_the_guide_changes_the_gradient(launched):
     """Without this, the test of "guide" above would prove little."""
-    unguided, guided = (launched[1, 0][0][name, 10**6, False][0] for name in ("infonce", "guide"))
+    unguided, guided = (launched[1, 0][0][name, 10**6, "false"][0] for name in ("infonce", "guide"))
     assert (guided - unguided).norm() > 0.01 * unguided.norm()
 
 
 def test_processes_ran_different_numbers_of_passes(launched):
     """Without this, the test above would prove little: only unequal numbers can desynchronize the collectives."""
-    settings = [(loss, max_tokens, False) for loss in LOSSES for max_tokens in (128, 700)]
+    settings = [(loss, max_tokens, "false") for loss in LOSSES for max_tokens in (128, 700)]
     assert any(launched[2, 0][0][name][2] != launched[2, 1][0][name][2] for name in settings)
 
 
 def test_accumulated_batches_equal_one_batch_for_a_mean_over_rows(launched):
     for gradients, _ in launched.values():
-        found, _, _ = gradients["four batches of 16"]
-        expected, _, _ = launched[1, 0][0]["one batch of 64"]
+        found, *_ = gradients["four batches of 16"]
+        expected, *_ = launched[1, 0][0]["one batch of 64"]
         assert ((found - expected).norm() / expected.norm()).item() < 1e-5
 
 
 def test_batches_are_the_same_on_any_number_of_processes(launched):
     first = launched[1, 0][1]
-    assert len({row["query"] for batch in first for row in batch}) > 300
+    assert len({row["docstring"] for batch in first for row in batch}) > 300
     for _, rows in launched.values():
         assert rows == first

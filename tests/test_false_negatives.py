@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -72,19 +71,25 @@ def test_loss_and_gradient_of_ragged_rows(bert, monkeypatch, loss, loss_kwargs, 
     flags = ["--loss", loss, "--loss_kwargs", json.dumps(loss_kwargs), *["--label_column", "s"] * (loss != "infonce")]
     flags += ["--train_data", "x", "--columns", "q", "pos", "neg", "--model_name_or_path", str(bert)]
     args = script.parse_args(flags)
-    table, _ = script.clean_pairs(pa.Table.from_pylist(rows), "x", 0, np.random.default_rng(0), [None, None], args)
+    table = pa.Table.from_pylist([row | {script.SOURCE: 0, script.NUMBER: i} for i, row in enumerate(rows)])
+    read, _ = script.read_rows(table, [], [None, None], args)
     model = script.load_model(args)
-    batch = next(script.make_batches([(table, {})], model, 10**6, args, Accelerator(cpu=True)))
+    args.batch_size = 8  # two slots are empty
+    batch = script.make_batch(read, model, None, 10**6, args, Accelerator(cpu=True))
     names = [(i, 0) for i in range(6)]
     names += [(i, j + 1) for i, row in enumerate(rows) for j in range(1 + len(row["neg"]))]
     generator = torch.Generator().manual_seed(0)
     embeddings, guide = (torch.randn(len(names), size, generator=generator, dtype=torch.float64) for size in (8, 5))
     embeddings.requires_grad_()
-    guides = list(F.normalize(guide, dim=-1)[batch.places]) if guided else None
-    labels, columns = batch.labels if batch.labels is None else batch.labels.double(), list(embeddings[batch.places])
-    parts = torch.arange(0, 6, 2), torch.arange(1, 6, 2)
+    slots = batch.hashes.shape
+    index = torch.full(slots, len(names))  # of each slot among the embeddings
+    for number, (i, j) in enumerate(names):
+        index[i, j] = number
+    columns = F.pad(embeddings, (0, 0, 0, 1))[index].unbind(1)
+    more = {"guide": F.pad(F.normalize(guide, dim=-1), (0, 0, 0, 1))[index].unbind(1)} if guided else {}
+    parts = torch.arange(0, 8, 2), torch.arange(1, 8, 2)
     loss_fn = script.make_loss(args, model)
-    found = sum(loss_fn(columns, batch.ids, labels, part, guides) for part in parts)
+    found = sum(loss_fn(columns, batch.hashes.T, batch.labels.double(), part, **more) for part in parts)
 
     texts, judge = dict(zip(names, embeddings)), dict(zip(names, guide if guided else embeddings.detach()))
     weight, options = loss_kwargs.get("infonce", 1.0), {k: v for k, v in loss_kwargs.items() if k != "infonce"}
@@ -120,6 +125,6 @@ def test_guided_loss_equals_that_of_sentence_transformers(bert, rows, columns, m
     args.loss_kwargs = {} if margin is None else {"mask_margin": margin}
     ids, loss_fn = torch.arange(15 * columns).view(columns, 15), script.make_loss(args, model)
     given = found, ids, None, torch.arange(15)
-    assert loss_fn(*given, guides).item() == pytest.approx(theirs.item(), abs=1e-5)
+    assert loss_fn(*given, guide=guides).item() == pytest.approx(theirs.item(), abs=1e-5)
     args.loss_kwargs = {}
     assert abs(script.make_loss(args, model)(*given).item() - theirs.item()) > 1e-4  # the loss without a guide differs

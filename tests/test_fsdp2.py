@@ -96,13 +96,15 @@ def test_other_shardings_are_refused(script, kind, options, scaler):
         distributed_type=kind, state=SimpleNamespace(fsdp_plugin=plugin), scaler=scaler, parallelism_config=None
     )
     with pytest.raises(script.UserError, match="accelerate_configs/fsdp2.yaml"):
-        script.check_launch(accelerator)
+        script.check_launch(accelerator, script.Args())
 
 
 @pytest.mark.parametrize("script", TRAINERS)
 def test_fsdp2_and_ddp_are_not_refused(script):
+    script = importlib.import_module(script)
     state = SimpleNamespace(fsdp_plugin=FullyShardedDataParallelPlugin(**FSDP2))
     for kind in (DistributedType.FSDP, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.NO):
-        importlib.import_module(script).check_launch(
-            SimpleNamespace(distributed_type=kind, state=state, scaler=None, parallelism_config=None)
+        accelerator = SimpleNamespace(
+            distributed_type=kind, state=state, scaler=None, parallelism_config=None, num_processes=2
         )
+        script.check_launch(accelerator, script.Args())

@@ -25,22 +25,22 @@ import train_bi_encoder as script
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 8])
-def test_partition_balances_count_and_length(processes, monkeypatch):
-    """gather_index finds every text in the gathered parts, each padded to the size of the largest."""
+def test_partition_balances_count_and_length(processes):
+    """And the gathered outputs, of which the last slots of some processes are empty, return to their order."""
     lengths = np.random.default_rng(0).pareto(1.5, 257).astype(int) + 1
-    monkeypatch.setattr(script, "make_micro_batches", lambda texts, *_: ([({}, np.arange(len(texts)))], 0, 0))
-    texts, locals_ = [pa.array(["x" * length for length in lengths])], []
-    args = SimpleNamespace(query_max_length=None)
+    size = -(-257 // processes)
+    dealt = []
+    gathered = torch.full((processes * size, 2), -1)
     for process in range(processes):
-        accelerator = SimpleNamespace(num_processes=processes, process_index=process, device=torch.device("cpu"))
-        locals_.append(script.make_local_batch(texts, 0, None, None, args, accelerator))
-    parts, size = [local.indices.numpy() for local in locals_], -(-257 // processes)
-    assert sorted(np.concatenate(parts)) == list(range(257))
-    assert max(map(len, parts)) == size and min(map(len, parts)) >= size - 1
-    totals = [lengths[part].sum() for part in parts]
+        accelerator = SimpleNamespace(num_processes=processes, process_index=process)
+        order, own = script.deal(lengths, accelerator)
+        dealt.append(own)
+        gathered[process * size :][: len(own)] = torch.from_numpy(own)[:, None]
+    assert script.undo_deal(order, gathered, accelerator).tolist() == [[number, number] for number in range(257)]
+    assert sorted(np.concatenate(dealt)) == list(range(257))
+    assert max(map(len, dealt)) == size and min(map(len, dealt)) >= size - 1
+    totals = [lengths[part].sum() for part in dealt]
     assert max(totals) - min(totals) <= lengths.max()
-    gathered = np.concatenate([np.pad(part, (0, size - len(part)), constant_values=-1) for part in parts])
-    assert all((gathered[local.gather_index] == np.arange(257)).all() for local in locals_)
 
 
 def test_micro_batches_respect_max_tokens_and_a_longer_text_is_alone():
@@ -79,9 +79,12 @@ def test_padded_features_equal_those_of_the_tokenizer(bert, device, widths):
     model.tokenizer.backend_tokenizer.enable_truncation(77)
     texts = ["file " * count for count in (70, 7, 500, 0)]  # 72, 9, 77 and 2 tokens with [CLS] and [SEP]
     for max_tokens, count in ((10, 4), (10**6, 1)):
-        made, tokens, padded = script.make_micro_batches(texts, model, max_tokens, torch.device(device))
-        assert len(made) == count
-        assert tokens == 72 + 9 + 77 + 2 and padded == sum(f["input_ids"].numel() for f, _ in made)
+        places = [(0, 0), (0, 1), (1, 0), (2, 1)]
+        micro_batches = script.make_micro_batches(texts, places, model, max_tokens, torch.device(device))
+        made = micro_batches.parts
+        assert len(made) == count and micro_batches.tokens == 72 + 9 + 77 + 2
+        assert micro_batches.padded == sum(f["input_ids"].numel() for f, _ in made)
+        assert micro_batches.places.T.tolist() == [list(places[i]) for _, cut in made for i in cut]
         if count == 4:
             assert [f["input_ids"].shape[1] for f, _ in made] == [*widths[:3], max(widths[3], 2)]
         for features, cut in made:
@@ -100,16 +103,20 @@ def test_padded_features_equal_those_of_the_tokenizer(bert, device, widths):
 def test_equal_texts_have_equal_ids(bert):
     """In any column, with their prompts; the masks of InfoNCE depend on these ids."""
     model = SentenceTransformer(str(bert), device="cpu")
-    table = pa.table({"a": ["x", "y", "x"], "b": ["y", "z", "z"]})
+    table = pa.table({"a": ["x", "y", "x"], "b": ["y", "z", "z"], script.SOURCE: [0, 0, 0]})
     for prompts, ids in (([], [[0, 1, 0], [1, 2, 2]]), (["query: ", "text: "], [[0, 1, 0], [2, 3, 3]])):
         args = script.parse_args(["--train_data", "x", "--columns", "a", "b"])
         args.prompts = prompts
-        rows, _ = script.clean_pairs(table, "x", 0, None, [None, None], args)
+        rows, _ = script.read_rows(table, [], [None, None], args)
+        batch = script.make_batch(rows, model, None, 100, args, Accelerator(cpu=True))
         query, text = prompts or ["", ""]
-        assert rows["query"].to_pylist() == [query + letter for letter in "xyx"]
-        assert rows["documents"].to_pylist() == [[text + letter] for letter in "yzz"]
-        batch = next(script.make_batches([(rows, {})], model, 100, args, Accelerator(cpu=True)))
-        assert batch.ids.tolist() == ids
+        assert [row.query for row in rows] == [query + letter for letter in "xyx"]
+        assert [row.documents for row in rows] == [[text + letter] for letter in "yzz"]
+        hashes = batch.hashes[:3]
+        assert (batch.hashes[3:] == -1).all() and (hashes >= 0).all()
+        numbers = torch.tensor(ids).T
+        equal = hashes.flatten()[:, None] == hashes.flatten()
+        assert torch.equal(equal, numbers.flatten()[:, None] == numbers.flatten())
 
 
 # ----------------------------------------------------------------------------------------------------------- losses
@@ -164,7 +171,8 @@ def test_teacher_losses_equal_those_of_sentence_transformers(bert, own, theirs, 
     columns, labels = embeddings(7, 4), torch.randn(7, 3, dtype=torch.float64) * 3
     given = [F.normalize(c, dim=-1) if similarity == "cosine" else c for c in columns]
     expected = theirs(SentenceTransformer(str(bert), device="cpu")).compute_loss_from_embeddings(given, labels)
-    found = loss_of(columns, None, labels, similarity=similarity, loss=own, temperature=1.0)
+    ids = torch.arange(4 * 7).view(4, 7)
+    found = loss_of(columns, ids, labels, similarity=similarity, loss=own, temperature=1.0)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
@@ -181,7 +189,8 @@ STUDENTS = {"train_bi_encoder": "static", "train_cross_encoder": "reranker"}
 def test_default_temperature_of_a_teacher(name):
     for scores, loss_kwargs, *expected in DEFAULTS:
         args = SimpleNamespace(loss_kwargs=loss_kwargs)
-        importlib.import_module(name).set_teacher_temperature(pa.chunked_array([scores]), args)
+        rows = [SimpleNamespace(labels=labels) for labels in scores]
+        importlib.import_module(name).set_teacher_temperature(rows, args)
         assert args.loss_kwargs == loss_kwargs | {"teacher_temperature": expected[TRAINERS.index(name)]}
 
 
@@ -252,22 +261,24 @@ def test_held_out_measures_equal_those_of_libraries(kind, rows, request, monkeyp
 
     monkeypatch.setattr(script, "MAX_SCORES", 7 * 60)
     labels = [len(text) % 9 / 9 for text in texts[:, 1]]
-    columns = {"query": texts[:, 0], "documents": texts[:, 1:].tolist(), "labels": [[label] for label in labels]}
-    args, table = script.parse_args(["--train_data", "x", "--model_name_or_path", folder]), pa.table(columns)
+    args = script.parse_args(["--train_data", "x", "--model_name_or_path", folder])
     model = script.load_model(args)
 
-    def evaluate(held_out):
-        return script.evaluate(model, {script.HELD_OUT: held_out}, 600, args, Accelerator(cpu=True))
+    def evaluate(*more, labels=None):
+        """Return the measures of the rows, with `more` documents each."""
+        rows = [script.Row(query, [document, *more], []) for query, document in texts]
+        for row, label in zip(rows, labels or []):
+            row.labels = [label]
+        held_out = script.open_eval_sets(rows, args)
+        return script.evaluate(model, held_out, 600, args, Accelerator(cpu=True))
 
     expected = {name: found[measure] for name, measure in measures.items()}
-    assert evaluate(script.held_out_set(table, False)) == pytest.approx(expected, abs=1e-9)
+    assert evaluate() == pytest.approx(expected, abs=1e-9)
     pair = scores.diagonal(), labels
     expected = {"Spearman": scipy.stats.spearmanr(*pair)[0], "Pearson": scipy.stats.pearsonr(*pair)[0]}
     # nearly equal scores may swap ranks
-    assert evaluate(script.held_out_set(table, True)) == pytest.approx(expected, abs=3e-3)
-    negatives = [[*pair, "a hard negative"] for pair in columns["documents"]]  # the label is of the first document
-    table = pa.table(columns | {"documents": negatives})
-    assert evaluate(script.held_out_set(table, True)) == pytest.approx(expected, abs=3e-3)
+    assert evaluate(labels=labels) == pytest.approx(expected, abs=3e-3)
+    assert evaluate("a hard negative", labels=labels) == pytest.approx(expected, abs=3e-3)  # labels: of the first
 
 
 def test_search_ranks_as_deep_as_the_measures_ask(monkeypatch):
@@ -282,6 +293,13 @@ def test_search_ranks_as_deep_as_the_measures_ask(monkeypatch):
         monkeypatch.setattr(script, "RANKING", {"own": measure})
         found = script.search(queries, documents, eval_set)
         assert found == pytest.approx({"own": ir_measures.calc_aggregate([measure], qrels, run)[measure]})
+
+
+def test_other_losses_refuse_rows_with_fewer_labels():
+    labels = torch.rand(7, 2, dtype=torch.float64)
+    labels[4, 1] = torch.nan  # missing
+    with pytest.raises(script.UserError, match="^--loss CoSENTLoss requires equally many labels in all rows of 'y'$"):
+        loss_of(embeddings(7, 2), torch.arange(14).view(2, 7), labels, loss="CoSENTLoss")
 
 
 def test_matryoshka_is_the_sum_over_truncated_embeddings():

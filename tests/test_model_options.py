@@ -126,7 +126,7 @@ def flash(monkeypatch):
     def flash_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, **_):
         calls.append(len(cu_seqlens_q) - 1)
         lengths = cu_seqlens_q.diff().tolist()
-        assert cu_seqlens_k is cu_seqlens_q and max(lengths) == max_seqlen_q == max_seqlen_k and not causal
+        assert torch.equal(cu_seqlens_k, cu_seqlens_q) and max(lengths) == max_seqlen_q == max_seqlen_k and not causal
         texts = zip(*(part.transpose(0, 1).split(lengths, 1) for part in (q, k, v)))  # (heads, tokens, dimensions)
         found = [F.scaled_dot_product_attention(*text, scale=softmax_scale) for text in texts]
         return torch.cat(found, 1).transpose(0, 1)
@@ -152,10 +152,11 @@ def test_flash_attention_pads_nothing(kind, rows, bert, tmp_path, flash):
     for attention in ("sdpa", "flash_attention_2"):
         model = load(folder, "--attn_implementation", attention, "--max_length", "64", "--dropout", "0")
         accelerator = Accelerator(cpu=True)
-        batches, tokens, padded = train_bi_encoder.make_micro_batches(texts, model, 400, accelerator.device)
-        assert (padded == tokens) == (attention != "sdpa")
-        embeddings = [train_bi_encoder.encode(model, features, accelerator) for features, _ in batches]
-        order = torch.from_numpy(np.concatenate([cut for _, cut in batches]))
+        places = [(number, 0) for number in range(len(texts))]
+        made = train_bi_encoder.make_micro_batches(texts, places, model, 400, accelerator.device)
+        assert (made.padded == made.tokens) == (attention != "sdpa")
+        embeddings = [train_bi_encoder.encode(model, features, accelerator) for features, _ in made.parts]
+        order = torch.from_numpy(np.concatenate([indices for _, indices in made.parts]))
         embeddings = torch.cat(embeddings)[order.argsort()]
         (embeddings * torch.arange(32)).square().sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -276,10 +277,10 @@ def test_grad_cache_runs_each_forward_pass_twice(name, output, corpus, bert, tmp
 @pytest.mark.parametrize("name", TRAINERS)
 def test_grad_cache_repeats_the_dropout(name, corpus, bert, tmp_path):
     """The second forward pass of a micro-batch has the masks of the first: losses equal those without --grad_cache."""
-    for how in ([], ["--grad_cache"]):
-        flags = flags_for(name, corpus, bert, tmp_path / f"{how}", "--dropout", 0.1, "--max_steps", 3, *how)
-        launch(ROOT / f"{name}.py", *flags, "--micro_batch_tokens", 200)
-    assert losses(tmp_path / "['--grad_cache']") == pytest.approx(losses(tmp_path / "[]"), rel=1e-5)
+    for cache in ("true", "false"):
+        flags = flags_for(name, corpus, bert, tmp_path / cache, "--dropout", 0.1, "--max_steps", 3)
+        launch(ROOT / f"{name}.py", *flags, "--micro_batch_tokens", 200, "--grad_cache", cache)
+    assert losses(tmp_path / "true") == pytest.approx(losses(tmp_path / "false"), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -371,12 +372,12 @@ def test_gradient_checkpointing(name, corpus, bert, tmp_path):
             assert many > 1.4 * few if "--grad_cache" in more else many > 1.9 * few
 
 
-def token_ids(local):
-    """Return {number of a text or pair: token ids without padding}."""
-    found, numbers = {}, iter(local.indices.tolist())
-    for features, _ in local.micro_batches:
+def token_ids(micro_batches):
+    """Return {(row, column) of a text or pair: token ids without padding}."""
+    found, places = {}, iter(micro_batches.places.T.tolist())
+    for features, _ in micro_batches.parts:
         mask = features.get("attention_mask", torch.ones_like(features["input_ids"])).bool()
-        found |= {i: row[kept].tolist() for row, kept, i in zip(features["input_ids"], mask, numbers)}
+        found |= {tuple(place): row[kept].tolist() for row, kept, place in zip(features["input_ids"], mask, places)}
     return found
 
 
@@ -385,21 +386,23 @@ def test_query_max_length(name, rows, bert, tmp_path):
     """Only queries are truncated, to 5 tokens without [CLS] and [SEP], as if truncated beforehand."""
     script, tokenizer = importlib.import_module(name), transformers.AutoTokenizer.from_pretrained(bert)
     queries, documents = ([row[column] for row in rows[:80]] for column in ("docstring", "code"))
-    flags = ["--model_name_or_path", str(bert), "--query_max_length", "5", "--max_length", "40"]
+    flags = ["--model_name_or_path", str(bert), "--query_max_length", "5", "--max_length", "40", "--batch_size", "80"]
     args = script.parse_args(["--train_data", "x", *flags])
-    texts = [queries, documents] if name == "train_cross_encoder" else [queries + documents]
-    texts = [pa.array(part, pa.large_string()) for part in texts]
-    model = script.load_model(args)
-    found = token_ids(script.make_local_batch(texts, 80, model, 10**6, args, Accelerator(cpu=True)))
+    pairs = [script.Row(query, [document], []) for query, document in zip(queries, documents)]
+    model, guide = script.load_model(args), {"guide": None} if name == "train_bi_encoder" else {}
+    batch = script.make_batch(
+        pairs, model=model, **guide, max_tokens=10**6, args=args, accelerator=Accelerator(cpu=True)
+    )
+    found = token_ids(batch.micro_batches)
     tokens = [
         [tokenizer(text, add_special_tokens=False)["input_ids"] for text in part] for part in (queries, documents)
     ]
     cls, sep = [tokenizer.cls_token_id], [tokenizer.sep_token_id]
     for i, (query, document) in enumerate(zip(*tokens)):
         if name == "train_cross_encoder":
-            assert found[i] == (cls + query[:5] + sep + document)[: 40 - 1] + sep
+            assert found[i, 0] == (cls + query[:5] + sep + document)[: 40 - 1] + sep
         else:
-            assert found[i] == cls + query[:5] + sep and found[80 + i] == cls + document[:38] + sep
+            assert found[i, 0] == cls + query[:5] + sep and found[i, 1] == cls + document[:38] + sep
     assert sum(len(query) > 5 for query in tokens[0]) > 60
 
     ends = tokenizer(queries, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
@@ -420,13 +423,19 @@ def test_prompts_of_sources(rows, bert, tmp_path):
         write_jsonl(tmp_path / f"{number}.jsonl", rows[number:80:2])
     flags = ["--train_data", str(tmp_path / "0.jsonl"), str(tmp_path / "1.jsonl"), "--eval_rows", "10"]
     args = train_bi_encoder.parse_args([*flags, "--prompts", "one: ", "two: ", "code: "])
-    data = train_bi_encoder.open_data(args, train_bi_encoder.clean_pairs)
+    data, accelerator = train_bi_encoder.open_data(args), Accelerator(cpu=True)
     texts = {row["docstring"]: (number % 2, row["code"]) for number, row in enumerate(rows[:80])}
-    for part in (data.eval_rows, *(source.take(20) for source in data.sources)):
-        for row in part.to_pylist():
-            number, code = texts[row["query"][5:]]
-            assert row["query"][:5] == ("one: ", "two: ")[number] and row["documents"] == [f"code: {code}"]
-    assert {row["query"][:5] for row in data.eval_rows.to_pylist()} == {"one: ", "two: "}
+    held_out = train_bi_encoder.read_held_out(data, args, accelerator)
+    train_bi_encoder.open_eval_sets(held_out, args)
+    model, table = load(bert), data.sources[0].take(20)
+    table = pa.concat_tables([table, data.sources[1].take(20)])
+    trained, _ = train_bi_encoder.read_rows(table, data.sources, data.lookups, args)
+    train_bi_encoder.make_batch(trained, model, None, 1000, args, accelerator)
+    assert len(held_out) == 10 and len(trained) == 40
+    for row in held_out + trained:
+        number, code = texts[row.query[5:]]
+        assert row.query[:5] == ("one: ", "two: ")[number] and row.documents == [f"code: {code}"]
+    assert {row.query[:5] for row in held_out} == {"one: ", "two: "}
     assert load(bert, "--prompts", "one: ", "code: ").prompts["query"] == "one: "
 
 
@@ -448,7 +457,9 @@ def load_reranker(folder, *flags):
 def pair_features(model, pairs):
     """Return [(token ids, token types)] of pairs, as in training."""
     found = {}
-    for features, cut in train_cross_encoder.make_micro_batches(*zip(*pairs), model, 400, torch.device("cpu"))[0]:
+    rows = [train_cross_encoder.Row(query, [document], []) for query, document in pairs]
+    made = train_cross_encoder.make_micro_batches(rows, model, 400, train_cross_encoder.Args(), torch.device("cpu"))
+    for features, cut in made.parts:
         mask = features.get("attention_mask", torch.ones_like(features["input_ids"])).bool()
         for i, number in enumerate(cut):
             parts = (features[part][i][mask[i]].tolist() for part in ("input_ids", "token_type_ids"))
@@ -496,11 +507,9 @@ def test_a_template_is_saved(corpus, rows, reranker, tmp_path):
         str(tmp_path / "model"), eval_incremental.parse_args(["--beir", "x"])
     )
     for model in (trained, resumed, evaluated):
-        scores = torch.empty(40)
-        for features, cut in train_cross_encoder.make_micro_batches(*zip(*pairs), model, 400, torch.device("cpu"))[0]:
-            with torch.no_grad():
-                scores[cut] = train_cross_encoder.score(model, features, Accelerator(cpu=True)).view(-1)
-        found.append(scores.tolist())
+        some = [train_cross_encoder.Row(query, [document], []) for query, document in pairs]
+        scores = train_cross_encoder.score_rows(model, some, 400, args, Accelerator(cpu=True))
+        found.append(np.concatenate(scores).tolist())
     predicted = CrossEncoder(str(tmp_path / "model"), device="cpu").predict(pairs).tolist()
     assert all(scores == pytest.approx(predicted, abs=1e-5) for scores in found)
     without_template = CrossEncoder(str(reranker), device="cpu", max_length=48)
@@ -539,16 +548,16 @@ def test_micro_batches_share_half_precision_weights(name, corpus, tmp_path, monk
         kept = [tensor for tensor in kept.values() if tensor.dtype == torch.bfloat16 and tensor.ndim == 2]
         saved.append(sum(any(torch.equal(tensor, weight) for weight in weights) for tensor in kept))
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-        assert len(batch.local.micro_batches) > 4
+        assert len(batch.micro_batches.parts) > 4
         return loss
 
     monkeypatch.setattr(script, "forward_backward", recorded)
     request.addfinalizer(lambda: AcceleratorState._reset_state(reset_partial_state=True))
     model = request.getfixturevalue("bert" if name == "train_bi_encoder" else "reranker")
-    for cache in ([], ["--grad_cache"]):
+    for cache in ("false", "true"):
         AcceleratorState._reset_state(reset_partial_state=True)
-        more = ["--max_steps", 1, "--eval_rows", 0, "--micro_batch_tokens", 200, *cache]
-        flags = flags_for(name, corpus, model, tmp_path / str(len(cache)), *more)
+        more = ["--max_steps", 1, "--eval_rows", 0, "--micro_batch_tokens", 200, "--grad_cache", cache]
+        flags = flags_for(name, corpus, model, tmp_path / cache, *more)
         script.main(script.parse_args(merge_flags(flags)))
     assert 12 <= saved[0] <= 14 < saved[1]  # BERT of 2 layers has 12 matrices, besides pooler and classifier
     assert ((gradients[1] - gradients[0]).norm() / gradients[0].norm()).item() < 1e-6

@@ -47,9 +47,10 @@ def texts(path, ids, columns=("_id", "text")):
     """Return the texts of ids, None for an unknown one."""
     args = script.parse_args(["--train_data", "x", "--columns", "row", "id", "--on_bad_row", "skip"])
     table = pa.table({"row": [f"{i}" for i in range(len(ids))], "id": ids})
-    lookups = [None, script.TextLookup([str(path)], list(columns))]
-    rows, skipped = script.clean_pairs(table, "x", 0, None, lookups, args)
-    found = dict(zip(map(int, rows["query"].to_pylist()), (row[0] for row in rows["documents"].to_pylist())))
+    args.corpus = [str(path)]
+    lookups = [None, script.TextLookup(args.corpus, list(columns))]
+    rows, skipped = script.read_rows(table, [], lookups, args)
+    found = {int(row.query): row.documents[0] for row in rows}
     assert len(found) + skipped == len(ids)
     return [found.get(i) for i in range(len(ids))]
 
@@ -78,7 +79,7 @@ def test_texts_by_id(suffix):
 def test_ids_that_are_texts_and_numbers():
     """A column of both is refused: `datasets` turns it into JSON, with texts in quotes."""
     file = write("c.jsonl", [{"_id": "a", "text": "one"}, {"_id": 2, "text": "two"}])
-    with pytest.raises(script.UserError, match="'_id' holds .*json.*, not texts: .*prepare_corpus.py"):
+    with pytest.raises(script.UserError, match="'_id' holds values of several types: .*prepare_corpus.py"):
         texts(file, ["2", "a"])
 
 
@@ -122,7 +123,7 @@ def test_bad_table(records, hint):
     args = script.parse_args(["--train_data", "rows.jsonl", "--corpus", "c.jsonl"])
     args.corpus_columns = ["_id", "text"]
     with pytest.raises(script.UserError, match=hint) as error:
-        script.open_data(args, script.clean_pairs)
+        script.open_data(args)
     assert "\n" not in str(error.value)
 
 
@@ -131,9 +132,11 @@ def test_a_table_without_titles():
     write("c.jsonl", [{"_id": "a", "text": "x"}]), write("rows.jsonl", [{"q": "x", "d": "a"}] * 20)
     flags = ["--train_data", "rows.jsonl", "--corpus", "c.jsonl", "--eval_rows", "0"]
     with pytest.raises(script.UserError, match=r"^c.jsonl: .*\['title'\] not in"):
-        script.open_data(script.parse_args(flags), script.clean_pairs)
-    data = script.open_data(script.parse_args([*flags, "--corpus_columns", "_id", "text"]), script.clean_pairs)
-    assert data.sources[0].take(1)["documents"].to_pylist() == [["x"]]
+        script.open_data(script.parse_args(flags))
+    args = script.parse_args([*flags, "--corpus_columns", "_id", "text"])
+    data = script.open_data(args)
+    rows, _ = script.read_rows(data.sources[0].take(1), data.sources, data.lookups, args)
+    assert rows[0].documents == ["x"]
 
 
 def test_a_killed_builder_leaves_no_index_and_two_at_once_build_one(tmp_path):
@@ -221,4 +224,5 @@ def test_unknown_id(short, bert, tmp_path, capsys, name):
     trainer.main(trainer.parse_args([*map(str, run), "--output_dir", "b", "--on_bad_row", "skip"]))
     assert "bad rows skipped" in capsys.readouterr().out
     (state,) = Path("b/checkpoints").glob("step_00000006/state.json")
-    assert json.loads(state.read_text())["data_state"]["sources"][0]["skipped"] >= 2
+    # Of 96 rows of an epoch of 80: those that draw one of the two documents as a negative are not bad.
+    assert 2 <= json.loads(state.read_text())["skipped"] <= 4

@@ -1,0 +1,116 @@
+"""Whatever goes wrong with the data of one process, all stop at the same step, save what is done, and say why once."""
+
+import os
+import time
+
+import pyarrow as pa
+import pytest
+import yaml
+from conftest import ROOT, TRAINERS, few_or_all, metrics, write_jsonl
+from forked import Forked, launcher_environment
+
+# The last process cannot look up texts after its eighth time. Accelerate shards only on GPUs, as in fsdp2_worker.py.
+DRIVER = """
+import os, sys
+sys.path.insert(0, {root!r})
+import {name} as script
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+
+calls = []
+is_last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+
+def hashes(lookup, ids, real=script.TextLookup.hashes):
+    calls.append(lookup)
+    if is_last and len(calls) > 8:
+        raise OSError("Stale file handle")
+    return real(lookup, ids)
+
+def check_step(run, *given, real=script.Run.check_step):
+    try:
+        real(run, *given)
+    except script.UserError:
+        print(f"stopped after {{run.step}} steps {{run.accelerator.distributed_type.name}}", flush=True)
+        raise
+
+script.TextLookup.hashes, script.Run.check_step = hashes, check_step
+if {sharded}:
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+try:
+    script.main(script.parse_args(sys.argv[1:]))
+    status = 0
+except Exception as error:
+    status = script.print_error(error, "", "")
+os._exit(status)
+"""
+
+
+def bad_row(folder, rows, last):
+    """One process owns the row."""
+    write_jsonl(folder / "rows.jsonl", [{**row, "code": ""} if i == 80 else row for i, row in enumerate(rows)])
+    return ["--train_data", folder / "rows.jsonl"], [[]] * (last + 1), f"{folder}/rows.jsonl: 'code' has no text in"
+
+
+def unreadable_file(folder, rows, last):
+    """The file of the last process is cut."""
+    for name in ("whole", "cut"):
+        with pa.ipc.new_stream(str(folder / f"{name}.arrow"), pa.Table.from_pylist(rows[:1]).schema) as writer:
+            writer.write_table(pa.Table.from_pylist(rows), max_chunksize=16)
+    os.truncate(folder / "cut.arrow", (folder / "cut.arrow").stat().st_size // 2)
+    names = ["whole"] * last + ["cut"]
+    files = [["--train_data", folder / f"{name}.arrow"] for name in names]
+    return ["--streaming", "--shuffle_buffer", 16], files, f"{folder}/cut.arrow: "
+
+
+def failing_lookup(folder, rows, last):
+    """See DRIVER."""
+    write_jsonl(folder / "texts.jsonl", [{"_id": f"d{i}", "text": row["code"]} for i, row in enumerate(rows)])
+    ids = [{"docstring": row["docstring"], "code": f"d{i}"} for i, row in enumerate(rows)]
+    write_jsonl(folder / "rows.jsonl", ids)
+    flags = ["--train_data", folder / "rows.jsonl", "--corpus", folder / "texts.jsonl"]
+    return [*flags, "--corpus_columns", "_id", "text"], [[]] * (last + 1), f"{folder}/texts.jsonl: Stale file handle"
+
+
+CAUSES = [bad_row, unreadable_file, failing_lookup]
+FEW = [("train_bi_encoder", bad_row, 2, "ddp"), ("train_cross_encoder", unreadable_file, 2, "ddp"),
+       ("train_bi_encoder", failing_lookup, 2, "ddp"), ("train_cross_encoder", bad_row, 2, "fsdp2")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, cause, processes, kind",
+    few_or_all(FEW, TRAINERS, CAUSES, [2, 4], ["ddp", "fsdp2"]),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_all_processes_stop_together(rows, bert, tmp_path, report, name, cause, processes, kind):
+    given, per_rank, message = cause(tmp_path, rows, processes - 1)
+    output, driver, environment = tmp_path / "out", tmp_path / "driver.py", {}
+    driver.write_text(DRIVER.format(root=str(ROOT), name=name, sharded=kind == "fsdp2"))
+    if kind == "fsdp2":
+        config = yaml.safe_load((ROOT / "accelerate_configs/fsdp2.yaml").read_text())
+        config |= {"use_cpu": True, "num_processes": processes, "mixed_precision": "no", "main_process_port": 0}
+        (tmp_path / "fsdp2.yaml").write_text(yaml.safe_dump(config))
+        environment = launcher_environment("--config_file", tmp_path / "fsdp2.yaml")
+    flags = ["--model_name_or_path", bert, "--columns", "docstring", "code", "--batch_size", 16, "--eval_rows", 8,
+             "--max_steps", 30, "--max_length", 32, "--shuffle_buffer", 0, "--logging_steps", 1, "--save_steps", 0,
+             "--eval_steps", 100, "--output_dir", output]  # fmt: skip
+    flags += ["--num_negatives", 2] * ("cross" in name)
+    run = Forked(driver, [*flags, *given], processes, environment=environment, per_rank=per_rank)
+    run.processes[0].join(120)
+    (line,) = {line for line in run.read("stderr").splitlines() if line.startswith("error: ")}
+    assert line.startswith(f"error: {message}") and run.processes[0].exitcode == 1
+    seconds = time.time() - (output / "metrics.jsonl").stat().st_mtime  # since the last step
+    assert seconds < 30
+    for process in run.processes[1:]:  # no launcher ends them: they wait 5 s for it, and report the error themselves
+        process.join(30)
+        assert process.exitcode == 1
+    assert run.wait() == 1
+    (stopped,) = {line for line in run.read("stdout").splitlines() if line.startswith("stopped after ")}
+    assert run.read("stdout").count(stopped) == processes
+    step = int(stopped.split()[2])
+    assert ("FSDP" in stopped) == (kind == "fsdp2")
+    assert 2 <= step < 29 and metrics(output)[-1]["step"] == step
+    assert [path.name for path in (output / "checkpoints").iterdir()] == [f"step_{step:08}"]
+    assert "Traceback" not in run.read("stderr") and not (output / "model").exists()
+    report(f"{cause.__name__.replace('_', ' ')} of one of {processes} processes of `{name}.py`, {kind}", 1,
+           f"all stopped after step {step}, saved as step_{step:08}, in {seconds:.1f} s: {message}")  # fmt: skip
