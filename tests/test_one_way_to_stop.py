@@ -30,7 +30,7 @@ def check_step(run, *given, real=script.Run.check_step):
     try:
         real(run, *given)
     except script.UserError:
-        print(f"stopped after {{run.step}} steps {{run.accelerator.distributed_type.name}}", flush=True)
+        print(f"stopped after {{run.step}} steps {{run.accelerator.distributed_type.name}}\\n", end="", flush=True)
         raise
 
 script.TextLookup.hashes, script.Run.check_step = hashes, check_step
