@@ -27,8 +27,8 @@ Left out on purpose: uploads to the Hub, asymmetric models (Router), images, Dee
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["accelerate>=1.15,<2", "datasets>=5.2,<6", "filelock>=4.2,<5", "fsspec[http]>=2026.9",
-#   "ir_measures>=0.4.3,<1", "matplotlib>=3.11,<4", "numpy>=2.4,<3", "pandas>=2.2,<4", "pyarrow>=26,<27",
+# dependencies = ["accelerate>=1.15,<2", "datasets>=5.2,<6", "evaluate>=0.4.6,<0.5", "filelock>=4.2,<5",
+#   "fsspec[http]>=2026.9", "matplotlib>=3.11,<4", "numpy>=2.4,<3", "pandas>=2.2,<4", "pyarrow>=26,<27",
 #   "pyyaml>=6.0,<7", "safetensors>=0.8,<1", "sentence-transformers>=6.2,<7", "tokenizers>=0.23,<1", "torch==2.13.0",
 #   "tqdm>=4.70,<5", "transformers>=5.23,<6", "xxhash>=4.1,<5", "zstandard>=0.25,<1"]
 # ///
@@ -57,11 +57,11 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import datasets
 import fsspec
-import ir_measures
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -72,6 +72,8 @@ import transformers
 import yaml
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+from evaluate import CombinedEvaluations, Metric, MetricInfo, combine
+from evaluate import load as load_metric
 from filelock import FileLock
 from matplotlib.figure import Figure
 from pyarrow.dataset import ParquetFragmentScanOptions
@@ -175,6 +177,7 @@ class Args:
     accept_changed_schedule: bool = flag(False, "resume although flags of the schedule have changed; the card says so")
     eval_steps: int = flag(0, "steps between evaluations; 0: a tenth of the run")
     metric_for_best_model: str | None = flag(None, "save the model that evaluates best by this measure; None: last")
+    metrics: list[str] = flag([], "your own metrics, scripts of the library evaluate; their measures are reported too")
     early_stopping_patience: int = flag(0, "stop after this many evaluations without a new best; 0: never")
     save_steps: int = flag(500, "steps between checkpoints; 0: only at the end")
     save_total_limit: int = flag(2, "checkpoints kept")
@@ -185,7 +188,7 @@ class Args:
 # Flags that a resume may change: they change neither the data nor, but for rounding, what a step computes from it.
 # A resume refuses a change of any other flag.
 MAY_CHANGE = """output_dir on_bad_row attn_implementation micro_batch_tokens grad_cache gradient_checkpointing
-full_determinism eval_steps early_stopping_patience save_steps save_total_limit logging_steps report_to"""
+full_determinism eval_steps metrics early_stopping_patience save_steps save_total_limit logging_steps report_to"""
 # Flags that it may change by --accept_changed_schedule: no single command then gives the same model, and the model's
 # card says so.
 SCHEDULE = """learning_rate weight_decay warmup_ratio lr_scheduler_type max_grad_norm num_train_epochs rows_per_epoch
@@ -239,6 +242,7 @@ def main(args):
     run.check_changes(data)
     held_out = read_held_out(data, args, accelerator)
     eval_sets = open_eval_sets(held_out, args)
+    run.collections = list(eval_sets)
     steps = math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
     steps = args.max_steps or steps
     eval_steps = args.eval_steps or max(1, steps // 10)
@@ -331,11 +335,12 @@ def main(args):
         with save_atomically(run.output / "model") as part:
             model_to_save.save_pretrained(str(part), create_model_card=False)
             (part / "README.md").write_text(model_card(args, run, len(held_out)))
-        plot_metrics(run.metrics, run.output / "training.png")
+        plot_metrics(run.metrics, run.measures(), run.output / "training.png")
         if run.skipped + data.skipped:
             print(f"{run.skipped + data.skipped:,} bad rows skipped")
         print(f"the model is in {run.output / 'model'}")
     interrupted = signal.SIGINT in run.signals and not run.finished
+    del eval_sets  # and their temporary files
     del model, run  # delete DDP before its process group: else one exit in fifty deadlocks (torch 2.13)
     accelerator.free_memory()
     accelerator.end_training()
@@ -757,9 +762,7 @@ def load_guide(args):
 
 HELD_OUT = "held_out"  # name of the held-out rows among the collections
 EVAL_ROWS = 1000  # held out by default
-# Of all measures, more is better: --metric_for_best_model keeps the largest. MEASURES are printed and plotted.
-RANKING = {"MRR@10": ir_measures.RR @ 10, "nDCG@10": ir_measures.nDCG @ 10, "accuracy@1": ir_measures.Success @ 1}
-MEASURES = (*RANKING, "Spearman", "Pearson")
+RANKING = ["MRR@10", "nDCG@10", "accuracy@1"]  # of all measures, more is better for --metric_for_best_model
 
 
 def open_eval_sets(rows, args):
@@ -772,17 +775,18 @@ def open_eval_sets(rows, args):
             eval_set = open_beir(name, args.eval_split, (prompts[-1], prompts[0]))
         short = Path(name).name
         eval_sets[name if short in eval_sets else short] = eval_set
+    add_metrics(eval_sets, args)
     return eval_sets
 
 
 def held_out_set(rows):
     """Return the EvalSet in which each held-out query searches the positives of all held-out rows for its own; the
     relevance of a positive is 1, or the row's label if each has one: queries are then paired with their positives."""
-    queries = {f"query {number}": row.query for number, row in enumerate(rows)}
-    documents = {f"{number}": row.documents[0] for number, row in enumerate(rows)}
+    queries = {f"{number}": row.query for number, row in enumerate(rows)}
+    documents = {f"document {number}": row.documents[0] for number, row in enumerate(rows)}
     scored = all(len(row.labels) == 1 for row in rows)
     relevance = [row.labels[0] for row in rows] if scored else 1
-    qrels = {"query_id": queries.keys(), "doc_id": documents.keys(), "relevance": relevance}
+    qrels = {"query": queries.keys(), "q0": "0", "docid": documents.keys(), "rel": relevance}
     return EvalSet(queries, documents, pd.DataFrame(qrels), scored)
 
 
@@ -797,45 +801,52 @@ def embed_texts(model, texts, max_tokens, accelerator):
     return undo_deal(order, embeddings, accelerator)
 
 
-def search(queries, documents, eval_set):
-    """Return {measure: value} of searching all documents, (M, D), with all queries, (Q, D). A document with the
-    query's own id is left out, as in BEIR; of equal scores the earlier document ranks first."""
+def search(queries, documents, eval_set, depth):
+    """Return the run in which all queries, (Q, D), search all documents, (M, D), for the `depth` best. A document with
+    the query's own id is left out, as in BEIR; of equal scores the earlier document ranks first."""
     query_ids = np.array(list(eval_set.queries))
     document_ids = np.array(list(eval_set.documents))
-    # One more than the measures look at, as the query's own document may be among them.
-    depth = 1 + max(measure.params.get("cutoff", len(documents)) for measure in RANKING.values())
+    kept = min(depth + 1, len(documents))  # the query's own document may be among them
+    best_scores = []
     best = []
     for part in queries.split(max(1, MAX_SCORES // len(documents))):
         scores = part @ documents.T
-        best.append(scores.argsort(dim=1, descending=True, stable=True)[:, :depth])
-    best = torch.cat(best).cpu().numpy()  # (Q, depth) indices
-    run = pd.DataFrame(
-        {
-            "query_id": query_ids.repeat(best.shape[1]),
-            "doc_id": document_ids[best.ravel()],
-            "score": -np.arange(best.size),  # only the order counts
-        }
-    )
-    run = run[run["query_id"] != run["doc_id"]]
-    found = ir_measures.calc_aggregate(RANKING.values(), eval_set.qrels, run)
-    return {name: found[measure] for name, measure in RANKING.items()}
+        scores, indices = scores.sort(dim=1, descending=True, stable=True)
+        best_scores.append(scores[:, :kept])
+        best.append(indices[:, :kept])
+    scores = torch.cat(best_scores).flatten().cpu().numpy()
+    names = document_ids[torch.cat(best).flatten().cpu().numpy()]
+    ranked = pd.DataFrame({"query": query_ids.repeat(kept), "docid": names, "score": scores})
+    ranked = ranked[ranked["query"] != ranked["docid"]]
+    return to_trec(ranked.groupby("query").head(depth))
 
 
 def evaluate(model, eval_sets, max_tokens, args, accelerator):
     """Return {measure: mean over held-out rows and --eval_beir}, and the value of each if there are several; the same
     on every process. Held-out rows with one label each are measured by correlation."""
     model = accelerator.unwrap_model(model).eval()
+    depth = 100 if args.metrics else 10  # documents of a ranking
     found = {}
     for name, eval_set in eval_sets.items():
         texts = [truncate_query(text, model, args) for text in eval_set.queries.values()]
         embeddings = embed_texts(model, [*texts, *eval_set.documents.values()], max_tokens, accelerator)
         queries, documents = embeddings.split([len(eval_set.queries), len(eval_set.documents)])
         if eval_set.scored:
-            found[name] = correlate((queries * documents).sum(-1).cpu(), eval_set.qrels["relevance"])
+            predictions = (queries * documents).sum(-1).tolist()
+            references = eval_set.qrels["rel"].tolist()
         else:
-            found[name] = search(queries, documents, eval_set)
+            predictions = [search(queries, documents, eval_set, depth)]
+            references = [eval_set.qrels.to_dict("list")]
+        eval_set.metric.add_batch(predictions=predictions, references=references)
+        found[name] = eval_set.metric.compute()
     model.train()
-    return average(found)
+    return average(found, eval_sets)
+
+
+def pair_measures(scores, labels):
+    """Return {measure: correlation} of scores and labels, (pairs,) each."""
+    frame = pd.DataFrame({"score": scores, "label": labels})
+    return {name: float(frame.corr(name.lower()).iloc[0, 1]) for name in ("Spearman", "Pearson")}
 
 
 def model_card(args, run, held_out):
@@ -1036,8 +1047,9 @@ def data_fingerprint(files):
         name = os.path.basename(path)
         digest.update(f"{name} {fs.size(path)} ".encode())
         if number in (0, len(files) - 1):
-            digest.update(fs.head(path, 2**16))
-            digest.update(fs.tail(path, 2**16))
+            with suppress(ValueError, TypeError):  # a web server that sends whole files only
+                digest.update(fs.head(path, 2**16))
+                digest.update(fs.tail(path, 2**16))
     return digest.hexdigest()[:16]
 
 
@@ -1824,8 +1836,10 @@ class EvalSet:
 
     queries: dict  # {id: text}
     documents: dict  # {id: text}
-    qrels: pd.DataFrame  # query_id, doc_id, relevance
-    scored: bool = False  # relevance is a label to correlate with, not a grade
+    qrels: pd.DataFrame  # query, q0, docid, rel: the layout of trec_eval
+    scored: bool = False  # rel is a label of the pair, not a grade
+    candidates: pd.DataFrame = None  # query, docid: the pairs that a cross-encoder scores
+    metric: CombinedEvaluations = None  # set by add_metrics
 
 
 def open_beir(name, split, prompts):
@@ -1848,27 +1862,79 @@ def open_beir(name, split, prompts):
         qrels = pd.read_csv(judgments[0], sep="\t", dtype=str, quoting=3, keep_default_na=False)
     else:
         qrels = open_files(judgments, streaming=False)[:].to_pandas().astype(str)
-    qrels = qrels.rename(columns={"query-id": "query_id", "corpus-id": "doc_id"})
-    qrels = qrels.drop_duplicates(["query_id", "doc_id"], keep="last")
-    qrels = qrels[qrels["query_id"].isin(texts[1])]
+    qrels = qrels.rename(columns={"query-id": "query", "corpus-id": "docid"})
+    qrels = qrels.drop_duplicates(["query", "docid"], keep="last")
+    qrels = qrels[qrels["query"].isin(texts[1])]
     if qrels.empty:
         raise UserError(f"no judgment of split {split!r} has a query of {files[1][0]}")
-    qrels = qrels.assign(relevance=qrels["score"].astype(int) if "score" in qrels else 1)  # NanoBEIR has no grades
-    queries = {query: texts[1][query] for query in qrels["query_id"].unique()}
-    return EvalSet(queries, texts[0], qrels)
+    qrels = qrels.assign(q0="0", rel=qrels["score"].astype(int) if "score" in qrels else 1)  # NanoBEIR has no grades
+    queries = {query: texts[1][query] for query in qrels["query"].unique()}
+    return EvalSet(queries, texts[0], qrels[["query", "q0", "docid", "rel"]])
 
 
-def correlate(scores, labels):
-    """Return {measure: correlation} of scores and labels, (pairs,) each."""
-    frame = pd.DataFrame({"score": scores, "label": labels})
-    return {name: float(frame.corr(name.lower()).iloc[0, 1]) for name in ("Spearman", "Pearson")}
+class BuiltIn(Metric):
+    """The built-in measures, of rankings in the layout of evaluate's metric trec_eval, or of scores and labels."""
+
+    def _info(self):
+        return MetricInfo("", "", datasets.Features(predictions=datasets.Json(), references=datasets.Json()))
+
+    def _compute(self, predictions, references):
+        if not isinstance(predictions[0], dict):
+            return pair_measures(predictions, references)
+        judged = pd.DataFrame(references[0]).sort_values("rel", ascending=False)
+        judged["rel"] = judged["rel"].clip(0)  # the gain; a document is relevant if it is above 0
+        run = pd.DataFrame(predictions[0]).merge(judged, "left", ["query", "docid"])
+        run = run[run["rank"] <= 10]
+        ideal = judged.groupby("query").head(10)
+        reciprocal = ((run["rel"] > 0) / run["rank"]).groupby(run["query"]).max()
+        values = {"MRR@10": reciprocal, "nDCG@10": dcg(run) / dcg(ideal), "accuracy@1": reciprocal // 1}
+        means = pd.DataFrame(values).fillna(0).mean()  # a query without documents or relevant ones counts as 0
+        return means[RANKING].to_dict()
 
 
-def average(found):
+def dcg(ranked):
+    """Return {query: DCG}; ranked: DataFrame of query and rel, best first."""
+    ranks = 1 + ranked.groupby("query").cumcount()
+    return (ranked["rel"] / np.log2(1 + ranks)).groupby(ranked["query"]).sum()
+
+
+def to_trec(ranked):
+    """Return {column: list} in the layout of trec_eval; ranked: DataFrame of query, docid and score, best first."""
+    ranks = 1 + ranked.groupby("query").cumcount()
+    return ranked.assign(q0="Q0", rank=ranks, system="evenstep").to_dict("list")
+
+
+def add_metrics(eval_sets, args):
+    """Give each EvalSet its metric: the built-in measures, and those of --metrics for data of its layout."""
+    files = TemporaryDirectory()  # each process has its own: none waits for another's locks
+    own = []
+    for path in args.metrics:
+        with user_errors(f"--metrics {path}"):
+            # An absolute path is never taken for a name of the Hub, whose code would be downloaded and run.
+            own.append(load_metric(os.path.abspath(path), cache_dir=files.name))
+    for eval_set in eval_sets.values():
+        chosen = [metric for metric in own if ("docid" in str(metric.features)) != eval_set.scored]
+        eval_set.metric = combine([BuiltIn(cache_dir=files.name), *chosen])
+        eval_set.metric.files = files  # deleted with it
+    for path, metric in zip(args.metrics, own):
+        if not any(metric in eval_set.metric.evaluation_modules for eval_set in eval_sets.values()):
+            raise UserError(f"--metrics {path}: no held-out data is of its kind, rankings or pairs of score and label")
+
+
+def average(found, eval_sets):
     """Return {measure: mean over collections}, and the value of each if there are several, as the main process has
-    computed them; found: {collection: {measure: value}}."""
-    means = pd.DataFrame(found).mean(axis=1).to_dict()
-    for name, values in found.items() if len(found) > 1 else ():
+    computed them. found: {collection: {measure: number, {query id: number} or a text, which is left out}}."""
+    numbers = {}
+    for name, values in found.items():
+        numbers[name] = {}
+        for measure, value in values.items():
+            if isinstance(value, dict):  # a query without a value counts as 0
+                value = sum(value.values()) / len(eval_sets[name].queries)
+            if not isinstance(value, str):
+                # combine() adds a prefix to names that several metrics have
+                numbers[name][measure.removeprefix("built_in_")] = value
+    means = pd.DataFrame(numbers).mean(axis=1).to_dict()
+    for name, values in numbers.items() if len(numbers) > 1 else ():
         means |= {f"{name} {measure}": value for measure, value in values.items()}
     return broadcast_object_list([means])[0]
 
@@ -2001,6 +2067,9 @@ def describe_change(step, name, old, new):
 # ---- a run
 
 LOWER_RATE = "lower --learning_rate, then --resume --accept_changed_schedule"
+# What lines of metrics.jsonl contain besides measures of evaluations.
+TRAINING = """step loss grad_norm learning_rate rows_per_second tokens_per_second padding_fraction data_wait_fraction
+skipped_steps"""
 GRAPHS_KEPT = (16, 4)  # micro-batches whose graphs a CPU, a GPU keeps until the loss, under --grad_cache auto
 
 
@@ -2056,6 +2125,7 @@ class Run:
         self.losses = []  # of the steps since the last line of metrics.jsonl
         self.metrics = []  # the lines of metrics.jsonl
         self.skipped = 0  # bad rows
+        self.collections = []  # names of what is evaluated on
         self.scaler = None  # state of the gradient scaler (fp16)
         self.changes = []  # of flags and sources by resumes: [step, name, old, new]
         self.finished = False
@@ -2209,9 +2279,15 @@ class Run:
         if self.accelerator.is_main_process:
             with open(self.output / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(self.metrics[-1]) + "\n")
-            measures = {name: round(record[name], 4) for name in MEASURES if name in record}
+            measures = {name: round(record[name], 4) for name in self.measures() if name in record}
             if measures:
                 tqdm.write(f"step {self.step:,}: {measures}")
+
+    def measures(self):
+        """Return the names of what evaluations measure, without those of single collections."""
+        prefixes = tuple(f"{name} " for name in self.collections)
+        names = dict.fromkeys(chain.from_iterable(self.metrics))
+        return [name for name in names if name not in TRAINING.split() and not name.startswith(prefixes)]
 
     def find_best(self):
         """Set `best_step`, that of the best evaluation, and `finished` if patience has ended. Measures can differ in
@@ -2263,7 +2339,7 @@ class Run:
         for line in self.metrics:
             if line["step"] <= steps:
                 last |= line
-        measured = ", ".join(f"{name} {last[name]:.4f}" for name in MEASURES if name in last)
+        measured = ", ".join(f"{name} {last[name]:.4f}" for name in self.measures() if name in last)
         defaults = asdict(Args()) | {"loss_kwargs": {}}
         words = as_words({name: value for name, value in self.flags.items() if value != defaults[name]})
         rows = args.batch_size * args.gradient_accumulation_steps
@@ -2276,9 +2352,9 @@ class Run:
         return "\n".join(lines)
 
 
-def plot_metrics(metrics, path):
-    """Plot loss, evaluation measures and speed over the steps."""
-    frame = pd.DataFrame(metrics).set_index("step").filter(["loss", *MEASURES, "tokens_per_second"])
+def plot_metrics(metrics, measures, path):
+    """Plot loss, measures of evaluations and speed over the steps."""
+    frame = pd.DataFrame(metrics).set_index("step").filter(["loss", *measures, "tokens_per_second"])
     frame = frame.interpolate("index", limit_area="inside")  # lines from one evaluation to the next
     figure = Figure(figsize=(4 * len(frame.columns), 3.6), layout="constrained")
     frame.plot(ax=figure.subplots(1, len(frame.columns)), subplots=True, grid=True)

@@ -32,10 +32,10 @@ Left out on purpose: uploads to the Hub, several labels per pair, generative rer
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["accelerate>=1.15,<2", "datasets>=5.2,<6", "filelock>=4.2,<5", "fsspec[http]>=2026.9",
-#   "matplotlib>=3.11,<4", "numpy>=2.4,<3", "pandas>=2.2,<4", "pyarrow>=26,<27", "pyyaml>=6.0,<7",
-#   "safetensors>=0.8,<1", "scikit-learn>=1.9.1,<2", "sentence-transformers>=6.2,<7", "tokenizers>=0.23,<1",
-#   "torch==2.13.0", "tqdm>=4.70,<5", "transformers>=5.23,<6", "zstandard>=0.25,<1"]
+# dependencies = ["accelerate>=1.15,<2", "datasets>=5.2,<6", "evaluate>=0.4.6,<0.5", "filelock>=4.2,<5",
+#   "fsspec[http]>=2026.9", "matplotlib>=3.11,<4", "numpy>=2.4,<3", "pandas>=2.2,<4", "pyarrow>=26,<27",
+#   "pyyaml>=6.0,<7", "safetensors>=0.8,<1", "scikit-learn>=1.9.1,<2", "sentence-transformers>=6.2,<7",
+#   "tokenizers>=0.23,<1", "torch==2.13.0", "tqdm>=4.70,<5", "transformers>=5.23,<6", "zstandard>=0.25,<1"]
 # ///
 
 import copy
@@ -62,6 +62,7 @@ from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import datasets
@@ -76,6 +77,8 @@ import transformers
 import yaml
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+from evaluate import CombinedEvaluations, Metric, MetricInfo, combine
+from evaluate import load as load_metric
 from filelock import FileLock
 from matplotlib.figure import Figure
 from pyarrow.dataset import ParquetFragmentScanOptions
@@ -172,6 +175,7 @@ class Args:
     accept_changed_schedule: bool = flag(False, "resume although flags of the schedule have changed; the card says so")
     eval_steps: int = flag(0, "steps between evaluations; 0: a tenth of the run")
     metric_for_best_model: str | None = flag(None, "save the model that evaluates best by this measure; None: last")
+    metrics: list[str] = flag([], "your own metrics, scripts of the library evaluate; their measures are reported too")
     early_stopping_patience: int = flag(0, "stop after this many evaluations without a new best; 0: never")
     save_steps: int = flag(500, "steps between checkpoints; 0: only at the end")
     save_total_limit: int = flag(2, "checkpoints kept")
@@ -182,7 +186,7 @@ class Args:
 # Flags that a resume may change: they change neither the data nor, but for rounding, what a step computes from it.
 # A resume refuses a change of any other flag.
 MAY_CHANGE = """output_dir on_bad_row attn_implementation micro_batch_tokens grad_cache gradient_checkpointing
-full_determinism eval_steps early_stopping_patience save_steps save_total_limit logging_steps report_to"""
+full_determinism eval_steps metrics early_stopping_patience save_steps save_total_limit logging_steps report_to"""
 # Flags that it may change by --accept_changed_schedule: no single command then gives the same model, and the model's
 # card says so.
 SCHEDULE = """learning_rate weight_decay warmup_ratio lr_scheduler_type max_grad_norm num_train_epochs rows_per_epoch
@@ -239,6 +243,7 @@ def main(args):
     draw_candidates = partial(draw_negatives, replace(args, num_negatives=CANDIDATES - 1))
     held_out = read_held_out(data, args, accelerator, draw_candidates)
     eval_sets = open_eval_sets(held_out, args)
+    run.collections = list(eval_sets)
     steps = math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
     steps = args.max_steps or steps
     eval_steps = args.eval_steps or max(1, steps // 10)
@@ -327,11 +332,12 @@ def main(args):
         with save_atomically(run.output / "model") as part:
             model_to_save.save_pretrained(str(part), create_model_card=False)
             (part / "README.md").write_text(model_card(args, run, len(held_out)))
-        plot_metrics(run.metrics, run.output / "training.png")
+        plot_metrics(run.metrics, run.measures(), run.output / "training.png")
         if run.skipped + data.skipped:
             print(f"{run.skipped + data.skipped:,} bad rows skipped")
         print(f"the model is in {run.output / 'model'}")
     interrupted = signal.SIGINT in run.signals and not run.finished
+    del eval_sets  # and their temporary files
     del model, run  # delete DDP before its process group: else one exit in fifty deadlocks (torch 2.13)
     accelerator.free_memory()
     accelerator.end_training()
@@ -739,24 +745,45 @@ def load_model(args, checkpoint=None):
 HELD_OUT = "held_out"  # name of the held-out rows among the collections
 EVAL_ROWS = 200  # held out by default
 CANDIDATES = 50  # documents to rank for a held-out query if negatives are drawn: 200 rows make 10,000 pairs
-# Of all measures, more is better: --metric_for_best_model keeps the largest. MEASURES are printed and plotted.
-MEASURES = ("MRR@10", "nDCG@10", "accuracy", "F1", "average precision", "Spearman", "Pearson")
+RANKING = ["MRR@10", "nDCG@10"]  # of all measures, more is better for --metric_for_best_model
 
 
 def open_eval_sets(rows, args):
-    """Return {name: (rows, grades of the relevant documents that each row lacks)} of the held-out rows and of
-    --eval_beir."""
-    eval_sets = {HELD_OUT: (rows, [[] for _ in rows])} if rows else {}
+    """Return {name: EvalSet} of the held-out rows and of --eval_beir."""
+    eval_sets = {HELD_OUT: held_out_set(rows, args)} if rows else {}
     for name, run in zip_longest(args.eval_beir, args.eval_run):
         with user_errors(f"--eval_beir {name}"):
             eval_set = open_beir(name, args.eval_split, ("", ""))
+        eval_set.candidates = find_candidates(eval_set, run, args)
         short = Path(name).name
-        eval_sets[name if short in eval_sets else short] = rows_to_rerank(eval_set, run, args)
+        eval_sets[name if short in eval_sets else short] = eval_set
+    add_metrics(eval_sets, args)
     return eval_sets
 
 
+def held_out_set(rows, args):
+    """Return the EvalSet in which each held-out query ranks the documents of its row, by their labels; of a teacher's
+    scores, the highest is relevant."""
+    queries = {}
+    documents = {}
+    qrels = []
+    for row in rows:
+        query = f"{len(queries)}"
+        queries[query] = row.query
+        for document, label in zip(row.documents, row.labels):
+            name = f"document {len(documents)}"
+            documents[name] = document
+            if args.loss in TEACHER_LOSSES:
+                label = label == max(row.labels)
+            qrels.append([query, "0", name, float(label)])
+    qrels = pd.DataFrame(qrels, columns=["query", "q0", "docid", "rel"])
+    pairs = all(len(row.documents) == 1 for row in rows)
+    return EvalSet(queries, documents, qrels, pairs, qrels[["query", "docid"]])
+
+
 def rank_bm25(eval_set, count):
-    """Return {query id: ids of its `count` best documents} by BM25 (Robertson and Zaragoza 2009; bm25s' default)."""
+    """Return a DataFrame (query, docid, score) of the `count` best documents of each query by BM25 (Robertson and
+    Zaragoza 2009; bm25s' default)."""
     with user_errors("--eval_beir without --eval_run requires the package bm25s"):
         import bm25s  # optional
 
@@ -768,20 +795,19 @@ def rank_bm25(eval_set, count):
         index.index(documents, show_progress=False)
         depth = min(count, len(ids))
         found, scores = index.retrieve(queries, corpus=ids, k=depth, show_progress=False)
-    ranked = {}
-    for query, names, values in zip(eval_set.queries, found, scores):
-        ranked[query] = names[values > 0].tolist()
-    return ranked
+    queries = np.repeat(list(eval_set.queries), depth)
+    ranked = pd.DataFrame({"query": queries, "docid": found.ravel(), "score": scores.ravel()})
+    return ranked[ranked["score"] > 0]
 
 
-def rows_to_rerank(eval_set, run, args):
-    """Return (list of Row, one for each judged query, with the first documents of the TREC run file, or of BM25 if
-    `run` is None, and their grades; grades of the relevant documents that each row lacks)."""
+def find_candidates(eval_set, run, args):
+    """Return a DataFrame (query, docid) of the first documents of each judged query in the TREC run file, or by BM25
+    if `run` is None."""
     if run is None:
         ranked = rank_bm25(eval_set, args.eval_rerank_k + 1)
     else:
         with user_errors(f"--eval_run {run}"):
-            frame = pd.read_csv(
+            ranked = pd.read_csv(
                 run,
                 sep=r"\s+",
                 header=None,
@@ -790,34 +816,31 @@ def rows_to_rerank(eval_set, run, args):
                 quoting=3,
                 keep_default_na=False,
             )
-            frame = frame.sort_values(4, ascending=False, kind="stable")
-            ranked = frame.groupby(0)[2].agg(list)
-    rows = []
-    missing = []
-    for query, judged in eval_set.qrels.groupby("query_id"):
-        found = dict.fromkeys(ranked.get(query, ()))  # a document that is listed twice counts once
-        found = [name for name in found if name != query and name in eval_set.documents][: args.eval_rerank_k]
-        grades = dict(zip(judged["doc_id"], judged["relevance"]))
-        labels = [float(grades.pop(name, 0)) for name in found]
-        documents = [eval_set.documents[name] for name in found]
-        rows.append(Row(eval_set.queries[query], documents, labels))
-        missing.append([grade for grade in grades.values() if grade > 0])
-    if not any(row.documents for row in rows):
+            ranked = ranked.set_axis(["query", "docid", "score"], axis=1)
+            ranked = ranked.sort_values("score", ascending=False, kind="stable")
+    ranked = ranked[["query", "docid"]].drop_duplicates()
+    ranked = ranked[ranked["query"].isin(eval_set.queries) & ranked["docid"].isin(eval_set.documents)]
+    ranked = ranked[ranked["query"] != ranked["docid"]]  # as in BEIR
+    if ranked.empty:
         raise UserError(f"--eval_run {run or '(none: BM25)'}: no document of the collection for any judged query")
-    return rows, missing
+    return ranked.groupby("query").head(args.eval_rerank_k)
 
 
 def score_rows(model, rows, max_tokens, args, accelerator):
-    """Return a list of (documents,) scores of each row, on every process; each process scores its part of the rows."""
-    lengths = [sum(map(len, row.documents)) for row in rows]
-    order, own = deal(lengths, accelerator)
+    """Return (rows,) scores of rows of one document each, on every process; each process scores its part of them."""
+    order, own = deal([len(row.documents[0]) for row in rows], accelerator)
     own_rows = [rows[index] for index in own]
     local = make_micro_batches(own_rows, model, max_tokens, args, accelerator.device)
     slots = math.ceil(len(rows) / accelerator.num_processes)
-    widest = max(len(row.documents) for row in rows)
-    scores = score_slots(model, local, (slots, widest), accelerator)
-    scores = undo_deal(order, scores, accelerator).cpu().double().numpy()
-    return [found[: len(row.documents)] for found, row in zip(scores, rows)]
+    scores = score_slots(model, local, (slots, 1), accelerator)[:, 0]
+    return undo_deal(order, scores, accelerator).tolist()
+
+
+def rank_candidates(scores, eval_set):
+    """Return the run of the candidates, by their scores. Of equal scores the worse document ranks first."""
+    ranked = eval_set.candidates.assign(score=scores).merge(eval_set.qrels, "left", ["query", "docid"])
+    ranked = ranked.fillna({"rel": 0}).sort_values(["score", "rel"], ascending=[False, True])
+    return to_trec(ranked[["query", "docid", "score"]])
 
 
 def evaluate(model, eval_sets, max_tokens, args, accelerator):
@@ -826,38 +849,35 @@ def evaluate(model, eval_sets, max_tokens, args, accelerator):
     all labels are 0 or 1, else by correlation."""
     model = accelerator.unwrap_model(model).eval()
     found = {}
-    for name, (rows, missing) in eval_sets.items():
+    for name, eval_set in eval_sets.items():
+        rows = []
+        for query, document in eval_set.candidates.values:
+            rows.append(Row(eval_set.queries[query], [eval_set.documents[document]], []))
         scores = score_rows(model, rows, max_tokens, args, accelerator)
-        labels = [np.array(row.labels) for row in rows]
-        if name != HELD_OUT or any(len(row.documents) > 1 for row in rows):
-            best_only = name == HELD_OUT and args.loss in TEACHER_LOSSES
-            measures = [ranking_measures(*group, best_only) for group in zip(scores, labels, missing)]
-            found[name] = pd.DataFrame(measures).mean().to_dict()
+        if eval_set.scored:
+            predictions = scores
+            references = eval_set.qrels["rel"].tolist()
         else:
-            found[name] = pair_measures(np.concatenate(scores), np.concatenate(labels))
+            predictions = [rank_candidates(scores, eval_set)]
+            references = [eval_set.qrels.to_dict("list")]
+        eval_set.metric.add_batch(predictions=predictions, references=references)
+        found[name] = eval_set.metric.compute()
     model.train()
-    return average(found)
+    return average(found, eval_sets)
 
 
-def ranking_measures(scores, labels, missing=(), best_only=False):
-    """Return {"MRR@10": ..., "nDCG@10": ...} of a row; scores, labels: (documents,). Documents with a label above 0
-    are relevant, with the label as gain; with `best_only` (teacher scores) only the highest label is, with gain 1.
-    `missing`: labels of relevant documents that the row lacks. Of equal scores the worse document ranks first."""
-    gains = (labels == labels.max() if best_only else labels.clip(0)).astype(float)
-    ranked = gains[np.lexsort((gains, -scores))][:10]
-    ideal = np.sort([*gains, *missing])[::-1][:10]
-    discounts = np.log2(2 + np.arange(10))
-    best = (ideal / discounts[: len(ideal)]).sum() or 1
-    ndcg = (ranked / discounts[: len(ranked)]).sum() / best
-    relevant = np.flatnonzero(ranked)
-    mrr = 1 / (1 + relevant[0]) if len(relevant) else 0.0
-    return {"MRR@10": mrr, "nDCG@10": ndcg}
+def correlate(scores, labels):
+    """Return {measure: correlation} of scores and labels, (pairs,) each."""
+    frame = pd.DataFrame({"score": scores, "label": labels})
+    return {name: float(frame.corr(name.lower()).iloc[0, 1]) for name in ("Spearman", "Pearson")}
 
 
 def pair_measures(scores, labels):
     """Return measures of classification if all labels are 0 or 1, else correlations; scores, labels: (pairs,)."""
     if not set(labels) <= {0, 1}:
         return correlate(scores, labels)
+    scores = np.array(scores)
+    labels = np.array(labels)
     accuracy, _ = BinaryClassificationEvaluator.find_best_acc_and_threshold(scores, labels, True)
     f1, *_ = BinaryClassificationEvaluator.find_best_f1_and_threshold(scores, labels, True)
     precision = float(average_precision_score(labels, scores))
@@ -1062,8 +1082,9 @@ def data_fingerprint(files):
         name = os.path.basename(path)
         digest.update(f"{name} {fs.size(path)} ".encode())
         if number in (0, len(files) - 1):
-            digest.update(fs.head(path, 2**16))
-            digest.update(fs.tail(path, 2**16))
+            with suppress(ValueError, TypeError):  # a web server that sends whole files only
+                digest.update(fs.head(path, 2**16))
+                digest.update(fs.tail(path, 2**16))
     return digest.hexdigest()[:16]
 
 
@@ -1850,8 +1871,10 @@ class EvalSet:
 
     queries: dict  # {id: text}
     documents: dict  # {id: text}
-    qrels: pd.DataFrame  # query_id, doc_id, relevance
-    scored: bool = False  # relevance is a label to correlate with, not a grade
+    qrels: pd.DataFrame  # query, q0, docid, rel: the layout of trec_eval
+    scored: bool = False  # rel is a label of the pair, not a grade
+    candidates: pd.DataFrame = None  # query, docid: the pairs that a cross-encoder scores
+    metric: CombinedEvaluations = None  # set by add_metrics
 
 
 def open_beir(name, split, prompts):
@@ -1874,27 +1897,79 @@ def open_beir(name, split, prompts):
         qrels = pd.read_csv(judgments[0], sep="\t", dtype=str, quoting=3, keep_default_na=False)
     else:
         qrels = open_files(judgments, streaming=False)[:].to_pandas().astype(str)
-    qrels = qrels.rename(columns={"query-id": "query_id", "corpus-id": "doc_id"})
-    qrels = qrels.drop_duplicates(["query_id", "doc_id"], keep="last")
-    qrels = qrels[qrels["query_id"].isin(texts[1])]
+    qrels = qrels.rename(columns={"query-id": "query", "corpus-id": "docid"})
+    qrels = qrels.drop_duplicates(["query", "docid"], keep="last")
+    qrels = qrels[qrels["query"].isin(texts[1])]
     if qrels.empty:
         raise UserError(f"no judgment of split {split!r} has a query of {files[1][0]}")
-    qrels = qrels.assign(relevance=qrels["score"].astype(int) if "score" in qrels else 1)  # NanoBEIR has no grades
-    queries = {query: texts[1][query] for query in qrels["query_id"].unique()}
-    return EvalSet(queries, texts[0], qrels)
+    qrels = qrels.assign(q0="0", rel=qrels["score"].astype(int) if "score" in qrels else 1)  # NanoBEIR has no grades
+    queries = {query: texts[1][query] for query in qrels["query"].unique()}
+    return EvalSet(queries, texts[0], qrels[["query", "q0", "docid", "rel"]])
 
 
-def correlate(scores, labels):
-    """Return {measure: correlation} of scores and labels, (pairs,) each."""
-    frame = pd.DataFrame({"score": scores, "label": labels})
-    return {name: float(frame.corr(name.lower()).iloc[0, 1]) for name in ("Spearman", "Pearson")}
+class BuiltIn(Metric):
+    """The built-in measures, of rankings in the layout of evaluate's metric trec_eval, or of scores and labels."""
+
+    def _info(self):
+        return MetricInfo("", "", datasets.Features(predictions=datasets.Json(), references=datasets.Json()))
+
+    def _compute(self, predictions, references):
+        if not isinstance(predictions[0], dict):
+            return pair_measures(predictions, references)
+        judged = pd.DataFrame(references[0]).sort_values("rel", ascending=False)
+        judged["rel"] = judged["rel"].clip(0)  # the gain; a document is relevant if it is above 0
+        run = pd.DataFrame(predictions[0]).merge(judged, "left", ["query", "docid"])
+        run = run[run["rank"] <= 10]
+        ideal = judged.groupby("query").head(10)
+        reciprocal = ((run["rel"] > 0) / run["rank"]).groupby(run["query"]).max()
+        values = {"MRR@10": reciprocal, "nDCG@10": dcg(run) / dcg(ideal), "accuracy@1": reciprocal // 1}
+        means = pd.DataFrame(values).fillna(0).mean()  # a query without documents or relevant ones counts as 0
+        return means[RANKING].to_dict()
 
 
-def average(found):
+def dcg(ranked):
+    """Return {query: DCG}; ranked: DataFrame of query and rel, best first."""
+    ranks = 1 + ranked.groupby("query").cumcount()
+    return (ranked["rel"] / np.log2(1 + ranks)).groupby(ranked["query"]).sum()
+
+
+def to_trec(ranked):
+    """Return {column: list} in the layout of trec_eval; ranked: DataFrame of query, docid and score, best first."""
+    ranks = 1 + ranked.groupby("query").cumcount()
+    return ranked.assign(q0="Q0", rank=ranks, system="evenstep").to_dict("list")
+
+
+def add_metrics(eval_sets, args):
+    """Give each EvalSet its metric: the built-in measures, and those of --metrics for data of its layout."""
+    files = TemporaryDirectory()  # each process has its own: none waits for another's locks
+    own = []
+    for path in args.metrics:
+        with user_errors(f"--metrics {path}"):
+            # An absolute path is never taken for a name of the Hub, whose code would be downloaded and run.
+            own.append(load_metric(os.path.abspath(path), cache_dir=files.name))
+    for eval_set in eval_sets.values():
+        chosen = [metric for metric in own if ("docid" in str(metric.features)) != eval_set.scored]
+        eval_set.metric = combine([BuiltIn(cache_dir=files.name), *chosen])
+        eval_set.metric.files = files  # deleted with it
+    for path, metric in zip(args.metrics, own):
+        if not any(metric in eval_set.metric.evaluation_modules for eval_set in eval_sets.values()):
+            raise UserError(f"--metrics {path}: no held-out data is of its kind, rankings or pairs of score and label")
+
+
+def average(found, eval_sets):
     """Return {measure: mean over collections}, and the value of each if there are several, as the main process has
-    computed them; found: {collection: {measure: value}}."""
-    means = pd.DataFrame(found).mean(axis=1).to_dict()
-    for name, values in found.items() if len(found) > 1 else ():
+    computed them. found: {collection: {measure: number, {query id: number} or a text, which is left out}}."""
+    numbers = {}
+    for name, values in found.items():
+        numbers[name] = {}
+        for measure, value in values.items():
+            if isinstance(value, dict):  # a query without a value counts as 0
+                value = sum(value.values()) / len(eval_sets[name].queries)
+            if not isinstance(value, str):
+                # combine() adds a prefix to names that several metrics have
+                numbers[name][measure.removeprefix("built_in_")] = value
+    means = pd.DataFrame(numbers).mean(axis=1).to_dict()
+    for name, values in numbers.items() if len(numbers) > 1 else ():
         means |= {f"{name} {measure}": value for measure, value in values.items()}
     return broadcast_object_list([means])[0]
 
@@ -2027,6 +2102,9 @@ def describe_change(step, name, old, new):
 # ---- a run
 
 LOWER_RATE = "lower --learning_rate, then --resume --accept_changed_schedule"
+# What lines of metrics.jsonl contain besides measures of evaluations.
+TRAINING = """step loss grad_norm learning_rate rows_per_second tokens_per_second padding_fraction data_wait_fraction
+skipped_steps"""
 GRAPHS_KEPT = (16, 4)  # micro-batches whose graphs a CPU, a GPU keeps until the loss, under --grad_cache auto
 
 
@@ -2082,6 +2160,7 @@ class Run:
         self.losses = []  # of the steps since the last line of metrics.jsonl
         self.metrics = []  # the lines of metrics.jsonl
         self.skipped = 0  # bad rows
+        self.collections = []  # names of what is evaluated on
         self.scaler = None  # state of the gradient scaler (fp16)
         self.changes = []  # of flags and sources by resumes: [step, name, old, new]
         self.finished = False
@@ -2235,9 +2314,15 @@ class Run:
         if self.accelerator.is_main_process:
             with open(self.output / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(self.metrics[-1]) + "\n")
-            measures = {name: round(record[name], 4) for name in MEASURES if name in record}
+            measures = {name: round(record[name], 4) for name in self.measures() if name in record}
             if measures:
                 tqdm.write(f"step {self.step:,}: {measures}")
+
+    def measures(self):
+        """Return the names of what evaluations measure, without those of single collections."""
+        prefixes = tuple(f"{name} " for name in self.collections)
+        names = dict.fromkeys(chain.from_iterable(self.metrics))
+        return [name for name in names if name not in TRAINING.split() and not name.startswith(prefixes)]
 
     def find_best(self):
         """Set `best_step`, that of the best evaluation, and `finished` if patience has ended. Measures can differ in
@@ -2289,7 +2374,7 @@ class Run:
         for line in self.metrics:
             if line["step"] <= steps:
                 last |= line
-        measured = ", ".join(f"{name} {last[name]:.4f}" for name in MEASURES if name in last)
+        measured = ", ".join(f"{name} {last[name]:.4f}" for name in self.measures() if name in last)
         defaults = asdict(Args()) | {"loss_kwargs": {}}
         words = as_words({name: value for name, value in self.flags.items() if value != defaults[name]})
         rows = args.batch_size * args.gradient_accumulation_steps
@@ -2302,9 +2387,9 @@ class Run:
         return "\n".join(lines)
 
 
-def plot_metrics(metrics, path):
-    """Plot loss, evaluation measures and speed over the steps."""
-    frame = pd.DataFrame(metrics).set_index("step").filter(["loss", *MEASURES, "tokens_per_second"])
+def plot_metrics(metrics, measures, path):
+    """Plot loss, measures of evaluations and speed over the steps."""
+    frame = pd.DataFrame(metrics).set_index("step").filter(["loss", *measures, "tokens_per_second"])
     frame = frame.interpolate("index", limit_area="inside")  # lines from one evaluation to the next
     figure = Figure(figsize=(4 * len(frame.columns), 3.6), layout="constrained")
     frame.plot(ax=figure.subplots(1, len(frame.columns)), subplots=True, grid=True)

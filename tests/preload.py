@@ -6,6 +6,7 @@ Tests that launch a script with `use_launcher` or as a subprocess check that it 
 import gc
 import io
 
+import evaluate  # noqa: F401
 import scipy.io  # noqa: F401
 import torch
 import torch.distributed.fsdp  # noqa: F401
@@ -20,8 +21,9 @@ import train_cross_encoder  # noqa: F401
 
 transformers.utils.logging.disable_progress_bar()  # a bar has a lock, which a killed run could leave locked
 random = torch.get_rng_state()
-names = ["loss", "tokens_per_second", *train_bi_encoder.MEASURES]
-train_bi_encoder.plot_metrics([{"step": step} | dict.fromkeys(names, step) for step in range(2)], io.BytesIO())
+names = ["loss", "tokens_per_second", *train_bi_encoder.RANKING]
+lines = [{"step": step} | dict.fromkeys(names, step) for step in range(2)]
+train_bi_encoder.plot_metrics(lines, train_bi_encoder.RANKING, io.BytesIO())
 shape = {"hidden_size": 2, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 2}
 with torch.device("meta"):  # an operation on the CPU would choose its kernels before a run sets ATEN_CPU_CAPABILITY
     transformers.BertModel(transformers.BertConfig(vocab_size=9, **shape))

@@ -400,22 +400,45 @@ def library_ranking_measures(scores, labels, groups):
     return {"MRR@10": found[ir_measures.RR @ 10], "nDCG@10": found[ir_measures.nDCG @ 10]}
 
 
+def measure_rankings(scores, labels, groups, *flags):
+    """Return the measures of held-out rows with these scores, a group a row."""
+    args = script.parse_args(["--train_data", "x", *flags])
+    texts = [["a document"] * (groups == group).sum() for group in range(groups.max() + 1)]
+    rows = [script.Row("a query", texts[group], labels[groups == group].tolist()) for group in range(len(texts))]
+    (eval_set,) = script.open_eval_sets(rows, args).values()
+    run, qrels = script.rank_candidates(scores, eval_set), eval_set.qrels.to_dict("list")
+    return eval_set.metric.compute(predictions=[run], references=[qrels])
+
+
 def test_ranking_measures_equal_those_of_the_library():
     random = np.random.default_rng(0)
     groups = np.repeat(np.arange(40), random.integers(1, 30, 40))
-
-    def measure(scores, labels, *from_teacher):
-        found = [script.ranking_measures(scores[groups == group], labels[groups == group], (), *from_teacher)
-                 for group in range(40)]  # fmt: skip
-        return pd.DataFrame(found).mean().to_dict()
-
     scores, labels = random.permutation(len(groups)) / 100, random.integers(0, 3, len(groups)) * 1.0
-    assert measure(scores, labels) == pytest.approx(library_ranking_measures(scores, labels, groups))
+    assert measure_rankings(scores, labels, groups) == pytest.approx(library_ranking_measures(scores, labels, groups))
     teacher = random.random(len(groups))
     best = np.array([teacher[i] == teacher[groups == groups[i]].max() for i in range(len(groups))])
-    assert measure(scores, teacher, True) == pytest.approx(library_ranking_measures(scores, best, groups))
-    equal = script.ranking_measures(np.ones(2), np.array([1.0, 0.0]))
+    found = measure_rankings(scores, teacher, groups, "--loss", "kl", "--label_column", "y")
+    assert found == pytest.approx(library_ranking_measures(scores, best, groups))
+    equal = measure_rankings(np.ones(2), np.array([1.0, 0.0]), np.zeros(2, int))
     assert equal["MRR@10"] == 0.5  # of equal scores the worse document ranks first
+
+
+def test_gains_may_be_fractions():
+    """nDCG@10 equals a loop over the rows: gains are labels, negative ones 0; a row without gains counts as 0."""
+    random = np.random.default_rng(1)
+    groups = np.repeat(np.arange(30), random.integers(2, 25, 30))
+    scores, labels = random.permutation(len(groups)) / 100, random.random(len(groups)) - 0.3
+    labels[groups == 7] = -0.5
+    values = []
+    for group in range(30):
+        own = groups == group
+        gains = [max(0, label) for label in labels[own]]
+        ranked = [gains[i] for i in np.argsort(-scores[own])]
+        dcg, best = (sum(gain / math.log2(2 + i) for i, gain in enumerate(row[:10]))
+                     for row in (ranked, sorted(gains, reverse=True)))  # fmt: skip
+        values.append(dcg / best if best else 0)
+    assert values[7] == 0 < max(values)
+    assert measure_rankings(scores, labels, groups)["nDCG@10"] == pytest.approx(np.mean(values))
 
 
 @pytest.mark.parametrize("kind", ["drawn", "lists", "teacher", "classes", "scores"])
@@ -495,7 +518,7 @@ def test_copied_alone_into_an_empty_folder(tmp_path, rows, bert, loss):
     pairs = [(rows[0]["docstring"], rows[0]["code"]), ("a", "b")]
     some = [script.Row(query, [document], []) for query, document in pairs]
     scores = script.score_rows(trained, some, 10**6, again, Accelerator(cpu=True))
-    expected = torch.tensor(np.concatenate(scores)).float()
+    expected = torch.tensor(scores).float()
     expected = expected.sigmoid() if loss == "bce" else expected
     for folder in ("model", "checkpoints/step_00000002"):
         found = CrossEncoder(str(run / folder), device="cpu").predict(pairs)

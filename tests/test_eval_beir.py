@@ -151,7 +151,7 @@ def test_sources_of_hub_ids(script, layout, collections, tmp_path, monkeypatch):
     assert requested == ["o/n", *expected]
     records = [json.loads(line) for line in (folder / "corpus.jsonl").read_text().splitlines()]
     assert found.documents == {r["_id"]: f"d: {r['title']} {r['text']}".replace(":  ", ": ").strip() for r in records}
-    judged = found.qrels[["query_id", "doc_id", "relevance"]].itertuples(index=False, name=None)
+    judged = found.qrels[["query", "docid", "rel"]].itertuples(index=False, name=None)
     assert list(judged) == [(query, document, int(grade)) for query, document, grade in lines]
     records = map(json.loads, (folder / "queries.jsonl").read_text().splitlines())
     texts = {record["_id"]: "q: " + record["text"] for record in records}

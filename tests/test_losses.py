@@ -281,18 +281,28 @@ def test_held_out_measures_equal_those_of_libraries(kind, rows, request, monkeyp
     assert evaluate("a hard negative", labels=labels) == pytest.approx(expected, abs=3e-3)  # labels: of the first
 
 
-def test_search_ranks_as_deep_as_the_measures_ask(monkeypatch):
-    """Edited measures, with a cutoff of 40, are those of the whole ranking; the query's own id is left out of it."""
+def test_search_leaves_out_the_querys_own_id():
+    """The 40 best documents are those of the whole ranking without it; measures equal those of ir_measures."""
     queries, documents = torch.randn(5, 8), torch.randn(60, 8)
     names = [f"d{i}" for i in range(60)]
-    qrels = pd.DataFrame({"query_id": names[:5], "doc_id": names[20:25], "relevance": 1})
+    qrels = pd.DataFrame({"query": names[:5], "q0": "0", "docid": names[20:25], "rel": [1, 2, 0, 3, 1]})
     eval_set = script.EvalSet(dict.fromkeys(names[:5]), dict.fromkeys(names), qrels)
     run = {name: {other: score for other, score in zip(names, row) if other != name}
            for name, row in zip(names, (queries @ documents.T).tolist())}  # fmt: skip
-    for measure in (ir_measures.R @ 40, ir_measures.nDCG):
-        monkeypatch.setattr(script, "RANKING", {"own": measure})
-        found = script.search(queries, documents, eval_set)
-        assert found == pytest.approx({"own": ir_measures.calc_aggregate([measure], qrels, run)[measure]})
+    found = pd.DataFrame(script.search(queries, documents, eval_set, 40))
+    for query in names[:5]:
+        ranked = sorted(run[query], key=run[query].get, reverse=True)
+        own = found[found["query"] == query]
+        assert own["docid"].tolist()[:40] == ranked[:40] and own["rank"].tolist()[:40] == [*range(1, 41)]
+        assert own["score"].tolist() == pytest.approx([run[query][name] for name in own["docid"]])
+    script.add_metrics({"one": eval_set}, script.parse_args(["--train_data", "x"]))
+    run = script.search(queries, documents, eval_set, 60)
+    measured = eval_set.metric.compute(predictions=[run], references=[qrels.to_dict("list")])
+    measures = {"MRR@10": ir_measures.RR @ 10, "nDCG@10": ir_measures.nDCG @ 10, "accuracy@1": ir_measures.P @ 1}
+    qrels = qrels.rename(columns={"query": "query_id", "docid": "doc_id", "rel": "relevance"})
+    run = pd.DataFrame(run).rename(columns={"query": "query_id", "docid": "doc_id"})
+    found = ir_measures.calc_aggregate(measures.values(), qrels, run)
+    assert measured == pytest.approx({name: found[measure] for name, measure in measures.items()})
 
 
 def test_other_losses_refuse_rows_with_fewer_labels():
