@@ -233,14 +233,18 @@ def read_trec(path, name):
             separator = "\t" if "\t" in file.readline() else r"\s+"  # BEIR's ids may contain spaces
         options = {"header": None, "dtype": str, "quoting": csv.QUOTE_NONE, "keep_default_na": False}
         frame = pd.read_csv(path, sep=separator, encoding="utf-8-sig", **options)
-        fields = {6: [0, 2, 4]} if name == "run" else {3: [0, 1, 2], 4: [0, 2, 3]}
-        if frame.shape[1] not in fields:
-            raise UserError(f"has {frame.shape[1]} fields per line, not {' or '.join(map(str, fields))}")
-        frame = frame[fields[frame.shape[1]]].set_axis(["query_id", "doc_id", "score"], axis=1)
-        bad = ~np.isfinite(scores := pd.to_numeric(frame["score"], errors="coerce"))
-        bad[0] &= name == "run"  # BEIR's judgments have a header
+        fields = frame.shape[1]
+        columns = {6: [0, 2, 4]} if name == "run" else {3: [0, 1, 2], 4: [0, 2, 3]}
+        if fields not in columns:
+            raise UserError(f"has {fields} fields per line, not {' or '.join(map(str, columns))}")
+        frame = frame[columns[fields]].set_axis(["query_id", "doc_id", "score"], axis=1)
+        scores = pd.to_numeric(frame["score"], errors="coerce")
+        bad = ~np.isfinite(scores)
+        if name == "qrels":
+            bad[0] = False  # BEIR's judgments have a header
         if bad.any():
-            raise UserError(f"line {bad.idxmax() + 1} has no finite score: {' '.join(frame.loc[bad.idxmax()])}")
+            line = bad.idxmax()
+            raise UserError(f"line {line + 1} has no finite score: {' '.join(frame.loc[line])}")
         return frame.assign(score=scores)[np.isfinite(scores)]
 
 

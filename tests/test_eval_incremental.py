@@ -14,6 +14,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pandas as pd
@@ -66,7 +67,8 @@ def naive_measures(run, qrels):
 def read_qrels(path):
     """Return {query: {document: relevance}} of judgments as the evaluator reads them."""
     found = {}
-    for query, document, relevance in script.read_qrels(str(path)).itertuples(index=False):
+    judgments, _ = script.read_qrels(str(path))
+    for query, document, relevance in judgments.itertuples(index=False):
         found.setdefault(query, {})[document] = relevance
     return found
 
@@ -112,7 +114,8 @@ def measure_each(run, qrels, measures):
         for given, name in ((run, "score"), (qrels, "relevance"))
     )
     collection = script.Collection("c", None, dict.fromkeys(run["query_id"]), qrels, [])
-    return script.compute_metrics(run, collection, measures)
+    with TemporaryDirectory() as folder:
+        return script.compute_metrics(run, collection, script.load_metrics(measures, folder))[0]
 
 
 @pytest.mark.skipif(not TREC_EVAL.is_dir(), reason="needs trec_eval's own test runs in ../shared/data/ref_trec_eval")
@@ -284,7 +287,7 @@ def test_cache_round_trip(tmp_path, dtype, tolerance):
 
 
 def test_a_full_cache_keeps_the_newest_texts(tmp_path):
-    """Texts and files whose block is gone do not count against the limit; files and database keep within it."""
+    """Texts and files whose block is gone do not count against the limit; files, database and index keep within it."""
 
     def fill(count, limit):
         """Store `count` blocks of 100 texts, and return how many there are, of which each text must be found."""
@@ -294,19 +297,20 @@ def test_a_full_cache_keeps_the_newest_texts(tmp_path):
             cache.store(hashes, rows)
         held = len(cache.cache)
         assert all(cache.lookup(hashes[::-1])[1].all() for hashes in stored[-held:])
-        ((entries,),) = cache.cache._sql("SELECT count(*) FROM texts")
-        cache.cache.close()
+        cache.close()
         files = [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()]
-        assert limit == 0 or (entries == 100 * held and len(files) == held + 3 and sum(files) <= limit * 1e9)
+        blocks = len(list(tmp_path.rglob("*.val")))
+        assert limit == 0 or (blocks == held and sum(files) <= limit * 1e9)
         return held
 
     generator = np.random.default_rng(0)
     rows = generator.integers(0, 255, (100, 32), np.uint8)
-    assert 25 < fill(150, limit=0.0004) < 40  # their 15,000 entries alone would take 0.0008 GB
-    fill(150, limit=0)
+    assert 40 < fill(150, limit=0.0004) < 80
+    fill(400, limit=0)
+    assert list((tmp_path / "c/index").glob("*.npy"))
     with closing(sqlite3.connect(tmp_path / "c/cache.db", isolation_level=None)) as database:
         database.execute("DELETE FROM Cache WHERE rowid % 2")  # what killed processes, or older versions, leave
-    assert 25 < fill(50, limit=0.0004) < 40
+    assert 40 < fill(50, limit=0.0004) < 80
 
 
 def test_a_cache_is_set_up_by_one_process_at_a_time(tmp_path):
@@ -670,9 +674,9 @@ def test_cache_info_clear_and_limit(evaluate, beir, tmp_path, capsys, bert):
     assert shown.count(str(bert)) == 2 and shown.count(" 353 ") == 2 and "int8" in shown and "float16" in shown
     evaluate("--cache_clear", str(bert))
     assert capsys.readouterr().out.count("(removed)") == 2 and not list((tmp_path / "cache").iterdir())
-    # 60 kB are enough for about a hundred texts: the oldest are removed, and the metrics stay the same
-    limited = evaluate("--beir", beir, "--cache_size_limit", 0.00006)
-    again = evaluate("--beir", beir, "--cache_size_limit", 0.00006)
+    # 50 kB are enough for some of the texts: the oldest are removed, and the metrics stay the same
+    limited = evaluate("--beir", beir, "--cache_size_limit", 0.00005)
+    again = evaluate("--beir", beir, "--cache_size_limit", 0.00005)
     assert again["metrics"] == limited["metrics"] and again["texts"]["encoded"] > 0
     assert "of the oldest blocks were removed, to keep --cache_size_limit" in capsys.readouterr().err
     (folder,) = (tmp_path / "cache").iterdir()
@@ -700,10 +704,10 @@ def test_full_or_read_only_disk(evaluate, beir, tmp_path, bert, report, how):
         with pytest.raises(
             script.UserError, match=f"--cache_dir {disk}/.* .free disk space, or remove the folder if it is damaged.: "
         ):
-            evaluate("--beir", beir, "--cache_dtype", "float32")
+            evaluate("--beir", beir, "--corpus_chunk_size", 8)
         if how == "full":  # with free space, the next run uses what was stored
             subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
-            assert 0 < evaluate("--beir", beir, "--cache_dtype", "float32")["texts"]["encoded"] < 353
+            assert 0 < evaluate("--beir", beir, "--corpus_chunk_size", 8)["texts"]["encoded"] < 353
         report("a full or read-only disk under a cache", 1, "one-line error; the next run uses what was stored")
     finally:
         subprocess.run(["umount", "-l", disk], check=True)

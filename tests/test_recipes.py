@@ -44,19 +44,25 @@ def test_recipe(name, tmp_path, rows, corpus, bert, beir):
     """SETUPS may add files to the folder; CHECKS has the assertions of each page."""
     text = PAGES[name].read_text()
     title, count = re.match(r"# (.+): (\d+) lines\n", text).groups()
-    diff, command = (re.search(rf"^```{kind}\n(.+?)^```$", text, re.M | re.S)[1] for kind in ("diff", "sh"))
-    (script,) = re.findall(r"^--- a/(.+)$", diff, re.M)
-    program, started, *flags = shlex.split(command.replace("\\\n", ""))
-    assert (program, started) == ("python", script)
-    assert len(re.findall(r"^[+-](?!\+\+ b/|-- a/)", diff, re.M)) == int(count)
-    assert f"| [{title}]({name}.md) | `{script}` | {count} |" in PAGES[name].with_name("README.md").read_text()
-
+    blocks = dict(re.findall(r"^```(\w+)\n(.+?)^```$", text, re.M | re.S))
+    program, script, *flags = shlex.split(blocks["sh"].replace("\\\n", ""))
+    assert program == "python"
     shutil.copy(ROOT / script, tmp_path)
-    subprocess.run([*APPLY[0], PAGES[name]], cwd=tmp_path, check=True)
-    assert (tmp_path / script).read_text() != (ROOT / script).read_text()
+    if "diff" in blocks:
+        assert re.findall(r"^--- a/(.+)$", blocks["diff"], re.M) == [script]
+        lines = re.findall(r"^[+-](?!\+\+ b/|-- a/)", blocks["diff"], re.M)
+        table, changed = f"`{script}`", tmp_path / script
+        subprocess.run([*APPLY[0], PAGES[name]], cwd=tmp_path, check=True)
+        assert changed.read_text() != (ROOT / script).read_text()
+    else:  # a file of its own
+        lines = [line for line in blocks["python"].splitlines() if line]
+        table, changed = f"a file for `{script}`", tmp_path / re.search(r"Save this as `(.+)`", text)[1]
+        changed.write_text(blocks["python"])
+    assert len(lines) == int(count)
+    assert f"| [{title}]({name}.md) | {table} | {count} |" in PAGES[name].with_name("README.md").read_text()
     for words in (["check"], ["format", "--check"]):
         ruff = [sys.executable, "-m", "ruff", *words, "--config", ROOT / "pyproject.toml"]
-        subprocess.run([*ruff, tmp_path / script], check=True)
+        subprocess.run([*ruff, changed], check=True)
     for source, target in ((corpus, "pairs"), (bert, "model"), (beir, "beir")):
         shutil.copytree(source, tmp_path / target)
 
@@ -389,6 +395,7 @@ def check_similarity(run, folder, rows):
     args = train_bi_encoder.parse_args(list(map(str, flags)))
     labelled = [changed["Row"](query, [text], [float(i)]) for i, (query, text) in enumerate(zip(*texts))]
     sets = {"labelled": changed["held_out_set"](labelled)}
+    changed["add_metrics"](sets, args)
     found = changed["evaluate"](changed["load_model"](args), sets, 2048, args, Accelerator(cpu=True))
     assert found["Spearman"] == pytest.approx(spearmanr(similarities, range(40)).statistic, abs=1e-3)
 

@@ -1,0 +1,199 @@
+"""Metric scripts of the user's in the evaluator, where results come from, and comparisons of earlier evaluations."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pandas as pd
+import pytest
+from conftest import ROOT, launch, read_run, write_jsonl
+
+import eval_incremental as script
+
+# What the page on evaluation shows: a value for each query, and one for all of them.
+ALL_FOUND = '''
+import datasets
+import evaluate
+import pandas as pd
+TEXT, NUMBER = datasets.Sequence(datasets.Value("string")), datasets.Sequence(datasets.Value("float64"))
+class AllFound(evaluate.Metric):
+    """Whether a ranking contains all relevant documents of a query (as HotpotQA requires)."""
+    def _info(self):
+        run = {"query": TEXT, "q0": TEXT, "docid": TEXT, "rank": NUMBER, "score": NUMBER, "system": TEXT}
+        qrels = {"query": TEXT, "q0": TEXT, "docid": TEXT, "rel": NUMBER}
+        features = datasets.Features({"predictions": run, "references": qrels})
+        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
+    def _compute(self, predictions, references):
+        run, qrels = pd.DataFrame(predictions[0]), pd.DataFrame(references[0])
+        found = qrels[qrels["rel"] > 0].merge(run, "left", ["query", "docid"]).groupby("query")["score"]
+        all_found = (found.count() == found.size()).astype(float)
+        return {"AllFound": all_found.to_dict(), "documents": run["docid"].nunique()}
+'''
+
+
+@pytest.fixture
+def metric(tmp_path):
+    path = tmp_path / "all_found.py"
+    path.write_text(ALL_FOUND)
+    return path
+
+
+def test_a_script_of_the_user(evaluate, beir, metric, bert, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(bert, other)
+    config = json.loads((other / "1_Pooling/config.json").read_text())
+    (other / "1_Pooling/config.json").write_text(json.dumps(config | {"pooling_mode": "cls"}))
+    flags = ["--beir", beir, "--model_name_or_path", bert, other, "--metrics", "R@100", "AP", metric]
+    first, second = evaluate(*flags)["models"]
+    table = pd.read_csv(tmp_path / "out/st/per_query.csv", index_col="query")
+    assert list(table) == ["R@100", "AP", "AllFound"]
+    recalled = table["R@100"] == 1.0
+    assert (table["AllFound"] == recalled).all() and 0 < recalled.mean() < 1
+    cell = first["metrics"]["AllFound"]
+    assert cell["low"] < cell["mean"] == table["AllFound"].mean() < cell["high"]
+    assert 0 < second["metrics"]["AllFound"]["p"] <= 1
+    ranked = {document for found in read_run(tmp_path / "out/st/run.trec").values() for document in found}
+    assert first["metrics"]["documents"] == {"value": len(ranked)}
+    shown = capsys.readouterr().out
+    assert f"{len(ranked)}.0000 (no interval)" in shown and "AllFound" in shown
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["metrics.json", "other", "report.png", "st"]
+    evaluate("--beir", beir, "--metrics", metric, output="alone")  # no measure of ir_measures
+    found = evaluate("--beir", beir, "--metrics", "AP", "R@100", "AP")["metrics"]
+    assert list(found) == ["AP", "R@100"]
+    metric.write_text(ALL_FOUND.replace('"documents"', '"AP"'))  # a name that a built-in measure has
+    found = evaluate("--beir", beir, "--metrics", "AP", metric)["metrics"]
+    assert list(found) == ["AP", "AllFound", "all_found_AP"] and found["AP"] == first["metrics"]["AP"]
+
+
+def test_two_processes_and_two_collections(beir, bert, metric, tmp_path):
+    shutil.copytree(beir, tmp_path / "copy")
+    flags = ["--model_name_or_path", bert, "--beir", beir, tmp_path / "copy", "--metrics", metric, "AP"]
+    flags += ["--cache_dir", tmp_path / "c", "--output_dir", tmp_path / "o"]
+    launch(ROOT / "eval_incremental.py", *flags, processes=2)
+    record = json.loads((tmp_path / "o/metrics.json").read_text())
+    first, second = (result["metrics"] for result in record["results"])
+    assert first == second
+    assert record["means"]["st"]["documents"] == first["documents"]
+    assert record["means"]["st"]["AllFound"]["mean"] == first["AllFound"]["mean"]
+    assert record["provenance"]["processes"] == 2
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (None, "none.py: no such file or folder; metrics of the Hub are not loaded"),
+        ("x = (", "own.py: "),
+        ("import no_such_package_xyz", "own.py: To be able to use own, you need to install"),
+        (ALL_FOUND.replace('"docid"', '"document"'), "own.py: does not take rankings"),
+    ],
+)
+def test_scripts_that_cannot_be_used(evaluate, beir, tmp_path, content, message):
+    """They are refused before a text is encoded."""
+    path = tmp_path / ("own.py" if content else "none.py")
+    if content:
+        path.write_text(content)
+    with pytest.raises(script.UserError, match=f"--metrics {tmp_path}/{message}"):
+        evaluate("--beir", beir, "--metrics", path)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_names_of_the_hub_are_not_loaded(capsys):
+    with pytest.raises(SystemExit):
+        script.parse_args(["--beir", "x", "--metrics", "trec_eval"])
+    assert "--metrics trec_eval: no such measure" in capsys.readouterr().err
+
+
+def test_an_error_in_a_script_loses_no_ranking(evaluate, beir, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(ALL_FOUND.replace("        run, qrels", "        {}['gone']\n        run, qrels"))
+    with pytest.raises(KeyError, match="gone"):  # with its traceback
+        evaluate("--beir", beir, "--metrics", path)
+    assert (tmp_path / "out/run.trec").exists()
+
+
+# ----------------------------------------------------------------------------------------- where results come from
+
+
+def test_provenance(evaluate, beir, tmp_path):
+    result = evaluate("--beir", beir)
+    made = json.loads((tmp_path / "out/metrics.json").read_text())["provenance"]
+    assert made["models"] == {"st": result["fingerprint"]}
+    assert set(made["collections"][beir.name]) == {"corpus", "queries", "qrels"}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d", made["time"])
+    assert made["packages"]["torch"].startswith("2.13") and made["mixed_precision"] == "no"
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    assert (made["commit"] or "").removesuffix("-dirty") == head  # both empty outside of a repository
+    changed = tmp_path / "changed"
+    shutil.copytree(beir, changed)
+    with open(changed / "corpus.jsonl", "a") as file:
+        file.write('{"_id": "new", "text": "one more"}\n')
+    evaluate("--beir", changed, output="changed_out")
+    other = json.loads((tmp_path / "changed_out/metrics.json").read_text())["provenance"]
+    before, after = made["collections"][beir.name], other["collections"]["changed"]
+    assert before["corpus"] != after["corpus"] and before["qrels"] == after["qrels"]
+
+
+def test_compare_equals_an_evaluation_of_both(evaluate, beir, bert, tmp_path, capsys):
+    """Two evaluations of different days have the difference and p-value of both in one."""
+    other = tmp_path / "other"
+    shutil.copytree(bert, other)
+    config = json.loads((other / "1_Pooling/config.json").read_text())
+    (other / "1_Pooling/config.json").write_text(json.dumps(config | {"pooling_mode": "cls"}))
+    _, both = evaluate("--beir", beir, "--model_name_or_path", bert, other, output="both")["models"]
+    evaluate("--beir", beir, "--model_name_or_path", bert, output="monday")
+    evaluate("--beir", beir, "--model_name_or_path", other, "--top_k", 200, output="today")
+    capsys.readouterr()
+    evaluate("--compare", tmp_path / "monday/metrics.json", tmp_path / "today/metrics.json")
+    shown = capsys.readouterr().out
+    for name in ("nDCG@10", "RR@10"):
+        cell = both["metrics"][name]
+        assert cell["p"] < 1
+        assert "{difference:+.4f}, p = {p:.4f}".format(**cell) in shown
+        assert "{mean:.4f} [{low:.4f}, {high:.4f}]".format(**cell) in shown
+    assert "60 queries in common" in shown and "args.top_k: 100 -> 200" in shown
+    assert "provenance.models.other: None -> " in shown and "packages" not in shown
+
+    record = json.loads((tmp_path / "today/metrics.json").read_text())
+    (tmp_path / "today/metrics.json").write_text(json.dumps({"results": record["results"]}))
+    with pytest.raises(script.UserError, match="today/metrics.json: was written by an earlier release"):
+        evaluate("--compare", tmp_path / "monday/metrics.json", tmp_path / "today/metrics.json")
+    with pytest.raises(script.UserError, match="--compare .*nowhere/metrics.json: "):
+        evaluate("--compare", tmp_path / "nowhere/metrics.json")
+
+
+def test_compare_several_collections(evaluate, beir, tmp_path, capsys):
+    """Collections that one of the evaluations lacks are left out, and queries that one lacks."""
+    small = tmp_path / "small"
+    shutil.copytree(beir, small)
+    evaluate("--beir", beir, small, output="first")
+    lines = (small / "qrels/test.tsv").read_text().splitlines(keepends=True)
+    (small / "qrels/test.tsv").write_text("".join(lines[:31]))
+    evaluate("--beir", small, output="second")
+    capsys.readouterr()
+    evaluate("--compare", tmp_path / "first/metrics.json", tmp_path / "second/metrics.json")
+    shown = capsys.readouterr().out
+    assert "small: 30 queries in common" in shown and beir.name + ":" not in shown
+    assert "+0.0000, p = 1.0000" in shown
+    for name in ("first", "second"):
+        table = tmp_path / name / "small/per_query.csv"
+        table = table if table.exists() else tmp_path / name / "per_query.csv"
+        if name == "second":
+            table.write_text(table.read_text().replace("\nq", "\nother"))
+    with pytest.raises(script.UserError, match="--compare: no query or no measure of small is in all of them"):
+        evaluate("--compare", tmp_path / "first/metrics.json", tmp_path / "second/metrics.json")
+    capsys.readouterr()
+    evaluate("--compare", tmp_path / "first/metrics.json")
+    shown = capsys.readouterr().out
+    assert re.search(rf"^nDCG@10 +{beir.name} +small +mean$", shown, re.M)
+
+
+def test_compare_pairs_that_have_changed(evaluate, tmp_path):
+    """Their queries are numbered: number 1 is another query then."""
+    pairs = [{"q": f"query {i}", "d": f"document {i}"} for i in range(9)]
+    for name in ("before", "after"):
+        write_jsonl(tmp_path / "pairs.jsonl", pairs)
+        evaluate("--pairs", tmp_path / "pairs.jsonl", output=name)
+        del pairs[0]
+    with pytest.raises(script.UserError, match="the --pairs of pairs.jsonl have changed, and with them the queries"):
+        evaluate("--compare", tmp_path / "before/metrics.json", tmp_path / "after/metrics.json")

@@ -1,0 +1,267 @@
+"""The index of the embedding cache: every stored text is found, whatever was merged, killed or stored by others."""
+
+import gc
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import sqlite3
+import subprocess
+import time
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import eval_incremental as script
+
+BYTES = 4  # of a vector
+
+
+def random_hashes(generator, count):
+    return np.frombuffer(generator.bytes(16 * count), "V16")
+
+
+def open_cache(folder):
+    return script.EmbeddingCache(folder, "m", BYTES // 4, "float32")
+
+
+def rows_of(hashes):
+    """Return rows that say which text they belong to."""
+    return np.ascontiguousarray(hashes).view(np.uint8).reshape(-1, 16)[:, :BYTES]
+
+
+def check_found(cache, hashes, generator):
+    """Look texts up in another order and in other chunks than they were stored in."""
+    shuffled = hashes[generator.permutation(len(hashes))]
+    for part in np.array_split(shuffled, 7):
+        rows, found = cache.lookup(part)
+        assert found.all() and np.array_equal(rows, rows_of(part))
+
+
+def test_find_equals_a_dictionary(tmp_path):
+    """Blocks of all sizes, some texts in several of them: the latest place counts; also after opening it again."""
+    generator = np.random.default_rng(0)
+    index = script.TextIndex(tmp_path / "index")
+    blocks = {}
+    places = {}
+    for block in range(1, 1100):
+        hashes = generator.integers(0, 2**64, int(generator.integers(0, 40)), np.uint64)
+        if block > 5:
+            known = np.array(list(places), np.uint64)
+            hashes = np.append(hashes, generator.choice(known, 2, replace=False))  # in two blocks
+        index.add(block, hashes)
+        index.save()
+        blocks[block] = hashes
+        places |= {value: block * 2**32 + row for row, value in enumerate(hashes.tolist())}
+    files = sorted(path.name for path in (tmp_path / "index").glob("*.npy"))
+    assert files[0].startswith("000000000001-") and len(files) <= 3
+    known = np.array(list(places), np.uint64)
+    unknown = generator.integers(0, 2**64, 1000, np.uint64)
+    again = script.TextIndex(tmp_path / "index")
+    assert 500 < again.last < 1099
+    for block in range(again.last + 1, 1100):
+        again.add(block, blocks[block])
+    for opened in (index, again):
+        assert opened.find(known).tolist() == list(places.values())
+        assert not opened.find(unknown).any()
+
+
+def test_merged_by_parts(tmp_path):
+    """A merge of more than 2**20 texts goes through the hashes a part at a time."""
+    generator = np.random.default_rng(0)
+    segments = []
+    for number in range(3):
+        hashes = np.sort(generator.integers(0, 2**64, 700_000, np.uint64))
+        segments.append(np.stack([hashes, np.full(len(hashes), number, np.uint64)]))
+    segments[2][0, :1000] = segments[0][0, :1000]
+    segments[2] = script.merge([segments[2]])
+    script.write_merged(tmp_path / "merged", segments)
+    joined = np.concatenate(segments[::-1], axis=1)
+    expected = joined[:, np.argsort(joined[0], kind="stable")]
+    assert np.array_equal(np.load(tmp_path / "merged", mmap_mode="r"), expected)
+    assert np.array_equal(script.merge(segments), expected)
+
+
+def test_a_lost_or_left_over_file(tmp_path):
+    """Files of the index can be lost, or left by a killed merge: texts are found again from the blocks."""
+    generator = np.random.default_rng(0)
+    folder = tmp_path / "c"
+    cache = open_cache(folder)
+    stored = random_hashes(generator, 7 * 900).reshape(900, 7)
+    for number, hashes in enumerate(stored):
+        cache.store(hashes, rows_of(hashes))
+        if number % 50 == 0:
+            cache.lookup(hashes[::-1])
+    cache.lookup(random_hashes(generator, 1))
+    files = sorted((folder / "index").glob("*.npy"))
+    assert len(files) >= 1 and cache.index.saved > 500
+    cache.close()
+    content = files[0].read_bytes()
+    files[0].unlink()
+    check_found(open_cache(folder), stored.ravel(), generator)
+    (folder / "index" / files[0].name).write_bytes(content)  # is covered by another file now, or covers it
+    (folder / "index/000000000001-000000000009.npy.part").write_bytes(b"cut")
+    check_found(open_cache(folder), stored.ravel(), generator)
+
+
+def fill_blocks(folder, generator, blocks, texts=4):
+    """Return the (blocks, texts) hashes that are stored in a new cache, with a saved index."""
+    cache = open_cache(folder)
+    stored = random_hashes(generator, blocks * texts).reshape(blocks, texts)
+    for hashes in stored:
+        cache.store(hashes, rows_of(hashes))
+    cache.lookup(stored[0][::-1])
+    assert cache.index.saved >= 256
+    cache.close()
+    return stored
+
+
+def test_few_open_files(tmp_path):
+    """A changed corpus of many blocks needs few files at a time."""
+    generator = np.random.default_rng(0)
+    stored = fill_blocks(tmp_path / "c", generator, 600)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 200, limits[1]))
+    try:
+        cache = open_cache(tmp_path / "c")
+        check_found(cache, stored.ravel(), generator)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    cache.close()
+    gc.collect()
+    targets = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if os.path.lexists(path)]
+    assert not any(str(tmp_path) in target and ".val" in target for target in targets)
+
+
+def test_a_lost_database(tmp_path):
+    """Block numbers begin again at 1: an index of the lost blocks must not hide the new ones."""
+    generator = np.random.default_rng(0)
+    fill_blocks(tmp_path / "c", generator, 300)
+    for path in (tmp_path / "c").glob("cache.db*"):
+        path.unlink()
+    cache = open_cache(tmp_path / "c")
+    stored = random_hashes(generator, 500).reshape(50, 10)
+    for hashes in stored:
+        cache.store(hashes, rows_of(hashes))
+    check_found(cache, stored.ravel(), generator)
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "a wrong bit"])
+def test_a_block_that_is_stored_again(tmp_path, damage, capsys):
+    """Its texts are found one by one again, also by processes that had indexed the damaged one."""
+    generator = np.random.default_rng(0)
+    stored = fill_blocks(tmp_path / "c", generator, 300)
+    first, second = open_cache(tmp_path / "c"), open_cache(tmp_path / "c")
+    ((name,),) = first.sql("SELECT filename FROM Cache WHERE rowid = 7")
+    path = tmp_path / "c" / name
+    content = path.read_bytes()
+    path.write_bytes({"cut": content[:-5], "empty": b"", "a wrong bit": b"\x00\x00" + content[2:]}[damage])
+    for cache in (first, second):
+        assert not cache.lookup(stored[6][::-1])[1].any()
+    assert ("a damaged block" in capsys.readouterr().err) == (damage != "empty")
+    second.store(stored[6], rows_of(stored[6]))
+    for cache in (first, second, open_cache(tmp_path / "c")):
+        check_found(cache, stored.ravel(), generator)
+
+
+def test_damaged_index(tmp_path):
+    """Whatever the files of the index contain, texts are found, or computed again; none is taken for another."""
+    generator = np.random.default_rng(0)
+    stored = fill_blocks(tmp_path / "c", generator, 300)
+    (path,) = (tmp_path / "c/index").glob("*.npy")
+    content = path.read_bytes()
+    for damaged in (b"", content[:100], content[: len(content) // 2], b"\x00" * len(content)):
+        path.write_bytes(damaged)
+        check_found(open_cache(tmp_path / "c"), stored.ravel(), generator)
+    path.write_bytes(content)
+    segment = np.load(path)
+    segment[1] = np.roll(segment[1], 1)  # the place of another text
+    np.save(path, segment)
+    rows, found = open_cache(tmp_path / "c").lookup(stored.ravel()[::-1])
+    assert np.array_equal(rows[found], rows_of(stored.ravel()[::-1])[found]) and not found.all()
+
+
+@pytest.mark.skipif(shutil.which("mount") is None or os.geteuid() != 0, reason="needs root to mount a small disk")
+def test_full_disk_while_the_index_is_saved(tmp_path):
+    """An error instead of a fatal signal; with free space, all texts are found."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100m", "none", disk], capture_output=True).returncode:
+        pytest.skip("no permission to mount a tmpfs")
+    try:
+        cache = open_cache(disk / "c")
+        generator = np.random.default_rng(0)
+        stored = random_hashes(generator, 300 * 100).reshape(300, 100)
+        for hashes in stored:
+            cache.store(hashes, rows_of(hashes))
+        used = int(subprocess.run(["du", "-sk", disk], capture_output=True, text=True).stdout.split()[0])
+        subprocess.run(["mount", "-o", f"remount,size={used + 100}k", disk], check=True)
+        with pytest.raises(script.UserError, match="--cache_dir .*free disk space"):
+            cache.lookup(stored[0][::-1])
+        subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
+        check_found(open_cache(disk / "c"), stored.ravel(), generator)
+        cache.close()
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_cache_of_the_second_edition(tmp_path):
+    """Its blocks are read, and its table of texts is removed."""
+    generator = np.random.default_rng(0)
+    cache = open_cache(tmp_path / "c")
+    stored = random_hashes(generator, 500).reshape(5, 100)
+    for hashes in stored:
+        cache.store(hashes, rows_of(hashes))
+    cache.close()
+    with closing(sqlite3.connect(tmp_path / "c/cache.db", isolation_level=None)) as database:
+        database.execute("CREATE TABLE texts (hash BLOB PRIMARY KEY, block, row) WITHOUT ROWID")
+        database.executemany("INSERT INTO texts VALUES (?, 'x', 0)", [(generator.bytes(16),) for _ in range(10_000)])
+    size = (tmp_path / "c/cache.db").stat().st_size
+    cache = open_cache(tmp_path / "c")
+    check_found(cache, stored.ravel(), generator)
+    cache.close()
+    assert (tmp_path / "c/cache.db").stat().st_size < size / 4
+
+
+def fill(folder, seed, blocks):
+    generator = np.random.default_rng(seed)
+    cache = open_cache(folder)
+    for _ in range(blocks):
+        hashes = random_hashes(generator, 20)
+        _, found = cache.lookup(hashes)
+        if not found.all():
+            cache.store(hashes, rows_of(hashes))
+    cache.close()
+    os._exit(0)
+
+
+def start(folder, seed, blocks):
+    process = multiprocessing.get_context("fork").Process(target=fill, args=(folder, seed, blocks))
+    process.start()
+    return process
+
+
+@pytest.mark.parametrize("killed", [0, 2])
+def test_four_processes_store_at_once(tmp_path, killed):
+    """Four processes fill one cache; then all texts are found. Killed ones are started again with the same texts."""
+    folder = tmp_path / "c"
+    processes = [start(folder, seed, 300) for seed in range(4)]
+    for seed in range(killed):
+        while len(list(folder.glob("??/??/*.val"))) < 100 * (seed + 1):
+            time.sleep(0.01)
+        os.kill(processes[seed].pid, signal.SIGKILL)
+        processes[seed].join()
+        assert processes[seed].exitcode == -signal.SIGKILL
+        processes[seed] = start(folder, seed, 300)
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    cache = open_cache(folder)
+    for seed in range(4):
+        generator = np.random.default_rng(seed)
+        stored = np.concatenate([random_hashes(generator, 20) for _ in range(300)])
+        check_found(cache, stored, generator)
+    assert cache.index.saved > 500 and len(cache.cache) == 1200
