@@ -28,8 +28,9 @@ import os
 import re
 import sys
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -43,7 +44,267 @@ import transformers
 from pyarrow.dataset import ParquetFragmentScanOptions
 from tqdm.auto import tqdm
 
-# ---- errors and options (same in train_bi_encoder.py)
+# ---- options
+
+
+def flag(default, help):
+    """Return the dataclass field of a command-line option."""
+    kind = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return field(**kind, metadata={"help": help})
+
+
+@dataclass
+class Args:
+    run: str | None = flag(None, "run file of any system to take negatives from: query Q0 document rank score tag")
+    judged: str | None = flag(None, "the same system's run file of judged documents, for positives not in --run")
+    beir: str | None = flag(None, "folder with corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv")
+    split: str = flag("train", "judgments of --beir to use")
+    corpus: list[str] = flag([], "sources of the documents by id, instead of --beir")
+    queries: list[str] = flag([], "sources of the queries by id, instead of --beir")
+    qrels: str | None = flag(None, "judgments, instead of --beir: TREC qrels, or query, document and grade")
+    corpus_columns: list[str] = flag(["_id", "title", "text"], "id column of --corpus, then text columns, joined")
+    query_columns: list[str] = flag(["_id", "text"], "id column of --queries, then text columns, joined")
+    keep_same_id: bool = flag(False, "also take the document with the query's own id, which BEIR excludes")
+    absolute_margin: float | None = flag(None, "negatives score at least this much below the query's lowest positive")
+    relative_margin: float | None = flag(None, "the same, as a fraction of that positive's score, such as 0.05")
+    range_min: int = flag(0, "first rank (from 0) to take negatives from, among candidates that pass the rules above")
+    range_max: int = flag(100, "end of the ranks, exclusive")
+    sampling_strategy: Literal["top", "random"] = flag("top", "take the first or random candidates of these ranks")
+    num_negatives: int = flag(4, "negatives per row")
+    allow_fewer: bool = flag(False, "keep queries with fewer negatives, at least one; rows then hold lists")
+    seed: int = flag(0, "seed of --sampling_strategy random")
+    output: str = flag("mined.jsonl", "file to write")
+    overwrite: bool = flag(False, "replace an existing --output, when the new one is complete")
+
+
+def parse_args(argv):
+    """Return Args from flags; exit on a wrong value."""
+    parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], allow_abbrev=False)
+    for action in parser._actions:  # --help prints each flag once, without its alias with dashes
+        action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
+    check_flag_names(parser, argv)
+    (args,) = parser.parse_args_into_dataclasses(argv)
+    for name, value in vars(args).items():
+        if isinstance(value, int | float):
+            valid = np.isfinite(value) and (value >= 0 or "margin" in name)
+            if not valid:
+                parser.error(f"--{name} {value}: must be finite and, except for a margin, 0 or more")
+    if not 1 <= args.num_negatives <= args.range_max - args.range_min:
+        parser.error(f"--num_negatives {args.num_negatives}: must be between 1 and --range_max - --range_min")
+    files = [args.corpus, args.queries, args.qrels]
+    complete = not any(files) if args.beir else all(files)
+    if not (args.run and complete):
+        parser.error("requires --run, and either --beir or --corpus, --queries and --qrels")
+    if args.beir:
+        args.corpus = [f"{args.beir}/corpus.jsonl"]
+        args.queries = [f"{args.beir}/queries.jsonl"]
+        args.qrels = f"{args.beir}/qrels/{args.split}.tsv"
+    return args
+
+
+# ---- main
+
+
+def main(args):
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each load of a local file asks the Hub
+    check_output_file(args)
+
+    pairs, queries, texts = read_pairs(args)
+    own = pairs["own"]
+    run = pairs.pop("run").sort_values(["score", "document"], ascending=False)  # ties: as in trec_eval
+
+    # positives and their scores
+    positives = pairs["positives"].drop_duplicates("query_document")
+    has_query = positives.query_index >= 0
+    has_text = positives.text_index >= 0
+    is_own = positives.query_document.isin(own.query_document)
+    positives = positives[has_query & has_text & ~is_own]
+    scored = pd.concat([run, pairs["judged"]]).drop_duplicates("query_document")
+    scores = scored.set_index("query_document").score
+    positives = positives.assign(score=positives.query_document.map(scores))
+    num_queries = positives.query_index.nunique()
+    num_scores = positives.score.count()
+    print(f"{len(positives):,} positives of {num_queries:,} queries; {num_scores:,} have a score (see --judged)")
+
+    # negatives and rows
+    negatives = pick_negatives(run, positives, own, args)
+    lists = negatives.groupby("query_index").agg(texts=("text_index", list), scores=("score", list))
+    rows = positives.merge(lists, on="query_index")
+    if rows.empty:
+        raise UserError(f"--output {args.output}: not written: no row is left; check the ids and --split")
+    if args.allow_fewer:
+        columns = ["documents"]
+    else:
+        numbers = range(1, args.num_negatives + 1)
+        columns = ["positive", *(f"negative_{number}" for number in numbers)]
+    write_rows(rows, queries, texts, columns, args)
+    print(f"{len(rows):,} rows of {rows.query_index.nunique():,} queries are in {args.output}")
+    print("to train on them: --columns query", *columns)
+
+
+# ---- ids and texts
+
+
+def read_pairs(args):
+    """Return {source: DataFrame of (query, document) pairs}, and the distinct texts of queries and of documents.
+
+    Columns: source and score, as in read_ids, and int64 numbers: query_index and text_index, of the distinct texts
+    (-1: missing or empty), so that queries of equal text share their positives; document, which sorts as its id does;
+    query_document and query_text, equal for equal pairs of such numbers."""
+    pairs = read_ids(args)
+    query_index, queries = read_texts("queries", args.queries, args.query_columns, pairs.query_id)
+    text_index, texts = read_texts("corpus", args.corpus, args.corpus_columns, pairs.doc_id)
+    document, _ = pd.factorize(pairs.doc_id, sort=True)
+    high_bits = query_index * 2**32
+    pairs = pairs[["source", "score"]].assign(
+        query_index=query_index,
+        text_index=text_index,
+        document=document,
+        query_document=high_bits + document,
+        query_text=high_bits + text_index,
+    )
+    sources = ("positives", "own", "run", "judged")
+    by_source = {name: pairs[pairs.source == name] for name in sources}
+    return by_source, queries, texts
+
+
+def read_ids(args):
+    """Return a DataFrame (source, query_id, doc_id, score) of four sources: positives (pairs judged above 0, without a
+    score), run, judged, and own (each query with the document of its own id, unless --keep_same_id)."""
+    qrels = read_trec(args.qrels, "qrels")
+    qrels = qrels.drop_duplicates(["query_id", "doc_id"], keep="last")
+    positives = qrels[qrels.score > 0].drop(columns="score")
+    run = read_trec(args.run, "run")
+    frames = [positives.assign(source="positives"), run.assign(source="run")]
+    if args.judged:
+        judged = read_trec(args.judged, "run")
+        frames.append(judged.assign(source="judged"))
+    if not args.keep_same_id:
+        frames.append(positives.assign(source="own", doc_id=positives.query_id))
+    return pd.concat(frames, ignore_index=True)
+
+
+def read_texts(name, sources, columns, ids):
+    """Return the index of each id's text ((n,) int, -1: missing or empty) and the distinct texts ((m,) object).
+
+    ids: (n,) Series of texts, in which an id may be repeated. Raise UserError if an id occurs twice in the sources."""
+    id_column, *text_columns = columns
+    requested = pa.array(ids.unique(), pa.large_string())
+    space = pa.scalar(" ", pa.large_string())
+    parts = []
+    with user_errors(f"--{name} {sources[0]}"):
+        files = list(chain.from_iterable(map(list_files, sources)))
+        dataset = open_files(files, streaming=False).select_columns(columns)
+        for table in tqdm(dataset.iter(100_000), desc=f"reading --{name}", delay=2):
+            table.validate(full=True)  # a damaged Arrow file has offsets that lead anywhere
+            keys = as_texts(table[id_column], id_column, ids=True)
+            cells = [as_texts(table[column], column) for column in text_columns]
+            texts = pc.binary_join_element_wise(*cells, space, null_handling="replace")  # null: an empty text
+            texts = pc.utf8_trim_whitespace(texts)
+            part = pa.table({"id": keys, "text": texts})
+            parts.append(part.filter(pc.is_in(keys, requested)))
+        found = pa.concat_tables(parts).to_pandas()
+        found = found[found.text != ""]
+        indices, texts = pd.factorize(found.text)
+        indices = pd.Series(indices, found.id)
+        indices = indices.reindex(ids, fill_value=-1)  # ValueError if an id occurs twice
+    return indices.to_numpy(), texts.to_numpy(object)
+
+
+# ---- negatives
+
+
+def pick_negatives(run, positives, own, args):
+    """Return the rows of `run` that are negatives, in its order: best first; print how many rows each rule removes.
+
+    All have the columns of read_pairs. own: documents that have the id of their query."""
+    print(f"{len(run):,} candidates in --run\n     removed queries left  rule")
+    # With -inf for a positive without a score, no candidate of its query passes a margin.
+    scores = positives.score.fillna(-np.inf)
+    lowest = scores.groupby(positives.query_index).min()
+    run = run.assign(lowest=run.query_index.map(lowest))
+    run = remove(run, run.lowest.isna(), "of queries without a text, or without a positive")
+    run = remove(run, run.text_index < 0, "not in the corpus, or empty")
+    is_own = run.query_text.isin(own.query_text)
+    run = remove(run, is_own, "the query's own document, or equal to it")
+    is_positive = run.query_document.isin(positives.query_document)
+    run = remove(run, is_positive, "known positives")
+    is_copy = run.query_text.isin(positives.query_text)
+    is_repeated = run.duplicated("query_text")
+    run = remove(run, is_copy | is_repeated, "equal to a positive or a better candidate")
+
+    if args.absolute_margin is not None:
+        is_below = run.score + args.absolute_margin <= run.lowest
+        rule = f"within {args.absolute_margin} of the lowest positive, or a positive has no score"
+        run = remove(run, ~is_below, rule)
+    if args.relative_margin is not None:
+        highest = run.lowest - run.lowest.abs() * args.relative_margin
+        is_below = run.score <= highest
+        rule = f"within {args.relative_margin:.1%} of the lowest positive, or a positive has no score"
+        run = remove(run, ~is_below, rule)
+
+    ranks = run.groupby("query_index").cumcount()
+    is_inside = ranks.between(args.range_min, args.range_max - 1)
+    run = remove(run, ~is_inside, f"outside of ranks {args.range_min} to {args.range_max - 1}")
+    candidates = run
+    if args.sampling_strategy == "random":
+        candidates = run.groupby("query_index").sample(frac=1, random_state=args.seed)  # all, in random order
+    chosen = candidates.groupby("query_index").head(args.num_negatives)
+    run = remove(run, ~run.index.isin(chosen.index), "more than --num_negatives")
+    num_required = 1 if args.allow_fewer else args.num_negatives
+    num_found = run.groupby("query_index").text_index.transform("size")
+    return remove(run, num_found < num_required, "of queries with fewer than --num_negatives")
+
+
+def remove(run, rows, rule):
+    """Return `run` without `rows`, a mask; print how many rows the rule removes, and the number of queries left."""
+    run = run[~rows]
+    print(f"{rows.sum():12,} {run.query_index.nunique():12,}  {rule}")
+    return run
+
+
+# ---- output
+
+
+def check_output_file(args):
+    """Raise UserError if --output is one of the sources or, without --overwrite, exists."""
+    sources = [args.run, args.judged or args.run, args.qrels]
+    with user_errors("--corpus, --queries"):
+        sources += chain.from_iterable(map(list_files, args.corpus + args.queries))
+    if os.path.realpath(args.output) in map(os.path.realpath, sources):
+        raise UserError(f"--output {args.output}: is one of the sources; choose another file")
+    if os.path.exists(args.output) and not args.overwrite:
+        raise UserError(f"--output {args.output}: exists; choose another file, or set --overwrite")
+
+
+def write_rows(rows, queries, texts, columns, args):
+    """Write each of `rows` as a JSON line; its `texts` and `scores` are lists, of the negatives of its query.
+
+    columns: names of the positive and its negatives, or of their list. An existing file is replaced at the end."""
+    path = Path(args.output)
+    part = path.with_name(f".{path.name}.part")
+    all_scored = rows.score.notna().all()
+    with user_errors(f"--output {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(part, "w", encoding="utf-8") as file:
+                for row in tqdm(rows.itertuples(), desc="writing", unit="row", total=len(rows), delay=2):
+                    documents = texts[[row.text_index, *row.texts]].tolist()
+                    cells = {"query": queries[row.query_index]}
+                    if args.allow_fewer:
+                        cells["documents"] = documents
+                        cells["labels"] = [1] + [0] * len(row.texts)
+                    else:
+                        cells |= zip(columns, documents)
+                    if all_scored:
+                        cells["scores"] = [row.score, *row.scores]
+                    file.write(json.dumps(cells, ensure_ascii=False) + "\n")
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+# ---- errors, flags and files (same in train_bi_encoder.py)
 
 
 class UserError(ValueError):
@@ -86,67 +347,9 @@ def check_flag_names(parser, argv):
         seen.add(known[name])
 
 
-# ---- options
-
-
-def flag(default, help):
-    """Return the dataclass field of a command-line option."""
-    kind = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
-    return field(**kind, metadata={"help": help})
-
-
-@dataclass
-class Args:
-    run: str | None = flag(None, "run file of any system to take negatives from: query Q0 document rank score tag")
-    judged: str | None = flag(None, "the same system's run file of judged documents, for positives not in --run")
-    beir: str | None = flag(None, "folder with corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv")
-    split: str = flag("train", "judgments of --beir to use")
-    corpus: list[str] = flag([], "sources of the documents by id, instead of --beir")
-    queries: list[str] = flag([], "sources of the queries by id, instead of --beir")
-    qrels: str | None = flag(None, "judgments, instead of --beir: TREC qrels, or query, document and grade")
-    corpus_columns: list[str] = flag(["_id", "title", "text"], "id column of --corpus, then text columns, joined")
-    query_columns: list[str] = flag(["_id", "text"], "id column of --queries, then text columns, joined")
-    keep_same_id: bool = flag(False, "also take the document with the query's own id, which BEIR excludes")
-    absolute_margin: float | None = flag(None, "negatives score at least this much below the query's lowest positive")
-    relative_margin: float | None = flag(None, "the same, as a fraction of that positive's score, such as 0.05")
-    range_min: int = flag(0, "first rank (from 0) to take negatives from, among candidates that pass the rules above")
-    range_max: int = flag(100, "end of the ranks, exclusive")
-    sampling_strategy: Literal["top", "random"] = flag("top", "take the first or random candidates of these ranks")
-    num_negatives: int = flag(4, "negatives per row")
-    allow_fewer: bool = flag(False, "keep queries with fewer negatives, at least one; rows then hold lists")
-    seed: int = flag(0, "seed of --sampling_strategy random")
-    output: str = flag("mined.jsonl", "file to write")
-    overwrite: bool = flag(False, "replace an existing --output, when the new one is complete")
-
-
-def parse_args(argv):
-    """Return Args from flags; exit on a wrong value."""
-    parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], allow_abbrev=False)
-    for action in parser._actions:  # --help prints each flag once, without its alias with dashes
-        action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
-    check_flag_names(parser, argv)
-    (args,) = parser.parse_args_into_dataclasses(argv)
-    for name, value in asdict(args).items():
-        if isinstance(value, int | float) and not (np.isfinite(value) and (value >= 0 or "margin" in name)):
-            parser.error(f"--{name} {value}: must be finite and, except for a margin, 0 or more")
-    if not 1 <= args.num_negatives <= args.range_max - args.range_min:
-        parser.error(f"--num_negatives {args.num_negatives}: must be between 1 and --range_max - --range_min")
-    files = args.corpus, args.queries, args.qrels
-    if not args.run or (any(files) if args.beir else not all(files)):
-        parser.error("requires --run, and either --beir or --corpus, --queries and --qrels")
-    if args.beir:
-        args.corpus, args.queries = [f"{args.beir}/corpus.jsonl"], [f"{args.beir}/queries.jsonl"]
-        args.qrels = f"{args.beir}/qrels/{args.split}.tsv"
-    return args
-
-
-# ---- file formats (same in train_bi_encoder.py)
-
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".ndjson": "json",
            ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
 UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst; prepare_corpus.py converts .orc"
-
-# ---- files (same in train_bi_encoder.py)
 
 
 def file_suffix(file):
@@ -206,7 +409,7 @@ def open_files(files, streaming=True):
     return datasets.load_dataset(kind, data_files=files, streaming=streaming, **options).with_format("arrow")
 
 
-# ---- cells (same in eval_incremental.py)
+# ---- cells and runs (same in eval_incremental.py)
 
 
 def as_texts(column, name, ids=False):
@@ -221,9 +424,6 @@ def as_texts(column, name, ids=False):
     if advice:
         raise UserError(f"column {name!r} holds {str(kind)[:100]}, not texts: {advice}")
     return column.cast(pa.large_string())
-
-
-# ---- runs and judgments (same in eval_incremental.py)
 
 
 def read_trec(path, name):
@@ -248,144 +448,7 @@ def read_trec(path, name):
         return frame.assign(score=scores)[np.isfinite(scores)]
 
 
-# ---- texts
-
-
-def read_texts(name, sources, columns, ids):
-    """Return the index of each id's text ((n,) int, -1: missing or empty) and the distinct texts ((m,) object)."""
-    positions, ids = pd.factorize(ids)
-    requested, parts = pa.array(ids, pa.large_string()), []
-    id_column, *text_columns = columns
-    with user_errors(f"--{name} {sources[0]}"):
-        dataset = open_files([file for source in sources for file in list_files(source)], streaming=False)
-        for table in tqdm(dataset.select_columns(columns).iter(100_000), desc=f"reading --{name}", delay=2):
-            table.validate(full=True)
-            keys = as_texts(table[id_column], id_column, ids=True)
-            texts = [pc.fill_null(as_texts(table[column], column), "") for column in text_columns]
-            texts = pc.utf8_trim_whitespace(pc.binary_join_element_wise(*texts, pa.scalar(" ", pa.large_string())))
-            kept = pc.and_(pc.is_in(keys, requested), pc.not_equal(texts, ""))
-            parts.append(pa.table({"id": keys, "text": texts}).filter(kept))
-        found = pa.concat_tables(parts).to_pandas()
-        indices, texts = pd.factorize(found["text"])
-        indices = pd.Series(indices, found["id"]).reindex(ids, fill_value=-1)  # ValueError if an id occurs twice
-    return indices.to_numpy()[positions], texts.to_numpy(object)
-
-
-# ---- negatives
-
-
-def pairs(frame, column):
-    """Return a Series of int64 keys of (query, `column`), equal only if both are."""
-    return frame["query"] * 2**32 + frame[column]
-
-
-def remove(run, rows, rule):
-    """Return `run` without `rows`, a mask; print how many rows the rule removes, and the number of queries left."""
-    run = run[~rows]
-    print(f"{rows.sum():12,} {run['query'].nunique():12,}  {rule}")
-    return run
-
-
-def pick_negatives(run, positives, own, args):
-    """Return the rows of `run` that are negatives. Columns: query, document and text (integers; -1: no text), value.
-    own: (query, document, text) of documents that share the query's id."""
-    print(f"{len(run):,} candidates in --run\n{'removed':>12} {'queries left':>12}  rule")
-    lowest = positives["value"].fillna(-np.inf).groupby(positives["query"]).min()
-    run = run.assign(lowest=run["query"].map(lowest))
-    run = remove(run, run["lowest"].isna(), "of queries without a text, or without a positive")
-    run = remove(run, run["text"] < 0, "not in the corpus, or empty")
-    run = remove(run, pairs(run, "text").isin(pairs(own, "text")), "the query's own document, or equal to it")
-    run = remove(run, pairs(run, "document").isin(pairs(positives, "document")), "known positives")
-    copies = pairs(run, "text").isin(pairs(positives, "text")) | run.duplicated(["query", "text"])
-    run = remove(run, copies, "equal to a positive or a better candidate")
-    # ~(a <= b) also removes rows where b is nan: if a positive has no score, `lowest` is -inf, and b is -inf or nan.
-    if (margin := args.absolute_margin) is not None:
-        above = ~(run["value"] + margin <= run["lowest"])
-        run = remove(run, above, f"within {margin} of the lowest positive, or a positive has no score")
-    if (margin := args.relative_margin) is not None:
-        above = ~(run["value"] <= run["lowest"] - run["lowest"].abs() * margin)
-        run = remove(run, above, f"within {margin:.1%} of the lowest positive, or a positive has no score")
-    inside = run.groupby("query").cumcount().between(args.range_min, args.range_max - 1)
-    run = remove(run, ~inside, f"outside of ranks {args.range_min} to {args.range_max - 1}")
-    order = run.groupby("query").sample(frac=1, random_state=args.seed) if args.sampling_strategy == "random" else run
-    chosen = order.groupby("query").head(args.num_negatives).index
-    run = remove(run, ~run.index.isin(chosen), "more than --num_negatives")
-    few = (run.groupby("query")["text"].transform("size") < args.num_negatives) & (not args.allow_fewer)
-    return remove(run, few, "of queries with fewer than --num_negatives")
-
-
-def write_rows(rows, queries, texts, args):
-    """Write each of `rows` as a JSON line; its `texts` and `values` are lists, of the negatives of its query."""
-    path = Path(args.output)
-    part = path.with_name(f".{path.name}.part")
-    scored = rows["value"].notna().all()
-    with user_errors(f"--output {path}"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(part, "w", encoding="utf-8") as file:
-                for row in tqdm(rows.itertuples(), desc="writing", unit="row", total=len(rows), delay=2):
-                    positive, *negatives = texts[[row.text, *row.texts]].tolist()
-                    if args.allow_fewer:
-                        cells = {"documents": [positive, *negatives], "labels": [1] + [0] * len(negatives)}
-                    else:
-                        cells = {"positive": positive}
-                        cells |= {f"negative_{number}": text for number, text in enumerate(negatives, 1)}
-                    if scored:
-                        cells["scores"] = [row.value, *row.values]
-                    file.write(json.dumps({"query": queries[row.query], **cells}, ensure_ascii=False) + "\n")
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
-
-
-def main(args):
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each load of a local file asks the Hub
-    with user_errors("--corpus, --queries"):
-        sources = [file for source in args.corpus + args.queries for file in list_files(source)]
-    sources += [args.run, args.judged or args.run, args.qrels]
-    if Path(args.output).resolve() in map(Path.resolve, map(Path, sources)):
-        raise UserError(f"--output {args.output}: is one of the sources; choose another file")
-    if Path(args.output).exists() and not args.overwrite:
-        raise UserError(f"--output {args.output}: exists; choose another file, or set --overwrite")
-
-    # judgments and scores; `own`: documents that share the id of the query
-    columns = ["query", "document", "value"]
-    qrels = read_trec(args.qrels, "qrels").set_axis(columns, axis=1).drop_duplicates(columns[:2], keep="last")
-    positives = qrels[qrels["value"] > 0][columns[:2]]
-    own = positives[["query"]].drop_duplicates().assign(document=lambda frame: frame["query"])
-    frames = {"positives": positives, "own": own}
-    frames |= {name: read_trec(path, "run").set_axis(columns, axis=1)
-               for name, path in (("run", args.run), ("judged", args.judged)) if path}  # fmt: skip
-
-    # replace ids by integers; queries of equal text get one number, queries without a text -1
-    table = pd.concat([frame.assign(source=name) for name, frame in frames.items()], ignore_index=True)
-    table["query"], queries = read_texts("queries", args.queries, args.query_columns, table["query"])
-    table["text"], texts = read_texts("corpus", args.corpus, args.corpus_columns, table["document"])
-    table["document"] = pd.factorize(table["document"], sort=True)[0]
-    positives, own, run, judged = (table[table["source"] == name] for name in ("positives", "own", "run", "judged"))
-    run = run.sort_values(["value", "document"], ascending=False)  # ties: as in trec_eval
-
-    # positives and their scores
-    if args.keep_same_id:
-        own = own[:0]
-    positives = positives[(positives["query"] >= 0) & (positives["text"] >= 0)].drop(columns=["value", "source"])
-    positives = positives[~pairs(positives, "document").isin(pairs(own, "document"))].drop_duplicates()
-    scores = pd.concat([run, judged])[["query", "document", "value"]].drop_duplicates(["query", "document"])
-    positives = positives.merge(scores, "left", on=["query", "document"])
-    num_queries, num_scores = positives["query"].nunique(), positives["value"].count()
-    print(f"{len(positives):,} positives of {num_queries:,} queries; {num_scores:,} have a score (see --judged)")
-
-    # negatives and rows
-    negatives = pick_negatives(run, positives, own, args)
-    lists = negatives.groupby("query").agg(texts=("text", list), values=("value", list))
-    rows = positives.merge(lists, on="query")
-    if rows.empty:
-        raise UserError(f"--output {args.output}: not written: no row is left; check the ids and --split")
-    write_rows(rows, queries, texts, args)
-    print(f"{len(rows):,} rows of {rows['query'].nunique():,} queries are in {args.output}")
-    names = ["positive", *(f"negative_{number + 1}" for number in range(args.num_negatives))]
-    print("to train on them: --columns query", *(["documents"] if args.allow_fewer else names))
-
+# ---- command line
 
 if __name__ == "__main__":
     try:
