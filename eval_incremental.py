@@ -1,4 +1,4 @@
-"""Evaluate bi-encoders and rerankers on retrieval, over corpora of any size, without encoding any text twice.
+"""Evaluate bi-encoders and rerankers on retrieval, over corpora of any size, with a cache of all embeddings.
 
     python eval_incremental.py                                         # runs/bi_encoder/model, on held-out demo pairs
     python eval_incremental.py --model_name_or_path BAAI/bge-base-en-v1.5 runs/bge/model --beir scifact nfcorpus
@@ -104,7 +104,7 @@ def flag(default, help):
 class Args:
     # data
     beir: list[str] = flag([], "folders or Hub ids of collections in the layout of BEIR or NanoBEIR")
-    split: str = flag("test", "judgments of --beir to use")
+    split: str = flag("test", "split of the judgments of --beir")
     corpus: list[str] = flag([], "sources of the documents, instead of --beir: paths, globs, folders, URLs, Hub ids")
     queries: list[str] = flag([], "sources of the queries of --corpus")
     qrels: str | None = flag(None, "judgments of --corpus: TREC qrels, or query, document and grade")
@@ -119,7 +119,7 @@ class Args:
     run: list[str] = flag([], "rankings to evaluate or rerank, in TREC format: query Q0 document rank score tag")
     bm25: bool = flag(False, "compare with BM25 (requires bm25s, and the corpus in memory)")
     cross_encoder: str | None = flag(None, "model that reranks the rankings of the bi-encoders and --run, not --bm25")
-    rerank_k: int | None = flag(None, "documents to rerank per query; the others rank below them; None: at most 100")
+    rerank_k: int | None = flag(None, "documents to rerank per query; the others rank below; None: 100, or --top_k")
     rerank_max_length: int | None = flag(None, "tokens a pair is truncated to; None: the model's own")
     top_k: int = flag(100, "documents ranked for each query")
     query: list[str] = flag([], "print the best documents for these texts instead of evaluating")
@@ -128,12 +128,12 @@ class Args:
     prompts: list[str] = flag([], "prefix of queries, then of documents (one value: of both); none: the model's own")
     truncate_dim: int | None = flag(None, "search with only this many leading dimensions, for Matryoshka models")
     micro_batch_tokens: int | None = flag(None, "tokens of a forward pass; None: 4,096 on a CPU, else 16,384")
-    corpus_chunk_size: int = flag(4096, "documents per chunk, at most; a killed run re-encodes one per process")
+    corpus_chunk_size: int = flag(4096, "documents per chunk, at most; a killed run loses a chunk per process")
     cache_dir: str = flag("~/.cache/evenstep/embeddings", "folder of the embedding caches, one for each model")
-    cache_dtype: Literal["float32", "float16", "int8"] = flag("float16", "precision of stored vectors, and of search")
+    cache_dtype: Literal["float32", "float16", "int8"] = flag("float16", "precision of stored vectors, not of search")
     cache_size_limit: float = flag(0, "GB per model's cache; beyond that the oldest vectors are removed; 0: no limit")
     cache_info: bool = flag(False, "list the models in --cache_dir, and exit")
-    cache_clear: str | None = flag(None, "remove the cache of this model (name or fingerprint), and exit")
+    cache_clear: str | None = flag(None, "remove the caches of this model (name, or start of fingerprint), and exit")
     # output
     metrics: list[str] = flag(
         ["nDCG@10", "RR@10", "R@100", "AP"], "measures, by their names in ir_measures; or scripts of `evaluate`: my.py"
@@ -168,7 +168,7 @@ def check_flags(args):
         raise UserError("--corpus_columns and --query_columns take an id column and text columns")
     if not (args.beir or args.corpus or args.pairs or args.cache_info or args.cache_clear or args.compare):
         args.pairs = [f"{DEMO}/heldout/*.parquet"]
-        if searching or exporting:  # in all functions
+        if searching or exporting:  # the whole demo corpus
             args.pairs.append(f"{DEMO}/train/*.parquet")
         if not Path(DEMO).is_dir():
             raise UserError(f"no --beir, --corpus or --pairs, and no demo corpus in {DEMO}: run prepare_corpus.py")
@@ -177,7 +177,7 @@ def check_flags(args):
     if len(args.beir) > 1 and (args.run or searching or exporting):
         raise UserError("--run, --query, --export_vectors: take one collection")
     if bool(args.run) + searching + exporting > 1:
-        raise UserError("--run, --query, --export_vectors: take one of them")
+        raise UserError("--run, --query, --export_vectors: give only one of them")
     if (searching or exporting) and (args.bm25 or args.judged or len(args.model_name_or_path) > 1):
         raise UserError("--query, --export_vectors: take one --model_name_or_path, and neither --bm25 nor --judged")
     if (args.rerank_k or 0) > args.top_k and args.model_name_or_path:
@@ -851,8 +851,8 @@ def write_shard(path, ids, vectors):
 
 
 class RankingMeasures(evaluate.Metric):
-    """Compute measures of ir_measures, by the code of trec_eval where it has them. A prediction is a ranking, a
-    reference the judgments of its queries, in the layout of evaluate's own metric trec_eval."""
+    """Compute measures of ir_measures, by trec_eval's code where it has them. The prediction is a ranking, and the
+    reference a set of judgments, both in the layout of evaluate's own metric trec_eval."""
 
     def __init__(self, measures, **options):
         self.measures = measures
@@ -876,7 +876,7 @@ class RankingMeasures(evaluate.Metric):
 
 
 def load_metrics(names, cache_dir):
-    """Return the `evaluate` metrics of --metrics, combined; cache_dir: for the rankings that are added."""
+    """Return the `evaluate` metrics of --metrics, combined; cache_dir: where `evaluate` stores what is added."""
     names = list(dict.fromkeys(names))
     measures = [name for name in names if not is_script(name)]
     metrics = []
@@ -926,8 +926,8 @@ def compute_metrics(ranking, collection, metrics):
 
 
 def bootstrap_interval(samples):
-    """Return (low, high), the 95 % bootstrap interval (Efron and Tibshirani 1993, percentile) of the mean over samples
-    (collections) of their means over queries; queries are resampled within a sample."""
+    """Return (low, high), the 95 % percentile bootstrap interval (Efron and Tibshirani 1993) of the mean of the
+    samples' means. A sample has the values of a collection's queries, which are resampled within it."""
     samples = [np.repeat(values, 1 + (len(values) == 1)) for values in samples]  # scipy requires two
 
     def statistic(*drawn, axis):
@@ -952,9 +952,9 @@ def paired_randomization_p(samples, others):
 
 
 def summarize(measured):
-    """Return {measure: statistics} over the collections for each ranking. measured: for each collection a list of
-    (DataFrame, {measure: value}), by compute_metrics(), one for each ranking. Statistics are mean, low and high, and
-    difference and p relative to the first ranking; of a measure without values per query only "value"."""
+    """Return {measure: statistics} for each ranking. measured: for each collection, compute_metrics() of each ranking.
+    Statistics: mean over the collections, low, high and, after the first ranking, difference from it and p; or only
+    "value", for a measure without values per query."""
     summaries = []
     baseline = [table for table, _ in next(zip(*measured))]  # of the first ranking, for each collection
     for ranking in zip(*measured):
@@ -1014,7 +1014,7 @@ torch transformers"""
 
 
 def provenance(collections, runs, accelerator):
-    """Return what results depend on, for metrics.json: two that differ are explained by a diff of the two files."""
+    """Return what results depend on, for metrics.json: a diff of two such files helps to explain different results."""
     device = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
     if accelerator.device.type == "cuda":
         device = torch.cuda.get_device_name()
@@ -1144,17 +1144,17 @@ def plot_report(collections, runs, summaries, top_k, path):
     figure = Figure(figsize=(15, 4), layout="constrained")
     bars, curves, stages = figure.subplots(1, 3)
 
-    def values(key):  # (rankings, collections); a measure without an interval has none of its own for low and high
-        cells = [[summary[first] for summary in table] for table in summaries.values()]
-        table = [[cell.get(key, cell.get("value")) for cell in row] for row in cells]
-        return np.array(table).T
+    def values(key):  # (rankings, collections); a measure without an interval has its value as low and high
+        rows = [[summary[first] for summary in table] for table in summaries.values()]
+        cells = [[cell.get(key, cell.get("value")) for cell in row] for row in rows]
+        return np.array(cells).T
 
     means = values("mean")
     below = means - values("low")
     above = values("high") - means
     errors = np.stack([below, above], 1)
-    table = pd.DataFrame(means.T, list(summaries), names)
-    table.plot.bar(ax=bars, yerr=errors, rot=0, ylabel=first, ylim=(0, 1))
+    frame = pd.DataFrame(means.T, list(summaries), names)
+    frame.plot.bar(ax=bars, yerr=errors, rot=0, ylabel=first, ylim=(0, 1))
 
     for name, found in zip(names, zip(*runs)):
         recalls = [recall_by_depth(run, collection, top_k) for run, collection in zip(found, collections)]
@@ -1195,7 +1195,8 @@ def print_hits(run, collection):
 
 def compare(args):
     """Print the measures of earlier evaluations, --compare, with paired tests against the first ranking, over the
-    queries that all have. Then print what else differs in their metrics.json."""
+    queries that all have. Print what else differs in their metrics.json. Collections that one of them lacks, and
+    measures without values per query, are left out."""
     records = {}
     tables = {}  # {collection: {ranking: values per query}}
     pairs = {}  # {collection: fingerprints of --pairs, whose queries are numbered}
@@ -1277,8 +1278,8 @@ class EmbeddingCache:
     """Store the vectors of one model on disk, by the hash of their text.
 
     Texts encoded together form a block, one value of diskcache: their hashes, vectors and a checksum. Its key is the
-    hash of these hashes, so that an unchanged chunk takes one lookup. Texts of any other chunk are found one by one,
-    by a TextIndex of all blocks."""
+    hash of these hashes: a chunk that was stored as one block takes one lookup. Texts of any other chunk are found one
+    by one, by a TextIndex of all blocks."""
 
     def __init__(self, folder, model, dimensions, dtype, limit=0):
         self.folder = Path(folder)
@@ -1289,7 +1290,7 @@ class EmbeddingCache:
         self.row_bytes = dimensions * np.dtype(dtype).itemsize
         if dtype == "int8":
             self.row_bytes += 4  # the scale
-        self.verified = set()  # keys of blocks whose checksum is right
+        self.verified = set()  # keys of blocks whose checksum was right
         self.recent_block = lru_cache(128)(self.numbered_block)  # stay mapped, with an open file each
         metadata = {"model": model, "dtype": dtype, "dimensions": dimensions, "bytes": self.row_bytes + 16}
         # Processes that start together set up the database in turns: on network disks, SQLite's own locks may fail.
@@ -1302,7 +1303,7 @@ class EmbeddingCache:
                 sqlite_mmap_size=0,  # a memory-mapped database would count as memory
                 sqlite_cache_size=2**11,  # pages, 8 MB
             )
-            if self.sql("SELECT name FROM sqlite_master WHERE name = 'texts'"):  # the index until release 3
+            if self.sql("SELECT name FROM sqlite_master WHERE name = 'texts'"):  # the index of earlier releases
                 self.sql("DROP TABLE texts")
                 self.sql("VACUUM")
             self.index = TextIndex(self.folder / "index")
@@ -1353,8 +1354,9 @@ class EmbeddingCache:
         whole = n >= 0 and rest == 0
         if whole and verify and key not in self.verified:
             whole = xxhash.xxh3_64_digest(value[:-8]) == value[-8:].tobytes()
-            self.verified.add(key)
         if whole:
+            if verify:
+                self.verified.add(key)
             return value[: 16 * n].view("V16"), value[16 * n : -8].reshape(n, -1)
         if len(value):
             tqdm.write(f"{self.folder}: a damaged block; its vectors are computed again", file=sys.stderr)
@@ -1383,12 +1385,12 @@ class EmbeddingCache:
             return rows, found
 
     def numbered_block(self, number):
-        """Return read_block() of the block with this number; None if it has been removed."""
+        """Return read_block() of the block with this number; None if it is missing or damaged."""
         for (key,) in self.sql("SELECT key FROM Cache WHERE rowid = ?", number):
             return self.read_block(key)
 
     def update_index(self):
-        """Add the blocks to the index that this or another process has stored."""
+        """Add the blocks stored since the last call, by any process, to the index."""
         statement = "SELECT rowid, key FROM Cache WHERE rowid > ? ORDER BY rowid LIMIT 16"
         while new := self.sql(statement, self.index.last):
             for number, key in new:
@@ -1404,7 +1406,7 @@ class EmbeddingCache:
         with self.errors(), self.cache.transact(retry=True):
             again = key in self.cache
             self.cache.set(key, io.BytesIO(value), read=True)  # diskcache writes bytes line by line
-            if again:  # instead of a damaged block, whose number is behind what processes have added to their index
+            if again:  # it was damaged, or another process has just stored it: by a new number every index adds it
                 self.sql("UPDATE Cache SET rowid = 1 + (SELECT max(rowid) FROM Cache) WHERE key = ?", key)
             while self.limit and self.volume() > self.limit and len(self.cache) > 1:
                 self.evict()
@@ -1454,8 +1456,8 @@ class TextIndex:
     they grow (a log-structured merge tree, O'Neil et al. 1996).
 
     A segment is a (2, n) uint64 array of hashes, in order, and places. The latest are in memory, until they are saved;
-    older ones are memory-mapped files, with the numbers of their first and last block as name. What no file has, as
-    its process was killed or it is damaged, is read from the blocks again."""
+    older ones are memory-mapped files, named by the numbers of their first and last block. Blocks that no file covers,
+    because a process was killed or a file is damaged, are read again."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -1501,8 +1503,8 @@ class TextIndex:
         return places
 
     def save(self):
-        """Write the segments in memory into a file, with those of the latest files that are at most twice as long. Do
-        nothing before there are 256 blocks or 2**20 texts."""
+        """Save the segments in memory as one file, merged with the latest files of at most twice their length. Do
+        nothing before 256 blocks or 2**20 texts are new."""
         texts = sum(segment.shape[1] for segment in self.recent)
         if self.last - self.saved < 256 and texts < 2**20:
             return
@@ -1531,12 +1533,12 @@ class TextIndex:
 
 
 def merge(segments):
-    """Return the merged segment of several, oldest first. Of equal hashes the latest comes first."""
+    """Return the merge of segments, given oldest first. Of equal hashes the latest comes first."""
     return np.concatenate(list(merge_parts(segments)), axis=1)
 
 
 def merge_parts(segments):
-    """Yield the merged segment of several in parts, one range of hashes after the other."""
+    """Yield the merge of segments, given oldest first, one range of hashes after the other."""
     count = 1 + sum(segment.shape[1] for segment in segments) // 2**20
     width = np.uint64((2**64 - 1) // count)
     bounds = np.arange(1, count, dtype=np.uint64) * width
@@ -1549,7 +1551,7 @@ def merge_parts(segments):
 
 
 def write_merged(path, segments):
-    """Write the merged segment of several as a .npy file. (In a mapped file a full disk would be a fatal signal.)"""
+    """Write the merge of segments as a .npy file. (With a mapped file, a full disk would kill the process.)"""
     texts = sum(segment.shape[1] for segment in segments)
     with open(path, "wb") as file:
         header = {"descr": "<u8", "fortran_order": False, "shape": (2, texts)}

@@ -301,7 +301,7 @@ def test_usage(capsys):
             ["--beir", "b", "--top_k", "20", "--rerank_k", "30", "--metrics", "AP"],
             "--rerank_k 30: more than --top_k 20",
         ),
-        (["--beir", "b", "--run", "r", "--query", "q"], "--run, --query, --export_vectors: take one of them"),
+        (["--beir", "b", "--run", "r", "--query", "q"], "--run, --query, --export_vectors: give only one of them"),
         (["--beir", "b", "c", "--run", "r"], "--run, --query, --export_vectors: take one collection"),
     ):
         with pytest.raises(SystemExit):
