@@ -1015,8 +1015,10 @@ torch transformers"""
 
 def provenance(collections, runs, accelerator):
     """Return what results depend on, for metrics.json: a diff of two such files helps to explain different results."""
-    device = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
-    if accelerator.device.type == "cuda":
+    device = accelerator.device.type
+    if device == "cpu":
+        device = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    elif device == "cuda":
         device = torch.cuda.get_device_name()
     packages = {}
     for name in PACKAGES.split():
@@ -1351,7 +1353,7 @@ class EmbeddingCache:
         with file, suppress(ValueError):  # an empty file cannot be mapped
             value = np.memmap(file, mode="c").view(np.ndarray)
         n, rest = divmod(len(value) - 8, 16 + self.row_bytes)
-        whole = n >= 0 and rest == 0
+        whole = n > 0 and rest == 0
         if whole and verify and key not in self.verified:
             whole = xxhash.xxh3_64_digest(value[:-8]) == value[-8:].tobytes()
         if whole:
@@ -1524,7 +1526,7 @@ class TextIndex:
             self.load()
             kept = [self.folder / "save.lock", *(path for path, _ in self.files)]
             for path in set(self.folder.iterdir()) - set(kept):  # merged now, or left by killed processes
-                path.unlink()
+                path.unlink(missing_ok=True)  # clear() of another process may be removing it
 
     def clear(self):
         for path in self.folder.glob("*.npy"):

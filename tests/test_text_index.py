@@ -265,3 +265,29 @@ def test_four_processes_store_at_once(tmp_path, killed):
         stored = np.concatenate([random_hashes(generator, 20) for _ in range(300)])
         check_found(cache, stored, generator)
     assert cache.index.saved > 500 and len(cache.cache) == 1200
+
+
+def save_or_clear(folder, clearing):
+    """Save or clear an index, again and again."""
+    index = script.TextIndex(folder)
+    hashes = np.arange(1, dtype=np.uint64)
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        if clearing:
+            index.clear()
+        for block in range(index.last + 1, index.last + 300):
+            index.add(block, hashes)
+        index.save()
+    os._exit(0)
+
+
+def test_saved_and_cleared_at_once(tmp_path):
+    """Files of the index may be gone whenever another process merges or removes them."""
+    context = multiprocessing.get_context("fork")
+    folder = tmp_path / "index"
+    processes = [context.Process(target=save_or_clear, args=(folder, number > 1)) for number in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
