@@ -4,14 +4,15 @@
     python mine_negatives.py --beir scifact --run minilm.run --judged minilm_judged.run --relative_margin 0.05 \
         --output minilm.jsonl
     python mine_negatives.py --corpus 'passages/*.parquet' --corpus_columns pid text --queries queries.tsv \
-        --query_columns qid text --qrels qrels.txt.gz --run reranked.run.gz --allow_fewer --output groups.jsonl
+        --query_columns qid text --qrels qrels.txt.gz --run reranked.run.gz --format labeled-list --output groups.jsonl
 
 A row is a query, one of its positives, its negatives by descending score, and the scores of all of these:
 
     {"query": "read a gzip file", "positive": "def read(path): ...", "negative_1": "def write(path): ...",
      "scores": [0.71, 0.64]}
 
-With --allow_fewer rows have lists of any length: "documents" (the positive first), "labels" (1, 0, ...) and "scores".
+--format chooses another form of these rows, which the function make_rows writes; the run ends with the flags by which
+a trainer reads it. n-tuples have a fixed width: other forms also keep queries with fewer than --num_negatives.
 The rules are those of sentence_transformers.util.mine_hard_negatives; all documents of a run are candidates.
 Left out on purpose: models (any system can write the run file), merging runs, detecting near duplicates.
 """
@@ -70,8 +71,10 @@ class Args:
     range_min: int = flag(0, "first rank (from 0) to take negatives from, among candidates that pass the rules above")
     range_max: int = flag(100, "end of the ranks, exclusive")
     sampling_strategy: Literal["top", "random"] = flag("top", "take the first or random candidates of these ranks")
-    num_negatives: int = flag(4, "negatives per row")
-    allow_fewer: bool = flag(False, "keep queries with fewer negatives, at least one; rows then hold lists")
+    num_negatives: int = flag(4, "negatives of a query; n-tuples: exactly as many, other formats: at most")
+    format: Literal["triplet", "n-tuple", "n-tuple-scores", "labeled-pair", "labeled-list"] = flag(
+        "n-tuple-scores", "form of the rows, as output_format of mine_hard_negatives"
+    )
     seed: int = flag(0, "seed of --sampling_strategy random")
     output: str = flag("mined.jsonl", "file to write")
     overwrite: bool = flag(False, "replace an existing --output, when the new one is complete")
@@ -128,18 +131,17 @@ def main(args):
 
     # negatives and rows
     negatives = pick_negatives(run, positives, own, args)
-    lists = negatives.groupby("query_index").agg(texts=("text_index", list), scores=("score", list))
-    rows = positives.merge(lists, on="query_index")
-    if rows.empty:
+    if negatives.empty:
         raise UserError(f"--output {args.output}: not written: no row is left; check the ids and --split")
-    if args.allow_fewer:
-        columns = ["documents"]
-    else:
-        numbers = range(1, args.num_negatives + 1)
-        columns = ["positive", *(f"negative_{number}" for number in numbers)]
-    write_rows(rows, queries, texts, columns, args)
-    print(f"{len(rows):,} rows of {rows.query_index.nunique():,} queries are in {args.output}")
-    print("to train on them: --columns query", *columns)
+    if args.format != "labeled-pair":  # of which a positive without negatives is one, as in sentence-transformers
+        positives = positives[positives.query_index.isin(negatives.query_index)]
+    all_scored = positives.score.notna().all()
+    rows = make_rows(positives, negatives, queries, texts, all_scored, args)
+    count = write_rows(rows, args)
+    print(f"{count:,} rows of {positives.query_index.nunique():,} queries are in {args.output}")
+    print("to train on them:", trainer_flags(args))
+    if args.format == "n-tuple-scores" and all_scored:
+        print("to distill their scores, add: --label_column scores --loss kl")
 
 
 # ---- ids and texts
@@ -251,7 +253,7 @@ def pick_negatives(run, positives, own, args):
         candidates = run.groupby("query_index").sample(frac=1, random_state=args.seed)  # all, in random order
     chosen = candidates.groupby("query_index").head(args.num_negatives)
     run = remove(run, ~run.index.isin(chosen.index), "more than --num_negatives")
-    num_required = 1 if args.allow_fewer else args.num_negatives
+    num_required = args.num_negatives if args.format.startswith("n-tuple") else 1
     num_found = run.groupby("query_index").text_index.transform("size")
     return remove(run, num_found < num_required, "of queries with fewer than --num_negatives")
 
@@ -277,31 +279,61 @@ def check_output_file(args):
         raise UserError(f"--output {args.output}: exists; choose another file, or set --overwrite")
 
 
-def write_rows(rows, queries, texts, columns, args):
-    """Write each of `rows` as a JSON line; its `texts` and `scores` are lists, of the negatives of its query.
+def make_rows(positives, negatives, queries, texts, all_scored, args):
+    """Yield the rows of --format, {column: value}; with scores, except for formats without, if `all_scored`."""
+    if args.format == "labeled-pair":  # each positive and each negative of a query once
+        pairs = pd.concat([positives.assign(label=1), negatives.assign(label=0)])
+        for pair in pairs.sort_values("query_index", kind="stable").itertuples():
+            cells = {"query": queries[pair.query_index], "document": texts[pair.text_index], "label": pair.label}
+            yield cells | ({"score": pair.score} if all_scored else {})
+        return
 
-    columns: names of the positive and its negatives, or of their list. An existing file is replaced at the end."""
+    lists = negatives.groupby("query_index").agg(texts=("text_index", list), scores=("score", list))
+    for row in positives.merge(lists, on="query_index").itertuples():
+        query = queries[row.query_index]
+        positive = texts[row.text_index]
+        found = texts[row.texts].tolist()
+        scores = {"scores": [row.score, *row.scores]} if all_scored else {}
+        if args.format == "triplet":
+            for negative in found:
+                yield {"query": query, "positive": positive, "negative": negative}
+        elif args.format == "labeled-list":
+            labels = [1] + [0] * len(found)
+            yield {"query": query, "documents": [positive, *found], "labels": labels} | scores
+        else:
+            cells = {"query": query, "positive": positive}
+            cells |= {f"negative_{number}": negative for number, negative in enumerate(found, 1)}
+            yield cells | (scores if args.format == "n-tuple-scores" else {})
+
+
+def trainer_flags(args):
+    """Return the flags by which a trainer reads rows of --format: labelled ones are for the cross-encoder."""
+    numbers = range(1, args.num_negatives + 1)
+    n_tuple = " ".join(["--columns query positive", *(f"negative_{number}" for number in numbers)])
+    flags = {
+        "triplet": "--columns query positive negative",
+        "labeled-pair": "--columns query document --label_column label",
+        "labeled-list": "--columns query documents --label_column labels",
+    }
+    return flags.get(args.format, n_tuple)
+
+
+def write_rows(rows, args):
+    """Write each of `rows` as a JSON line and return their number. An existing file is replaced at the end."""
     path = Path(args.output)
     part = path.with_name(f".{path.name}.part")
-    all_scored = rows.score.notna().all()
+    count = 0
     with user_errors(f"--output {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(part, "w", encoding="utf-8") as file:
-                for row in tqdm(rows.itertuples(), desc="writing", unit="row", total=len(rows), delay=2):
-                    documents = texts[[row.text_index, *row.texts]].tolist()
-                    cells = {"query": queries[row.query_index]}
-                    if args.allow_fewer:
-                        cells["documents"] = documents
-                        cells["labels"] = [1] + [0] * len(row.texts)
-                    else:
-                        cells |= zip(columns, documents)
-                    if all_scored:
-                        cells["scores"] = [row.score, *row.scores]
+                for cells in tqdm(rows, desc="writing", unit="row", delay=2):
                     file.write(json.dumps(cells, ensure_ascii=False) + "\n")
+                    count += 1
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
+    return count
 
 
 # ---- errors, flags and files (same in train_bi_encoder.py)

@@ -55,8 +55,8 @@ def prepare(args, folder):
     run(folder / "logs/rank.log", "eval_incremental.py", *options, *ranked, "--output_dir", folder / "train")
     rules = ["--range_max", 50, "--relative_margin", 0.05, "--sampling_strategy", "random", "--num_negatives", 20]
     runs = ["--run", folder / "train/run.trec", "--judged", folder / "train/judged.trec"]
-    mined = ["--beir", args.beir, *runs, *rules, "--allow_fewer", "--output", folder / "mined.jsonl", "--overwrite"]
-    run(folder / "logs/mine.log", "mine_negatives.py", *mined)
+    mined = ["--format", "labeled-list", "--output", folder / "mined.jsonl", "--overwrite"]
+    run(folder / "logs/mine.log", "mine_negatives.py", "--beir", args.beir, *runs, *rules, *mined)
 
     queries, documents = (
         {record["_id"]: record for record in map(json.loads, Path(args.beir, name).read_text().splitlines())}

@@ -1,10 +1,12 @@
 """Mining from run files: rows equal those of the library; what is never a negative; training on the rows; errors."""
 
 import gzip
+import importlib
 import json
 import resource
 import runpy
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -47,7 +49,7 @@ def embedded(tmp_path_factory, bert, beir):
 
 
 def by_library(bert, beir, **options):
-    """Return {(query, positive): (negatives, scores)} by sentence_transformers.util.mine_hard_negatives."""
+    """Return the Dataset that sentence_transformers.util.mine_hard_negatives makes."""
     from datasets import Dataset
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.util import mine_hard_negatives
@@ -56,10 +58,18 @@ def by_library(bert, beir, **options):
     pairs = [(i, i) for i in range(60)] + [(1, 7)]
     data = {"query": [queries[q] for q, _ in pairs], "positive": [documents[d] for _, d in pairs]}
     model = SentenceTransformer(str(bert), device="cpu")
-    found = mine_hard_negatives(Dataset.from_dict(data), model, corpus=documents, num_negatives=3, verbose=False,
-                                output_format="n-tuple", output_scores=True, **options)  # fmt: skip
-    names = [f"negative_{i}" for i in (1, 2, 3)]
-    return {(row["query"], row["positive"]): ([row[name] for name in names], row["scores"]) for row in found}
+    data = Dataset.from_dict(data)
+    return mine_hard_negatives(data, model, corpus=documents, num_negatives=3, verbose=False, **options)
+
+
+def mine_embedded(embedded, beir, tmp_path, options, *flags):
+    """Return the rows of `embedded` that the script writes for the same options."""
+    scores = np.load(embedded / "scores.npy")
+    best = np.argsort(-scores, axis=1)[:, : options["range_max"] + 2]  # the number that the library retrieves
+    write_run(tmp_path / "x.run", {(f"q{q}", f"d{d}"): scores[q, d] for q in range(60) for d in best[q]})
+    rules = [word for name, value in options.items() for word in (f"--{name}", value)]
+    return mine(tmp_path, "--beir", beir, "--split", "test", "--run", tmp_path / "x.run", "--judged",
+                embedded / "judged.run", "--num_negatives", 3, *rules, *flags)  # fmt: skip
 
 
 MARGINS = {"absolute_margin": -0.02}, {"relative_margin": -0.03, "range_min": 1, "range_max": 40}
@@ -67,19 +77,41 @@ MARGINS = {"absolute_margin": -0.02}, {"relative_margin": -0.03, "range_min": 1,
 
 @pytest.mark.parametrize("options", [{}, {"range_min": 3, "range_max": 17}, *MARGINS])
 def test_rows_equal_those_of_the_library(embedded, bert, beir, tmp_path, options):
-    scores, options = np.load(embedded / "scores.npy"), {"range_max": 100, **options}
-    best = np.argsort(-scores, axis=1)[:, : options["range_max"] + 2]  # the number that the library retrieves
-    write_run(tmp_path / "x.run", {(f"q{q}", f"d{d}"): scores[q, d] for q in range(60) for d in best[q]})
-    flags = [word for name, value in options.items() for word in (f"--{name}", value)]
-    rows = mine(tmp_path, "--beir", beir, "--split", "test", "--run", tmp_path / "x.run", "--judged",
-                embedded / "judged.run", "--num_negatives", 3, *flags)  # fmt: skip
-    expected, equal = by_library(bert, beir, **options), 0
+    options = {"range_max": 100, **options}
+    rows = mine_embedded(embedded, beir, tmp_path, options)
+    found = by_library(bert, beir, output_format="n-tuple", output_scores=True, **options)
+    names = [f"negative_{i}" for i in (1, 2, 3)]
+    expected = {(row["query"], row["positive"]): ([row[name] for name in names], row["scores"]) for row in found}
+    equal = 0
     assert {(row["query"], row["positive"]) for row in rows} == set(expected) and len(rows) == len(expected) > 20
     for row in rows:  # except for ties: the last digit of a score depends on how texts are batched
         negatives, scores = expected[row["query"], row["positive"]]
         assert row["scores"] == pytest.approx(scores, abs=2e-6)
-        equal += [row[f"negative_{i}"] for i in (1, 2, 3)] == negatives
+        equal += [row[name] for name in names] == negatives
     assert equal > 0.9 * len(rows)
+
+
+@pytest.mark.parametrize("form", ["triplet", "n-tuple", "labeled-pair", "labeled-list"])
+@pytest.mark.parametrize("range_max, margin", [(5, -0.01), (40, -0.03)])  # queries have 0 to 3 negatives; 0 or 3
+def test_formats_equal_those_of_the_library(embedded, bert, beir, tmp_path, form, range_max, margin):
+    """Rows, but for the names of their columns and for ties."""
+    options = {"range_max": range_max, "absolute_margin": margin}
+    rows = mine_embedded(embedded, beir, tmp_path, options, "--format", form)
+    found = by_library(bert, beir, output_format=form, **options)
+    # Where the script writes scores, too, the library writes them instead of labels.
+    own = [[value for name, value in row.items() if name not in ("score", "scores")] for row in rows]
+    own, expected = (Counter(map(str, part)) for part in (own, [list(row.values()) for row in found]))
+    assert len(rows) == len(found) > 20 and (own & expected).total() > 0.9 * len(rows)
+    assert max(own.values()) == 1  # each pair once, also those of the query with two positives
+    if form == "labeled-list":
+        assert {len(row["documents"]) for row in rows} == ({2, 3, 4} if range_max == 5 else {4})
+    if form.startswith("labeled"):
+        scored = by_library(bert, beir, output_format=form, output_scores=True, **options)
+        name = scored.column_names[-1]
+        own, expected = (sorted(np.hstack([row[name] for row in part])) for part in (rows, scored))
+        assert own == pytest.approx(expected, abs=2e-6)
+    else:
+        assert not any("scores" in row for row in rows)
 
 
 @pytest.fixture
@@ -131,7 +163,7 @@ def test_equal_queries_are_merged(small, tmp_path, capsys):
     assert "1 positives of 1 queries" in message and f"{3 * 14:12} {1:12}  of queries without a text" in message
 
 
-def test_allow_fewer(small, tmp_path, capsys):
+def test_fewer_negatives(small, tmp_path, capsys):
     lines = (small / "x.run").read_text().splitlines()
     with gzip.open(small / "x.run.gz", "wt") as file:  # d0: one negative; d1: none; d2 is not ranked
         few = [line for line in lines if line.startswith(("d3", "d4", "d0 Q0 e0", "d0 Q0 d1 ", "d1 Q0 d2 "))]
@@ -140,11 +172,18 @@ def test_allow_fewer(small, tmp_path, capsys):
     assert [row["query"] for row in mine(tmp_path, *flags)] == ["query 3", "query 4"]
     message = capsys.readouterr().out
     assert f"{0:12} {4:12}  of queries without" in message and f"{1:12} {2:12}  of queries with fewer than" in message
-    rows = mine(tmp_path, *flags, "--allow_fewer")
+    rows = mine(tmp_path, *flags, "--format", "labeled-list")
     assert rows[0] == {"query": "query 0", "documents": ["text number 1", "another text 0"], "labels": [1, 0],
                        "scores": [2, 11]}  # fmt: skip
     assert [row["query"] for row in rows] == ["query 0", "query 3", "query 4"] and len(rows[1]["documents"]) == 6
     assert f"{0:12} {3:12}  of queries with fewer than" in capsys.readouterr().out
+    rows = mine(tmp_path, *flags, "--format", "triplet")
+    assert rows[0] == {"query": "query 0", "positive": "text number 1", "negative": "another text 0"}
+    assert [row["query"] for row in rows] == ["query 0"] + ["query 3"] * 5 + ["query 4"] * 5
+    rows = mine(tmp_path, *flags, "--format", "labeled-pair")  # with the positives of queries without negatives
+    assert rows[0] == {"query": "query 0", "document": "text number 1", "label": 1}  # query 2 has no score
+    assert [row["label"] for row in rows] == [1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0]
+    assert "16 rows of 5 queries are in" in capsys.readouterr().out
 
 
 def test_positives_without_a_score(small, tmp_path, capsys):
@@ -166,24 +205,30 @@ def test_positives_without_a_score(small, tmp_path, capsys):
     assert [row["scores"] for row in rows] == [[13, 12, 11]]
 
 
-def test_both_trainers_read_the_rows(embedded, beir, bert, tmp_path, capsys):
-    import train_bi_encoder
-    import train_cross_encoder
+TRAINERS = {  # form: the trainer it is meant for, and the flags that the script prints, or a part of them
+    "triplet": ("train_bi_encoder", "--columns query positive negative"),
+    "n-tuple": ("train_bi_encoder", "--columns query positive negative_1 negative_2"),
+    "n-tuple-scores": ("train_bi_encoder", "--label_column scores --loss kl"),
+    "labeled-pair": ("train_cross_encoder", "--columns query document --label_column label"),
+    "labeled-list": ("train_cross_encoder", "--columns query documents --label_column labels"),
+}
 
+
+@pytest.mark.parametrize("form", TRAINERS)
+def test_trainers_read_each_form(embedded, beir, bert, tmp_path, capsys, form):
+    name, expected = TRAINERS[form]
     scores = np.load(embedded / "scores.npy")
     write_run(tmp_path / "x.run", {(f"q{q}", f"d{d}"): scores[q, d] for q in range(60) for d in range(293)})
-    flags = ["--beir", beir, "--split", "test", "--run", tmp_path / "x.run", "--num_negatives", 2]
-    for trainer, extra, columns in (
-        (train_bi_encoder, [], ["--label_column", "scores", "--loss", "kl"]),
-        (train_cross_encoder, ["--allow_fewer"], ["--columns", "query", "documents", "--label_column", "labels"]),
-    ):
-        mine(tmp_path, *flags, *extra)
-        shown = "query documents" if extra else "query positive negative_1 negative_2"
-        assert capsys.readouterr().out.endswith(f"to train on them: --columns {shown}\n")
-        words = ["--model_name_or_path", bert, "--train_data", tmp_path / "rows/mined.jsonl", "--eval_rows", 8,
-                 "--batch_size", 16, "--max_steps", 2, "--output_dir", tmp_path / trainer.__name__]  # fmt: skip
-        trainer.main(trainer.parse_args([*map(str, words), *columns]))
-        assert np.isfinite(metrics(tmp_path / trainer.__name__)[-1]["loss"])
+    mine(tmp_path, "--beir", beir, "--split", "test", "--run", tmp_path / "x.run", "--num_negatives", 2,
+         "--format", form)  # fmt: skip
+    printed = capsys.readouterr().out.splitlines()[-2:]
+    assert printed[-1].endswith(f": {expected}")
+    shown = [line.partition(": ")[2] for line in printed if line.startswith("to ")]  # to train, to distill
+    trainer = importlib.import_module(name)
+    words = ["--model_name_or_path", bert, "--train_data", tmp_path / "rows/mined.jsonl", "--eval_rows", 8,
+             "--batch_size", 16, "--max_steps", 2, "--output_dir", tmp_path / form]  # fmt: skip
+    trainer.main(trainer.parse_args([*map(str, words), *" ".join(shown).split()]))
+    assert np.isfinite(metrics(tmp_path / form)[-1]["loss"])
 
 
 def test_errors(small, tmp_path, capsys, monkeypatch):
