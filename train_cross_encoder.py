@@ -45,6 +45,7 @@ import json
 import math
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -304,19 +305,21 @@ def main(args):
 
         # metrics, evaluation, checkpoint
         record = {}
-        if run.step % args.logging_steps == 0 or run.finished:
-            record = run.training_record()
-            bar.set_postfix_str("loss {loss:.4f}, {rows_per_second:,.0f} rows/s".format(**record), refresh=False)
         evaluated = run.step % eval_steps == 0 or run.finished
         if evaluated:
-            record |= evaluate(model, eval_sets, max_tokens, args, accelerator)
+            with run.clock("evaluation"):
+                record = evaluate(model, eval_sets, max_tokens, args, accelerator)
+        if run.step % args.logging_steps == 0 or run.finished:
+            record |= run.training_record()
+            bar.set_postfix_str("loss {loss:.4f}, {rows_per_second:,.0f} rows/s".format(**record), refresh=False)
         if record:
             run.log(record)
         if evaluated:
             run.find_best()  # sets run.best_step, and run.finished if patience has ended
         due = args.save_steps and run.step % args.save_steps == 0
         if run.finished or due or run.step == run.best_step:
-            run.save()
+            with run.clock("checkpoint"):
+                run.save()
 
     # ---- save
     bar.close()
@@ -362,6 +365,8 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator):
     parts, most = equalize_micro_batches(batch.micro_batches, accelerator)
     last = len(parts) - 1
     keep_graphs = keeps_graphs(most, args, accelerator.device)  # alike everywhere: DDP's first forward is collective
+    recomputed = args.gradient_checkpointing + (not keep_graphs and args.loss not in POINTWISE)
+    batch.passes += recomputed
 
     def forward(number):  # (pairs,)
         seed_dropout(*seed, accelerator.process_index, number)  # the same in a second forward pass
@@ -639,6 +644,7 @@ class Batch:
     state: dict | None = None  # of row_batches, after this batch
     skipped: int = 0  # bad rows
     waited: float = 0.0  # seconds that training has waited for the batch
+    passes: int = 3  # of the model, for its FLOPs: a backward pass counts twice
     error: "UserError | None" = None  # what ends the run; there are no rows then
 
 
@@ -1679,20 +1685,21 @@ class MicroBatches:
     places: torch.Tensor  # (2, texts) row and column of each in the (n, C) slots, in the order of the parts
     tokens: int  # without padding
     padded: int  # with padding
+    squares: int  # sum of the squared lengths, for the FLOPs of attention
 
     def slots(self, accelerator):
         """Return (rows, columns), to index a tensor of slots, (n, C, ...)."""
         return tuple(self.places.to(accelerator.device, non_blocking=True))
 
 
-def collect(parts, places, tokens, device):
-    """Return the MicroBatches of [(features, indices)]; places: (row, column) of each text."""
+def collect(parts, places, lengths, device):
+    """Return the MicroBatches of [(features, indices)]; places: (row, column) of each text, lengths: its tokens."""
     padded = sum(features["input_ids"].numel() for features, _ in parts)
     order = np.concatenate([indices for _, indices in parts])
     places = torch.tensor(places)[order].T.contiguous()
     for features, _ in parts:
         features.update({name: pinned(value, device) for name, value in features.items()})
-    return MicroBatches(parts, pinned(places, device), int(tokens), padded)
+    return MicroBatches(parts, pinned(places, device), int(lengths.sum()), padded, int((lengths**2).sum()))
 
 
 def pinned(value, device):
@@ -1723,7 +1730,7 @@ def pad_micro_batches(encodings, places, model, max_tokens, device):
         else:
             features = pad_texts(chosen, int(widths[indices[0]]), model.tokenizer)
         parts.append((features, indices))
-    return collect(parts, places, lengths.sum(), device)
+    return collect(parts, places, lengths, device)
 
 
 def pad_texts(encodings, width, tokenizer):
@@ -2104,8 +2111,62 @@ def describe_change(step, name, old, new):
 LOWER_RATE = "lower --learning_rate, then --resume --accept_changed_schedule"
 # What lines of metrics.jsonl contain besides measures of evaluations.
 TRAINING = """step loss grad_norm learning_rate rows_per_second tokens_per_second padding_fraction data_wait_fraction
-skipped_steps"""
+skipped_steps flops_per_second mfu peak_memory_gb evaluation_seconds checkpoint_seconds"""
 GRAPHS_KEPT = (16, 4)  # micro-batches whose graphs a CPU, a GPU keeps until the loss, under --grad_cache auto
+
+
+# {pattern of a GPU's name: its dense TFLOPS by precision}, of the makers' data sheets; without sparsity, and without
+# TF32, which float32 runs do not use. The figure of an H100 is that of SXM.
+PEAK_TFLOPS = {
+    r"A100": {"bf16": 312, "fp16": 312, "no": 19.5},
+    r"H100 80GB HBM3": {"bf16": 989, "fp16": 989, "no": 67},
+    r"H200": {"bf16": 989, "fp16": 989, "no": 67},
+    r"L4$": {"bf16": 121, "fp16": 121, "no": 30.3},
+    r"RTX 4090$": {"bf16": 165, "fp16": 165, "no": 82.6},
+    r"T4$": {"fp16": 65, "no": 8.1},
+}
+
+
+def find_peak(device, precision):
+    """Return the peak FLOPs per second of a device, None if it is not known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    for pattern, tflops in PEAK_TFLOPS.items():
+        if re.search(rf"\b{pattern}", name) and precision in tflops:
+            return tflops[precision] * 1e12
+    return None
+
+
+class FlopCounter:
+    """The floating-point operations of a transformer's training step: 6 N T of its N weights and T tokens (Kaplan et
+    al. 2020, section 2.1), and 12 L H Q S**2 of attention in L layers of H heads of Q dimensions, for each text of S
+    tokens (Chowdhery et al. 2022, appendix B). Padding is not counted, and neither are embeddings. Recomputed forward
+    passes are; with adapters, gradients of frozen weights are not."""
+
+    def __init__(self, model):
+        transformer = model.transformers_model
+        if transformer is None:  # a static embedding model: only lookups
+            self.weights = self.trained = self.attention = 0
+            return
+        config = transformer.config.get_text_config()
+        heads = getattr(config, "num_attention_heads", 1)
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self.attention = config.num_hidden_layers * heads * size  # L H Q
+        self.weights = transformer.num_parameters(exclude_embeddings=True)  # N
+        self.trained = transformer.num_parameters(exclude_embeddings=True, only_trainable=True)
+
+    def __call__(self, micro_batches, passes):
+        """Return the FLOPs of a step; passes: 3 (a backward pass counts twice), and 1 for each recomputation."""
+        dense = 2 * micro_batches.tokens * (self.weights * (passes - 1) + self.trained)
+        return dense + 4 * micro_batches.squares * self.attention * passes
+
+
+def peak_memory(device):
+    """Return the bytes that this process has used at most: of the GPU or, on a CPU, in all."""
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    with suppress(RuntimeError):  # of an allocator that does not count, as that of MPS
+        return torch.accelerator.max_memory_allocated(device)
+    return 0
 
 
 def start(args):
@@ -2194,6 +2255,7 @@ class Run:
         """Restore what the checkpoint contains, if there is one, write args.yaml and metrics.jsonl, print what is
         trained on, and let signals stop the run. `steps`: those of the run."""
         self.model = self.accelerator.unwrap_model(model)
+        self.count_flops = FlopCounter(self.model)
         self.optimizers = [optimizer.optimizer for optimizer in optimizers]
         self.model_to_save = model_to_save
         if self.saved:
@@ -2285,12 +2347,22 @@ class Run:
         for batch in batches:
             self.meter.update(rows=self.args.batch_size - batch.skipped, waited=batch.waited)
             self.meter.update(tokens=batch.micro_batches.tokens, padded=batch.micro_batches.padded)
+            self.meter["flops"] += self.count_flops(batch.micro_batches, batch.passes)
+
+    @contextmanager
+    def clock(self, name):
+        """Add the seconds that the block takes to the next line of metrics.jsonl."""
+        started = time.perf_counter()
+        yield
+        self.meter[f"{name}_seconds"] += time.perf_counter() - started
 
     def training_record(self):
         """Return the record of the steps since the last one."""
         meter = self.meter
-        counts = torch.tensor([meter["tokens"], meter["padded"]], device=self.accelerator.device)
-        tokens, padded = self.accelerator.reduce(counts).tolist()
+        device = self.accelerator.device
+        counts = [meter["tokens"], meter["padded"], meter["flops"] // 10**6, peak_memory(device)]
+        counts = self.accelerator.gather(torch.tensor([counts], device=device))  # (P, 4)
+        tokens, padded, megaflops, _ = counts.sum(0).tolist()
         seconds = meter["seconds"]
         record = {
             "loss": sum(self.losses) / len(self.losses),
@@ -2300,7 +2372,12 @@ class Run:
             "tokens_per_second": tokens / seconds,
             "padding_fraction": 1 - tokens / padded,
             "data_wait_fraction": meter["waited"] / seconds,
+            "flops_per_second": megaflops * 1e6 / seconds,
+            "peak_memory_gb": counts[:, 3].max().item() / 1e9,
         }
+        if peak := find_peak(device, self.accelerator.mixed_precision):
+            record["mfu"] = record["flops_per_second"] / (peak * len(counts))
+        record |= {name: value for name, value in meter.items() if name.endswith("_seconds")}
         if self.accelerator.scaler:  # of fp16
             record["skipped_steps"] = meter["skipped_steps"]
         self.losses = []
@@ -2388,8 +2465,9 @@ class Run:
 
 
 def plot_metrics(metrics, measures, path):
-    """Plot loss, measures of evaluations and speed over the steps."""
-    frame = pd.DataFrame(metrics).set_index("step").filter(["loss", *measures, "tokens_per_second"])
+    """Plot loss, measures of evaluations, speed and memory over the steps."""
+    names = ["loss", *measures, "tokens_per_second", "peak_memory_gb"]
+    frame = pd.DataFrame(metrics).set_index("step").filter(names)
     frame = frame.interpolate("index", limit_area="inside")  # lines from one evaluation to the next
     figure = Figure(figsize=(4 * len(frame.columns), 3.6), layout="constrained")
     frame.plot(ax=figure.subplots(1, len(frame.columns)), subplots=True, grid=True)

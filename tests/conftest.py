@@ -26,6 +26,9 @@ os.environ["HF_MODULES_CACHE"] = f"{CACHE.name}/modules"  # for copies of metric
 os.environ["MATPLOTLIBRC"] = str(ROOT / "tests/matplotlibrc")
 sys.path.insert(0, str(ROOT))
 TRAINERS = ["train_bi_encoder", "train_cross_encoder"]
+# What two equal runs measure differently, in metrics.jsonl.
+RATES = {"rows_per_second", "tokens_per_second", "data_wait_fraction", "flops_per_second", "peak_memory_gb",
+         "evaluation_seconds", "checkpoint_seconds"}  # fmt: skip
 CHAOS = int(os.environ.get("CHAOS", 0))  # kills of each script in tests/chaos; 0: the short form
 
 

@@ -6,11 +6,10 @@ import shutil
 import signal
 
 import pytest
-from conftest import ROOT, TRAINERS, few_or_all, launch, metrics, train, write_jsonl
+from conftest import RATES, ROOT, TRAINERS, few_or_all, launch, metrics, train, write_jsonl
 from forked import Forked
 from test_resume import signal_when
 
-RATES = {"rows_per_second", "tokens_per_second", "data_wait_fraction"}
 STEPS = 16
 MEASURE = "nDCG@10"
 

@@ -9,7 +9,7 @@ import signal
 import time
 
 import pytest
-from conftest import ROOT, TRAINERS, few_or_all, launch, metrics, train, unaligned, write_jsonl
+from conftest import RATES, ROOT, TRAINERS, few_or_all, launch, metrics, train, unaligned, write_jsonl
 from forked import Forked, merge_flags
 
 STEPS = 400  # of a run that is stopped before its end
@@ -139,8 +139,7 @@ def run_with_signals(name, flags, monkeypatch, step=None, numbers=()):
 
 
 def trajectory(output):
-    times = {"rows_per_second", "tokens_per_second", "data_wait_fraction"}
-    lines = [{name: value for name, value in line.items() if name not in times} for line in metrics(output)]
+    lines = [{name: value for name, value in line.items() if name not in RATES} for line in metrics(output)]
     return lines, (output / "model/model.safetensors").read_bytes()
 
 

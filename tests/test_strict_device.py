@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from conftest import ROOT, TRAINERS, write_jsonl
+from conftest import RATES, ROOT, TRAINERS, write_jsonl
 from forked import merge_flags
 
 PAIRS = "--columns docstring code"
@@ -168,7 +168,7 @@ def test_evaluates_saves_and_resumes(ran, script):
     expected, found, resumed = (ran[f"{script} {name}"] for name in ("long, cpu", "long", "long, resumed"))
     assert losses(found) == pytest.approx(losses(expected), rel=1e-4) and losses(found) == losses(resumed)
     for line, other in zip(found["metrics"], expected["metrics"], strict=True):
-        names = set(line) - {"rows_per_second", "tokens_per_second", "padding_fraction", "data_wait_fraction"}
+        names = set(line) - RATES - {"padding_fraction"}
         assert {name: line[name] for name in names} == pytest.approx({name: other[name] for name in names}, rel=1e-3)
 
 

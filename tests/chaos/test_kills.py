@@ -14,7 +14,7 @@ import time
 
 import fsspec
 import pytest
-from conftest import CHAOS, ROOT, TRAINERS, few_or_all, launch, metrics
+from conftest import CHAOS, RATES, ROOT, TRAINERS, few_or_all, launch, metrics
 from forked import Forked
 from test_eval_incremental import COUNTING_DRIVER
 
@@ -68,8 +68,7 @@ def undisturbed(tmp_path_factory, settings):
 
 def final_state(output):
     """Return what a resumed run must reproduce: losses and measures of every step, data state and weights."""
-    times = {"rows_per_second", "tokens_per_second", "data_wait_fraction"}
-    lines = [{name: value for name, value in line.items() if name not in times} for line in metrics(output)]
+    lines = [{name: value for name, value in line.items() if name not in RATES} for line in metrics(output)]
     state = json.loads((output / f"checkpoints/step_{STEPS:08}/state.json").read_text())
     for source in state["data_state"]["sources"]:
         source.pop("stream")  # a position in a stream has several forms
