@@ -82,7 +82,7 @@ from matplotlib.figure import Figure
 from pyarrow.dataset import ParquetFragmentScanOptions
 from scipy.stats import bootstrap, permutation_test
 from sentence_transformers import CrossEncoder, SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Pooling
+from sentence_transformers.cross_encoder.modules import LogitScore
 from tokenizers import Tokenizer
 from tqdm.auto import tqdm
 
@@ -1626,6 +1626,21 @@ class CachedEncoder:
         self.max_tokens = args.micro_batch_tokens or default
         folder = Path(args.cache_dir).expanduser() / self.fingerprint
         self.cache = EmbeddingCache(folder, path, *shape, args.cache_size_limit)
+        self.exact = accelerator.mixed_precision == "no" and next(self.model.parameters()).dtype == torch.float32
+        if len(self.cache.cache) == 0:  # the model is new
+            self.check()
+            self.meter.clear()
+
+    def check(self):
+        """Raise UserError if the model's own `encode` has other embeddings of two texts, one of them long; warn if
+        last-token pooling reads a word."""
+        if word := last_word(self.model):
+            self.accelerator.print(f"warning: {self.path}: pools the last token, but texts end in {word!r}")
+        with self.accelerator.autocast():
+            expected = self.model.encode(SAMPLE, prompt=self.prompts[0], convert_to_tensor=True)
+        getattr(self.model.tokenizer, "backend_tokenizer", self.model.tokenizer).no_padding()  # encode() changed this
+        found = self.compute(pa.array([self.prompts[0] + text for text in SAMPLE], pa.large_string()))
+        check_outputs(self.path, torch.from_numpy(found), expected, self.exact)
 
     def load(self, args):
         self.model, self.dims, self.prompts = load_bi_encoder(self.path, args)
@@ -1759,10 +1774,25 @@ class CachedScorer(CachedEncoder):
 
     def micro_batches(self, pairs):
         queries, documents = (part.to_pylist() for part in pairs.flatten())
-        encodings = self.model.tokenizer.backend_tokenizer.encode_batch_fast(list(zip(queries, documents)))
+        if not has_chat_template(self.model):  # which contains the prompt
+            prompt = self.model.prompts.get(self.model.default_prompt_name) or ""
+            queries = [prompt + query for query in queries]
+        encodings = tokenize_pairs(list(zip(queries, documents)), self.model)
         return pad_micro_batches(encodings, self.model, self.max_tokens, self.accelerator.device)
 
+    def check(self):
+        """Raise UserError if the model's own `predict` has other scores of two pairs, one of them long."""
+        with self.accelerator.autocast():
+            pairs = [("a query", text) for text in SAMPLE]
+            expected = self.model.predict(pairs, activation_fn=torch.nn.Identity(), convert_to_tensor=True)
+        self.model.tokenizer.backend_tokenizer.no_padding()  # predict() changed this
+        columns = [pa.array(part, pa.large_string()) for part in zip(*pairs)]
+        found = self.compute(pa.StructArray.from_arrays(columns, ["query", "document"]))[:, 0]
+        check_outputs(self.path, torch.from_numpy(found), expected, self.exact)
+
     def forward(self, features):
+        if is_causal(self.model):
+            features = features | {"logits_to_keep": 1}  # else the vocabulary's logits of all tokens are computed
         return score(self.model, features, self.accelerator)
 
 
@@ -1856,50 +1886,34 @@ def load_bi_encoder(path, args):
         if model.similarity_fn_name not in ("cosine", "dot"):
             raise UserError(f"similarity {model.similarity_fn_name} is not supported, only cosine and dot")
         if not isinstance(model.tokenizer, Tokenizer):
-            set_max_length(model, args.max_length, "max_length")
+            set_up_tokenizer(model, args.max_length, "max_length")
         elif args.max_length:  # a static embedding model
             model.tokenizer.enable_truncation(args.max_length)
         dims = args.truncate_dim or model.truncate_dim
         model.truncate_dim = None  # the cache stores full vectors
         if (dims or 0) > model.get_embedding_dimension():
             raise UserError(f"--truncate_dim {dims}: the model has {model.get_embedding_dimension()} dimensions")
-        prompts = []
-        for names in ("query",), ("document", "passage", "corpus"):
-            own = [model.prompts[name] for name in names if model.prompts.get(name)]
-            prompts.append(own[0] if own else "")
+        prompts = own_prompts(model)
         if args.prompts:
             prompts = [args.prompts[0], args.prompts[-1]]
-        if any(prompts) and any(isinstance(module, Pooling) and not module.include_prompt for module in model):
-            raise UserError("excludes prompts from pooling, which is not supported: pass --prompts ''")
     own_memory(model)
     return model.eval(), dims, prompts
 
 
 def load_cross_encoder(path, args):
-    """Return a CrossEncoder on the CPU; it must have one label, one module and no default prompt."""
+    """Return a CrossEncoder on the CPU, which gives one score."""
     with user_errors(f"--cross_encoder {path}"):
         check_exists(path)
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-        if "SequenceClassification" not in str(config.architectures):
+        if not any(kind in str(config.architectures) for kind in ("SequenceClassification", "CausalLM")):
             raise UserError("not a cross-encoder: train_cross_encoder.py trains one")
         options = {"use_safetensors": True}  # never a pickle
         model = CrossEncoder(path, device="cpu", model_kwargs=options, trust_remote_code=False)
-        found = len(model), model.num_labels, model.default_prompt_name
-        if found != (1, 1, None):
-            raise UserError("{} modules, {} labels and default prompt {}, not 1, 1 and None".format(*found))
-        set_max_length(model, args.rerank_max_length, "rerank_max_length")
+        if (found := (len(model) - is_causal(model), model.num_labels)) != (1, 1):
+            raise UserError("has {} modules and {} labels: must be 1 and 1".format(*found))
+        set_up_tokenizer(model, args.rerank_max_length, "rerank_max_length")
     own_memory(model)
     return model.eval()
-
-
-def set_max_length(model, length, name):
-    """Truncate texts to `length` tokens or the model's limit; in pairs the longer text first, as CrossEncoder does."""
-    limit = getattr(model.config, "max_position_embeddings", None) or math.inf
-    model.max_seq_length = length or model.max_seq_length
-    if model.max_seq_length > limit:
-        raise UserError(f"--{name} {model.max_seq_length}: the model has positions for {limit} tokens")
-    model.tokenizer.backend_tokenizer.no_padding()  # here, not at each call: two threads use the tokenizer
-    model.tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
 
 
 def model_fingerprint(model, precision, dtype):
@@ -1911,6 +1925,8 @@ def model_fingerprint(model, precision, dtype):
     modules = [(type(module).__name__, module.get_config_dict()) for module in model]
     similarity = getattr(model, "similarity_fn_name", None)  # a cross-encoder has none
     parts = ["second edition", modules, config, tokenizer.to_str(), model.max_seq_length, precision, dtype, similarity]
+    if isinstance(model, CrossEncoder) and (model.default_prompt_name or has_chat_template(model)):
+        parts += [model.prompts.get(model.default_prompt_name), model.tokenizer.chat_template]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -2137,24 +2153,25 @@ def pinned(value, device):
     return value.pin_memory() if device.type == "cuda" and torch.is_tensor(value) else value
 
 
-def pad_lists(lists, size, fill, dtype=np.int64, width=1):
-    """Return a (size, longest) tensor of lists, padded with `fill`, at least `width` wide."""
+def pad_lists(lists, size, fill, dtype=np.int64, width=1, side="right"):
+    """Return a (size, longest) tensor of lists, padded with `fill` on a side, at least `width` wide."""
     width = max([width, *map(len, lists)])
     padded = np.full((size, width), fill, dtype)
     for row, values in zip(padded, lists):
-        row[: len(values)] = values
+        start = width - len(values) if side == "left" else 0
+        row[start : start + len(values)] = values
     return torch.from_numpy(padded)
 
 
 def pad_texts(encodings, width, tokenizer):
     """Return the features of tokenized texts or pairs, (texts, width) each."""
-    pad = partial(pad_lists, size=len(encodings), width=width)
+    pad = partial(pad_lists, size=len(encodings), width=width, side=tokenizer.padding_side)
     features = {"input_ids": pad([encoding.ids for encoding in encodings], fill=tokenizer.pad_token_id)}
     if "token_type_ids" in tokenizer.model_input_names:
         types = [encoding.type_ids for encoding in encodings]
         features["token_type_ids"] = pad(types, fill=tokenizer.pad_token_type_id)
     if min(map(len, encodings)) < width:  # else transformers waits for the device to see that nothing is masked
-        features["attention_mask"] = pad([encoding.attention_mask for encoding in encodings], fill=0)
+        features["attention_mask"] = pad([[1] * len(encoding) for encoding in encodings], fill=0)
     return features
 
 
@@ -2167,6 +2184,40 @@ def flatten_texts(encodings, transformer):
 
 
 # ---- models (same in train_bi_encoder.py)
+
+SAMPLE = ["a text", "a longer text, which a model for short texts truncates " * 30]
+
+
+def check_outputs(path, found, expected, exact):
+    """Raise UserError if outputs of the texts SAMPLE, (2, ...), differ from sentence-transformers' own; exact: whether
+    they were computed in float32."""
+    found = found.detach().float()
+    expected = expected.float().to(found.device)
+    difference = (found - expected).norm() / (1 + expected.norm())
+    if difference > (1e-3 if exact else 0.05):
+        raise UserError(
+            f"{path}: sentence-transformers' outputs differ from those of this script by {difference:.2g}: the model "
+            "reads more than the tokens of texts, such as the length of prompts, or padding on the left"
+        )
+
+
+def own_prompts(model):
+    """Return the prefixes of queries and of documents that encode_query and encode_document use."""
+    prompts = []
+    for names in ("query",), ("document", "passage", "corpus"):
+        own = [model.prompts[name] for name in names if model.prompts.get(name)]
+        prompts.append(own[0] if own else "")
+    return prompts
+
+
+def last_word(model):
+    """Return the token that last-token pooling reads if it is not a special one, else None. transformers 5 ignores
+    `add_eos_token` if tokenizer.json lacks it, without a word."""
+    if not any("lasttoken" in getattr(module, "pooling_mode", "") for module in model):
+        return None
+    text = "a text " * int(min(model.max_seq_length, 100_000))  # which is truncated, if any is
+    token = model.tokenizer.convert_ids_to_tokens(model.tokenizer.backend_tokenizer.encode(text).ids[-1])
+    return None if token in model.tokenizer.all_special_tokens else token
 
 
 def check_attention(model, accelerator):
@@ -2181,6 +2232,64 @@ def own_memory(model):
     kernels choose their order of summation by alignment, so the last bits would depend on the file."""
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
+
+
+def set_up_tokenizer(model, length, flag):
+    """Truncate texts to `length` tokens or the model's limit, in pairs the longer text first, as predict() does. No
+    padding is added. Both are set once, not at each call, as two threads use the tokenizer. Raise UserError for
+    quantized weights."""
+    if getattr(model.config, "quantization_config", None):
+        raise UserError("its weights are quantized, which no test covers: use the model that they were made of")
+    tokenizer = model.tokenizer
+    if tokenizer.pad_token is None:  # of a decoder; what is padded is masked
+        tokenizer.pad_token = tokenizer.eos_token
+    if getattr(model.config, "pad_token_id", 0) is None:
+        model.config.pad_token_id = tokenizer.pad_token_id  # where a classification head looks for the last token
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None  # else an end token that is also padding would not be trained
+    limit = getattr(model.config, "max_position_embeddings", None) or math.inf
+    model.max_seq_length = length or model.max_seq_length
+    if model.max_seq_length > limit:
+        raise UserError(f"--{flag} {model.max_seq_length}: the model has positions for {limit} tokens")
+    tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
+    tokenizer.backend_tokenizer.no_padding()
+
+
+# ---- pairs (same in train_cross_encoder.py)
+
+
+@dataclass
+class Tokens:
+    """The tokens of a pair, with what is read of an Encoding of `tokenizers`."""
+
+    ids: list
+
+    def __len__(self):
+        return len(self.ids)
+
+
+def tokenize_pairs(pairs, model):
+    """Return the encodings of (query, document) pairs, in the model's chat template if it has one."""
+    if not has_chat_template(model):
+        return model.tokenizer.backend_tokenizer.encode_batch_fast(pairs)
+    prompt = model.prompts.get(model.default_prompt_name)
+    encodings = []
+    for first in range(0, len(pairs), 64):  # padded to the longest
+        features = model.preprocess(pairs[first : first + 64], prompt=prompt)
+        for ids, mask in zip(features["input_ids"], features["attention_mask"]):
+            encodings.append(Tokens(ids[mask > 0].tolist()))
+    return encodings
+
+
+def has_chat_template(model):
+    """Return whether sentence-transformers puts pairs into a chat template."""
+    return "message" in model[0].modality_config
+
+
+def is_causal(model):
+    """Return whether the score is that of a word such as "yes", a causal model's next token, and not of a head."""
+    return isinstance(model[-1], LogitScore)
 
 
 # ---- the command line

@@ -82,6 +82,7 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses, modules
 from tokenizers import Tokenizer
+from tokenizers.processors import Sequence, TemplateProcessing
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributions import Categorical
@@ -138,8 +139,15 @@ class Args:
     pooling: Literal["mean", "cls", "max", "lasttoken"] | None = flag(None, "replace the model's pooling")
     dropout: float | None = flag(None, "dropout probability of the transformer; None: the model's own")
     lora_rank: int = flag(0, "train LoRA adapters of this rank instead of all weights; 0: train all weights")
+    lora_alpha: int | None = flag(None, "adapters are scaled by this over the rank; None: twice the rank")
+    lora_dropout: float = flag(0.0, "dropout probability of the adapters' inputs")
+    lora_target_modules: list[str] = flag([], "layers that get adapters, such as q_proj; none: all linear ones")
+    lora_adapter: str | None = flag(None, "folder of adapters to train on, such as model/adapter of an earlier run")
     attn_implementation: str | None = flag(None, "attention kernels: sdpa, flash_attention_2, ...; None: the default")
-    prompts: list[str] = flag([], "prefix of queries (or one per source), then prefix of documents; or one for both")
+    prompts: list[str] = flag(
+        [], "prefix of queries (or one per source), then of documents; or one for both; none: the model's own"
+    )
+    append_eos: bool = flag(False, "end each text in the tokenizer's end token, which decoders need and often lack")
     # step
     batch_size: int = flag(64, "rows of a batch, over all processes")
     micro_batch_tokens: int | None = flag(
@@ -222,6 +230,7 @@ def check_flags(args):
         raise UserError(
             "--prompts takes one, or two (queries, documents), or one for each source and one for documents"
         )
+    set_lora_rank(args)
 
 
 # ---- main
@@ -241,22 +250,24 @@ def main(args):
     if args.loss in TEACHER_LOSSES:
         set_teacher_temperature(read_first_rows(data, args), args)
     run.check_changes(data)
-    held_out = read_held_out(data, args, accelerator)
-    eval_sets = open_eval_sets(held_out, args)
-    run.collections = list(eval_sets)
     steps = math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
     steps = args.max_steps or steps
     eval_steps = args.eval_steps or max(1, steps // 10)
 
-    # ---- model, loss, optimizer and schedule
+    # ---- model, held-out rows, loss, optimizer and schedule
     model = load_model(args, run.checkpoint)
     check_attention(model, accelerator)
+    args.prompts = args.prompts or own_prompts(model)
+    held_out = read_held_out(data, args, accelerator)
+    eval_sets = open_eval_sets(held_out, args)
+    run.collections = list(eval_sets)
     model_to_save = copy.deepcopy(model) if sharded and is_main else model  # FSDP will shard `model`
     model = model.to(device).train()
     loss_fn = make_loss(args, model)
     guide = load_guide(args).to(device) if args.guide_model else None
     static = isinstance(model.tokenizer, Tokenizer)  # its texts are not padded
     max_tokens = args.micro_batch_tokens or (2**20 if static else 2048 if device.type == "cpu" else 16_384)
+    check_encode(model, max_tokens, args, accelerator)
     features, _ = make_micro_batches(["a text"], [(0, 0)], model, max_tokens, device).parts[0]
     freeze_unused(model, encode(model, features, accelerator))
     optimizer = make_optimizer(model, args)
@@ -333,15 +344,10 @@ def main(args):
     elif is_main:
         if run.best_step:
             model_to_save = load_model(args, run.best_checkpoint())
-        if args.lora_rank:
-            model_to_save[0].model = model_to_save[0].model.merge_and_unload()  # loads without peft
-        with save_atomically(run.output / "model") as part:
-            model_to_save.save_pretrained(str(part), create_model_card=False)
-            (part / "README.md").write_text(model_card(args, run, len(held_out)))
+        run.write_model(model_to_save, model_card(args, run, len(held_out)))
         plot_metrics(run.metrics, run.measures(), run.output / "training.png")
         if run.skipped + data.skipped:
             print(f"{run.skipped + data.skipped:,} bad rows skipped")
-        print(f"the model is in {run.output / 'model'}")
     interrupted = signal.SIGINT in run.signals and not run.finished
     del eval_sets  # and their temporary files
     del model, run  # delete DDP before its process group: else one exit in fifty deadlocks (torch 2.13)
@@ -728,7 +734,13 @@ def load_model(args, checkpoint=None):
     torch.manual_seed(args.seed)  # for adapters, and weights that the folder lacks
     with user_errors(f"--model_name_or_path {path}"):
         check_exists(path)
-        model = SentenceTransformer(path, device="cpu", model_kwargs=options, trust_remote_code=False)
+        model = SentenceTransformer(
+            path,
+            device="cpu",
+            model_kwargs=options,
+            processor_kwargs={"chat_template": None},  # else a new embedder made of a chat model puts texts into it
+            trust_remote_code=False,
+        )
         if "SequenceClassification" in str(getattr(model.config, "architectures", None)):
             raise UserError("is a cross-encoder: use train_cross_encoder.py")
         if model.similarity_fn_name not in ("cosine", "dot"):
@@ -737,8 +749,9 @@ def load_model(args, checkpoint=None):
             if args.max_length:
                 model.tokenizer.enable_truncation(args.max_length)
         else:
-            set_max_length(model, args)
-            model.tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
+            if args.append_eos:
+                append_eos(model)
+            set_up_tokenizer(model, args.max_length, "max_length")
             if args.gradient_checkpointing:
                 model[0].model.activation_checkpointing_enable({"use_reentrant": False})
     if args.pooling:
@@ -747,10 +760,11 @@ def load_model(args, checkpoint=None):
         model[index] = modules.Pooling(model[index].embedding_dimension, pooling_mode=args.pooling)
     if args.prompts:
         model.prompts = {"query": args.prompts[0], "document": args.prompts[-1]}
+        model.prompts |= {f"query_{n}": prompt for n, prompt in enumerate(args.prompts[1:-1], 2)}  # of other sources
     if args.dropout is not None:
         set_dropout(model, args.dropout)
     if args.lora_rank:
-        add_lora(model, args.lora_rank, checkpoint)
+        add_lora(model, args, checkpoint)
     else:
         model.float()  # with autocast, too, the weights updated are float32
     own_memory(model)
@@ -760,7 +774,57 @@ def load_model(args, checkpoint=None):
 def load_guide(args):
     """Return the SentenceTransformer of --guide_model."""
     overrides = {"model_name_or_path": args.guide_model, "pooling": None, "dropout": None, "lora_rank": 0}
-    return load_model(replace(args, **overrides)).eval()
+    return load_model(replace(args, **overrides, append_eos=False)).eval()
+
+
+def append_eos(model):
+    """Let the tokenizer end each text, a truncated one as well, in its end token. It is saved so with the model."""
+    tokenizer = model.tokenizer
+    backend = tokenizer.backend_tokenizer
+    token = tokenizer.eos_token
+    if token is None:
+        raise UserError("--append_eos: the tokenizer has no end token")
+    if backend.encode("a text").ids[-1] != tokenizer.eos_token_id:
+        ending = TemplateProcessing(single=f"$A {token}", special_tokens=[(token, tokenizer.eos_token_id)])
+        backend.post_processor = Sequence([step for step in (backend.post_processor, ending) if step])
+    model[0].processor = saved_as_it_is(tokenizer)
+
+
+def own_prompts(model):
+    """Return the prefixes of queries and of documents that encode_query and encode_document use."""
+    prompts = []
+    for names in ("query",), ("document", "passage", "corpus"):
+        own = [model.prompts[name] for name in names if model.prompts.get(name)]
+        prompts.append(own[0] if own else "")
+    return prompts
+
+
+def last_word(model):
+    """Return the token that last-token pooling reads if it is not a special one, else None. transformers 5 ignores
+    `add_eos_token` if tokenizer.json lacks it, without a word."""
+    if not any("lasttoken" in getattr(module, "pooling_mode", "") for module in model):
+        return None
+    text = "a text " * int(min(model.max_seq_length, 100_000))  # which is truncated, if any is
+    token = model.tokenizer.convert_ids_to_tokens(model.tokenizer.backend_tokenizer.encode(text).ids[-1])
+    return None if token in model.tokenizer.all_special_tokens else token
+
+
+def check_encode(model, max_tokens, args, accelerator):
+    """Raise UserError if the model's own `encode` has other embeddings of two texts, one of them long, than training:
+    it would be trained for other inputs than it gets later. Also if last-token pooling reads a word."""
+    path = f"--model_name_or_path {args.model_name_or_path}"
+    if word := last_word(model):
+        raise UserError(f"{path}: pools the last token, but texts end in {word!r}: set --append_eos")
+    prompt = (args.prompts or [""])[0]
+    with accelerator.autocast(), torch.no_grad():
+        expected = model.encode(SAMPLE, prompt=prompt, convert_to_tensor=True)  # (2, D or truncate_dim)
+        getattr(model.tokenizer, "backend_tokenizer", model.tokenizer).no_padding()  # encode() has changed this
+        found = []
+        for text in SAMPLE:
+            features, _ = make_micro_batches([prompt + text], [(0, 0)], model, max_tokens, accelerator.device).parts[0]
+            found.append(encode(model, features, accelerator))
+    model.train()
+    check_outputs(path, torch.cat(found)[:, : expected.shape[1]], expected, accelerator.mixed_precision == "no")
 
 
 # ---- evaluation
@@ -1671,12 +1735,13 @@ def pinned(value, device):
     return value.pin_memory() if device.type == "cuda" and torch.is_tensor(value) else value
 
 
-def pad_lists(lists, size, fill, dtype=np.int64, width=1):
-    """Return a (size, longest) tensor of lists, padded with `fill`, at least `width` wide."""
+def pad_lists(lists, size, fill, dtype=np.int64, width=1, side="right"):
+    """Return a (size, longest) tensor of lists, padded with `fill` on a side, at least `width` wide."""
     width = max([width, *map(len, lists)])
     padded = np.full((size, width), fill, dtype)
     for row, values in zip(padded, lists):
-        row[: len(values)] = values
+        start = width - len(values) if side == "left" else 0
+        row[start : start + len(values)] = values
     return torch.from_numpy(padded)
 
 
@@ -1699,13 +1764,13 @@ def pad_micro_batches(encodings, places, model, max_tokens, device):
 
 def pad_texts(encodings, width, tokenizer):
     """Return the features of tokenized texts or pairs, (texts, width) each."""
-    pad = partial(pad_lists, size=len(encodings), width=width)
+    pad = partial(pad_lists, size=len(encodings), width=width, side=tokenizer.padding_side)
     features = {"input_ids": pad([encoding.ids for encoding in encodings], fill=tokenizer.pad_token_id)}
     if "token_type_ids" in tokenizer.model_input_names:
         types = [encoding.type_ids for encoding in encodings]
         features["token_type_ids"] = pad(types, fill=tokenizer.pad_token_type_id)
     if min(map(len, encodings)) < width:  # else transformers waits for the device to see that nothing is masked
-        features["attention_mask"] = pad([encoding.attention_mask for encoding in encodings], fill=0)
+        features["attention_mask"] = pad([[1] * len(encoding) for encoding in encodings], fill=0)
     return features
 
 
@@ -1773,6 +1838,29 @@ def keeps_graphs(number, args, device):
 # ---- model
 
 
+SAMPLE = ["a text", "a longer text, which a model for short texts truncates " * 30]
+
+
+def check_outputs(path, found, expected, exact):
+    """Raise UserError if outputs of the texts SAMPLE, (2, ...), differ from sentence-transformers' own; exact: whether
+    they were computed in float32."""
+    found = found.detach().float()
+    expected = expected.float().to(found.device)
+    difference = (found - expected).norm() / (1 + expected.norm())
+    if difference > (1e-3 if exact else 0.05):
+        raise UserError(
+            f"{path}: sentence-transformers' outputs differ from those of this script by {difference:.2g}: the model "
+            "reads more than the tokens of texts, such as the length of prompts, or padding on the left"
+        )
+
+
+def set_lora_rank(args):
+    """Set --lora_rank to that of --lora_adapter."""
+    if args.lora_adapter:
+        with user_errors(f"--lora_adapter {args.lora_adapter}: not a folder of adapters"):
+            args.lora_rank = json.loads(Path(args.lora_adapter, "adapter_config.json").read_text())["r"]
+
+
 def set_dropout(model, probability):
     """Set the dropout probability of Dropout modules and of all dropout numbers in modules and their configs."""
     found = 0
@@ -1789,16 +1877,23 @@ def set_dropout(model, probability):
         raise UserError(f"--dropout {probability}: the model has no dropout")
 
 
-def add_lora(model, rank, checkpoint, task=None):
-    """Freeze the transformer and add adapters to its linear layers (Hu et al. 2021, section 4; alpha is 2 * rank), new
-    or from a checkpoint. `task`: peft's task type, which decides what other layers are trained."""
-    with user_errors("--lora_rank requires a transformer, and peft (pip install peft)"):
-        from peft import LoraConfig, get_peft_model, set_peft_model_state_dict  # optional
+def add_lora(model, args, checkpoint, task=None):
+    """Freeze the transformer and add adapters to its linear layers (Hu et al. 2021, section 4), new ones or those of
+    --lora_adapter or a checkpoint. `task`: peft's task type, which decides what other layers are trained."""
+    with user_errors("--lora_rank, --lora_adapter: require a transformer, and peft (pip install peft)"):
+        from peft import LoraConfig, PeftModel, get_peft_model  # optional
 
-        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=task)
+        if folder := checkpoint or args.lora_adapter:
+            model[0].model = PeftModel.from_pretrained(model[0].model, folder, is_trainable=True)
+            return
+        config = LoraConfig(
+            r=args.lora_rank,
+            lora_alpha=args.lora_alpha or 2 * args.lora_rank,
+            lora_dropout=args.lora_dropout,
+            target_modules=args.lora_target_modules or "all-linear",
+            task_type=task,
+        )
         model[0].model = get_peft_model(model[0].model, config)
-    if checkpoint:
-        set_peft_model_state_dict(model[0].model, load_file(checkpoint / "adapter_model.safetensors"))
 
 
 def freeze_unused(model, output):
@@ -1824,13 +1919,33 @@ def own_memory(model):
         tensor.data = tensor.data.clone()
 
 
-def set_max_length(model, args):
-    """Truncate texts to --max_length tokens, and let the tokenizer add no padding: once, as two threads use it."""
+def set_up_tokenizer(model, length, flag):
+    """Truncate texts to `length` tokens or the model's limit, in pairs the longer text first, as predict() does. No
+    padding is added. Both are set once, not at each call, as two threads use the tokenizer. Raise UserError for
+    quantized weights."""
+    if getattr(model.config, "quantization_config", None):
+        raise UserError("its weights are quantized, which no test covers: use the model that they were made of")
+    tokenizer = model.tokenizer
+    if tokenizer.pad_token is None:  # of a decoder; what is padded is masked
+        tokenizer.pad_token = tokenizer.eos_token
+    if getattr(model.config, "pad_token_id", 0) is None:
+        model.config.pad_token_id = tokenizer.pad_token_id  # where a classification head looks for the last token
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None  # else an end token that is also padding would not be trained
     limit = getattr(model.config, "max_position_embeddings", None) or math.inf
-    model.max_seq_length = args.max_length or model.max_seq_length
+    model.max_seq_length = length or model.max_seq_length
     if model.max_seq_length > limit:
-        raise UserError(f"--max_length {model.max_seq_length}: the model has positions for {limit} tokens")
-    model.tokenizer.backend_tokenizer.no_padding()
+        raise UserError(f"--{flag} {model.max_seq_length}: the model has positions for {limit} tokens")
+    tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
+    tokenizer.backend_tokenizer.no_padding()
+
+
+def saved_as_it_is(tokenizer):
+    """Return a tokenizer as a PreTrainedTokenizerFast: other classes would replace its template when loaded."""
+    names = ("model_input_names", "model_max_length", "padding_side", "truncation_side")
+    options = {name: getattr(tokenizer, name) for name in names} | tokenizer.special_tokens_map
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **options)
 
 
 # ---- collections to evaluate on
@@ -2406,6 +2521,16 @@ class Run:
             folder = self.output / f"checkpoints/step_{self.step:08}"
             save_checkpoint(folder, self.model_to_save, tensors, state, self.args.save_total_limit, self.best_step)
         self.accelerator.wait_for_everyone()
+
+    def write_model(self, model, card):
+        """Write model/, and print where it is; card: the text of its README.md."""
+        with save_atomically(self.output / "model") as part:
+            if self.args.lora_rank:
+                model[0].model.save_pretrained(str(part / "adapter"))  # --lora_adapter trains it on
+                model[0].model = model[0].model.merge_and_unload()  # loads without peft
+            model.save_pretrained(str(part), create_model_card=False)
+            (part / "README.md").write_text(card)
+        print(f"the model is in {self.output / 'model'}")
 
     def describe(self, held_out):
         """Return what the card of the model says of the run; held_out: number of held-out rows."""

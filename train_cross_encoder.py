@@ -27,7 +27,7 @@ of terms over all processes. So the number of processes, --micro_batch_tokens an
 but not the gradient (except with dropout, whose random masks depend on how pairs are grouped).
 
 Output: model/ (loads in sentence-transformers), checkpoints/, metrics.jsonl, args.yaml and training.png.
-Left out on purpose: uploads to the Hub, several labels per pair, generative rerankers, DeepSpeed.
+Left out on purpose: uploads to the Hub, several labels per pair, rerankers of lists, DeepSpeed.
 """
 
 # /// script
@@ -85,6 +85,7 @@ from matplotlib.figure import Figure
 from pyarrow.dataset import ParquetFragmentScanOptions
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder
+from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.sentence_transformer.evaluation import BinaryClassificationEvaluator
 from sklearn.metrics import average_precision_score
 from tokenizers.processors import TemplateProcessing
@@ -145,7 +146,14 @@ class Args:
     template: str | None = flag(None, "text around {query} and {document}, special tokens included; None: the model's")
     dropout: float | None = flag(None, "dropout probability of the transformer; None: the model's own")
     lora_rank: int = flag(0, "train LoRA adapters of this rank instead of all weights; 0: train all weights")
+    lora_alpha: int | None = flag(None, "adapters are scaled by this over the rank; None: twice the rank")
+    lora_dropout: float = flag(0.0, "dropout probability of the adapters' inputs")
+    lora_target_modules: list[str] = flag([], "layers that get adapters, such as q_proj; none: all linear ones")
+    lora_adapter: str | None = flag(None, "folder of adapters to train on, such as model/adapter of an earlier run")
     attn_implementation: str | None = flag(None, "attention kernels: sdpa, flash_attention_2, ...; None: the default")
+    prompts: list[str] = flag(
+        [], "prefix of queries, or one per source; of a model with a chat template, its instruction; none: its own"
+    )
     # step
     batch_size: int = flag(64, "rows of a batch, over all processes")
     micro_batch_tokens: int | None = flag(None, "tokens of a forward pass; None: 2,048 on a CPU, else 16,384")
@@ -218,6 +226,9 @@ def check_flags(args):
         raise UserError("--eval_run requires one run file for each of --eval_beir")
     if args.template and not (args.template.count("{query}") == args.template.count("{document}") == 1):
         raise UserError("--template must contain {query} and {document} once each")
+    if len(args.prompts) not in (0, 1, len(args.train_data)):
+        raise UserError("--prompts takes one, or one for each source")
+    set_lora_rank(args)
     for name, value in args.loss_kwargs.items():
         if not (isinstance(value, int | float) and 0 < value < math.inf):
             raise UserError(f"--loss_kwargs {name} {value}: must be a number above 0")
@@ -241,21 +252,23 @@ def main(args):
     if args.loss in TEACHER_LOSSES:
         set_teacher_temperature(read_first_rows(data, args), args)
     run.check_changes(data)
-    draw_candidates = partial(draw_negatives, replace(args, num_negatives=CANDIDATES - 1))
-    held_out = read_held_out(data, args, accelerator, draw_candidates)
-    eval_sets = open_eval_sets(held_out, args)
-    run.collections = list(eval_sets)
     steps = math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
     steps = args.max_steps or steps
     eval_steps = args.eval_steps or max(1, steps // 10)
 
-    # ---- model, loss, optimizer and schedule
+    # ---- model, held-out rows, loss, optimizer and schedule
     loss_fn = make_loss(args)
     model = load_model(args, run.checkpoint)
     check_attention(model, accelerator)
+    args.prompts = args.prompts or own_prompts(model)
+    draw_candidates = partial(draw_negatives, replace(args, num_negatives=CANDIDATES - 1))
+    held_out = read_held_out(data, args, accelerator, draw_candidates)
+    eval_sets = open_eval_sets(held_out, args)
+    run.collections = list(eval_sets)
     model_to_save = copy.deepcopy(model) if sharded and is_main else model  # FSDP will shard `model`
     model = model.to(device).train()
     max_tokens = args.micro_batch_tokens or (2048 if device.type == "cpu" else 16_384)
+    check_predict(model, max_tokens, args, accelerator)
     features, _ = make_micro_batches([], model, max_tokens, args, device).parts[0]
     freeze_unused(model, score(model, features, accelerator))
     optimizer = make_optimizer(model, args)
@@ -330,15 +343,10 @@ def main(args):
     elif is_main:
         if run.best_step:
             model_to_save = load_model(args, run.best_checkpoint())
-        if args.lora_rank:
-            model_to_save[0].model = model_to_save[0].model.merge_and_unload()  # loads without peft
-        with save_atomically(run.output / "model") as part:
-            model_to_save.save_pretrained(str(part), create_model_card=False)
-            (part / "README.md").write_text(model_card(args, run, len(held_out)))
+        run.write_model(model_to_save, model_card(args, run, len(held_out)))
         plot_metrics(run.metrics, run.measures(), run.output / "training.png")
         if run.skipped + data.skipped:
             print(f"{run.skipped + data.skipped:,} bad rows skipped")
-        print(f"the model is in {run.output / 'model'}")
     interrupted = signal.SIGINT in run.signals and not run.finished
     del eval_sets  # and their temporary files
     del model, run  # delete DDP before its process group: else one exit in fifty deadlocks (torch 2.13)
@@ -660,15 +668,45 @@ def make_micro_batches(rows, model, max_tokens, args, device):
     """Return the MicroBatches of the pairs of rows."""
     pairs = []
     places = []
+    prompts = args.prompts or [""]
+    if has_chat_template(model):  # which contains the prompt
+        prompts = [""]
     for number, row in enumerate(rows):
-        query = truncate_query(row.query, model, args)
+        prompt = prompts[min(row.cells.get(SOURCE, 0), len(prompts) - 1)]
+        query = truncate_query(prompt + row.query, model, args)
         pairs += [(query, document) for document in row.documents]
         places += [(number, column) for column in range(len(row.documents))]
     if not pairs:  # a stand-in, in an empty slot: forward passes and collectives must match those of other processes
         pairs = [("a query", "a document")]
         places = [(0, 0)]
-    encodings = model.tokenizer.backend_tokenizer.encode_batch_fast(pairs)
-    return pad_micro_batches(encodings, places, model, max_tokens, device)
+    micro_batches = pad_micro_batches(tokenize_pairs(pairs, model), places, model, max_tokens, device)
+    if is_causal(model):
+        for features, _ in micro_batches.parts:
+            features["logits_to_keep"] = 1  # else the vocabulary's logits of all tokens are computed
+    return micro_batches
+
+
+@dataclass
+class Tokens:
+    """The tokens of a pair, with what is read of an Encoding of `tokenizers`."""
+
+    ids: list
+
+    def __len__(self):
+        return len(self.ids)
+
+
+def tokenize_pairs(pairs, model):
+    """Return the encodings of (query, document) pairs, in the model's chat template if it has one."""
+    if not has_chat_template(model):
+        return model.tokenizer.backend_tokenizer.encode_batch_fast(pairs)
+    prompt = model.prompts.get(model.default_prompt_name)
+    encodings = []
+    for first in range(0, len(pairs), 64):  # padded to the longest
+        features = model.preprocess(pairs[first : first + 64], prompt=prompt)
+        for ids, mask in zip(features["input_ids"], features["attention_mask"]):
+            encodings.append(Tokens(ids[mask > 0].tolist()))
+    return encodings
 
 
 # ---- optimizer and schedule
@@ -709,9 +747,17 @@ def set_template(tokenizer, template):
             words = tokenizer.convert_ids_to_tokens(ids)
             tokens.append({"id": name, "ids": ids, "tokens": words})
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A", pair=pair, special_tokens=tokens)
-    names = ("model_input_names", "model_max_length", "padding_side", "truncation_side")
-    options = {name: getattr(tokenizer, name) for name in names} | tokenizer.special_tokens_map
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **options)
+    return saved_as_it_is(tokenizer)
+
+
+def has_chat_template(model):
+    """Return whether sentence-transformers puts pairs into a chat template."""
+    return "message" in model[0].modality_config
+
+
+def is_causal(model):
+    """Return whether the score is that of a word such as "yes", a causal model's next token, and not of a head."""
+    return isinstance(model[-1], LogitScore)
 
 
 def load_model(args, checkpoint=None):
@@ -725,25 +771,50 @@ def load_model(args, checkpoint=None):
     with user_errors(f"--model_name_or_path {path}"):
         check_exists(path)
         model = CrossEncoder(path, device="cpu", model_kwargs=options, trust_remote_code=False)
-        if (found := (len(model), model.num_labels, model.default_prompt_name)) != (1, 1, None):
-            raise UserError("has {} modules, {} labels, default prompt {}: must be 1, 1, None".format(*found))
-        set_max_length(model, args)
+        if (found := (len(model) - is_causal(model), model.num_labels)) != (1, 1):
+            raise UserError("has {} modules and {} labels: must be 1 and 1".format(*found))
+        if has_chat_template(model) and len(args.prompts) > 1 and not args.template:
+            raise UserError("has a chat template: --prompts takes one instruction")
         if args.template:
             model[0].processor = set_template(model.tokenizer, args.template)
-        # Truncate the longer text of a pair first, like predict().
-        model.tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
+            model[0].modality_config.pop("message", None)  # a chat template
+        set_up_tokenizer(model, args.max_length, "max_length")
         if args.gradient_checkpointing:
             model[0].model.activation_checkpointing_enable({"use_reentrant": False})
     # predict() applies this: bce trains a probability, any other loss the logit itself.
     model.activation_fn = torch.nn.Sigmoid() if args.loss == "bce" else torch.nn.Identity()
     if args.dropout is not None:
         set_dropout(model, args.dropout)
+    if args.prompts:
+        model.prompts = {f"query_{n}": prompt for n, prompt in enumerate(args.prompts, 1)}
+        model.default_prompt_name = "query_1"
     if args.lora_rank:
-        add_lora(model, args.lora_rank, checkpoint, "SEQ_CLS")  # so that peft trains the whole head
+        task = "CAUSAL_LM" if is_causal(model) else "SEQ_CLS"  # peft trains the whole head
+        add_lora(model, args, checkpoint, task)
     else:
         model.float()  # with autocast, too, the weights updated are float32
     own_memory(model)
     return model
+
+
+def own_prompts(model):
+    """Return a list of the prompt that predict() uses, if there is one."""
+    prompt = model.prompts.get(model.default_prompt_name)
+    return [prompt] if prompt else []
+
+
+def check_predict(model, max_tokens, args, accelerator):
+    """Raise UserError if the model's own `predict` has other scores of two pairs, one of them long, than training: it
+    would be trained for other inputs than it gets later."""
+    pairs = [("a query", text) for text in SAMPLE]
+    with accelerator.autocast():
+        expected = model.predict(pairs, activation_fn=torch.nn.Identity(), convert_to_tensor=True)
+    model.tokenizer.backend_tokenizer.no_padding()  # predict() has changed this
+    rows = [Row(query, [text], []) for query, text in pairs]
+    found = score_rows(model, rows, max_tokens, replace(args, query_max_length=None), accelerator)
+    model.train()
+    path = f"--model_name_or_path {args.model_name_or_path}"
+    check_outputs(path, torch.tensor(found), expected, accelerator.mixed_precision == "no")
 
 
 # ---- evaluation
@@ -1707,12 +1778,13 @@ def pinned(value, device):
     return value.pin_memory() if device.type == "cuda" and torch.is_tensor(value) else value
 
 
-def pad_lists(lists, size, fill, dtype=np.int64, width=1):
-    """Return a (size, longest) tensor of lists, padded with `fill`, at least `width` wide."""
+def pad_lists(lists, size, fill, dtype=np.int64, width=1, side="right"):
+    """Return a (size, longest) tensor of lists, padded with `fill` on a side, at least `width` wide."""
     width = max([width, *map(len, lists)])
     padded = np.full((size, width), fill, dtype)
     for row, values in zip(padded, lists):
-        row[: len(values)] = values
+        start = width - len(values) if side == "left" else 0
+        row[start : start + len(values)] = values
     return torch.from_numpy(padded)
 
 
@@ -1735,13 +1807,13 @@ def pad_micro_batches(encodings, places, model, max_tokens, device):
 
 def pad_texts(encodings, width, tokenizer):
     """Return the features of tokenized texts or pairs, (texts, width) each."""
-    pad = partial(pad_lists, size=len(encodings), width=width)
+    pad = partial(pad_lists, size=len(encodings), width=width, side=tokenizer.padding_side)
     features = {"input_ids": pad([encoding.ids for encoding in encodings], fill=tokenizer.pad_token_id)}
     if "token_type_ids" in tokenizer.model_input_names:
         types = [encoding.type_ids for encoding in encodings]
         features["token_type_ids"] = pad(types, fill=tokenizer.pad_token_type_id)
     if min(map(len, encodings)) < width:  # else transformers waits for the device to see that nothing is masked
-        features["attention_mask"] = pad([encoding.attention_mask for encoding in encodings], fill=0)
+        features["attention_mask"] = pad([[1] * len(encoding) for encoding in encodings], fill=0)
     return features
 
 
@@ -1809,6 +1881,29 @@ def keeps_graphs(number, args, device):
 # ---- model
 
 
+SAMPLE = ["a text", "a longer text, which a model for short texts truncates " * 30]
+
+
+def check_outputs(path, found, expected, exact):
+    """Raise UserError if outputs of the texts SAMPLE, (2, ...), differ from sentence-transformers' own; exact: whether
+    they were computed in float32."""
+    found = found.detach().float()
+    expected = expected.float().to(found.device)
+    difference = (found - expected).norm() / (1 + expected.norm())
+    if difference > (1e-3 if exact else 0.05):
+        raise UserError(
+            f"{path}: sentence-transformers' outputs differ from those of this script by {difference:.2g}: the model "
+            "reads more than the tokens of texts, such as the length of prompts, or padding on the left"
+        )
+
+
+def set_lora_rank(args):
+    """Set --lora_rank to that of --lora_adapter."""
+    if args.lora_adapter:
+        with user_errors(f"--lora_adapter {args.lora_adapter}: not a folder of adapters"):
+            args.lora_rank = json.loads(Path(args.lora_adapter, "adapter_config.json").read_text())["r"]
+
+
 def set_dropout(model, probability):
     """Set the dropout probability of Dropout modules and of all dropout numbers in modules and their configs."""
     found = 0
@@ -1825,16 +1920,23 @@ def set_dropout(model, probability):
         raise UserError(f"--dropout {probability}: the model has no dropout")
 
 
-def add_lora(model, rank, checkpoint, task=None):
-    """Freeze the transformer and add adapters to its linear layers (Hu et al. 2021, section 4; alpha is 2 * rank), new
-    or from a checkpoint. `task`: peft's task type, which decides what other layers are trained."""
-    with user_errors("--lora_rank requires a transformer, and peft (pip install peft)"):
-        from peft import LoraConfig, get_peft_model, set_peft_model_state_dict  # optional
+def add_lora(model, args, checkpoint, task=None):
+    """Freeze the transformer and add adapters to its linear layers (Hu et al. 2021, section 4), new ones or those of
+    --lora_adapter or a checkpoint. `task`: peft's task type, which decides what other layers are trained."""
+    with user_errors("--lora_rank, --lora_adapter: require a transformer, and peft (pip install peft)"):
+        from peft import LoraConfig, PeftModel, get_peft_model  # optional
 
-        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=task)
+        if folder := checkpoint or args.lora_adapter:
+            model[0].model = PeftModel.from_pretrained(model[0].model, folder, is_trainable=True)
+            return
+        config = LoraConfig(
+            r=args.lora_rank,
+            lora_alpha=args.lora_alpha or 2 * args.lora_rank,
+            lora_dropout=args.lora_dropout,
+            target_modules=args.lora_target_modules or "all-linear",
+            task_type=task,
+        )
         model[0].model = get_peft_model(model[0].model, config)
-    if checkpoint:
-        set_peft_model_state_dict(model[0].model, load_file(checkpoint / "adapter_model.safetensors"))
 
 
 def freeze_unused(model, output):
@@ -1860,13 +1962,33 @@ def own_memory(model):
         tensor.data = tensor.data.clone()
 
 
-def set_max_length(model, args):
-    """Truncate texts to --max_length tokens, and let the tokenizer add no padding: once, as two threads use it."""
+def set_up_tokenizer(model, length, flag):
+    """Truncate texts to `length` tokens or the model's limit, in pairs the longer text first, as predict() does. No
+    padding is added. Both are set once, not at each call, as two threads use the tokenizer. Raise UserError for
+    quantized weights."""
+    if getattr(model.config, "quantization_config", None):
+        raise UserError("its weights are quantized, which no test covers: use the model that they were made of")
+    tokenizer = model.tokenizer
+    if tokenizer.pad_token is None:  # of a decoder; what is padded is masked
+        tokenizer.pad_token = tokenizer.eos_token
+    if getattr(model.config, "pad_token_id", 0) is None:
+        model.config.pad_token_id = tokenizer.pad_token_id  # where a classification head looks for the last token
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None  # else an end token that is also padding would not be trained
     limit = getattr(model.config, "max_position_embeddings", None) or math.inf
-    model.max_seq_length = args.max_length or model.max_seq_length
+    model.max_seq_length = length or model.max_seq_length
     if model.max_seq_length > limit:
-        raise UserError(f"--max_length {model.max_seq_length}: the model has positions for {limit} tokens")
-    model.tokenizer.backend_tokenizer.no_padding()
+        raise UserError(f"--{flag} {model.max_seq_length}: the model has positions for {limit} tokens")
+    tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
+    tokenizer.backend_tokenizer.no_padding()
+
+
+def saved_as_it_is(tokenizer):
+    """Return a tokenizer as a PreTrainedTokenizerFast: other classes would replace its template when loaded."""
+    names = ("model_input_names", "model_max_length", "padding_side", "truncation_side")
+    options = {name: getattr(tokenizer, name) for name in names} | tokenizer.special_tokens_map
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **options)
 
 
 # ---- collections to evaluate on
@@ -2442,6 +2564,16 @@ class Run:
             folder = self.output / f"checkpoints/step_{self.step:08}"
             save_checkpoint(folder, self.model_to_save, tensors, state, self.args.save_total_limit, self.best_step)
         self.accelerator.wait_for_everyone()
+
+    def write_model(self, model, card):
+        """Write model/, and print where it is; card: the text of its README.md."""
+        with save_atomically(self.output / "model") as part:
+            if self.args.lora_rank:
+                model[0].model.save_pretrained(str(part / "adapter"))  # --lora_adapter trains it on
+                model[0].model = model[0].model.merge_and_unload()  # loads without peft
+            model.save_pretrained(str(part), create_model_card=False)
+            (part / "README.md").write_text(card)
+        print(f"the model is in {self.output / 'model'}")
 
     def describe(self, held_out):
         """Return what the card of the model says of the run; held_out: number of held-out rows."""

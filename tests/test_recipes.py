@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from accelerate import Accelerator
 from conftest import ROOT, launch, metrics, write_jsonl
 from safetensors.torch import load_file
@@ -152,6 +153,27 @@ def check_own_loss(run, folder, rows):
     one, three = logged(folder / "runs/recipe"), logged(folder / "runs/three")
     assert one[0] == pytest.approx(total / len(queries), rel=1e-5)
     assert len(one) == 4 and three == pytest.approx(one, rel=1e-5)
+
+
+# ---- instructions
+
+
+def setup_instructions(folder, rows):
+    tasks = ["Find the function", "Find code for this"]
+    write_jsonl(folder / "tasks.jsonl", [row | {"task": tasks[n % 2]} for n, row in enumerate(rows[:200])])
+
+
+def check_instructions(run, folder, rows):
+    """Rows whose queries contain the instruction already give the same losses to the script as it is."""
+    written = []
+    for n, row in enumerate(rows[:200]):
+        task = ["Find the function", "Find code for this"][n % 2]
+        written.append(row | {"docstring": f"Instruct: {task}\nQuery: {row['docstring']}"})
+    write_jsonl(folder / "tasks.jsonl", written)
+    flags = yaml.safe_load((folder / "runs/recipe/args.yaml").read_text())
+    (folder / "args.yaml").write_text(yaml.safe_dump(flags))
+    launch(ROOT / "train_bi_encoder.py", folder / "args.yaml", "--output_dir", folder / "runs/plain", cwd=folder)
+    assert logged(folder / "runs/recipe") == logged(folder / "runs/plain") and len(logged(folder / "runs/plain")) == 4
 
 
 # ---- optimizer
@@ -463,7 +485,9 @@ def check_images(run, folder, rows):
 
 
 SETUPS = {"own_loss": setup_own_loss, "layers": setup_layers, "hub": setup_hub, "sql": setup_sql,
-          "two_tasks": setup_two_tasks, "measure": setup_measure, "images": setup_images}  # fmt: skip
+          "two_tasks": setup_two_tasks, "measure": setup_measure, "images": setup_images,
+          "instructions": setup_instructions}  # fmt: skip
 CHECKS = {"own_loss": check_own_loss, "optimizer": check_optimizer, "learned_temperature": check_learned_temperature,
           "layers": check_layers, "hub": check_hub, "sql": check_sql, "two_tasks": check_two_tasks,
-          "measure": check_measure, "similarity": check_similarity, "images": check_images}  # fmt: skip
+          "measure": check_measure, "similarity": check_similarity, "images": check_images,
+          "instructions": check_instructions}  # fmt: skip

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, count_cached, launch, write_jsonl
 from forked import Forked
+from sentence_transformers import CrossEncoder
 
 import eval_incremental as script
 
@@ -48,8 +49,6 @@ def texts_of(beir):
 
 
 def test_order_equals_that_of_predict(evaluate, beir, reranker, tmp_path):
-    from sentence_transformers import CrossEncoder
-
     got = evaluate(
         "--beir", beir, "--cross_encoder", reranker, "--rerank_k", 12, "--top_k", 30, "--metrics", "RR", "P@5"
     )
@@ -203,6 +202,7 @@ def counted(model, features, accelerator):
     time.sleep(0.03)
     return scores
 script.score = counted
+script.CachedScorer.check = lambda self: None  # it scores two pairs of its own
 script.main(script.parse_args(sys.argv[1:]))
 """
 
@@ -265,24 +265,30 @@ def test_unknown_documents_are_measured_and_rank_last(evaluate, beir, reranker, 
     assert after["warnings"] == ["1 documents to rerank are not in the corpus; they rank last"]
 
 
-@pytest.mark.parametrize("which", ["bi-encoder", "several labels", "nowhere", "damaged", "prompted"])
+@pytest.mark.parametrize("which", ["bi-encoder", "several labels", "nowhere", "damaged"])
 def test_models_that_cannot_rerank(evaluate, beir, bert, reranker, run_file, tmp_path, which):
     path = {"bi-encoder": bert}.get(which, tmp_path / "model")
     if which == "several labels":
-        from sentence_transformers import CrossEncoder
-
         CrossEncoder(str(bert), device="cpu", num_labels=3).save_pretrained(str(path))
-    elif which == "prompted":
-        from sentence_transformers import CrossEncoder
-
-        prompted = CrossEncoder(str(reranker), device="cpu", prompts={"q": "find: "}, default_prompt_name="q")
-        prompted.save_pretrained(str(path))
     elif which == "damaged":
         shutil.copytree(reranker, path)
         (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:2000])
     with pytest.raises(script.UserError) as error:
         evaluate("--beir", beir, "--run", run_file, "--cross_encoder", path)
     assert str(error.value).startswith(f"--cross_encoder {path}: ") and "\n" not in str(error.value)
+
+
+def test_the_prompt_of_a_model_is_part_of_its_pairs(evaluate, beir, reranker, run_file, tmp_path):
+    """Scores are those of predict(), which prepends it to queries; other prompts have other cached scores."""
+    queries, documents = texts_of(beir)
+    for prompt in ("find: ", "what is "):
+        model = CrossEncoder(str(reranker), device="cpu", prompts={"q": prompt}, default_prompt_name="q")
+        model.save_pretrained(str(tmp_path / "model"))
+        evaluate("--beir", beir, "--run", run_file, "--cross_encoder", tmp_path / "model", "--rerank_k", 5)
+        (path,) = (tmp_path / "out").glob("*+*/run.trec")
+        found = dict(read_run(path)["q3"][:5])
+        scores = model.predict([(queries["q3"], documents[d]) for d in found], activation_fn=torch.nn.Identity())
+        assert list(found.values()) == pytest.approx(scores.tolist(), abs=1e-5)
 
 
 def test_length_of_pairs(evaluate, beir, run_file, reranker):

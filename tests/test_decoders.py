@@ -1,0 +1,480 @@
+"""Models whose last token counts (decoders that embed, yes/no rerankers), adapters, and figures of the device."""
+
+import importlib
+import json
+import shutil
+import signal
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from conftest import ROOT, TRAINERS, launch, metrics, read_run, train, weights, write_jsonl
+from forked import merge_flags
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Pooling
+from test_fsdp2 import launch_sharded
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+from torch.utils.flop_counter import FlopCounterMode
+
+import eval_incremental
+import train_bi_encoder
+import train_cross_encoder
+
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+         "intermediate_size": 64, "vocab_size": 300, "max_position_embeddings": 512}  # fmt: skip
+CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<answer>"
+TEMPLATE = "<bos>Query: {query}\nDocument: {document}\nRelevant: "
+
+
+def decoder_tokenizer(side="right", ending="<end>", padding="<pad>"):
+    """Return a byte-level tokenizer that appends `ending`, which has "yes" and "no" as tokens."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<pad>", "<end>", "<bos>", "ye", "yes", "no"]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(BPE(vocabulary, [("y", "e"), ("ye", "s"), ("n", "o")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if ending:
+        special = [(ending, vocabulary[ending])]
+        tokenizer.post_processor = TemplateProcessing(single=f"$A {ending}", special_tokens=special)
+    options = {"eos_token": "<end>", "bos_token": "<bos>", "padding_side": side, "model_max_length": 64}
+    if padding:
+        options["pad_token"] = padding
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
+
+
+def make_decoder(folder, name="Qwen3Model", chat=None, **options):
+    """Write a tiny decoder with random weights, large enough for texts to have different embeddings."""
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**SHAPE, pad_token_id=256, eos_token_id=257, bos_token_id=258))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    model.save_pretrained(folder)
+    tokenizer = decoder_tokenizer(**options)
+    tokenizer.chat_template = chat
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_encoder(folder, name, bert):
+    """Write a tiny encoder of a kind with the tokenizer of `bert`."""
+    kind = getattr(transformers, name)
+    shape = {"vocab_size": 1000, "pad_token_id": 0, "hidden_size": 32, "num_hidden_layers": 2,
+             "num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": 130}  # fmt: skip
+    if name == "T5EncoderModel":
+        shape = {"vocab_size": 1000, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    torch.manual_seed(0)
+    kind(kind.config_class(**shape)).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(bert).save_pretrained(folder)
+    return folder
+
+
+def make(name, folder, bert, side="right"):
+    if name in ("Qwen3Model", "LlamaModel", "GemmaModel"):
+        return make_decoder(folder, name, side=side)
+    make_encoder(folder, name, bert)
+    if side == "left":
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"padding_side": side}))
+    return folder
+
+
+def load(name, folder, *flags):
+    """Return (script, args, model) of a trainer."""
+    script = importlib.import_module(name)
+    data = [] if "--train_data" in flags else ["--train_data", "x"]
+    args = script.parse_args([*data, "--model_name_or_path", str(folder), *flags])
+    model = script.load_model(args)
+    args.prompts = args.prompts or script.own_prompts(model)
+    return script, args, model
+
+
+def check(name, folder, *flags):
+    """Run the trainer's comparison with the library."""
+    script, args, model = load(name, folder, *flags)
+    compare = {"train_bi_encoder": "check_encode", "train_cross_encoder": "check_predict"}[name]
+    getattr(script, compare)(model, 2048, args, Accelerator(cpu=True))
+
+
+def flags_of(corpus, model, output, *more):
+    return ["--train_data", corpus, "--model_name_or_path", model, "--max_steps", 6, "--batch_size", 16,
+            "--eval_rows", 20, "--logging_steps", 1, "--eval_steps", 3, "--save_steps", 3, "--learning_rate", 1e-3,
+            "--num_negatives", 2, "--micro_batch_tokens", 700, "--output_dir", output, *more]  # fmt: skip
+
+
+def losses(output):
+    return [line["loss"] for line in metrics(output) if "loss" in line]
+
+
+def resume_from_step_3(script, output, flags, **more):
+    """Undo a run's second half, and let a resumed run repeat it."""
+    shutil.rmtree(output / "checkpoints/step_00000006")
+    shutil.rmtree(output / "model")
+    launch(script, *flags, "--resume", **more)
+
+
+# ---- tokens
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    "name",
+    ["BertModel", "XLMRobertaModel", "ModernBertModel", "T5EncoderModel", "Qwen3Model", "LlamaModel", "GemmaModel"],
+)
+def test_embeddings_equal_those_of_the_library(name, side, rows, bert, tmp_path):
+    """By each pooling, with prompts, truncated texts and padding on both sides; also after saving. BERT counts
+    positions from the padding: if that is on the left, its embeddings depend on the other texts, and it is refused."""
+    folder = make(name, tmp_path / "model", bert, side)
+    if (name, side) == ("BertModel", "left"):
+        with pytest.raises(train_bi_encoder.UserError, match="outputs differ"):
+            check("train_bi_encoder", folder)
+        return
+    texts = [row["code"][: 20 + number] for number, row in enumerate(rows[:30])] + [row["code"] for row in rows[:5]]
+    for pooling in ("mean", "cls", "lasttoken"):
+        flags = ["--pooling", pooling, "--max_length", "60", "--prompts", "query: ", "code: "]
+        check("train_bi_encoder", folder, *flags)
+        script, _, model = load("train_bi_encoder", folder, *flags)
+        model.eval()
+        places = [(number, 0) for number in range(len(texts))]
+        prompted = ["query: " + text for text in texts]
+        accelerator = Accelerator(cpu=True)
+        parts = script.make_micro_batches(prompted, places, model, 600, accelerator.device)
+        with torch.no_grad():
+            found = torch.cat([script.encode(model, features, accelerator) for features, _ in parts.parts])
+        assert parts.padded > parts.tokens and len(parts.parts) > 1
+        order = np.concatenate([indices for _, indices in parts.parts])
+        model.save_pretrained(str(tmp_path / pooling))
+        saved = SentenceTransformer(str(tmp_path / pooling), device="cpu")
+        assert saved.tokenizer.padding_side == side
+        expected = torch.from_numpy(saved.encode_query(texts))[order]
+        assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["Qwen3Model", "LlamaModel"])
+def test_a_missing_end_token_is_refused_and_appended(name, corpus, rows, tmp_path):
+    """The saved tokenizer ends each text, a truncated one as well, in it; so do a resumed run's checkpoints."""
+    model = make_decoder(tmp_path / "model", name, ending=None, padding=None)
+    script = ROOT / "train_bi_encoder.py"
+    flags = flags_of(corpus, model, tmp_path / "out", "--pooling", "lasttoken")
+    done = launch(script, *flags, check=False)
+    assert done.returncode == 1 and "texts end in 'a': set --append_eos" in done.stderr.splitlines()[-1]
+
+    flags.append("--append_eos")
+    launch(script, *flags)
+    assert losses(tmp_path / "out")[-1] < losses(tmp_path / "out")[0]
+    expected = weights(tmp_path / "out/model")
+    resume_from_step_3(script, tmp_path / "out", flags)
+    assert torch.equal(weights(tmp_path / "out/model"), expected)
+
+    saved = SentenceTransformer(str(tmp_path / "out/model"), device="cpu")
+    texts = ["a text", "a text of many words " * 50]
+    for ids in saved.tokenizer(texts, truncation=True)["input_ids"]:
+        assert ids[-1] == 257 and ids.count(257) == 1 and len(ids) <= 64
+    check("train_bi_encoder", tmp_path / "out/model", "--pooling", "lasttoken")
+    check("train_bi_encoder", tmp_path / "out/model", "--pooling", "lasttoken", "--append_eos")  # not appended twice
+
+
+def test_a_model_that_reads_more_than_tokens_is_refused(bert, beir, evaluate, tmp_path):
+    """One that excludes the prompt from pooling, which sentence-transformers does by the length of the prompt."""
+    model = SentenceTransformer(str(bert), device="cpu")
+    model[1] = Pooling(32, pooling_mode="mean", include_prompt=False)
+    model.prompts = {"query": "find this: ", "document": ""}
+    model.save_pretrained(str(tmp_path / "model"))
+    check("train_bi_encoder", tmp_path / "model", "--prompts", "")
+    for flags in ([], ["--prompts", "find this: ", ""]):  # its own prompts are used by default
+        with pytest.raises(train_bi_encoder.UserError, match="outputs differ .* the length of prompts"):
+            check("train_bi_encoder", tmp_path / "model", *flags)
+    with pytest.raises(eval_incremental.UserError, match="outputs differ"):
+        evaluate("--beir", beir, "--model_name_or_path", tmp_path / "model")
+    evaluate("--beir", beir, "--model_name_or_path", tmp_path / "model", "--prompts", "")
+
+
+def test_a_chat_model_embeds_plain_texts(corpus, tmp_path):
+    """sentence-transformers would put the texts of a new embedder into the chat template."""
+    model = make_decoder(tmp_path / "model", chat=CHAT)
+    assert "message" in SentenceTransformer(str(model), device="cpu")[0].modality_config
+    launch(ROOT / "train_bi_encoder.py", *flags_of(corpus, model, tmp_path / "out", "--pooling", "lasttoken"))
+    saved = SentenceTransformer(str(tmp_path / "out/model"), device="cpu")
+    assert saved.preprocess(["ab"])["input_ids"].tolist() == [
+        [*saved.tokenizer.convert_tokens_to_ids(["a", "b"]), 257]
+    ]
+
+
+def test_the_evaluator_warns_of_a_missing_end_token(beir, evaluate, tmp_path, capsys):
+    for ending in ("<end>", None):
+        folder = make_decoder(tmp_path / f"{ending}", ending=ending)
+        model = SentenceTransformer(str(folder), device="cpu")
+        model[1] = Pooling(32, pooling_mode="lasttoken")
+        model.save_pretrained(str(folder))
+        evaluate("--beir", beir, "--model_name_or_path", folder)
+        assert ("pools the last token, but texts end in 'a'" in capsys.readouterr().out) == (ending is None)
+
+
+def test_the_models_own_prompts_are_the_default(corpus, bert, tmp_path):
+    """Training with the stored prompts equals naming them; --prompts '' switches them off."""
+    model = SentenceTransformer(str(bert), device="cpu", prompts={"query": "find: ", "document": "code: "})
+    model.save_pretrained(str(tmp_path / "model"))
+    found = {}
+    for name, more in {"own": [], "named": ["--prompts", "find: ", "code: "], "none": ["--prompts", ""]}.items():
+        flags = flags_of(corpus, tmp_path / "model", tmp_path / name, *more, "--dropout", 0)
+        train("train_bi_encoder", *flags)
+        found[name] = losses(tmp_path / name)
+    assert found["own"] == found["named"] != found["none"]
+    saved = SentenceTransformer(str(tmp_path / "own/model"), device="cpu")
+    assert saved.prompts["query"] == "find: " and saved.prompts["document"] == "code: "
+
+
+# ---- yes/no rerankers
+
+
+@pytest.fixture(scope="module")
+def yes_no(tmp_path_factory):
+    """Folders of tiny causal models: without and with a chat template."""
+    folders = {}
+    for name, chat in (("plain", None), ("chat", CHAT)):
+        folders[name] = make_decoder(tmp_path_factory.mktemp(name), "Qwen3ForCausalLM", ending=None, chat=chat)
+    return folders
+
+
+@pytest.mark.parametrize(
+    "kind, flags",
+    [
+        ("plain", []),
+        ("plain", ["--template", TEMPLATE]),
+        ("plain", ["--template", TEMPLATE, "--prompts", "Judge. "]),
+        ("chat", []),
+        ("chat", ["--prompts", "Judge."]),
+        ("chat", ["--template", TEMPLATE]),
+    ],
+)
+def test_yes_no_scores_equal_those_of_the_library(kind, flags, yes_no, rows, tmp_path):
+    """Also of truncated pairs and after saving; only the last token's logits are computed."""
+    check("train_cross_encoder", yes_no[kind], *flags)
+    script, args, model = load("train_cross_encoder", yes_no[kind], *flags)
+    shapes = []
+    model[0].register_forward_hook(lambda _, given, output: shapes.append(output["causal_logits"].shape[1]))
+    pairs = [script.Row(row["docstring"][:40], [row["code"][:50]], []) for row in rows[:20]]
+    pairs.append(script.Row("a long one", [rows[0]["code"]], []))
+    found = script.score_rows(model.eval(), pairs, 400, args, Accelerator(cpu=True))
+    assert len(shapes) > 3 and set(shapes) == {1}
+    model.save_pretrained(str(tmp_path))
+    saved = CrossEncoder(str(tmp_path), device="cpu", activation_fn=torch.nn.Identity())
+    assert ("message" in saved[0].modality_config) == (kind == "chat" and "--template" not in flags)
+    expected = saved.predict([(row.query, row.documents[0]) for row in pairs])
+    assert found == pytest.approx(expected.tolist(), rel=1e-5, abs=1e-5) and expected.std() > 0.1
+    if "--prompts" in flags:
+        assert found != pytest.approx(saved.predict([(r.query, r.documents[0]) for r in pairs], prompt="").tolist())
+
+
+@pytest.mark.parametrize("kind", ["plain", "chat"])
+def test_a_yes_no_reranker_trains_resumes_and_reranks(kind, yes_no, corpus, beir, evaluate, tmp_path):
+    """The losses of one process and of two; a resume to the bit; scores in the evaluator."""
+    script = ROOT / "train_cross_encoder.py"
+    flags = flags_of(corpus, yes_no[kind], tmp_path / "one", "--max_length", 160)
+    if kind == "plain":
+        flags += ["--template", TEMPLATE]
+    launch(script, *flags)
+    two = [tmp_path / "two" if flag == tmp_path / "one" else flag for flag in flags]
+    launch(script, *two, processes=2)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    expected = weights(tmp_path / "one/model")
+    resume_from_step_3(script, tmp_path / "one", flags)
+    assert torch.equal(weights(tmp_path / "one/model"), expected)
+
+    model = tmp_path / "one/model"
+    evaluate("--beir", beir, "--bm25", "--cross_encoder", model, "--rerank_k", 5, "--run", make_run(beir, tmp_path))
+    (path,) = (tmp_path / "out").glob("**/*one*/run.trec")
+    documents = pd.read_json(beir / "corpus.jsonl", lines=True, dtype=str).set_index("_id")["text"]
+    queries = pd.read_json(beir / "queries.jsonl", lines=True, dtype=str).set_index("_id")["text"]
+    found = read_run(path)["q3"]
+    predict = CrossEncoder(str(model), device="cpu", activation_fn=torch.nn.Identity()).predict
+    expected = predict([(queries["q3"], documents[document]) for document in found])
+    assert list(found.values()) == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-4) and len(found) == 5
+
+
+def make_run(beir, folder):
+    """Write a ranking of five documents for each query."""
+    lines = [f"q{q} Q0 d{(q + n) % 60} {n} {-n} x\n" for q in range(60) for n in range(5)]
+    (folder / "any.run").write_text("".join(lines))
+    return folder / "any.run"
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_decoder_with_a_classification_head(side, corpus, tmp_path):
+    """It finds the last token by the id of padding, which Llama's tokenizer lacks."""
+    folder = make_decoder(tmp_path / "model", "LlamaForSequenceClassification", side=side, padding=None)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": None, "id2label": {"0": "score"}}))
+    (folder / "model.safetensors").unlink()
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    transformers.LlamaForSequenceClassification(config).save_pretrained(folder)
+    check("train_cross_encoder", folder)
+    train("train_cross_encoder", *flags_of(corpus, folder, tmp_path / "out"))
+    assert CrossEncoder(str(tmp_path / "out/model"), device="cpu").predict([("a", "b"), ("a b c", "d")]).shape == (2,)
+
+
+# ---- adapters
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_adapters_are_kept_and_trained_on(name, corpus, tmp_path):
+    """model/adapter, loaded by peft onto the base model, equals the merged model; --lora_adapter starts with it."""
+    from peft import PeftModel
+
+    kind = "Qwen3Model" if name == "train_bi_encoder" else "Qwen3ForCausalLM"
+    base = make_decoder(tmp_path / "base", kind)
+    options = ["--lora_rank", 4, "--lora_alpha", 4, "--lora_dropout", 0.1, "--lora_target_modules", "q_proj", "v_proj"]
+    flags = flags_of(corpus, base, tmp_path / "one", *options)
+    launch(ROOT / f"{name}.py", *flags)
+    adapter = tmp_path / "one/model/adapter"
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (4, 4, 0.1)
+    assert sorted(config["target_modules"]) == ["q_proj", "v_proj"]
+
+    library = SentenceTransformer if name == "train_bi_encoder" else CrossEncoder
+    merged, unmerged = (library(str(folder), device="cpu").eval() for folder in (tmp_path / "one/model", base))
+    unmerged[0].model = PeftModel.from_pretrained(unmerged[0].model, adapter)
+    features = {"input_ids": torch.arange(5, 25).view(2, 10), "attention_mask": torch.ones(2, 10, dtype=torch.long)}
+    with torch.no_grad():
+        one, two = (next(iter(model[0].model(**features).values())) for model in (merged, unmerged))
+        other = next(iter(library(str(base), device="cpu").eval()[0].model(**features).values()))
+    assert (one - two).norm() < 1e-5 * two.norm() < 1e-2 * (one - other).norm()
+
+    expected = weights(tmp_path / "one/model")
+    resume_from_step_3(ROOT / f"{name}.py", tmp_path / "one", flags)
+    assert torch.equal(weights(tmp_path / "one/model"), expected)
+
+    flags = flags_of(corpus, base, tmp_path / "on", "--lora_adapter", adapter)
+    launch(ROOT / f"{name}.py", *flags)
+    first, last = metrics(tmp_path / "on")[0], metrics(tmp_path / "one")[-1]
+    assert {name: last[name] for name in first} | {"step": 0} == pytest.approx(first, rel=1e-5)
+    assert json.loads((tmp_path / "on/model/adapter/adapter_config.json").read_text())["lora_alpha"] == 4
+    done = launch(ROOT / f"{name}.py", *flags[:-1], tmp_path / "none", "--resume", check=False)
+    assert f"error: --lora_adapter {tmp_path}/none: not a folder of adapters" in done.stderr or done.returncode == 2
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_adapters_under_fsdp2(name, corpus, tmp_path):
+    kind = "Qwen3Model" if name == "train_bi_encoder" else "Qwen3ForCausalLM"
+    base = make_decoder(tmp_path / "base", kind)
+    flags = flags_of(corpus, base, tmp_path / "ddp", "--lora_rank", 4)
+    launch(ROOT / f"{name}.py", *flags, processes=2)
+    sharded = [tmp_path / "fsdp" if flag == tmp_path / "ddp" else flag for flag in flags]
+    launch_sharded(tmp_path, name, *sharded)
+    found, expected = weights(tmp_path / "fsdp/model"), weights(tmp_path / "ddp/model")
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+    assert (tmp_path / "fsdp/model/adapter/adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", [*TRAINERS, "eval_incremental"])
+def test_quantized_weights_are_refused(name, monkeypatch):
+    script = importlib.import_module(name)
+    model = type("Model", (), {"config": type("Config", (), {"quantization_config": {"load_in_4bit": True}})})
+    with pytest.raises(script.UserError, match="its weights are quantized"):
+        script.set_up_tokenizer(model, None, "max_length")
+
+
+# ---- figures of the device
+
+
+@pytest.mark.parametrize("more", [[], ["--gradient_checkpointing"], ["--grad_cache"], ["--lora_rank", 4]])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_flops_equal_those_that_torch_counts(name, more, bert, tmp_path, monkeypatch):
+    """Of texts of one length, as padding is not counted: to 5 %, which are biases, norms and the pooler."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    script = importlib.import_module(name)
+    shape = {"hidden_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4, "intermediate_size": 384}
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=1000, pad_token_id=0, **shape))
+    model.save_pretrained(tmp_path / "model")
+    transformers.AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path / "model")
+    write_jsonl(tmp_path / "x.jsonl", [{"q": f"a {n} " * 10, "d": f"b {n} " * 10} for n in range(10, 70)])
+    real, counted = script.forward_backward, []
+
+    def count(*args):
+        with FlopCounterMode(display=False) as counter:
+            loss = real(*args)
+        counted.append(counter.get_total_flops())
+        return loss
+
+    monkeypatch.setattr(script, "forward_backward", count)
+    flags = flags_of(tmp_path / "x.jsonl", tmp_path / "model", tmp_path / "out", "--attn_implementation", "eager")
+    train(name, *flags, "--eval_rows", 0, "--max_steps", 1, *more)
+    (line,) = metrics(tmp_path / "out")
+    flops = line["flops_per_second"] * 16 / line["rows_per_second"]
+    assert flops == pytest.approx(sum(counted), rel=0.05)
+
+
+def test_peaks_and_their_names(monkeypatch):
+    """A name that only resembles a known one has no peak."""
+    for name, expected in {
+        "NVIDIA A100-SXM4-80GB": 312e12,
+        "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA H100 PCIe": None,
+        "NVIDIA H200": 989e12,
+        "NVIDIA L4": 121e12,
+        "NVIDIA L40S": None,
+        "NVIDIA GeForce RTX 4090": 165e12,
+        "NVIDIA GeForce RTX 4090 D": None,
+        "Tesla T4": None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert train_bi_encoder.find_peak(torch.device("cuda"), "bf16") == expected, name
+    assert train_bi_encoder.find_peak(torch.device("cuda"), "fp16") == 65e12
+    assert train_bi_encoder.find_peak(torch.device("cpu"), "bf16") is None
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_mfu_memory_and_seconds(name, corpus, bert, tmp_path, monkeypatch):
+    """mfu is the share of the peak of all processes; evaluations and checkpoints have their seconds."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    script = importlib.import_module(name)
+    monkeypatch.setattr(script, "find_peak", lambda *_: 2e9)
+    train(name, *flags_of(corpus, bert, tmp_path))
+    lines = [line for line in metrics(tmp_path) if "loss" in line]
+    for line in lines:
+        assert line["mfu"] == pytest.approx(line["flops_per_second"] / 2e9) and 0.1 < line["peak_memory_gb"] < 100
+    assert ["evaluation_seconds" in line for line in lines] == [False, False, True, False, False, True]
+    assert ["checkpoint_seconds" in line for line in lines] == [False, False, False, True, False, False]
+
+
+def test_a_static_model_has_no_flops(static):
+    model = SentenceTransformer(str(static), device="cpu")
+    parts = train_bi_encoder.make_micro_batches(["a b"], [(0, 0)], model, 100, torch.device("cpu"))
+    assert train_bi_encoder.FlopCounter(model)(parts, 3) == 0
+
+
+def test_flops_of_bert_base_by_hand():
+    """12 layers of 4 H**2 (attention) and 8 H**2 (feed-forward) weights, biases and norms; H = 768."""
+    with torch.device("meta"):
+        bert = transformers.BertModel(transformers.BertConfig(), add_pooling_layer=False)
+    model = type("Model", (), {"transformers_model": bert})
+    lengths = np.array([100, 28])
+    micro_batches = train_bi_encoder.MicroBatches([], None, int(lengths.sum()), 0, int((lengths**2).sum()))
+    matrices = 12 * 12 * 768**2
+    vectors = 12 * (4 * 768 + 4 * 768 + 768 + 4 * 768) + 2 * 768  # biases, and weights and biases of norms
+    expected = 6 * (matrices + vectors) * 128 + 12 * 12 * 768 * (100**2 + 28**2)
+    assert train_bi_encoder.FlopCounter(model)(micro_batches, 3) == expected
+    assert train_cross_encoder.FlopCounter(model)(micro_batches, 4) == expected * 8 // 6
+
+
+def test_a_file_of_flags_may_hold_prompts_with_line_ends(tmp_path):
+    """`Instruct: ...` templates have one, which shells make awkward."""
+    (tmp_path / "args.yaml").write_text('train_data: [x]\nprompts: ["Instruct: find code\\nQuery: ", ""]\n')
+    args = train_bi_encoder.parse_args([str(tmp_path / "args.yaml")])
+    assert args.prompts == ["Instruct: find code\nQuery: ", ""]
+    assert merge_flags(["--a", 1]) == ["--a", "1"]
+
+
+def test_a_chat_template_takes_one_instruction(yes_no):
+    flags = ["--train_data", "a", "b", "--prompts", "Judge.", "Compare."]
+    load("train_cross_encoder", yes_no["plain"], *flags)
+    load("train_cross_encoder", yes_no["chat"], *flags, "--template", TEMPLATE)
+    with pytest.raises(train_cross_encoder.UserError, match="has a chat template: --prompts takes one instruction"):
+        load("train_cross_encoder", yes_no["chat"], *flags)
