@@ -96,10 +96,11 @@ def load(name, folder, *flags):
 
 
 def check(name, folder, *flags):
-    """Run the trainer's comparison with the library."""
+    """Run the trainer's comparison with the library, which must leave the tokenizer as it was."""
     script, args, model = load(name, folder, *flags)
     compare = {"train_bi_encoder": "check_encode", "train_cross_encoder": "check_predict"}[name]
     getattr(script, compare)(model, 2048, args, Accelerator(cpu=True))
+    assert model.tokenizer.backend_tokenizer.padding is None and model.training
 
 
 def flags_of(corpus, model, output, *more):
