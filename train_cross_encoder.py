@@ -373,8 +373,7 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator):
     parts, most = equalize_micro_batches(batch.micro_batches, accelerator)
     last = len(parts) - 1
     keep_graphs = keeps_graphs(most, args, accelerator.device)  # alike everywhere: DDP's first forward is collective
-    recomputed = args.gradient_checkpointing + (not keep_graphs and args.loss not in POINTWISE)
-    batch.passes += recomputed
+    batch.passes += args.gradient_checkpointing + (not keep_graphs and args.loss not in POINTWISE)
 
     def forward(number):  # (pairs,)
         seed_dropout(*seed, accelerator.process_index, number)  # the same in a second forward pass
