@@ -83,6 +83,7 @@ from pyarrow.dataset import ParquetFragmentScanOptions
 from scipy.stats import bootstrap, permutation_test
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.cross_encoder.modules import LogitScore
+from sentence_transformers.sentence_transformer.modules import Pooling
 from tokenizers import Tokenizer
 from tqdm.auto import tqdm
 
@@ -1626,10 +1627,9 @@ class CachedEncoder:
         self.max_tokens = args.micro_batch_tokens or default
         folder = Path(args.cache_dir).expanduser() / self.fingerprint
         self.cache = EmbeddingCache(folder, path, *shape, args.cache_size_limit)
-        self.exact = accelerator.mixed_precision == "no" and next(self.model.parameters()).dtype == torch.float32
         if len(self.cache.cache) == 0:  # the model is new
             self.check()
-            self.meter.clear()
+            del self.meter["tokens"], self.meter["padded"]
 
     def check(self):
         """Raise UserError if the model's own `encode` has other embeddings of two texts, one of them long; warn if
@@ -1640,7 +1640,7 @@ class CachedEncoder:
             expected = self.model.encode(SAMPLE, prompt=self.prompts[0], convert_to_tensor=True)
         getattr(self.model.tokenizer, "backend_tokenizer", self.model.tokenizer).no_padding()  # encode() changed this
         found = self.compute(pa.array([self.prompts[0] + text for text in SAMPLE], pa.large_string()))
-        check_outputs(self.path, torch.from_numpy(found), expected, self.exact)
+        check_outputs(self.path, torch.from_numpy(found), expected, self.model, self.accelerator)
 
     def load(self, args):
         self.model, self.dims, self.prompts = load_bi_encoder(self.path, args)
@@ -1788,7 +1788,7 @@ class CachedScorer(CachedEncoder):
         self.model.tokenizer.backend_tokenizer.no_padding()  # predict() changed this
         columns = [pa.array(part, pa.large_string()) for part in zip(*pairs)]
         found = self.compute(pa.StructArray.from_arrays(columns, ["query", "document"]))[:, 0]
-        check_outputs(self.path, torch.from_numpy(found), expected, self.exact)
+        check_outputs(self.path, torch.from_numpy(found), expected, self.model, self.accelerator)
 
     def forward(self, features):
         if is_causal(self.model):
@@ -1896,6 +1896,8 @@ def load_bi_encoder(path, args):
         prompts = own_prompts(model)
         if args.prompts:
             prompts = [args.prompts[0], args.prompts[-1]]
+        if any(prompts) and any(isinstance(module, Pooling) and not module.include_prompt for module in model):
+            raise UserError("excludes prompts from pooling, which is not supported: pass --prompts ''")
     own_memory(model)
     return model.eval(), dims, prompts
 
@@ -2188,12 +2190,12 @@ def flatten_texts(encodings, transformer):
 SAMPLE = ["a text", "a longer text, which a model for short texts truncates " * 30]
 
 
-def check_outputs(path, found, expected, exact):
-    """Raise UserError if outputs of the texts SAMPLE, (2, ...), differ from sentence-transformers' own; exact: whether
-    they were computed in float32."""
+def check_outputs(path, found, expected, model, accelerator):
+    """Raise UserError if a model's outputs of the texts SAMPLE, (2, ...), differ from sentence-transformers' own."""
     found = found.detach().float()
     expected = expected.float().to(found.device)
     difference = (found - expected).norm() / (1 + expected.norm())
+    exact = accelerator.mixed_precision == "no" and next(model.parameters()).dtype == torch.float32
     if difference > (1e-3 if exact else 0.05):
         raise UserError(
             f"{path}: sentence-transformers' outputs differ from those of this script by {difference:.2g}: the model "
@@ -2216,8 +2218,9 @@ def last_word(model):
     if not any("lasttoken" in getattr(module, "pooling_mode", "") for module in model):
         return None
     text = "a text " * int(min(model.max_seq_length, 100_000))  # which is truncated, if any is
-    token = model.tokenizer.convert_ids_to_tokens(model.tokenizer.backend_tokenizer.encode(text).ids[-1])
-    return None if token in model.tokenizer.all_special_tokens else token
+    last = model.tokenizer.backend_tokenizer.encode(text).ids[-1]
+    added = model.tokenizer.added_tokens_decoder.get(last)
+    return None if added and added.special else model.tokenizer.convert_ids_to_tokens(last)
 
 
 def check_attention(model, accelerator):
@@ -2243,6 +2246,8 @@ def set_up_tokenizer(model, length, flag):
     tokenizer = model.tokenizer
     if tokenizer.pad_token is None:  # of a decoder; what is padded is masked
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise UserError("its tokenizer has neither a padding token nor an end token")
     if getattr(model.config, "pad_token_id", 0) is None:
         model.config.pad_token_id = tokenizer.pad_token_id  # where a classification head looks for the last token
     for module in model.modules():
@@ -2250,6 +2255,8 @@ def set_up_tokenizer(model, length, flag):
             module.padding_idx = None  # else an end token that is also padding would not be trained
     limit = getattr(model.config, "max_position_embeddings", None) or math.inf
     model.max_seq_length = length or model.max_seq_length
+    if model.max_seq_length > 2**31:
+        raise UserError(f"has no limit of its own: set --{flag}")
     if model.max_seq_length > limit:
         raise UserError(f"--{flag} {model.max_seq_length}: the model has positions for {limit} tokens")
     tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)

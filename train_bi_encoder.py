@@ -82,7 +82,7 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses, modules
 from tokenizers import Tokenizer
-from tokenizers.processors import Sequence, TemplateProcessing
+from tokenizers.processors import TemplateProcessing
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributions import Categorical
@@ -135,7 +135,9 @@ class Args:
     # model
     model_name_or_path: str = flag(f"{DEMO}/bi_encoder", "Hub id or folder")
     max_length: int | None = flag(None, "tokens a text is truncated to; None: the model's own")
-    query_max_length: int | None = flag(None, "tokens of a query, without special ones; None: --max_length")
+    query_max_length: int | None = flag(
+        None, "tokens of a query with prompt, without special ones; None: --max_length"
+    )
     pooling: Literal["mean", "cls", "max", "lasttoken"] | None = flag(None, "replace the model's pooling")
     dropout: float | None = flag(None, "dropout probability of the transformer; None: the model's own")
     lora_rank: int = flag(0, "train LoRA adapters of this rank instead of all weights; 0: train all weights")
@@ -743,6 +745,8 @@ def load_model(args, checkpoint=None):
         )
         if "SequenceClassification" in str(getattr(model.config, "architectures", None)):
             raise UserError("is a cross-encoder: use train_cross_encoder.py")
+        if "message" in getattr(model[0], "modality_config", {}):
+            raise UserError("was saved to put texts into a chat template, which is not supported")
         if model.similarity_fn_name not in ("cosine", "dot"):
             raise UserError(f"similarity {model.similarity_fn_name} is not supported, only cosine and dot")
         if isinstance(model.tokenizer, Tokenizer):
@@ -758,9 +762,9 @@ def load_model(args, checkpoint=None):
         with user_errors(f"--pooling {args.pooling}: the model has no pooling to replace"):
             index = [isinstance(module, modules.Pooling) for module in model].index(True)
         model[index] = modules.Pooling(model[index].embedding_dimension, pooling_mode=args.pooling)
-    if args.prompts:
-        model.prompts = {"query": args.prompts[0], "document": args.prompts[-1]}
-        model.prompts |= {f"query_{n}": prompt for n, prompt in enumerate(args.prompts[1:-1], 2)}  # of other sources
+    prompts = args.prompts or own_prompts(model)
+    model.prompts = model.prompts | {"query": prompts[0], "document": prompts[-1]}
+    model.prompts |= {f"query_{n}": prompt for n, prompt in enumerate(prompts[1:-1], 2)}  # of other sources
     if args.dropout is not None:
         set_dropout(model, args.dropout)
     if args.lora_rank:
@@ -778,15 +782,19 @@ def load_guide(args):
 
 
 def append_eos(model):
-    """Let the tokenizer end each text, a truncated one as well, in its end token. It is saved so with the model."""
+    """Let the tokenizer end each text, a truncated one as well, in its end token, if it does not end in a special one.
+    It is saved so with the model."""
     tokenizer = model.tokenizer
-    backend = tokenizer.backend_tokenizer
-    token = tokenizer.eos_token
-    if token is None:
+    if tokenizer.eos_token is None:
         raise UserError("--append_eos: the tokenizer has no end token")
-    if backend.encode("a text").ids[-1] != tokenizer.eos_token_id:
-        ending = TemplateProcessing(single=f"$A {token}", special_tokens=[(token, tokenizer.eos_token_id)])
-        backend.post_processor = Sequence([step for step in (backend.post_processor, ending) if step])
+    encoding = tokenizer.backend_tokenizer.encode("a text")
+    special = encoding.special_tokens_mask
+    if not special[-1]:
+        before = encoding.tokens[: special.index(0)]  # such as <bos>
+        added = [*before, tokenizer.eos_token]
+        pairs = zip(added, tokenizer.convert_tokens_to_ids(added))
+        template = TemplateProcessing(single=[*before, "$A", tokenizer.eos_token], special_tokens=list(pairs))
+        tokenizer.backend_tokenizer.post_processor = template
     model[0].processor = saved_as_it_is(tokenizer)
 
 
@@ -805,8 +813,9 @@ def last_word(model):
     if not any("lasttoken" in getattr(module, "pooling_mode", "") for module in model):
         return None
     text = "a text " * int(min(model.max_seq_length, 100_000))  # which is truncated, if any is
-    token = model.tokenizer.convert_ids_to_tokens(model.tokenizer.backend_tokenizer.encode(text).ids[-1])
-    return None if token in model.tokenizer.all_special_tokens else token
+    last = model.tokenizer.backend_tokenizer.encode(text).ids[-1]
+    added = model.tokenizer.added_tokens_decoder.get(last)
+    return None if added and added.special else model.tokenizer.convert_ids_to_tokens(last)
 
 
 def check_encode(model, max_tokens, args, accelerator):
@@ -815,16 +824,16 @@ def check_encode(model, max_tokens, args, accelerator):
     path = f"--model_name_or_path {args.model_name_or_path}"
     if word := last_word(model):
         raise UserError(f"{path}: pools the last token, but texts end in {word!r}: set --append_eos")
-    prompt = (args.prompts or [""])[0]
-    with accelerator.autocast(), torch.no_grad():
-        expected = model.encode(SAMPLE, prompt=prompt, convert_to_tensor=True)  # (2, D or truncate_dim)
-        getattr(model.tokenizer, "backend_tokenizer", model.tokenizer).no_padding()  # encode() has changed this
-        found = []
-        for text in SAMPLE:
-            features, _ = make_micro_batches([prompt + text], [(0, 0)], model, max_tokens, accelerator.device).parts[0]
-            found.append(encode(model, features, accelerator))
+    for prompt in dict.fromkeys(args.prompts or [""]):
+        with user_errors(path), accelerator.autocast(), torch.no_grad():
+            expected = model.encode(SAMPLE, prompt=prompt, convert_to_tensor=True)  # (2, D or truncate_dim)
+            getattr(model.tokenizer, "backend_tokenizer", model.tokenizer).no_padding()  # encode() has changed this
+            found = []
+            for text in SAMPLE:
+                batches = make_micro_batches([prompt + text], [(0, 0)], model, max_tokens, accelerator.device)
+                found.append(encode(model, batches.parts[0][0], accelerator))
+        check_outputs(path, torch.cat(found)[:, : expected.shape[1]], expected, model, accelerator)
     model.train()
-    check_outputs(path, torch.cat(found)[:, : expected.shape[1]], expected, accelerator.mixed_precision == "no")
 
 
 # ---- evaluation
@@ -1841,12 +1850,12 @@ def keeps_graphs(number, args, device):
 SAMPLE = ["a text", "a longer text, which a model for short texts truncates " * 30]
 
 
-def check_outputs(path, found, expected, exact):
-    """Raise UserError if outputs of the texts SAMPLE, (2, ...), differ from sentence-transformers' own; exact: whether
-    they were computed in float32."""
+def check_outputs(path, found, expected, model, accelerator):
+    """Raise UserError if a model's outputs of the texts SAMPLE, (2, ...), differ from sentence-transformers' own."""
     found = found.detach().float()
     expected = expected.float().to(found.device)
     difference = (found - expected).norm() / (1 + expected.norm())
+    exact = accelerator.mixed_precision == "no" and next(model.parameters()).dtype == torch.float32
     if difference > (1e-3 if exact else 0.05):
         raise UserError(
             f"{path}: sentence-transformers' outputs differ from those of this script by {difference:.2g}: the model "
@@ -1856,9 +1865,13 @@ def check_outputs(path, found, expected, exact):
 
 def set_lora_rank(args):
     """Set --lora_rank to that of --lora_adapter."""
-    if args.lora_adapter:
-        with user_errors(f"--lora_adapter {args.lora_adapter}: not a folder of adapters"):
-            args.lora_rank = json.loads(Path(args.lora_adapter, "adapter_config.json").read_text())["r"]
+    if not args.lora_adapter:
+        return
+    with user_errors(f"--lora_adapter {args.lora_adapter}: not a folder of adapters"):
+        rank = json.loads(Path(args.lora_adapter, "adapter_config.json").read_text())["r"]
+    if args.lora_rank not in (0, rank) or args.lora_alpha or args.lora_dropout or args.lora_target_modules:
+        raise UserError("--lora_adapter: its rank, alpha, dropout and layers are kept: leave out the flags for them")
+    args.lora_rank = rank
 
 
 def set_dropout(model, probability):
@@ -1883,8 +1896,10 @@ def add_lora(model, args, checkpoint, task=None):
     with user_errors("--lora_rank, --lora_adapter: require a transformer, and peft (pip install peft)"):
         from peft import LoraConfig, PeftModel, get_peft_model  # optional
 
+        model.requires_grad_(False)  # other modules, too: the adapters contain all that is trained
         if folder := checkpoint or args.lora_adapter:
-            model[0].model = PeftModel.from_pretrained(model[0].model, folder, is_trainable=True)
+            options = {"is_trainable": True, "torch_device": "cpu"}
+            model[0].model = PeftModel.from_pretrained(model[0].model, folder, **options)
             return
         config = LoraConfig(
             r=args.lora_rank,
@@ -1928,6 +1943,8 @@ def set_up_tokenizer(model, length, flag):
     tokenizer = model.tokenizer
     if tokenizer.pad_token is None:  # of a decoder; what is padded is masked
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise UserError("its tokenizer has neither a padding token nor an end token")
     if getattr(model.config, "pad_token_id", 0) is None:
         model.config.pad_token_id = tokenizer.pad_token_id  # where a classification head looks for the last token
     for module in model.modules():
@@ -1935,6 +1952,8 @@ def set_up_tokenizer(model, length, flag):
             module.padding_idx = None  # else an end token that is also padding would not be trained
     limit = getattr(model.config, "max_position_embeddings", None) or math.inf
     model.max_seq_length = length or model.max_seq_length
+    if model.max_seq_length > 2**31:
+        raise UserError(f"has no limit of its own: set --{flag}")
     if model.max_seq_length > limit:
         raise UserError(f"--{flag} {model.max_seq_length}: the model has positions for {limit} tokens")
     tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
@@ -2242,7 +2261,7 @@ class FlopCounter:
 def peak_memory(device):
     """Return the bytes that this process has used at most: of the GPU or, on a CPU, in all."""
     if device.type == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kB on Linux
     with suppress(RuntimeError):  # of an allocator that does not count, as that of MPS
         return torch.accelerator.max_memory_allocated(device)
     return 0

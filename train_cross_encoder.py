@@ -142,7 +142,9 @@ class Args:
     # model
     model_name_or_path: str = flag(f"{DEMO}/cross_encoder", "Hub id or folder")
     max_length: int | None = flag(None, "tokens a pair is truncated to; None: the model's own")
-    query_max_length: int | None = flag(None, "tokens of the query, without special ones; None: as many as fit")
+    query_max_length: int | None = flag(
+        None, "tokens of the query with prompt, without special ones; None: all that fit"
+    )
     template: str | None = flag(None, "text around {query} and {document}, special tokens included; None: the model's")
     dropout: float | None = flag(None, "dropout probability of the transformer; None: the model's own")
     lora_rank: int = flag(0, "train LoRA adapters of this rank instead of all weights; 0: train all weights")
@@ -263,7 +265,7 @@ def main(args):
     args.prompts = args.prompts or own_prompts(model)
     draw_candidates = partial(draw_negatives, replace(args, num_negatives=CANDIDATES - 1))
     held_out = read_held_out(data, args, accelerator, draw_candidates)
-    eval_sets = open_eval_sets(held_out, args)
+    eval_sets = open_eval_sets(held_out, model, args)
     run.collections = list(eval_sets)
     model_to_save = copy.deepcopy(model) if sharded and is_main else model  # FSDP will shard `model`
     model = model.to(device).train()
@@ -641,6 +643,14 @@ def draw_negatives(args, table, rows):
         raise UserError("no other row has a negative to draw: raise --num_negatives, --batch_size or --eval_rows")
 
 
+def add_prompts(rows, model, args):
+    """Prepend --prompts to queries, that of the row's source if there are several; not if a chat template has it."""
+    if not args.prompts or has_chat_template(model):
+        return
+    for row in rows:
+        row.query = args.prompts[min(row.cells[SOURCE], len(args.prompts) - 1)] + row.query
+
+
 @dataclass
 class Batch:
     """This process' part of a batch: n slots for rows. Absent and bad rows leave slots empty."""
@@ -657,6 +667,7 @@ class Batch:
 
 def make_batch(rows, model, max_tokens, args, accelerator):
     """Return the Batch of this process' rows."""
+    add_prompts(rows, model, args)
     slots = -(-args.batch_size // accelerator.num_processes)
     labels = pad_lists([row.labels for row in rows], slots, np.nan, np.float32)
     micro_batches = make_micro_batches(rows, model, max_tokens, args, accelerator.device)
@@ -667,12 +678,8 @@ def make_micro_batches(rows, model, max_tokens, args, device):
     """Return the MicroBatches of the pairs of rows."""
     pairs = []
     places = []
-    prompts = args.prompts or [""]
-    if has_chat_template(model):  # which contains the prompt
-        prompts = [""]
     for number, row in enumerate(rows):
-        prompt = prompts[min(row.cells.get(SOURCE, 0), len(prompts) - 1)]
-        query = truncate_query(prompt + row.query, model, args)
+        query = truncate_query(row.query, model, args)
         pairs += [(query, document) for document in row.documents]
         places += [(number, column) for column in range(len(row.documents))]
     if not pairs:  # a stand-in, in an empty slot: forward passes and collectives must match those of other processes
@@ -797,23 +804,23 @@ def load_model(args, checkpoint=None):
 
 
 def own_prompts(model):
-    """Return a list of the prompt that predict() uses, if there is one."""
-    prompt = model.prompts.get(model.default_prompt_name)
-    return [prompt] if prompt else []
+    """Return a list of the prompt that predict() uses, "" if there is none."""
+    return [model.prompts.get(model.default_prompt_name) or ""]
 
 
 def check_predict(model, max_tokens, args, accelerator):
     """Raise UserError if the model's own `predict` has other scores of two pairs, one of them long, than training: it
     would be trained for other inputs than it gets later."""
+    path = f"--model_name_or_path {args.model_name_or_path}"
     pairs = [("a query", text) for text in SAMPLE]
-    with accelerator.autocast():
+    with user_errors(path), accelerator.autocast():
         expected = model.predict(pairs, activation_fn=torch.nn.Identity(), convert_to_tensor=True)
     model.tokenizer.backend_tokenizer.no_padding()  # predict() has changed this
-    rows = [Row(query, [text], []) for query, text in pairs]
+    rows = [Row(query, [text], [], {SOURCE: 0}) for query, text in pairs]
+    add_prompts(rows, model, args)
     found = score_rows(model, rows, max_tokens, replace(args, query_max_length=None), accelerator)
     model.train()
-    path = f"--model_name_or_path {args.model_name_or_path}"
-    check_outputs(path, torch.tensor(found), expected, accelerator.mixed_precision == "no")
+    check_outputs(path, torch.tensor(found), expected, model, accelerator)
 
 
 # ---- evaluation
@@ -824,12 +831,14 @@ CANDIDATES = 50  # documents to rank for a held-out query if negatives are drawn
 RANKING = ["MRR@10", "nDCG@10"]  # of all measures, more is better for --metric_for_best_model
 
 
-def open_eval_sets(rows, args):
+def open_eval_sets(rows, model, args):
     """Return {name: EvalSet} of the held-out rows and of --eval_beir."""
+    add_prompts(rows, model, args)
+    prompt = "" if has_chat_template(model) else args.prompts[0]
     eval_sets = {HELD_OUT: held_out_set(rows, args)} if rows else {}
     for name, run in zip_longest(args.eval_beir, args.eval_run):
         with user_errors(f"--eval_beir {name}"):
-            eval_set = open_beir(name, args.eval_split, ("", ""))
+            eval_set = open_beir(name, args.eval_split, ("", prompt))
         eval_set.candidates = find_candidates(eval_set, run, args)
         short = Path(name).name
         eval_sets[name if short in eval_sets else short] = eval_set
@@ -1883,12 +1892,12 @@ def keeps_graphs(number, args, device):
 SAMPLE = ["a text", "a longer text, which a model for short texts truncates " * 30]
 
 
-def check_outputs(path, found, expected, exact):
-    """Raise UserError if outputs of the texts SAMPLE, (2, ...), differ from sentence-transformers' own; exact: whether
-    they were computed in float32."""
+def check_outputs(path, found, expected, model, accelerator):
+    """Raise UserError if a model's outputs of the texts SAMPLE, (2, ...), differ from sentence-transformers' own."""
     found = found.detach().float()
     expected = expected.float().to(found.device)
     difference = (found - expected).norm() / (1 + expected.norm())
+    exact = accelerator.mixed_precision == "no" and next(model.parameters()).dtype == torch.float32
     if difference > (1e-3 if exact else 0.05):
         raise UserError(
             f"{path}: sentence-transformers' outputs differ from those of this script by {difference:.2g}: the model "
@@ -1898,9 +1907,13 @@ def check_outputs(path, found, expected, exact):
 
 def set_lora_rank(args):
     """Set --lora_rank to that of --lora_adapter."""
-    if args.lora_adapter:
-        with user_errors(f"--lora_adapter {args.lora_adapter}: not a folder of adapters"):
-            args.lora_rank = json.loads(Path(args.lora_adapter, "adapter_config.json").read_text())["r"]
+    if not args.lora_adapter:
+        return
+    with user_errors(f"--lora_adapter {args.lora_adapter}: not a folder of adapters"):
+        rank = json.loads(Path(args.lora_adapter, "adapter_config.json").read_text())["r"]
+    if args.lora_rank not in (0, rank) or args.lora_alpha or args.lora_dropout or args.lora_target_modules:
+        raise UserError("--lora_adapter: its rank, alpha, dropout and layers are kept: leave out the flags for them")
+    args.lora_rank = rank
 
 
 def set_dropout(model, probability):
@@ -1925,8 +1938,10 @@ def add_lora(model, args, checkpoint, task=None):
     with user_errors("--lora_rank, --lora_adapter: require a transformer, and peft (pip install peft)"):
         from peft import LoraConfig, PeftModel, get_peft_model  # optional
 
+        model.requires_grad_(False)  # other modules, too: the adapters contain all that is trained
         if folder := checkpoint or args.lora_adapter:
-            model[0].model = PeftModel.from_pretrained(model[0].model, folder, is_trainable=True)
+            options = {"is_trainable": True, "torch_device": "cpu"}
+            model[0].model = PeftModel.from_pretrained(model[0].model, folder, **options)
             return
         config = LoraConfig(
             r=args.lora_rank,
@@ -1970,6 +1985,8 @@ def set_up_tokenizer(model, length, flag):
     tokenizer = model.tokenizer
     if tokenizer.pad_token is None:  # of a decoder; what is padded is masked
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise UserError("its tokenizer has neither a padding token nor an end token")
     if getattr(model.config, "pad_token_id", 0) is None:
         model.config.pad_token_id = tokenizer.pad_token_id  # where a classification head looks for the last token
     for module in model.modules():
@@ -1977,6 +1994,8 @@ def set_up_tokenizer(model, length, flag):
             module.padding_idx = None  # else an end token that is also padding would not be trained
     limit = getattr(model.config, "max_position_embeddings", None) or math.inf
     model.max_seq_length = length or model.max_seq_length
+    if model.max_seq_length > 2**31:
+        raise UserError(f"has no limit of its own: set --{flag}")
     if model.max_seq_length > limit:
         raise UserError(f"--{flag} {model.max_seq_length}: the model has positions for {limit} tokens")
     tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
@@ -2284,7 +2303,7 @@ class FlopCounter:
 def peak_memory(device):
     """Return the bytes that this process has used at most: of the GPU or, on a CPU, in all."""
     if device.type == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kB on Linux
     with suppress(RuntimeError):  # of an allocator that does not count, as that of MPS
         return torch.accelerator.max_memory_allocated(device)
     return 0

@@ -10,7 +10,8 @@ MARK = re.compile(r"^# ==== machinery: from here to the end identical in (\w+\.p
 # Each trainer has its own version of these: the same purpose, for another kind of row, model or output.
 OWN = {"main", "Args", "check_flags", "forward_backward", "report_entropies", "margin_mse", "kl",
        "set_teacher_temperature", "make_loss", "read_row", "Batch", "make_batch", "make_micro_batches", "load_model",
-       "own_prompts", "open_eval_sets", "held_out_set", "evaluate", "pair_measures", "model_card"}  # fmt: skip
+       "own_prompts", "add_prompts", "open_eval_sets", "held_out_set", "evaluate", "pair_measures",
+       "model_card"}  # fmt: skip
 # The other scripts have their own versions of these as well.
 OWN_OF_OTHERS = OWN | {"flag", "parse_args", "encode", "score", "pad_micro_batches", "prefetch", "Run"}  # fmt: skip
 HEADING = re.compile(r"^# -+ (.+?)(?: \(same in (.+)\))?$", re.M)

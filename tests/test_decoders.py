@@ -13,8 +13,9 @@ import transformers
 from accelerate import Accelerator
 from conftest import ROOT, TRAINERS, launch, metrics, read_run, train, weights, write_jsonl
 from forked import merge_flags
+from safetensors.torch import load_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Pooling
+from sentence_transformers.sentence_transformer.modules import Dense, Pooling
 from test_fsdp2 import launch_sharded
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -33,13 +34,14 @@ TEMPLATE = "<bos>Query: {query}\nDocument: {document}\nRelevant: "
 
 def decoder_tokenizer(side="right", ending="<end>", padding="<pad>"):
     """Return a byte-level tokenizer that appends `ending`, which has "yes" and "no" as tokens."""
-    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<pad>", "<end>", "<bos>", "ye", "yes", "no"]
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<pad>", "<end>", "<bos>", "<emb>", "ye", "yes", "no"]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(BPE(vocabulary, [("y", "e"), ("ye", "s"), ("n", "o")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     if ending:
         special = [(ending, vocabulary[ending])]
+        tokenizer.add_special_tokens([ending])
         tokenizer.post_processor = TemplateProcessing(single=f"$A {ending}", special_tokens=special)
     options = {"eos_token": "<end>", "bos_token": "<bos>", "padding_side": side, "model_max_length": 64}
     if padding:
@@ -101,7 +103,9 @@ def check(name, folder, *flags):
     script, args, model = load(name, folder, *flags)
     compare = {"train_bi_encoder": "check_encode", "train_cross_encoder": "check_predict"}[name]
     getattr(script, compare)(model, 2048, args, Accelerator(cpu=True))
-    assert model.tokenizer.backend_tokenizer.padding is None and model.training
+    assert model.training
+    if "message" not in model[0].modality_config:  # whose pairs the library pads
+        assert model.tokenizer.backend_tokenizer.padding is None
 
 
 def flags_of(corpus, model, output, *more):
@@ -158,6 +162,29 @@ def test_embeddings_equal_those_of_the_library(name, side, rows, bert, tmp_path)
         assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
+@pytest.mark.parametrize("template", ["$A", "<bos> $A", "<bos> $A <pad>"])
+def test_an_end_token_is_appended_to_any_template(template, tmp_path):
+    """Also where the tokenizer has a template; not where texts end in another special token already."""
+    folder = make_decoder(tmp_path / "model", ending=None)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    special = [("<bos>", 258), ("<pad>", 256)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
+    tokenizer.save_pretrained(folder)
+    _, _, model = load("train_bi_encoder", folder, "--append_eos", "--pooling", "lasttoken", "--max_length", "9")
+    expected = [258] * ("<bos>" in template), [256 if "<pad>" in template else 257]
+    for text in ("ab", "ab" * 20):
+        ids = model.tokenizer.backend_tokenizer.encode(text).ids
+        assert (ids[: len(expected[0])], ids[-1:]) == expected and ids.count(257) + ids.count(256) == 1
+    assert len(ids) == 9
+    check("train_bi_encoder", folder, "--append_eos", "--pooling", "lasttoken")
+
+
+def test_an_end_token_that_only_the_tokenizer_knows(tmp_path):
+    """It is special, though neither bos, eos nor pad."""
+    folder = make_decoder(tmp_path / "model", ending="<emb>")
+    check("train_bi_encoder", folder, "--pooling", "lasttoken")
+
+
 @pytest.mark.parametrize("name", ["Qwen3Model", "LlamaModel"])
 def test_a_missing_end_token_is_refused_and_appended(name, corpus, rows, tmp_path):
     """The saved tokenizer ends each text, a truncated one as well, in it; so do a resumed run's checkpoints."""
@@ -189,12 +216,26 @@ def test_a_model_that_reads_more_than_tokens_is_refused(bert, beir, evaluate, tm
     model.prompts = {"query": "find this: ", "document": ""}
     model.save_pretrained(str(tmp_path / "model"))
     check("train_bi_encoder", tmp_path / "model", "--prompts", "")
-    for flags in ([], ["--prompts", "find this: ", ""]):  # its own prompts are used by default
+    for flags in ([], ["--prompts", "find this: ", ""], ["--prompts", "", "code: "]):  # its own ones by default
         with pytest.raises(train_bi_encoder.UserError, match="outputs differ .* the length of prompts"):
             check("train_bi_encoder", tmp_path / "model", *flags)
+    evaluate("--beir", beir, "--model_name_or_path", tmp_path / "model", "--prompts", "")
+    with pytest.raises(eval_incremental.UserError, match="excludes prompts from pooling"):  # of a cached model, too
+        evaluate("--beir", beir, "--model_name_or_path", tmp_path / "model")
+
+
+def test_the_evaluator_refuses_other_outputs_than_the_librarys(beir, evaluate, tmp_path):
+    """A model that was saved to put texts into a chat template; the trainer refuses it as well."""
+    folder = make_decoder(tmp_path / "chat", chat=CHAT)
+    SentenceTransformer(str(folder), device="cpu").save_pretrained(str(tmp_path / "model"))
     with pytest.raises(eval_incremental.UserError, match="outputs differ"):
         evaluate("--beir", beir, "--model_name_or_path", tmp_path / "model")
-    evaluate("--beir", beir, "--model_name_or_path", tmp_path / "model", "--prompts", "")
+    with pytest.raises(train_bi_encoder.UserError, match="was saved to put texts into a chat template"):
+        check("train_bi_encoder", tmp_path / "model")
+    chat = "{% for m in messages %}{% if m['role'] != 'user' %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    reranker = make_decoder(tmp_path / "lm", "Qwen3ForCausalLM", chat=chat)
+    with pytest.raises(train_cross_encoder.UserError, match="lm: The chat template .* cannot carry"):
+        check("train_cross_encoder", reranker)
 
 
 def test_a_chat_model_embeds_plain_texts(corpus, tmp_path):
@@ -232,6 +273,35 @@ def test_the_models_own_prompts_are_the_default(corpus, bert, tmp_path):
     assert saved.prompts["query"] == "find: " and saved.prompts["document"] == "code: "
 
 
+def test_other_prompts_of_the_model_are_kept(corpus, bert, tmp_path):
+    """A default prompt of another name, too; that of passages becomes that of documents, as it was trained so."""
+    prompts = {"query": "find: ", "passage": "code: ", "general": "text: "}
+    model = SentenceTransformer(str(bert), device="cpu", prompts=prompts, default_prompt_name="general")
+    model.save_pretrained(str(tmp_path / "model"))
+    flags = ["--metric_for_best_model", "nDCG@10", "--max_steps", 2, "--eval_steps", 1]
+    train("train_bi_encoder", *flags_of(corpus, tmp_path / "model", tmp_path / "out"), *flags)
+    saved = SentenceTransformer(str(tmp_path / "out/model"), device="cpu")
+    assert saved.prompts == prompts | {"document": "code: "} and saved.default_prompt_name == "general"
+
+
+def test_held_out_rows_have_the_prompts_of_their_sources(rows, reranker, tmp_path, monkeypatch):
+    script, seen = train_cross_encoder, []
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    real = script.score_rows
+    monkeypatch.setattr(script, "score_rows", lambda model, rows, *rest: seen.extend(rows) or real(model, rows, *rest))
+    for name, part in (("a", rows[:60]), ("b", rows[60:120])):
+        write_jsonl(tmp_path / f"{name}.jsonl", part)
+    flags = flags_of(tmp_path / "a.jsonl", reranker, tmp_path / "out", "--prompts", "AAA ", "BBB ")
+    flags[1:2] = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    train("train_cross_encoder", *flags, "--max_steps", 1)
+    sources = {
+        prompt: {row["docstring"] for row in part} for prompt, part in (("AAA ", rows[:60]), ("BBB ", rows[60:]))
+    }
+    held_out = seen[2:]  # the comparison with the library comes first
+    assert len(held_out) > 100 and {row.query[:4] for row in held_out} == {"AAA ", "BBB "}
+    assert all(row.query[4:] in sources[row.query[:4]] for row in held_out)
+
+
 # ---- yes/no rerankers
 
 
@@ -261,17 +331,19 @@ def test_yes_no_scores_equal_those_of_the_library(kind, flags, yes_no, rows, tmp
     script, args, model = load("train_cross_encoder", yes_no[kind], *flags)
     shapes = []
     model[0].register_forward_hook(lambda _, given, output: shapes.append(output["causal_logits"].shape[1]))
-    pairs = [script.Row(row["docstring"][:40], [row["code"][:50]], []) for row in rows[:20]]
-    pairs.append(script.Row("a long one", [rows[0]["code"]], []))
-    found = script.score_rows(model.eval(), pairs, 400, args, Accelerator(cpu=True))
+    pairs = [(row["docstring"][:40], row["code"][:50]) for row in rows[:20]]
+    pairs.append(("a long one", rows[0]["code"]))
+    prompted = [script.Row(query, [document], [], {script.SOURCE: 0}) for query, document in pairs]
+    script.add_prompts(prompted, model, args)
+    found = script.score_rows(model.eval(), prompted, 400, args, Accelerator(cpu=True))
     assert len(shapes) > 3 and set(shapes) == {1}
     model.save_pretrained(str(tmp_path))
     saved = CrossEncoder(str(tmp_path), device="cpu", activation_fn=torch.nn.Identity())
     assert ("message" in saved[0].modality_config) == (kind == "chat" and "--template" not in flags)
-    expected = saved.predict([(row.query, row.documents[0]) for row in pairs])
+    expected = saved.predict(pairs)
     assert found == pytest.approx(expected.tolist(), rel=1e-5, abs=1e-5) and expected.std() > 0.1
     if "--prompts" in flags:
-        assert found != pytest.approx(saved.predict([(r.query, r.documents[0]) for r in pairs], prompt="").tolist())
+        assert found != pytest.approx(saved.predict(pairs, prompt="").tolist())
 
 
 @pytest.mark.parametrize("kind", ["plain", "chat"])
@@ -358,8 +430,32 @@ def test_adapters_are_kept_and_trained_on(name, corpus, tmp_path):
     first, last = metrics(tmp_path / "on")[0], metrics(tmp_path / "one")[-1]
     assert {name: last[name] for name in first} | {"step": 0} == pytest.approx(first, rel=1e-5)
     assert json.loads((tmp_path / "on/model/adapter/adapter_config.json").read_text())["lora_alpha"] == 4
+    done = launch(ROOT / f"{name}.py", *flags, "--lora_rank", 8, "--resume", check=False)
+    assert "error: --lora_adapter: its rank, alpha, dropout and layers are kept" in done.stderr
     done = launch(ROOT / f"{name}.py", *flags[:-1], tmp_path / "none", "--resume", check=False)
     assert f"error: --lora_adapter {tmp_path}/none: not a folder of adapters" in done.stderr or done.returncode == 2
+
+
+def test_adapters_contain_all_that_is_trained(corpus, bert, tmp_path):
+    """Other modules, such as a Dense layer, are frozen: else a resume would lose them."""
+    model = SentenceTransformer(str(bert), device="cpu")
+    model.append(Dense(32, 16))
+    model.save_pretrained(str(tmp_path / "base"))
+    flags = flags_of(corpus, tmp_path / "base", tmp_path / "out", "--lora_rank", 4)
+    launch(ROOT / "train_bi_encoder.py", *flags)
+    before, after = (load_file(tmp_path / f"{name}/2_Dense/model.safetensors") for name in ("base", "out/model"))
+    assert torch.equal(before["linear.weight"], after["linear.weight"])
+    expected = losses(tmp_path / "out")
+    resume_from_step_3(ROOT / "train_bi_encoder.py", tmp_path / "out", flags)
+    assert losses(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_half_precision_weights_under_adapters_pass_the_comparison(name, tmp_path):
+    kind = "Qwen3Model" if name == "train_bi_encoder" else "Qwen3ForCausalLM"
+    base = make_decoder(tmp_path / "base", kind)
+    getattr(transformers, kind).from_pretrained(base).bfloat16().save_pretrained(base)
+    check(name, base, "--lora_rank", "4")
 
 
 @pytest.mark.parametrize("name", TRAINERS)
