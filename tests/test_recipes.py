@@ -29,9 +29,11 @@ from accelerate import Accelerator
 from conftest import ROOT, launch, metrics, write_jsonl
 from safetensors.torch import load_file
 from scipy.stats import spearmanr
-from sentence_transformers import SentenceTransformer, util
+from sentence_transformers import SentenceTransformer, SparseEncoder, util
 from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.sparse_encoder import losses as sparse_losses
 from test_best_model import lines
+from transformers import AutoConfig, AutoTokenizer, BertForMaskedLM
 
 import train_bi_encoder
 
@@ -484,10 +486,56 @@ def check_images(run, folder, rows):
         assert metrics(output)[-1][name] == pytest.approx(before[name], rel=1e-4)
 
 
+# ---- splade
+
+
+def setup_splade(folder, rows):
+    """Write a masked language model with random weights that are large enough to rank texts."""
+    config, tokenizer = (kind.from_pretrained(folder / "model") for kind in (AutoConfig, AutoTokenizer))
+    config.initializer_range = 0.1
+    torch.manual_seed(0)
+    BertForMaskedLM(config).save_pretrained(folder / "mlm")
+    tokenizer.save_pretrained(folder / "mlm")
+
+
+def check_splade(run, folder, rows):
+    """First loss and gradient norm equal those of SpladeLoss in one pass; two processes with --grad_cache train the
+    same; a resume is bit-identical. SparseEncoder gives the last evaluation, a lower loss, and sparser embeddings."""
+    queries, documents, _ = next(batches(folder, folder / "pairs/*.parquet"))
+    weights = {"document_regularizer_weight": 0.02, "query_regularizer_weight": 0.01}
+
+    def splade(path):
+        """Return the model of a folder, the parts of its loss of the first batch, and its number of active entries."""
+        model = SparseEncoder(str(path), device="cpu")
+        active = model.encode(queries).to_dense().count_nonzero()
+        train_bi_encoder.set_dropout(model.train(), 0)
+        loss = sparse_losses.SpladeLoss(model, sparse_losses.SparseMultipleNegativesRankingLoss(model), **weights)
+        return model, loss([model.preprocess(texts) for texts in (queries, sum(documents, []))]), active
+
+    model, before, active = splade(folder / "mlm")
+    loss = sum(before.values())
+    assert before["document_regularizer_loss"] > 0.1 * loss
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    output, one, two = (folder / "runs" / name for name in ("recipe", "one", "two"))
+    run("--max_steps", 1, "--output_dir", one)  # of the whole run, so that the FLOPS have all their weight
+    assert logged(one) == pytest.approx([loss.item()], rel=1e-5)
+    assert logged(one, "grad_norm") == pytest.approx([norm.item()], rel=1e-4)
+
+    run("--output_dir", two, "--grad_cache", "--micro_batch_tokens", 300, processes=2)
+    for name in ("loss", "grad_norm"):
+        assert logged(two, name) == pytest.approx(logged(output, name), rel=1e-4)
+    trained, parts, active_after = splade(output / "model")
+    assert all(parts[name] < 0.8 * value for name, value in before.items()) and active_after < active
+    texts = [column.to_pylist() for column in pq.read_table(min((folder / "pairs").iterdir()))[:40].columns]
+    assert_reciprocal_ranks(folder, trained.similarity(*map(trained.encode, texts)) / 100)  # of scores near 100
+    check_resume(run, folder, step=6)
+
+
 SETUPS = {"own_loss": setup_own_loss, "layers": setup_layers, "hub": setup_hub, "sql": setup_sql,
           "two_tasks": setup_two_tasks, "measure": setup_measure, "images": setup_images,
-          "instructions": setup_instructions}  # fmt: skip
+          "instructions": setup_instructions, "splade": setup_splade}  # fmt: skip
 CHECKS = {"own_loss": check_own_loss, "optimizer": check_optimizer, "learned_temperature": check_learned_temperature,
           "layers": check_layers, "hub": check_hub, "sql": check_sql, "two_tasks": check_two_tasks,
           "measure": check_measure, "similarity": check_similarity, "images": check_images,
-          "instructions": check_instructions}  # fmt: skip
+          "instructions": check_instructions, "splade": check_splade}  # fmt: skip
