@@ -29,7 +29,9 @@ from accelerate import Accelerator
 from conftest import ROOT, launch, metrics, write_jsonl
 from safetensors.torch import load_file
 from scipy.stats import spearmanr
-from sentence_transformers import SentenceTransformer, SparseEncoder, util
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder, util
+from sentence_transformers.multi_vector_encoder import losses as multi_vector_losses
+from sentence_transformers.multi_vector_encoder import modules
 from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sparse_encoder import losses as sparse_losses
 from test_best_model import lines
@@ -532,10 +534,61 @@ def check_splade(run, folder, rows):
     check_resume(run, folder, step=6)
 
 
+# ---- colbert
+
+
+def setup_colbert(folder, rows):
+    torch.manual_seed(0)  # for the projection
+    MultiVectorEncoder(str(folder / "model"), device="cpu").save_pretrained(str(folder / "colbert"))
+
+
+def check_colbert(run, folder, rows):
+    """First loss and gradient norm equal those of sentence-transformers in one pass; two processes with --grad_cache
+    train the same; a resume is bit-identical. The saved model has a lower loss, and gives the last evaluation and the
+    scores of margin_mse and kl. A model that reads queries differently is refused."""
+    queries, documents, _ = next(batches(folder, folder / "pairs/*.parquet"))
+
+    def colbert(path):
+        """Return the model of a folder, and its loss of the first batch."""
+        model = MultiVectorEncoder(str(path), device="cpu").eval()
+        loss = multi_vector_losses.MultiVectorMultipleNegativesRankingLoss(model)
+        return model, loss([model.preprocess(texts) for texts in (queries, sum(documents, []))])
+
+    model, loss = colbert(folder / "colbert")
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    output, two = folder / "runs/recipe", folder / "runs/two"
+    assert logged(output)[0] == pytest.approx(loss.item(), rel=1e-5)
+    assert logged(output, "grad_norm")[0] == pytest.approx(norm.item(), rel=1e-4)
+    run("--output_dir", two, "--grad_cache", "--micro_batch_tokens", 300, processes=2)
+    for name in ("loss", "grad_norm"):
+        assert logged(two, name) == pytest.approx(logged(output, name), rel=1e-3)
+
+    trained, lower = colbert(output / "model")
+    assert lower < 0.8 * loss
+    texts = [column.to_pylist() for column in pq.read_table(min((folder / "pairs").iterdir()))[:40].columns]
+    embeddings = trained.encode_query(texts[0]), trained.encode_document(texts[1])
+    assert_reciprocal_ranks(folder, trained.similarity(*embeddings) / 10)  # of scores near 10
+    changed = runpy.run_path(folder / "train_bi_encoder.py")
+    opposite = [-query.abs() for query in embeddings[0]], [text.abs() for text in embeddings[1]]  # padding would win
+    columns = [torch.nn.utils.rnn.pad_sequence(column, batch_first=True) for column in opposite]
+    found = changed["infonce"](columns, torch.arange(80).view(2, 40), None, torch.arange(40), temperature=0.5)
+    expected = F.cross_entropy(trained.similarity(*opposite) / 0.5, torch.arange(40))
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    scores, _ = changed["row_scores"](columns, torch.zeros(40, 1), torch.tensor([3, 5]), 0.5, 1.0)
+    assert torch.allclose(scores[:, 0], trained.similarity_pairwise(*opposite)[[3, 5]] / 0.5, atol=1e-4)
+    check_resume(run, folder, step=4)
+    model[2] = modules.MultiVectorMask(skiplist_words=[","])
+    model.save_pretrained(str(folder / "other"))
+    assert "outputs differ" in run("--model_name_or_path", "other", "--output_dir", "runs/other", check=False).stderr
+
+
 SETUPS = {"own_loss": setup_own_loss, "layers": setup_layers, "hub": setup_hub, "sql": setup_sql,
           "two_tasks": setup_two_tasks, "measure": setup_measure, "images": setup_images,
-          "instructions": setup_instructions, "splade": setup_splade}  # fmt: skip
+          "instructions": setup_instructions, "splade": setup_splade,
+          "colbert": setup_colbert}  # fmt: skip
 CHECKS = {"own_loss": check_own_loss, "optimizer": check_optimizer, "learned_temperature": check_learned_temperature,
           "layers": check_layers, "hub": check_hub, "sql": check_sql, "two_tasks": check_two_tasks,
           "measure": check_measure, "similarity": check_similarity, "images": check_images,
-          "instructions": check_instructions, "splade": check_splade}  # fmt: skip
+          "instructions": check_instructions, "splade": check_splade,
+          "colbert": check_colbert}  # fmt: skip
