@@ -583,12 +583,51 @@ def check_colbert(run, folder, rows):
     assert "outputs differ" in run("--model_name_or_path", "other", "--output_dir", "runs/other", check=False).stderr
 
 
+# ---- teacher_embeddings
+
+
+def setup_teacher_embeddings(folder, rows):
+    """Write rows with random vectors of the model's 32 dimensions for both texts."""
+    vectors = np.random.default_rng(0).normal(size=(len(rows), 2, 32)).tolist()
+    rows = [row | {"of_docstring": a, "of_code": b} for row, (a, b) in zip(rows, vectors)]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "taught.parquet")
+
+
+def check_teacher_embeddings(run, folder, rows):
+    """First loss and gradient norm equal those of MSELoss in one pass, with a vector for each text and with one for
+    both; two processes with --grad_cache train the same; the loss falls; a resume is bit-identical."""
+    output, two = folder / "runs/recipe", folder / "runs/two"
+    queries, documents, labels = next(batches(folder, folder / "taught.parquet"))
+    labels = torch.tensor(labels)  # (16, 2 * 32)
+
+    def mse(path, labels):
+        model = SentenceTransformer(str(path), device="cpu").eval()
+        loss = losses.MSELoss(model)([model.preprocess(texts) for texts in (queries, sum(documents, []))], labels)
+        loss.backward()
+        norms = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
+        return loss.item(), torch.stack(norms).norm().item()
+
+    def first(output):
+        return logged(output)[0], logged(output, "grad_norm")[0]
+
+    two_processes = ["--output_dir", two, "--grad_cache", "--micro_batch_tokens", 300]
+    run(*two_processes, processes=2)
+    assert first(output) == pytest.approx(mse(folder / "model", labels.view(16, 2, 32)), rel=1e-5)
+    for name in ("loss", "grad_norm"):
+        assert logged(two, name) == pytest.approx(logged(output, name), rel=1e-4)
+    assert mse(output / "model", labels.view(16, 2, 32))[0] < 0.99 * logged(output)[0]
+    check_resume(run, folder, step=4)
+    shutil.rmtree(two)
+    run(*two_processes, "--label_column", "of_docstring", "--max_steps", 1, processes=2)
+    assert first(two) == pytest.approx(mse(folder / "model", labels[:, :32]), rel=1e-5)
+
+
 SETUPS = {"own_loss": setup_own_loss, "layers": setup_layers, "hub": setup_hub, "sql": setup_sql,
           "two_tasks": setup_two_tasks, "measure": setup_measure, "images": setup_images,
           "instructions": setup_instructions, "splade": setup_splade,
-          "colbert": setup_colbert}  # fmt: skip
+          "colbert": setup_colbert, "teacher_embeddings": setup_teacher_embeddings}  # fmt: skip
 CHECKS = {"own_loss": check_own_loss, "optimizer": check_optimizer, "learned_temperature": check_learned_temperature,
           "layers": check_layers, "hub": check_hub, "sql": check_sql, "two_tasks": check_two_tasks,
           "measure": check_measure, "similarity": check_similarity, "images": check_images,
           "instructions": check_instructions, "splade": check_splade,
-          "colbert": check_colbert}  # fmt: skip
+          "colbert": check_colbert, "teacher_embeddings": check_teacher_embeddings}  # fmt: skip
