@@ -622,6 +622,33 @@ def check_teacher_embeddings(run, folder, rows):
     assert first(two) == pytest.approx(mse(folder / "model", labels[:, :32]), rel=1e-5)
 
 
+# ---- ema
+
+
+def check_ema(run, folder, rows):
+    """The saved model is the average of the checkpoints' weights, and gives the last evaluation; a resume is
+    bit-identical; with --metric_for_best_model, the saved model is the average at the best step."""
+    output, best = folder / "runs/recipe", folder / "runs/best"
+    steps = [load_file(output / f"checkpoints/step_0000000{n}/model.safetensors") for n in range(1, 5)]
+    averages = [steps[0]]
+    for weights in steps[1:]:
+        averages.append({name: 0.99 * averages[-1][name] + 0.01 * weights[name] for name in weights})
+
+    def assert_saved(output, average):
+        saved = load_file(output / "model/model.safetensors")
+        assert all(torch.allclose(saved[name], tensor, atol=1e-6) for name, tensor in average.items())
+
+    assert_saved(output, averages[-1])
+    assert max((averages[-1][name] - tensor).abs().max() for name, tensor in steps[-1].items()) > 1e-3
+    model = SentenceTransformer(str(output / "model"), device="cpu")
+    texts = [column.to_pylist() for column in pq.read_table(min((folder / "pairs").iterdir()))[:40].columns]
+    assert_reciprocal_ranks(folder, model.similarity(*embed(model, texts[0], [[text] for text in texts[1]])))
+    run("--output_dir", best, "--metric_for_best_model", "MRR@10", "--eval_steps", 1)
+    scores = logged(best, "MRR@10")[1:]
+    assert_saved(best, averages[scores.index(max(scores))])
+    check_resume(run, folder)
+
+
 SETUPS = {"own_loss": setup_own_loss, "layers": setup_layers, "hub": setup_hub, "sql": setup_sql,
           "two_tasks": setup_two_tasks, "measure": setup_measure, "images": setup_images,
           "instructions": setup_instructions, "splade": setup_splade,
@@ -630,4 +657,4 @@ CHECKS = {"own_loss": check_own_loss, "optimizer": check_optimizer, "learned_tem
           "layers": check_layers, "hub": check_hub, "sql": check_sql, "two_tasks": check_two_tasks,
           "measure": check_measure, "similarity": check_similarity, "images": check_images,
           "instructions": check_instructions, "splade": check_splade,
-          "colbert": check_colbert, "teacher_embeddings": check_teacher_embeddings}  # fmt: skip
+          "colbert": check_colbert, "teacher_embeddings": check_teacher_embeddings, "ema": check_ema}  # fmt: skip
