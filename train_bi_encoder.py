@@ -545,6 +545,8 @@ def library_loss(args, model):
     names = [name for name in dir(losses) if hasattr(getattr(losses, name), "compute_loss_from_embeddings")]
     if args.loss not in names:
         raise UserError(f"--loss {args.loss}: unknown; available: {', '.join([*LOSSES, *names])}")
+    if args.loss in ("MSELoss", "EmbedDistillLoss"):
+        raise UserError(f"--loss {args.loss} requires embeddings as labels: see docs/recipes/teacher_embeddings.md")
     with user_errors("--loss_kwargs"):
         module = getattr(losses, args.loss)(model, **args.loss_kwargs)
     if any(not name.startswith("model.") for name, _ in module.named_parameters()):
@@ -729,17 +731,13 @@ def make_schedule(optimizer, steps, args):
 def load_model(args, checkpoint=None):
     """Return the SentenceTransformer of the flags, with the weights of the checkpoint if one is given."""
     path = str(checkpoint) if checkpoint and not args.lora_rank else args.model_name_or_path
-    options = {
-        "use_safetensors": True,  # never a pickle
-        "attn_implementation": args.attn_implementation,
-    }
     torch.manual_seed(args.seed)  # for adapters, and weights that the folder lacks
     with user_errors(f"--model_name_or_path {path}"):
         check_exists(path)
         model = SentenceTransformer(
             path,
             device="cpu",
-            model_kwargs=options,
+            model_kwargs={"use_safetensors": True, "attn_implementation": args.attn_implementation},  # never a pickle
             processor_kwargs={"chat_template": None},  # else a new embedder made of a chat model puts texts into it
             trust_remote_code=False,
         )

@@ -319,3 +319,12 @@ def test_matryoshka_is_the_sum_over_truncated_embeddings():
     assert loss_of(given, ids, dims=[8, 3]).item() == pytest.approx(sum(parts).item(), abs=1e-9)
     with pytest.raises(script.UserError, match="--matryoshka_dims"):
         loss_of(given, ids, dims=[9])
+
+
+@pytest.mark.parametrize("name", ["MSELoss", "EmbedDistillLoss"])
+def test_losses_whose_labels_are_embeddings_are_refused(name, bert):
+    """They would take the vectors of the first rows for those of all anchors and all positives."""
+    flags = ["--train_data", "x", "--model_name_or_path", str(bert), "--loss", name, "--label_column", "vectors"]
+    args = script.parse_args(flags)
+    with pytest.raises(script.UserError, match="requires embeddings as labels: see docs/recipes"):
+        script.make_loss(args, script.load_model(args))
