@@ -834,9 +834,9 @@ RANKING = ["MRR@10", "nDCG@10"]  # of all measures, more is better for --metric_
 def open_eval_sets(rows, model, args):
     """Return {name: EvalSet} of the held-out rows and of --eval_beir."""
     add_prompts(rows, model, args)
-    prompt = "" if has_chat_template(model) else args.prompts[0]
     eval_sets = {HELD_OUT: held_out_set(rows, args)} if rows else {}
     for name, run in zip_longest(args.eval_beir, args.eval_run):
+        prompt = "" if has_chat_template(model) else args.prompts[0]
         with user_errors(f"--eval_beir {name}"):
             eval_set = open_beir(name, args.eval_split, ("", prompt))
         eval_set.candidates = find_candidates(eval_set, run, args)

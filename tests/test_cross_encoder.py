@@ -405,7 +405,7 @@ def measure_rankings(scores, labels, groups, *flags):
     args = script.parse_args(["--train_data", "x", *flags])
     texts = [["a document"] * (groups == group).sum() for group in range(groups.max() + 1)]
     rows = [script.Row("a query", texts[group], labels[groups == group].tolist()) for group in range(len(texts))]
-    (eval_set,) = script.open_eval_sets(rows, args).values()
+    (eval_set,) = script.open_eval_sets(rows, None, args).values()
     run, qrels = script.rank_candidates(scores, eval_set), eval_set.qrels.to_dict("list")
     return eval_set.metric.compute(predictions=[run], references=[qrels])
 
@@ -459,7 +459,7 @@ def test_held_out_measures_equal_those_of_predict(rows, reranker, kind):
     data, model = script.open_data(args), script.load_model(args).train()
     args.num_negatives = script.CANDIDATES - 1
     held_out = script.read_held_out(data, args, Accelerator(cpu=True), partial(script.draw_negatives, args))
-    eval_sets = script.open_eval_sets(held_out, args)
+    eval_sets = script.open_eval_sets(held_out, model, args)
     found = script.evaluate(model, eval_sets, 700, args, Accelerator(cpu=True))
     assert model.training
     if kind == "drawn":
