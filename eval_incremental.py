@@ -1886,7 +1886,7 @@ def load_bi_encoder(path, args):
         if model.similarity_fn_name not in ("cosine", "dot"):
             raise UserError(f"similarity {model.similarity_fn_name} is not supported, only cosine and dot")
         if not isinstance(model.tokenizer, Tokenizer):
-            set_up_tokenizer(model, args.max_length, "max_length")
+            set_up_transformer(model, args.max_length, "max_length")
         elif args.max_length:  # a static embedding model
             model.tokenizer.enable_truncation(args.max_length)
         dims = args.truncate_dim or model.truncate_dim
@@ -1913,7 +1913,7 @@ def load_cross_encoder(path, args):
         model = CrossEncoder(path, device="cpu", model_kwargs=options, trust_remote_code=False)
         if (found := (len(model) - is_causal(model), model.num_labels)) != (1, 1):
             raise UserError("has {} modules and {} labels: must be 1 and 1".format(*found))
-        set_up_tokenizer(model, args.rerank_max_length, "rerank_max_length")
+        set_up_transformer(model, args.rerank_max_length, "rerank_max_length")
     own_memory(model)
     return model.eval()
 
@@ -2204,7 +2204,7 @@ def check_outputs(path, found, expected, model, accelerator):
 
 
 def own_prompts(model):
-    """Return the prefixes of queries and of documents that encode_query and encode_document use."""
+    """Return the prefixes of queries and of documents that the model was saved with, "" where there is none."""
     prompts = []
     for names in ("query",), ("document", "passage", "corpus"):
         own = [model.prompts[name] for name in names if model.prompts.get(name)]
@@ -2237,10 +2237,10 @@ def own_memory(model):
         tensor.data = tensor.data.clone()
 
 
-def set_up_tokenizer(model, length, flag):
-    """Truncate texts to `length` tokens or the model's limit, in pairs the longer text first, as predict() does. No
-    padding is added. Both are set once, not at each call, as two threads use the tokenizer. Raise UserError for
-    quantized weights."""
+def set_up_transformer(model, length, flag):
+    """Let the tokenizer truncate texts to `length` tokens or the model's limit, in pairs the longer text first, as
+    predict() does, and add no padding: once, not at each call, as two threads use it. Let the embeddings of all tokens
+    be trained. Raise UserError for quantized weights."""
     if getattr(model.config, "quantization_config", None):
         raise UserError("its weights are quantized, which no test covers: use the model that they were made of")
     tokenizer = model.tokenizer

@@ -753,7 +753,7 @@ def load_model(args, checkpoint=None):
         else:
             if args.append_eos:
                 append_eos(model)
-            set_up_tokenizer(model, args.max_length, "max_length")
+            set_up_transformer(model, args.max_length, "max_length")
             if args.gradient_checkpointing:
                 model[0].model.activation_checkpointing_enable({"use_reentrant": False})
     if args.pooling:
@@ -776,7 +776,8 @@ def load_model(args, checkpoint=None):
 def load_guide(args):
     """Return the SentenceTransformer of --guide_model."""
     overrides = {"model_name_or_path": args.guide_model, "pooling": None, "dropout": None, "lora_rank": 0}
-    return load_model(replace(args, **overrides, append_eos=False)).eval()
+    overrides["append_eos"] = False
+    return load_model(replace(args, **overrides)).eval()
 
 
 def append_eos(model):
@@ -793,11 +794,11 @@ def append_eos(model):
         pairs = zip(added, tokenizer.convert_tokens_to_ids(added))
         template = TemplateProcessing(single=[*before, "$A", tokenizer.eos_token], special_tokens=list(pairs))
         tokenizer.backend_tokenizer.post_processor = template
-    model[0].processor = saved_as_it_is(tokenizer)
+    model[0].processor = as_fast_tokenizer(tokenizer)
 
 
 def own_prompts(model):
-    """Return the prefixes of queries and of documents that encode_query and encode_document use."""
+    """Return the prefixes of queries and of documents that the model was saved with, "" where there is none."""
     prompts = []
     for names in ("query",), ("document", "passage", "corpus"):
         own = [model.prompts[name] for name in names if model.prompts.get(name)]
@@ -1891,7 +1892,7 @@ def set_dropout(model, probability):
 def add_lora(model, args, checkpoint, task=None):
     """Freeze the transformer and add adapters to its linear layers (Hu et al. 2021, section 4), new ones or those of
     --lora_adapter or a checkpoint. `task`: peft's task type, which decides what other layers are trained."""
-    with user_errors("--lora_rank, --lora_adapter: require a transformer, and peft (pip install peft)"):
+    with user_errors("--lora_rank and other flags of adapters (they require a transformer, and pip install peft)"):
         from peft import LoraConfig, PeftModel, get_peft_model  # optional
 
         model.requires_grad_(False)  # other modules, too: the adapters contain all that is trained
@@ -1932,10 +1933,10 @@ def own_memory(model):
         tensor.data = tensor.data.clone()
 
 
-def set_up_tokenizer(model, length, flag):
-    """Truncate texts to `length` tokens or the model's limit, in pairs the longer text first, as predict() does. No
-    padding is added. Both are set once, not at each call, as two threads use the tokenizer. Raise UserError for
-    quantized weights."""
+def set_up_transformer(model, length, flag):
+    """Let the tokenizer truncate texts to `length` tokens or the model's limit, in pairs the longer text first, as
+    predict() does, and add no padding: once, not at each call, as two threads use it. Let the embeddings of all tokens
+    be trained. Raise UserError for quantized weights."""
     if getattr(model.config, "quantization_config", None):
         raise UserError("its weights are quantized, which no test covers: use the model that they were made of")
     tokenizer = model.tokenizer
@@ -1958,7 +1959,7 @@ def set_up_tokenizer(model, length, flag):
     tokenizer.backend_tokenizer.no_padding()
 
 
-def saved_as_it_is(tokenizer):
+def as_fast_tokenizer(tokenizer):
     """Return a tokenizer as a PreTrainedTokenizerFast: other classes would replace its template when loaded."""
     names = ("model_input_names", "model_max_length", "padding_side", "truncation_side")
     options = {name: getattr(tokenizer, name) for name in names} | tokenizer.special_tokens_map

@@ -753,7 +753,7 @@ def set_template(tokenizer, template):
             words = tokenizer.convert_ids_to_tokens(ids)
             tokens.append({"id": name, "ids": ids, "tokens": words})
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A", pair=pair, special_tokens=tokens)
-    return saved_as_it_is(tokenizer)
+    return as_fast_tokenizer(tokenizer)
 
 
 def has_chat_template(model):
@@ -784,15 +784,15 @@ def load_model(args, checkpoint=None):
         if args.template:
             model[0].processor = set_template(model.tokenizer, args.template)
             model[0].modality_config.pop("message", None)  # a chat template
-        set_up_tokenizer(model, args.max_length, "max_length")
+        set_up_transformer(model, args.max_length, "max_length")
         if args.gradient_checkpointing:
             model[0].model.activation_checkpointing_enable({"use_reentrant": False})
     # predict() applies this: bce trains a probability, any other loss the logit itself.
     model.activation_fn = torch.nn.Sigmoid() if args.loss == "bce" else torch.nn.Identity()
     if args.dropout is not None:
         set_dropout(model, args.dropout)
-    if args.prompts:
-        model.prompts = {f"query_{n}": prompt for n, prompt in enumerate(args.prompts, 1)}
+    if args.prompts and args.prompts != own_prompts(model):
+        model.prompts = model.prompts | {f"query_{n}": prompt for n, prompt in enumerate(args.prompts, 1)}
         model.default_prompt_name = "query_1"
     if args.lora_rank:
         task = "CAUSAL_LM" if is_causal(model) else "SEQ_CLS"  # peft trains the whole head
@@ -1935,7 +1935,7 @@ def set_dropout(model, probability):
 def add_lora(model, args, checkpoint, task=None):
     """Freeze the transformer and add adapters to its linear layers (Hu et al. 2021, section 4), new ones or those of
     --lora_adapter or a checkpoint. `task`: peft's task type, which decides what other layers are trained."""
-    with user_errors("--lora_rank, --lora_adapter: require a transformer, and peft (pip install peft)"):
+    with user_errors("--lora_rank and other flags of adapters (they require a transformer, and pip install peft)"):
         from peft import LoraConfig, PeftModel, get_peft_model  # optional
 
         model.requires_grad_(False)  # other modules, too: the adapters contain all that is trained
@@ -1976,10 +1976,10 @@ def own_memory(model):
         tensor.data = tensor.data.clone()
 
 
-def set_up_tokenizer(model, length, flag):
-    """Truncate texts to `length` tokens or the model's limit, in pairs the longer text first, as predict() does. No
-    padding is added. Both are set once, not at each call, as two threads use the tokenizer. Raise UserError for
-    quantized weights."""
+def set_up_transformer(model, length, flag):
+    """Let the tokenizer truncate texts to `length` tokens or the model's limit, in pairs the longer text first, as
+    predict() does, and add no padding: once, not at each call, as two threads use it. Let the embeddings of all tokens
+    be trained. Raise UserError for quantized weights."""
     if getattr(model.config, "quantization_config", None):
         raise UserError("its weights are quantized, which no test covers: use the model that they were made of")
     tokenizer = model.tokenizer
@@ -2002,7 +2002,7 @@ def set_up_tokenizer(model, length, flag):
     tokenizer.backend_tokenizer.no_padding()
 
 
-def saved_as_it_is(tokenizer):
+def as_fast_tokenizer(tokenizer):
     """Return a tokenizer as a PreTrainedTokenizerFast: other classes would replace its template when loaded."""
     names = ("model_input_names", "model_max_length", "padding_side", "truncation_side")
     options = {name: getattr(tokenizer, name) for name in names} | tokenizer.special_tokens_map
