@@ -60,32 +60,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
 
-import datasets
-import diskcache
-import evaluate
-import fsspec
-import ir_measures
-import numpy as np
-import pandas as pd
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
-import torch
-import torch.nn.functional as F
 import transformers
-import xxhash
-import yaml
-from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.utils import gather_object
-from filelock import FileLock
-from matplotlib.figure import Figure
-from pyarrow.dataset import ParquetFragmentScanOptions
-from scipy.stats import bootstrap, permutation_test
-from sentence_transformers import CrossEncoder, SentenceTransformer
-from sentence_transformers.cross_encoder.modules import LogitScore
-from sentence_transformers.sentence_transformer.modules import Pooling
-from tokenizers import Tokenizer
-from tqdm.auto import tqdm
 
 # Shapes: Q queries, n documents of a chunk, D embedding dimensions, K results of a query (--top_k), P processes.
 
@@ -208,6 +183,62 @@ def check_measure(name):
         ir_measures.calc_aggregate([measure], ranking, ranking)  # raises what the measure lacks
     return cutoff
 
+
+def make_parser():
+    """Return the parser of the flags of Args."""
+    usage = "%(prog)s [FILE.yaml] [FLAGS]"
+    parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], usage=usage, allow_abbrev=False)
+    for action in parser._actions:  # --help prints each flag once, without its alias with dashes
+        action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
+    return parser
+
+
+def check_flag_names(parser, argv):
+    """Exit if a flag of the command line is unknown, and name the nearest one, or if it is given twice."""
+    known, seen = parser._option_string_actions, set()
+    for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
+        if name not in known:
+            nearest = get_close_matches(name, known, 1) or ["--help"]
+            parser.error(f"{name}: no such flag; did you mean {nearest[0]}?")
+        if known[name] in seen:
+            advice = "; list all values after one flag" * (known[name].nargs == "+")
+            parser.error(f"{known[name].option_strings[0]}: given twice{advice}")
+        seen.add(known[name])
+
+
+# ---- libraries
+
+if __name__ == "__main__":  # --help and mistyped flags are answered now: what follows takes ten seconds to load
+    check_flag_names(make_parser(), sys.argv[1:])
+    make_parser().parse_known_args()
+    if os.environ.get("RANK", "0") == "0":
+        print("loading libraries", file=sys.stderr)
+
+import datasets
+import diskcache
+import evaluate
+import fsspec
+import ir_measures
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+import torch.nn.functional as F
+import xxhash
+import yaml
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import gather_object
+from filelock import FileLock
+from matplotlib.figure import Figure
+from pyarrow.dataset import ParquetFragmentScanOptions
+from scipy.stats import bootstrap, permutation_test
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.cross_encoder.modules import LogitScore
+from sentence_transformers.sentence_transformer.modules import Pooling
+from tokenizers import Tokenizer
+from tqdm.auto import tqdm
 
 # ---- main
 
@@ -2014,19 +2045,6 @@ def as_words(flags):
     return words
 
 
-def check_flag_names(parser, argv):
-    """Exit if a flag of the command line is unknown, and name the nearest one, or if it is given twice."""
-    known, seen = parser._option_string_actions, set()
-    for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
-        if name not in known:
-            nearest = get_close_matches(name, known, 1) or ["--help"]
-            parser.error(f"{name}: no such flag; did you mean {nearest[0]}?")
-        if known[name] in seen:
-            advice = "; list all values after one flag" * (known[name].nargs == "+")
-            parser.error(f"{known[name].option_strings[0]}: given twice{advice}")
-        seen.add(known[name])
-
-
 def check_credentials(parser, args):
     """Exit if a URL of the flags contains a password, token or signature: the flags are written to files."""
     secret = re.compile(r"://[^/@]*:[^/]*@|://.*[?&][\w-]*(sig|signature|token|key|secret|password|credential)=", re.I)
@@ -2304,9 +2322,7 @@ def is_causal(model):
 
 def parse_args(argv):
     """Return Args from flags, or from a YAML or JSON file and flags that override it; exit on a wrong value."""
-    parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], allow_abbrev=False)
-    for action in parser._actions:  # --help prints each flag once, without its alias with dashes
-        action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
+    parser = make_parser()
     check_flag_names(parser, argv)
     if argv and argv[0].endswith((".yaml", ".yml", ".json")):
         with user_errors(f"{argv[0]}: not a file of flags"):
