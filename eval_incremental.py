@@ -270,15 +270,19 @@ def main(args):
     runs = [[] for _ in collections]
     for path in args.run:
         runs[0].append(read_run(path, names[path], collections[0]))
-    for path in args.model_name_or_path:
-        encoder = CachedEncoder(path, args, accelerator)
+    encoders = [CachedEncoder(path, args, accelerator) for path in args.model_name_or_path]
+    scorer = CachedScorer(args.cross_encoder, args, accelerator) if args.cross_encoder else None
+    lengths = {names[encoder.path]: encoder.max_length for encoder in encoders}
+    while encoders:
+        encoder = encoders.pop(0)
+        encoder.open(args)
         if args.export_vectors is not None:
             return export_vectors(encoder, collections[0], args, accelerator)
         for collection, found in zip(collections, runs):
-            found.append(retrieve(encoder, names[path], collection, args, accelerator))
+            found.append(retrieve(encoder, names[encoder.path], collection, args, accelerator))
         encoder.cache.close()
-    if args.cross_encoder:
-        scorer = CachedScorer(args.cross_encoder, args, accelerator)
+    if scorer:
+        scorer.open(args)
         for collection, found in zip(collections, runs):
             found += [rerank(run, scorer, collection, args, accelerator) for run in found]
         scorer.cache.close()
@@ -295,6 +299,9 @@ def main(args):
         warnings = chain(collection.warnings, *(run.metadata["warnings"] for run in found))
         for warning in dict.fromkeys(warnings):
             print(f"warning: {collection.name}: {warning}", file=sys.stderr)
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{name} {length or 'all'}" for name, length in lengths.items())
+        print(f"warning: models cut texts to different numbers of tokens: {listed}; see --max_length", file=sys.stderr)
     if args.query:
         return print_hits(runs[0][-1], collections[0])
     not_written = f"--output_dir {args.output_dir}: results not written, but the vectors are cached"
@@ -1337,9 +1344,6 @@ class EmbeddingCache:
                 sqlite_mmap_size=0,  # a memory-mapped database would count as memory
                 sqlite_cache_size=2**11,  # pages, 8 MB
             )
-            if self.sql("SELECT name FROM sqlite_master WHERE name = 'texts'"):  # the index of earlier releases
-                self.sql("DROP TABLE texts")
-                self.sql("VACUUM")
             self.index = TextIndex(self.folder / "index")
             ((newest,),) = self.sql("SELECT coalesce(max(rowid), 0) FROM Cache")
             if newest < self.index.last:  # of a database that was lost: numbers are given again
@@ -1632,7 +1636,8 @@ def manage_cache(args):
 
 class CachedEncoder:
     """Encode texts with a bi-encoder, each once: vectors are read from the cache, or computed and stored. Processes
-    have different chunks; a text that two of them reach at the same time is encoded by both."""
+    have different chunks; a text that two of them reach at the same time is encoded by both. All models of a command
+    are loaded at its start, in case their files change meanwhile; open() moves one to the device."""
 
     unit = "texts"
     verb = "encoded"
@@ -1645,10 +1650,9 @@ class CachedEncoder:
         self.meter = Counter()
         self.bar = tqdm(disable=True)
         with self.clock("load"):
-            *shape, length = self.load(args)  # dimensions and dtype of the cached vectors, --max_length
+            *self.shape, length = self.load(args)  # dimensions and dtype of the cached vectors, --max_length
             check_attention(self.model, accelerator)
-            self.fingerprint = model_fingerprint(self.model, accelerator.mixed_precision, shape[1])
-            self.model.to(accelerator.device)
+            self.fingerprint = model_fingerprint(self.model, accelerator.mixed_precision, self.shape[1])
         length = length or self.model.max_seq_length or math.inf
         self.max_length = None if length == math.inf else length  # tokens; None: not truncated
         self.longest = 6 * length  # characters: `length` tokens, or nearly
@@ -1656,8 +1660,12 @@ class CachedEncoder:
         if isinstance(self.model.tokenizer, Tokenizer):  # static
             default = 2**20
         self.max_tokens = args.micro_batch_tokens or default
+
+    def open(self, args):
+        """Move the model to the device and open its cache; check a model that is new."""
+        self.model.to(self.accelerator.device)
         folder = Path(args.cache_dir).expanduser() / self.fingerprint
-        self.cache = EmbeddingCache(folder, path, *shape, args.cache_size_limit)
+        self.cache = EmbeddingCache(folder, self.path, *self.shape, args.cache_size_limit)
         if len(self.cache.cache) == 0:  # the model is new
             self.check()
             del self.meter["tokens"], self.meter["padded"]
@@ -1957,7 +1965,7 @@ def model_fingerprint(model, precision, dtype):
     tokenizer = model.tokenizer if isinstance(model.tokenizer, Tokenizer) else model.tokenizer.backend_tokenizer
     modules = [(type(module).__name__, module.get_config_dict()) for module in model]
     similarity = getattr(model, "similarity_fn_name", None)  # a cross-encoder has none
-    parts = ["second edition", modules, config, tokenizer.to_str(), model.max_seq_length, precision, dtype, similarity]
+    parts = [modules, config, tokenizer.to_str(), model.max_seq_length, precision, dtype, similarity]
     if isinstance(model, CrossEncoder) and (model.default_prompt_name or has_chat_template(model)):
         parts += [model.prompts.get(model.default_prompt_name), model.tokenizer.chat_template]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())

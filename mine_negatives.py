@@ -1,8 +1,7 @@
 """Mine hard negatives: a ranking (TREC run file), judgments and a corpus in, training rows out.
 
     python mine_negatives.py --beir scifact --run bm25.run --range_max 50 --sampling_strategy random
-    python mine_negatives.py --beir scifact --run minilm.run --judged minilm_judged.run --relative_margin 0.05 \
-        --output minilm.jsonl
+    python mine_negatives.py --beir scifact --run minilm.run --relative_margin 0.05 --output minilm.jsonl
     python mine_negatives.py --corpus 'passages/*.parquet' --corpus_columns pid text --queries queries.tsv \
         --query_columns qid text --qrels qrels.txt.gz --run reranked.run.gz --format labeled-list --output groups.jsonl
 
@@ -57,7 +56,7 @@ def flag(default, help):
 @dataclass
 class Args:
     run: str | None = flag(None, "run file of any system to take negatives from: query Q0 document rank score tag")
-    judged: str | None = flag(None, "the same system's run file of judged documents, for positives not in --run")
+    judged: str | None = flag(None, "the same system's scores of judged documents, for positives not in --run")
     beir: str | None = flag(None, "folder with corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv")
     split: str = flag("train", "judgments of --beir to use")
     corpus: list[str] = flag([], "sources of the documents by id, instead of --beir")

@@ -131,7 +131,7 @@ class Args:
     gradient_accumulation_steps: int = flag(1, "batches per optimizer step, each with its own in-batch negatives")
     grad_cache: Literal["auto", "true", "false"] = flag(
         "auto",
-        "hold the graph of one micro-batch at a time; auto: for batches of more than 4 micro-batches (16 on a CPU)",
+        "hold the graph of one micro-batch at a time; auto: if a batch has more tokens than 4 full ones (CPU: 8)",
         alone="true",
     )
     gradient_checkpointing: bool = flag(False, "recompute each layer's activations in backward; for long texts")
@@ -300,6 +300,7 @@ def main(args):
     guide = load_guide(args).to(device) if args.guide_model else None
     static = isinstance(model.tokenizer, Tokenizer)  # its texts are not padded
     max_tokens = args.micro_batch_tokens or (2**20 if static else 2048 if device.type == "cpu" else 16_384)
+    args.micro_batch_tokens = max_tokens
     check_encode(model, max_tokens, args, accelerator)
     features, _ = make_micro_batches(["a text"], [(0, 0)], model, max_tokens, device).parts[0]
     freeze_unused(model, encode(model, features, accelerator))
@@ -404,9 +405,9 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator, guide
     """Add the gradient of the batch's loss to the model's; return the part of the loss that is due to this process'
     rows. `seed`: integers that identify this batch. `sync`: reduce gradients over processes in the last backward
     pass."""
-    parts, most = equalize_micro_batches(batch.micro_batches, accelerator)
+    parts, tokens = equalize_micro_batches(batch.micro_batches, accelerator)
     last = len(parts) - 1
-    keep_graphs = keeps_graphs(most, args, accelerator.device)  # alike everywhere: DDP's first forward is collective
+    keep_graphs = keeps_graphs(tokens, args, accelerator.device)  # alike everywhere: DDP's first forward is collective
     batch.passes += (not keep_graphs) + args.gradient_checkpointing
 
     def forward(number):  # (texts, D)
@@ -449,8 +450,9 @@ def embed(model, micro_batches, shape, accelerator):
     """Return (P n, C, D) embeddings of all processes, without gradients, normalized if the similarity is cosine;
     shape: (n, C), the slots of each process."""
     parts, _ = equalize_micro_batches(micro_batches, accelerator)
+    bar = tqdm(parts, "embedding", delay=2, leave=False, disable=not accelerator.is_main_process)
     with accelerator.autocast():
-        outputs = [encode(model, features, accelerator)[: len(indices)] for features, indices in parts]
+        outputs = [encode(model, features, accelerator)[: len(indices)] for features, indices in bar]
     embeddings = gather_slots(outputs, micro_batches, shape, accelerator)
     return embeddings if model.similarity_fn_name == "dot" else F.normalize(embeddings, dim=-1)
 
@@ -1609,6 +1611,9 @@ def open_data(args):
         with user_errors(f"--train_data {args.train_data[0]}"):
             files = list_files(args.train_data[0])
             first = next(open_files(files[:1]).iter(1))
+            for name in first.column_names:
+                if len(name) > 40:  # the first row of a CSV file without a line of names
+                    raise UserError(f"column {name!r}: if this is a row, insert a line of names; else list --columns")
         args.columns = [name for name in first.column_names if name not in args.label_column]
     if len(args.columns) < 2:
         raise UserError(f"--columns: two or more are required, found {args.columns}")
@@ -1819,16 +1824,17 @@ def prefetch(batches, depth=2):
 
 
 def equalize_micro_batches(micro_batches, accelerator):
-    """Return (parts of the MicroBatches, the largest number of parts of a process). Under FSDP, whose forwards are
+    """Return (parts of the MicroBatches, the most tokens of a process, with padding). Under FSDP, whose forwards are
     collective, the last part is repeated, for no text, until all ranks run equally many."""
     parts = micro_batches.parts
     if accelerator.num_processes == 1:
-        return parts, len(parts)
-    most = accelerator.gather(torch.tensor([len(parts)], device=accelerator.device)).max().item()
+        return parts, micro_batches.padded
+    sizes = torch.tensor([[len(parts), micro_batches.padded]], device=accelerator.device)
+    most, tokens = accelerator.gather(sizes).amax(0).tolist()
     if accelerator.distributed_type == DistributedType.FSDP:
         features, _ = parts[-1]  # the shortest texts; the output is discarded
         parts = parts + [(features, ())] * (most - len(parts))
-    return parts, most
+    return parts, tokens
 
 
 def gather_slots(outputs, micro_batches, shape, accelerator):
@@ -1852,10 +1858,10 @@ def seed_dropout(*numbers):
     torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
 
-def keeps_graphs(number, args, device):
-    """Return whether the graphs of this many micro-batches are kept until the loss (--grad_cache)."""
+def keeps_graphs(tokens, args, device):
+    """Return whether the graphs of this many tokens are kept until the loss (--grad_cache)."""
     if args.grad_cache == "auto":
-        return number <= GRAPHS_KEPT[device.type != "cpu"]
+        return tokens <= args.micro_batch_tokens * GRAPHS_KEPT[device.type != "cpu"]
     return args.grad_cache == "false"
 
 
@@ -2225,7 +2231,7 @@ LOWER_RATE = "lower --learning_rate, then --resume --accept_changed_schedule"
 # What lines of metrics.jsonl contain besides measures of evaluations.
 TRAINING = """step loss grad_norm learning_rate rows_per_second tokens_per_second padding_fraction data_wait_fraction
 skipped_steps flops_per_second mfu peak_memory_gb evaluation_seconds checkpoint_seconds"""
-GRAPHS_KEPT = (16, 4)  # micro-batches whose graphs a CPU, a GPU keeps until the loss, under --grad_cache auto
+GRAPHS_KEPT = (8, 4)  # full micro-batches whose graphs a CPU, a GPU keeps until the loss, under --grad_cache auto
 
 
 # {pattern of a GPU's name: its dense TFLOPS by precision}, of the makers' data sheets; without sparsity, and without

@@ -5,7 +5,7 @@
 Random hashes come in blocks of 4,096. For each block: look up 4,096 hashes, of which the index holds a quarter, then
 add the block, as the evaluator does with a corpus that is partly new. Three indexes, each in a process of its own:
 
-- table: one SQLite table of (hash, block, row), the index of the second edition;
+- table: one SQLite table of (hash, block, row);
 - 16 tables: the same, in a file for each value of the first four bits of the hash;
 - segments: eval_incremental.py's TextIndex, sorted segments in memory-mapped files.
 

@@ -67,6 +67,7 @@ def encoding(folder, texts, rounds, sizes):
     peer.max_seq_length = 256
     settings = script.Args(max_length=256, cache_dtype="float32", cache_dir=tempfile.mkdtemp())
     encoder, found = script.CachedEncoder(folder, settings, accelerator), {}
+    encoder.open(settings)
 
     def ours():
         """All that the evaluator does to a chunk: hash, look up, encode, pack, store."""

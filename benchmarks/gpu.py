@@ -143,6 +143,7 @@ def run_encoding(args):
 
         settings = script.Args(max_length=args.max_length, cache_dir=f"{args.folder}/cache_of_vectors")
         encoder = script.CachedEncoder(args.model, settings, Accelerator(cpu=args.device == "cpu"))
+        encoder.open(settings)
         model, size = encoder.model, settings.corpus_chunk_size
 
         def encode(part):

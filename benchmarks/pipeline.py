@@ -6,7 +6,7 @@ Generates a Parquet corpus of pairs of about 64 tokens a text, and makes batches
 first of --processes: reads all rows and measures their lengths; turns its own rows into Python; tokenizes them and
 cuts them into tensors, micro-batches of 16,384 tokens. Times are CPU seconds, which other work on the machine does not
 change: of all cores for tokenizing (in Rust), of the thread that prepares batches for the rest. Medians over the
-batches. --script: another version of train_bi_encoder.py, from the third edition on. Writes pipeline.json.
+batches. --script: another version of train_bi_encoder.py. Writes pipeline.json.
 """
 
 import argparse

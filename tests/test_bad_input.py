@@ -303,6 +303,15 @@ def test_malformed_csv_line(flags, refusal, way):
     assert "x.csv" in refusal(flags, "--train_data", "x.csv", *streaming(way))
 
 
+def test_csv_without_names(flags, refusal):
+    """Its first row would be lost, as the names of the columns."""
+    Path("x.csv").write_text("read a gzip file,def read(path): return gzip.open(path).read()\n" * 9)
+    flags = [*flags]
+    if "--columns" in flags:
+        del flags[flags.index("--columns") : flags.index("--columns") + 3]
+    assert "column 'def read(path): return gzip.open(path).read()': if" in refusal(flags, "--train_data", "x.csv")
+
+
 @both_ways
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet", "txt"])
 def test_file_without_rows(flags, refusal, suffix, way):
@@ -452,6 +461,16 @@ def test_a_flag_given_twice(bert, capsys):
         assert f"error: {name}: given twice" in line
     for trainer in (script, train_cross_encoder):
         assert trainer.parse_args(["flags.yaml", "--seed", "2"]).seed == 2
+
+
+@pytest.mark.parametrize("name", ["train_bi_encoder", "train_cross_encoder", "eval_incremental"])
+def test_help_and_mistyped_flags_load_no_library(name):
+    for words, status, expected in (("--help", 0, "--output_dir"), ("--outputdir x", 2, "did you mean --output_dir")):
+        command = [sys.executable, "-X", "importtime", ROOT / f"{name}.py", *words.split()]
+        done = subprocess.run(command, capture_output=True, text=True)
+        loaded = set(re.findall(r"^import time:.*\| +(\w+)$", done.stderr, re.M))
+        assert done.returncode == status and expected in done.stdout + done.stderr
+        assert "transformers" in loaded and not loaded & {"torch", "datasets", "sentence_transformers"}
 
 
 def test_the_nearest_flag_is_named(capsys):

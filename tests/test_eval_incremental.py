@@ -467,6 +467,23 @@ def test_reported_length(evaluate, beir, static, bert, flags, expected):
     assert found == expected
 
 
+def test_models_are_loaded_at_the_start(evaluate, beir, bert, static, tmp_path, monkeypatch, capsys):
+    """The second one is deleted while the first encodes; and they cut texts differently, which is said."""
+    shutil.copytree(static, tmp_path / "second")
+    retrieve = script.retrieve
+
+    def delete(*args):
+        shutil.rmtree(tmp_path / "second", ignore_errors=True)
+        return retrieve(*args)
+
+    monkeypatch.setattr(script, "retrieve", delete)
+    evaluate("--beir", beir, "--model_name_or_path", bert, tmp_path / "second")
+    assert not (tmp_path / "second").exists()
+    assert f"numbers of tokens: {bert.name} 128, second all; see --max_length" in capsys.readouterr().err
+    evaluate("--beir", beir, "--model_name_or_path", bert, static, "--max_length", 20, "--output_dir", tmp_path / "o")
+    assert "numbers of tokens" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [

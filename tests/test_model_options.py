@@ -276,6 +276,27 @@ def test_grad_cache_runs_each_forward_pass_twice(name, output, corpus, bert, tmp
 
 
 @pytest.mark.parametrize("name", TRAINERS)
+def test_grad_cache_begins_by_tokens(name, corpus, bert, tmp_path, monkeypatch):
+    """Not by the number of micro-batches: where a pass costs little, there is one for nearly each length."""
+    script = importlib.import_module(name)
+    forward_backward, seen = script.forward_backward, []
+
+    def record(model, batch, *args):
+        loss = forward_backward(model, batch, *args)
+        seen.append((len(batch.micro_batches.parts), batch.micro_batches.padded, batch.passes))
+        return loss
+
+    monkeypatch.setattr(script, "forward_backward", record)
+    for size in (4, 8, 64):
+        flags = flags_for(name, corpus, bert, tmp_path / str(size), "--batch_size", size, "--max_steps", 2)
+        script.main(script.parse_args(merge_flags([*flags, "--micro_batch_tokens", 256, "--max_length", 100])))
+    for parts, tokens, passes in seen:
+        assert passes == (3 if tokens <= 8 * 256 else 4), (parts, tokens)
+    assert {passes for *_, passes in seen} == {3, 4}
+    assert any(parts > 8 and passes == 3 for parts, _, passes in seen), seen
+
+
+@pytest.mark.parametrize("name", TRAINERS)
 def test_grad_cache_repeats_the_dropout(name, corpus, bert, tmp_path):
     """The second forward pass of a micro-batch has the masks of the first: losses equal those without --grad_cache."""
     for cache in ("true", "false"):

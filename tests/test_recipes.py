@@ -247,6 +247,69 @@ def check_layers(run, folder, rows):
     assert list(map(max, changes.values())) == pytest.approx([0, 0, 0.25e-3, 0.5e-3, 1e-3, 0], rel=1e-2)
     assert logged(folder / "runs/recipe", "learning_rate")[0] == 1e-3
     check_resume(run, folder)
+    # Adapters have the rates of their layers, and the embeddings have none.
+    script = runpy.run_path(str(folder / "train_bi_encoder.py"))
+    flags = [folder / "runs/recipe/args.yaml", "--model_name_or_path", folder / "model", "--lora_rank", 4]
+    args = script["parse_args"](list(map(str, flags)))
+    model = script["load_model"](args)
+    rates = {
+        id(p): group["lr"] for group in script["make_optimizer"](model, args).param_groups for p in group["params"]
+    }
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {(re.search(r"layer\.\d|pooler", names[key])[0], rate) for key, rate in rates.items()}
+    assert all("lora_" in names[key] for key in rates)
+    assert found == {("layer.1", 0.25e-3), ("layer.2", 0.5e-3), ("layer.3", 1e-3), ("pooler", 1e-3)}
+
+
+# ---- nested
+
+
+def setup_nested(folder, rows):
+    """Write rows in MS MARCO's form, and the same rows with columns of lists; every seventh has no positive."""
+    nested, flat = [], []
+    for number, row in enumerate(rows[:96]):
+        texts = [rows[number + other]["code"] for other in range(4)]
+        selected = [number % 7 > 0, number % 2, 0, 0]
+        passages = {"is_selected": list(map(int, selected)), "passage_text": texts, "url": ["https://x.org"] * 4}
+        nested.append({"query": row["docstring"], "query_type": "description", "passages": passages})
+        groups = [[text for text, chosen in zip(texts, selected) if bool(chosen) == kind] for kind in (True, False)]
+        flat.append({"query": row["docstring"], "pos": groups[0], "neg": groups[1]})
+    write_jsonl(folder / "nested.jsonl", nested)
+    write_jsonl(folder / "flat.jsonl", flat)
+
+
+def check_nested(run, folder, rows):
+    """Losses equal those of the unchanged script on columns of lists, also on two processes and after a resume."""
+    check_resume(run, folder, step=4)
+    losses = logged(folder / "runs/recipe")
+    command = yaml.safe_load((folder / "runs/recipe/args.yaml").read_text())
+    flags = [word for name in ("batch_size", "num_negatives", "max_steps") for word in (f"--{name}", command[name])]
+    flags += ["--eval_rows", 0, "--logging_steps", 1, "--on_bad_row", "skip", "--columns", "query", "pos", "neg"]
+    data = ["--model_name_or_path", "model", "--train_data", "flat.jsonl", "--output_dir", "runs/flat"]
+    launch(ROOT / "train_bi_encoder.py", *data, *flags, cwd=folder)
+    assert losses == logged(folder / "runs/flat") and len(losses) == 6
+    run("--output_dir", "runs/two", "--dropout", 0, processes=2)
+    run("--output_dir", "runs/one", "--dropout", 0)
+    assert logged(folder / "runs/two") == pytest.approx(logged(folder / "runs/one"), rel=1e-5)
+
+
+# ---- margin
+
+
+def check_margin(run, folder, rows):
+    """Its value equals that of a search by sentence-transformers, and it can choose the model."""
+    output = folder / "runs/recipe"
+    found = logged(output, "margin")
+    assert len(found) == 3
+    held_out = pq.read_table(sorted((folder / "pairs").glob("*.parquet"))[0]).slice(0, 40).to_pylist()
+    model = SentenceTransformer(str(output / "model"), device="cpu")
+    queries, documents = ([row[name] for row in held_out] for name in ("docstring", "code"))
+    scores = util.cos_sim(*(model.encode(texts, convert_to_tensor=True) for texts in (queries, documents)))
+    best = (scores - 2 * torch.eye(len(scores))).max(1).values
+    assert found[-1] == pytest.approx((scores.diagonal() - best).mean().item(), abs=1e-5)
+    assert found[0] != found[-1]
+    run("--output_dir", "runs/best", "--metric_for_best_model", "margin")
+    assert (folder / "runs/best/model").exists()
 
 
 # ---- hub
@@ -650,11 +713,12 @@ def check_ema(run, folder, rows):
 
 
 SETUPS = {"own_loss": setup_own_loss, "layers": setup_layers, "hub": setup_hub, "sql": setup_sql,
-          "two_tasks": setup_two_tasks, "measure": setup_measure, "images": setup_images,
+          "two_tasks": setup_two_tasks, "nested": setup_nested, "measure": setup_measure, "images": setup_images,
           "instructions": setup_instructions, "splade": setup_splade,
           "colbert": setup_colbert, "teacher_embeddings": setup_teacher_embeddings}  # fmt: skip
 CHECKS = {"own_loss": check_own_loss, "optimizer": check_optimizer, "learned_temperature": check_learned_temperature,
           "layers": check_layers, "hub": check_hub, "sql": check_sql, "two_tasks": check_two_tasks,
+          "nested": check_nested, "margin": check_margin,
           "measure": check_measure, "similarity": check_similarity, "images": check_images,
           "instructions": check_instructions, "splade": check_splade,
           "colbert": check_colbert, "teacher_embeddings": check_teacher_embeddings, "ema": check_ema}  # fmt: skip

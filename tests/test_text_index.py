@@ -6,10 +6,8 @@ import os
 import resource
 import shutil
 import signal
-import sqlite3
 import subprocess
 import time
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -206,24 +204,6 @@ def test_full_disk_while_the_index_is_saved(tmp_path):
         cache.close()
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
-
-
-def test_cache_of_the_second_edition(tmp_path):
-    """Its blocks are read, and its table of texts is removed."""
-    generator = np.random.default_rng(0)
-    cache = open_cache(tmp_path / "c")
-    stored = random_hashes(generator, 500).reshape(5, 100)
-    for hashes in stored:
-        cache.store(hashes, rows_of(hashes))
-    cache.close()
-    with closing(sqlite3.connect(tmp_path / "c/cache.db", isolation_level=None)) as database:
-        database.execute("CREATE TABLE texts (hash BLOB PRIMARY KEY, block, row) WITHOUT ROWID")
-        database.executemany("INSERT INTO texts VALUES (?, 'x', 0)", [(generator.bytes(16),) for _ in range(10_000)])
-    size = (tmp_path / "c/cache.db").stat().st_size
-    cache = open_cache(tmp_path / "c")
-    check_found(cache, stored.ravel(), generator)
-    cache.close()
-    assert (tmp_path / "c/cache.db").stat().st_size < size / 4
 
 
 def fill(folder, seed, blocks):
