@@ -136,7 +136,7 @@ class Args:
     gradient_accumulation_steps: int = flag(1, "batches per optimizer step, each with its own drawn negatives")
     grad_cache: Literal["auto", "true", "false"] = flag(
         "auto",
-        "hold the graph of one micro-batch at a time; auto: if a batch has more tokens than 4 full ones (CPU: 8)",
+        "hold the graph of one micro-batch at a time; auto: if a batch has more tokens than 4 full ones (CPU: 16)",
         alone="true",
     )
     gradient_checkpointing: bool = flag(False, "recompute each layer's activations in backward; for long texts")
@@ -2274,7 +2274,7 @@ LOWER_RATE = "lower --learning_rate, then --resume --accept_changed_schedule"
 # What lines of metrics.jsonl contain besides measures of evaluations.
 TRAINING = """step loss grad_norm learning_rate rows_per_second tokens_per_second padding_fraction data_wait_fraction
 skipped_steps flops_per_second mfu peak_memory_gb evaluation_seconds checkpoint_seconds"""
-GRAPHS_KEPT = (8, 4)  # full micro-batches whose graphs a CPU, a GPU keeps until the loss, under --grad_cache auto
+GRAPHS_KEPT = (16, 4)  # full micro-batches whose graphs a CPU, a GPU keeps until the loss, under --grad_cache auto
 
 
 # {pattern of a GPU's name: its dense TFLOPS by precision}, of the makers' data sheets; without sparsity, and without
