@@ -110,7 +110,7 @@ def main():
             ["{mean:.4f} [{low:.4f}, {high:.4f}]".format(**m) for m in run["nDCG@10"]],
         )
         print(f"| {run['seed']} | {ours:.0f} | {peer:.0f} | {peer / ours:.2f}x | {' | '.join(cells)} |", end="")
-        print(" {:+.4f} |".format(run["nDCG@10"][0]["mean"] - run["nDCG@10"][1]["mean"]))
+        print(" {difference:+.4f}, p = {p:.2f} |".format(**run["nDCG@10"][0]))
     print(f"{steps} steps; median {statistics.median(r['seconds'][1] / r['seconds'][0] for r in found):.2f}x")
 
 
