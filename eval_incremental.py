@@ -209,8 +209,9 @@ def check_flag_names(parser, argv):
 # ---- libraries
 
 if __name__ == "__main__":  # --help and mistyped flags are answered now: what follows takes ten seconds to load
-    check_flag_names(make_parser(), sys.argv[1:])
-    make_parser().parse_known_args()
+    parser = make_parser()
+    check_flag_names(parser, sys.argv[1:])
+    parser.parse_known_args()
     if os.environ.get("RANK", "0") == "0":
         print("loading libraries", file=sys.stderr)
 

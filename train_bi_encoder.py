@@ -233,8 +233,9 @@ def check_flag_names(parser, argv):
 # ---- libraries
 
 if __name__ == "__main__":  # --help and mistyped flags are answered now: what follows takes ten seconds to load
-    check_flag_names(make_parser(), sys.argv[1:])
-    make_parser().parse_known_args()
+    parser = make_parser()
+    check_flag_names(parser, sys.argv[1:])
+    parser.parse_known_args()
     if os.environ.get("RANK", "0") == "0":
         print("loading libraries", file=sys.stderr)
 
@@ -299,10 +300,10 @@ def main(args):
     loss_fn = make_loss(args, model)
     guide = load_guide(args).to(device) if args.guide_model else None
     static = isinstance(model.tokenizer, Tokenizer)  # its texts are not padded
-    max_tokens = args.micro_batch_tokens or (2**20 if static else 2048 if device.type == "cpu" else 16_384)
-    args.micro_batch_tokens = max_tokens
-    check_encode(model, max_tokens, args, accelerator)
-    features, _ = make_micro_batches(["a text"], [(0, 0)], model, max_tokens, device).parts[0]
+    default_tokens = 2**20 if static else 2048 if device.type == "cpu" else 16_384
+    args.micro_batch_tokens = args.micro_batch_tokens or default_tokens
+    check_encode(model, args, accelerator)
+    features, _ = make_micro_batches(["a text"], [(0, 0)], model, args, device).parts[0]
     freeze_unused(model, encode(model, features, accelerator))
     optimizer = make_optimizer(model, args)
     peak_rates = [group["lr"] for group in optimizer.param_groups]  # before get_scheduler changes them
@@ -311,15 +312,13 @@ def main(args):
 
     # ---- resume, and evaluate before the first step
     run.begin(data, model, [optimizer], model_to_save, steps)  # checkpoints have all optimizers
-    to_batch = partial(
-        make_batch, model=run.model, guide=guide, max_tokens=max_tokens, args=args, accelerator=accelerator
-    )
+    to_batch = partial(make_batch, model=run.model, guide=guide, args=args, accelerator=accelerator)
     if run.step == 0 and args.loss in TEACHER_LOSSES:
         tables = row_batches(data.sources, data.weights, args)
         first = next(read_batches(tables, to_batch, data, args, accelerator))
         report_entropies(run.model, first, args, accelerator)
     if run.step == 0 and eval_sets:
-        run.log(evaluate(model, eval_sets, max_tokens, args, accelerator))
+        run.log(evaluate(model, eval_sets, args, accelerator))
     run.check_metric()
 
     # ---- train
@@ -356,7 +355,7 @@ def main(args):
         evaluated = run.step % eval_steps == 0 or run.finished
         if evaluated:
             with run.clock("evaluation"):
-                record = evaluate(model, eval_sets, max_tokens, args, accelerator)
+                record = evaluate(model, eval_sets, args, accelerator)
         if run.step % args.logging_steps == 0 or run.finished:
             record |= run.training_record()
             bar.set_postfix_str("loss {loss:.4f}, {rows_per_second:,.0f} rows/s".format(**record), refresh=False)
@@ -697,7 +696,7 @@ class Batch:
     error: "UserError | None" = None  # what ends the run; there are no rows then
 
 
-def make_batch(rows, model, guide, max_tokens, args, accelerator):
+def make_batch(rows, model, guide, args, accelerator):
     """Return the Batch of this process' rows."""
     device = accelerator.device
     slots = -(-args.batch_size // accelerator.num_processes)
@@ -715,20 +714,20 @@ def make_batch(rows, model, guide, max_tokens, args, accelerator):
         places = [(0, 0)]
     hashes = pad_lists(hashes, slots, -1)
     labels = pad_lists([row.labels for row in rows], slots, np.nan, np.float32)
-    micro_batches = make_micro_batches(texts, places, model, max_tokens, device)
-    guide_batches = guide and make_micro_batches(texts, places, guide, max_tokens, device)
+    micro_batches = make_micro_batches(texts, places, model, args, device)
+    guide_batches = guide and make_micro_batches(texts, places, guide, args, device)
     return Batch(rows, pinned(hashes, device), pinned(labels, device), micro_batches, guide_batches)
 
 
-def make_micro_batches(texts, places, model, max_tokens, device):
+def make_micro_batches(texts, places, model, args, device):
     """Return the MicroBatches of texts; places: (row, column) of each in the slots."""
     if not isinstance(model.tokenizer, Tokenizer):
         encodings = model.tokenizer.backend_tokenizer.encode_batch_fast(texts)
-        return pad_micro_batches(encodings, places, model, max_tokens, device)
+        return pad_micro_batches(encodings, places, model, args.micro_batch_tokens, device)
     # A static embedding model: texts are concatenated, without padding.
     encodings = model.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     lengths = np.array([len(encoding) for encoding in encodings])
-    cuts = np.flatnonzero(np.diff(np.cumsum(lengths) // max_tokens)) + 1
+    cuts = np.flatnonzero(np.diff(np.cumsum(lengths) // args.micro_batch_tokens)) + 1
     parts = []
     for indices in np.split(np.arange(len(texts)), cuts):
         tokens = chain.from_iterable(encodings[index].ids for index in indices)
@@ -850,7 +849,7 @@ def last_word(model):
     return None if added and added.special else model.tokenizer.convert_ids_to_tokens(last)
 
 
-def check_encode(model, max_tokens, args, accelerator):
+def check_encode(model, args, accelerator):
     """Raise UserError if the model's own `encode` has other embeddings of two texts, one of them long, than training:
     it would be trained for other inputs than it gets later. Also if last-token pooling reads a word."""
     path = f"--model_name_or_path {args.model_name_or_path}"
@@ -862,7 +861,7 @@ def check_encode(model, max_tokens, args, accelerator):
             getattr(model.tokenizer, "backend_tokenizer", model.tokenizer).no_padding()  # encode() has changed this
             found = []
             for text in SAMPLE:
-                batches = make_micro_batches([prompt + text], [(0, 0)], model, max_tokens, accelerator.device)
+                batches = make_micro_batches([prompt + text], [(0, 0)], model, args, accelerator.device)
                 found.append(encode(model, batches.parts[0][0], accelerator))
         check_outputs(path, torch.cat(found)[:, : expected.shape[1]], expected, model, accelerator)
     model.train()
@@ -900,12 +899,12 @@ def held_out_set(rows):
     return EvalSet(queries, documents, pd.DataFrame(qrels), scored)
 
 
-def embed_texts(model, texts, max_tokens, accelerator):
+def embed_texts(model, texts, args, accelerator):
     """Return (texts, D) embeddings on every process; each encodes its part of the texts."""
     order, own = deal([len(text) for text in texts], accelerator)
     own_texts = [texts[index] for index in own]
     places = [(number, 0) for number in range(len(own))]
-    local = make_micro_batches(own_texts, places, model, max_tokens, accelerator.device)
+    local = make_micro_batches(own_texts, places, model, args, accelerator.device)
     slots = math.ceil(len(texts) / accelerator.num_processes)
     embeddings = embed(model, local, (slots, 1), accelerator)[:, 0]
     return undo_deal(order, embeddings, accelerator)
@@ -931,7 +930,7 @@ def search(queries, documents, eval_set, depth):
     return to_trec(ranked.groupby("query").head(depth))
 
 
-def evaluate(model, eval_sets, max_tokens, args, accelerator):
+def evaluate(model, eval_sets, args, accelerator):
     """Return {measure: mean over held-out rows and --eval_beir}, and the value of each if there are several; the same
     on every process. Held-out rows with one label each are measured by correlation."""
     model = accelerator.unwrap_model(model).eval()
@@ -939,7 +938,7 @@ def evaluate(model, eval_sets, max_tokens, args, accelerator):
     found = {}
     for name, eval_set in eval_sets.items():
         texts = [truncate_query(text, model, args) for text in eval_set.queries.values()]
-        embeddings = embed_texts(model, [*texts, *eval_set.documents.values()], max_tokens, accelerator)
+        embeddings = embed_texts(model, [*texts, *eval_set.documents.values()], args, accelerator)
         queries, documents = embeddings.split([len(eval_set.queries), len(eval_set.documents)])
         if eval_set.scored:
             predictions = (queries * documents).sum(-1).tolist()
@@ -2417,7 +2416,7 @@ class Run:
         )
         self.accelerator.print(
             f"step {self.step:,} of {steps:,}: {args.gradient_accumulation_steps} x "
-            f"{args.batch_size:,} rows on {devices}"
+            f"{args.batch_size:,} rows on {devices}, in micro-batches of {args.micro_batch_tokens:,} tokens"
         )
 
     def receive(self, number, _):

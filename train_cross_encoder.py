@@ -235,8 +235,9 @@ def check_flag_names(parser, argv):
 # ---- libraries
 
 if __name__ == "__main__":  # --help and mistyped flags are answered now: what follows takes ten seconds to load
-    check_flag_names(make_parser(), sys.argv[1:])
-    make_parser().parse_known_args()
+    parser = make_parser()
+    check_flag_names(parser, sys.argv[1:])
+    parser.parse_known_args()
     if os.environ.get("RANK", "0") == "0":
         print("loading libraries", file=sys.stderr)
 
@@ -300,10 +301,9 @@ def main(args):
     run.collections = list(eval_sets)
     model_to_save = copy.deepcopy(model) if sharded and is_main else model  # FSDP will shard `model`
     model = model.to(device).train()
-    max_tokens = args.micro_batch_tokens or (2048 if device.type == "cpu" else 16_384)
-    args.micro_batch_tokens = max_tokens
-    check_predict(model, max_tokens, args, accelerator)
-    features, _ = make_micro_batches([], model, max_tokens, args, device).parts[0]
+    args.micro_batch_tokens = args.micro_batch_tokens or (2048 if device.type == "cpu" else 16_384)
+    check_predict(model, args, accelerator)
+    features, _ = make_micro_batches([], model, args, device).parts[0]
     freeze_unused(model, score(model, features, accelerator))
     optimizer = make_optimizer(model, args)
     peak_rates = [group["lr"] for group in optimizer.param_groups]  # before get_scheduler changes them
@@ -312,13 +312,13 @@ def main(args):
 
     # ---- resume, and evaluate before the first step
     run.begin(data, model, [optimizer], model_to_save, steps)  # checkpoints have all optimizers
-    to_batch = partial(make_batch, model=run.model, max_tokens=max_tokens, args=args, accelerator=accelerator)
+    to_batch = partial(make_batch, model=run.model, args=args, accelerator=accelerator)
     if run.step == 0 and args.loss in TEACHER_LOSSES:
         tables = row_batches(data.sources, data.weights, args)
         first = next(read_batches(tables, to_batch, data, args, accelerator))
         report_entropies(run.model, first, args, accelerator)
     if run.step == 0 and eval_sets:
-        run.log(evaluate(model, eval_sets, max_tokens, args, accelerator))
+        run.log(evaluate(model, eval_sets, args, accelerator))
     run.check_metric()
 
     # ---- train
@@ -355,7 +355,7 @@ def main(args):
         evaluated = run.step % eval_steps == 0 or run.finished
         if evaluated:
             with run.clock("evaluation"):
-                record = evaluate(model, eval_sets, max_tokens, args, accelerator)
+                record = evaluate(model, eval_sets, args, accelerator)
         if run.step % args.logging_steps == 0 or run.finished:
             record |= run.training_record()
             bar.set_postfix_str("loss {loss:.4f}, {rows_per_second:,.0f} rows/s".format(**record), refresh=False)
@@ -698,16 +698,16 @@ class Batch:
     error: "UserError | None" = None  # what ends the run; there are no rows then
 
 
-def make_batch(rows, model, max_tokens, args, accelerator):
+def make_batch(rows, model, args, accelerator):
     """Return the Batch of this process' rows."""
     add_prompts(rows, model, args)
     slots = -(-args.batch_size // accelerator.num_processes)
     labels = pad_lists([row.labels for row in rows], slots, np.nan, np.float32)
-    micro_batches = make_micro_batches(rows, model, max_tokens, args, accelerator.device)
+    micro_batches = make_micro_batches(rows, model, args, accelerator.device)
     return Batch(rows, pinned(labels, accelerator.device), micro_batches)
 
 
-def make_micro_batches(rows, model, max_tokens, args, device):
+def make_micro_batches(rows, model, args, device):
     """Return the MicroBatches of the pairs of rows."""
     pairs = []
     places = []
@@ -718,7 +718,8 @@ def make_micro_batches(rows, model, max_tokens, args, device):
     if not pairs:  # a stand-in, in an empty slot: forward passes and collectives must match those of other processes
         pairs = [("a query", "a document")]
         places = [(0, 0)]
-    micro_batches = pad_micro_batches(tokenize_pairs(pairs, model), places, model, max_tokens, device)
+    encodings = tokenize_pairs(pairs, model)
+    micro_batches = pad_micro_batches(encodings, places, model, args.micro_batch_tokens, device)
     if is_causal(model):
         for features, _ in micro_batches.parts:
             features["logits_to_keep"] = 1  # else the vocabulary's logits of all tokens are computed
@@ -841,7 +842,7 @@ def own_prompts(model):
     return [model.prompts.get(model.default_prompt_name) or ""]
 
 
-def check_predict(model, max_tokens, args, accelerator):
+def check_predict(model, args, accelerator):
     """Raise UserError if the model's own `predict` has other scores of two pairs, one of them long, than training: it
     would be trained for other inputs than it gets later."""
     path = f"--model_name_or_path {args.model_name_or_path}"
@@ -851,7 +852,7 @@ def check_predict(model, max_tokens, args, accelerator):
     model.tokenizer.backend_tokenizer.no_padding()  # predict() has changed this
     rows = [Row(query, [text], [], {SOURCE: 0}) for query, text in pairs]
     add_prompts(rows, model, args)
-    found = score_rows(model, rows, max_tokens, replace(args, query_max_length=None), accelerator)
+    found = score_rows(model, rows, replace(args, query_max_length=None), accelerator)
     model.train()
     check_outputs(path, torch.tensor(found), expected, model, accelerator)
 
@@ -944,11 +945,11 @@ def find_candidates(eval_set, run, args):
     return ranked.groupby("query").head(args.eval_rerank_k)
 
 
-def score_rows(model, rows, max_tokens, args, accelerator):
+def score_rows(model, rows, args, accelerator):
     """Return (rows,) scores of rows of one document each, on every process; each process scores its part of them."""
     order, own = deal([len(row.documents[0]) for row in rows], accelerator)
     own_rows = [rows[index] for index in own]
-    local = make_micro_batches(own_rows, model, max_tokens, args, accelerator.device)
+    local = make_micro_batches(own_rows, model, args, accelerator.device)
     slots = math.ceil(len(rows) / accelerator.num_processes)
     scores = score_slots(model, local, (slots, 1), accelerator)[:, 0]
     return undo_deal(order, scores, accelerator).tolist()
@@ -961,7 +962,7 @@ def rank_candidates(scores, eval_set):
     return to_trec(ranked[["query", "docid", "score"]])
 
 
-def evaluate(model, eval_sets, max_tokens, args, accelerator):
+def evaluate(model, eval_sets, args, accelerator):
     """Return {measure: mean over held-out rows and collections}, and the value of each if there are several; the same
     on every process. Rows of several documents are evaluated as rankings, rows of one document by classification if
     all labels are 0 or 1, else by correlation."""
@@ -971,7 +972,7 @@ def evaluate(model, eval_sets, max_tokens, args, accelerator):
         rows = []
         for query, document in eval_set.candidates.values:
             rows.append(Row(eval_set.queries[query], [eval_set.documents[document]], []))
-        scores = score_rows(model, rows, max_tokens, args, accelerator)
+        scores = score_rows(model, rows, args, accelerator)
         if eval_set.scored:
             predictions = scores
             references = eval_set.qrels["rel"].tolist()
@@ -2460,7 +2461,7 @@ class Run:
         )
         self.accelerator.print(
             f"step {self.step:,} of {steps:,}: {args.gradient_accumulation_steps} x "
-            f"{args.batch_size:,} rows on {devices}"
+            f"{args.batch_size:,} rows on {devices}, in micro-batches of {args.micro_batch_tokens:,} tokens"
         )
 
     def receive(self, number, _):

@@ -93,12 +93,12 @@ def main():
         )
         for size in args.batch_size:
             for processes in args.processes:
-                options = script.parse_args([*flags, "--batch_size", str(size)])
+                options = script.parse_args([*flags, "--batch_size", str(size), "--micro_batch_tokens", "16384"])
                 data = script.open_data(options)
                 tables = script.row_batches(data.sources, data.weights, options)
                 # As on a GPU: padded to multiples of 8. No such device is needed, since nothing is moved to it.
                 rank = SimpleNamespace(num_processes=processes, process_index=0, device=torch.device("xpu"))
-                settings = {"model": model, "guide": None, "max_tokens": 16_384, "args": options, "accelerator": rank}
+                settings = {"model": model, "guide": None, "args": options, "accelerator": rank}
                 make = timed(partial(script.make_batch, **settings), "texts")
                 batches, found = script.read_batches(tables, make, data, options, rank), []
                 next(batches)

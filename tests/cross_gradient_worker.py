@@ -44,7 +44,7 @@ def pairs_of(batch):
 def gradients_of(flags, settings, accumulation=1):
     """Yield (gradient of a step, loss of its last batch, micro-batches on this process, rows) for each setting.
 
-    settings: [(max_tokens, grad_cache)]. The step accumulates the first `accumulation` batches.
+    settings: [(micro_batch_tokens, grad_cache)]. The step accumulates the first `accumulation` batches.
     """
     args = parse(*flags)
     args.loss = args.loss or script.choose_loss(args)
@@ -52,9 +52,9 @@ def gradients_of(flags, settings, accumulation=1):
     data = script.open_data(args)
     tables = list(islice(script.row_batches(data.sources, data.weights, args), accumulation))
     accelerator.gradient_accumulation_steps = accumulation
-    for max_tokens, args.grad_cache in settings:
+    for args.micro_batch_tokens, args.grad_cache in settings:
         model.zero_grad()
-        make_batch = partial(script.make_batch, model=model, max_tokens=max_tokens, args=args, accelerator=accelerator)
+        make_batch = partial(script.make_batch, model=model, args=args, accelerator=accelerator)
         draw = partial(script.draw_negatives, args)
         batches = script.read_batches(iter(tables), make_batch, data, args, accelerator, draw)
         for number, batch in enumerate(islice(batches, accumulation)):
@@ -68,7 +68,7 @@ model = script.load_model(parse())
 with torch.no_grad():  # with fresh weights, scores hardly differ, and the gradient of a group cancels to 0.0005
     for parameter in model.parameters():
         parameter.mul_(10 if parameter.ndim > 1 else 1)
-features, _ = script.make_micro_batches([], model, 100, parse(), accelerator.device).parts[0]
+features, _ = script.make_micro_batches([], model, parse("--micro_batch_tokens", "100"), accelerator.device).parts[0]
 script.freeze_unused(model, script.score(model, features, accelerator))
 prepared = accelerator.prepare(model).eval()  # no dropout: its masks depend on the micro-batches
 settings = [(max_tokens, cache) for max_tokens in (300, 700, 10**6) for cache in ("false", "true")]

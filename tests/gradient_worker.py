@@ -70,7 +70,7 @@ def gradients_of(flags, settings, accumulation=1, change=None):
     """Yield (gradient of a step, loss of its last batch, micro-batches of that on this process, bad rows of that) for
     each setting.
 
-    settings: [(max_tokens, grad_cache)]. The step accumulates the first `accumulation` batches. change(table,
+    settings: [(micro_batch_tokens, grad_cache)]. The step accumulates the first `accumulation` batches. change(table,
     args=args) returns the rows to train on instead of a batch.
     """
     args, data, tables = open_rows(flags)
@@ -81,10 +81,9 @@ def gradients_of(flags, settings, accumulation=1, change=None):
     # Not cls pooling: its similarities differ by less than rounding errors, which would decide what is masked.
     guide = script.load_model(replace(args, pooling="max")).eval() if args.guide_model else None
     accelerator.gradient_accumulation_steps = accumulation
-    for max_tokens, args.grad_cache in settings:
+    for args.micro_batch_tokens, args.grad_cache in settings:
         model.zero_grad()
-        given = {"model": model, "guide": guide, "max_tokens": max_tokens, "args": args, "accelerator": accelerator}
-        make_batch = partial(script.make_batch, **given)
+        make_batch = partial(script.make_batch, model=model, guide=guide, args=args, accelerator=accelerator)
         batches = script.read_batches(iter(tables), make_batch, data, args, accelerator)
         for number, batch in enumerate(islice(batches, accumulation)):
             sync = number == accumulation - 1
@@ -96,7 +95,8 @@ def gradients_of(flags, settings, accumulation=1, change=None):
 
 columns = ["--columns", "docstring", "code"]
 model = script.load_model(open_rows(columns)[0])
-features, _ = script.make_micro_batches(["a text"], [(0, 0)], model, 100, accelerator.device).parts[0]
+one_text = ["a text"], [(0, 0)], model, script.Args(micro_batch_tokens=100), accelerator.device
+features, _ = script.make_micro_batches(*one_text).parts[0]
 script.freeze_unused(model, script.encode(model, features, accelerator))
 prepared = accelerator.prepare(model).eval()  # no dropout: its masks depend on the micro-batches
 settings = [(max_tokens, cache) for max_tokens in (128, 700, 10**6) for cache in ("false", "true")]

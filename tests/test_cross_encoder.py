@@ -352,7 +352,8 @@ def test_ids_in_lists():
 def token_ids(model, pairs):
     """Return the token ids of each pair, without padding."""
     rows = [script.Row(query, [document], []) for query, document in pairs]
-    made = script.make_micro_batches(rows, model, 10**6, parse(), torch.device("cpu"))
+    args = parse("--micro_batch_tokens", "1000000")
+    made = script.make_micro_batches(rows, model, args, torch.device("cpu"))
     found = {}
     for features, cut in made.parts:
         masks = features.get("attention_mask", torch.ones_like(features["input_ids"]))
@@ -460,7 +461,8 @@ def test_held_out_measures_equal_those_of_predict(rows, reranker, kind):
     args.num_negatives = script.CANDIDATES - 1
     held_out = script.read_held_out(data, args, Accelerator(cpu=True), partial(script.draw_negatives, args))
     eval_sets = script.open_eval_sets(held_out, model, args)
-    found = script.evaluate(model, eval_sets, 700, args, Accelerator(cpu=True))
+    args.micro_batch_tokens = 700
+    found = script.evaluate(model, eval_sets, args, Accelerator(cpu=True))
     assert model.training
     if kind == "drawn":
         assert all(len(set(row.documents)) == 50 for row in held_out)
@@ -517,7 +519,8 @@ def test_copied_alone_into_an_empty_folder(tmp_path, rows, bert, loss):
     trained = script.load_model(again, run / "checkpoints/step_00000002").eval()
     pairs = [(rows[0]["docstring"], rows[0]["code"]), ("a", "b")]
     some = [script.Row(query, [document], []) for query, document in pairs]
-    scores = script.score_rows(trained, some, 10**6, again, Accelerator(cpu=True))
+    again.micro_batch_tokens = 10**6
+    scores = script.score_rows(trained, some, again, Accelerator(cpu=True))
     expected = torch.tensor(scores).float()
     expected = expected.sigmoid() if loss == "bce" else expected
     for folder in ("model", "checkpoints/step_00000002"):

@@ -95,6 +95,7 @@ def load(name, folder, *flags):
     args = script.parse_args([*data, "--model_name_or_path", str(folder), *flags])
     model = script.load_model(args)
     args.prompts = args.prompts or script.own_prompts(model)
+    args.micro_batch_tokens = 400
     return script, args, model
 
 
@@ -102,7 +103,7 @@ def check(name, folder, *flags):
     """Run the trainer's comparison with the library, which must leave the tokenizer as it was."""
     script, args, model = load(name, folder, *flags)
     compare = {"train_bi_encoder": "check_encode", "train_cross_encoder": "check_predict"}[name]
-    getattr(script, compare)(model, 2048, args, Accelerator(cpu=True))
+    getattr(script, compare)(model, args, Accelerator(cpu=True))
     assert model.training
     if "message" not in model[0].modality_config:  # whose pairs the library pads
         assert model.tokenizer.backend_tokenizer.padding is None
@@ -145,12 +146,12 @@ def test_embeddings_equal_those_of_the_library(name, side, rows, bert, tmp_path)
     for pooling in ("mean", "cls", "lasttoken"):
         flags = ["--pooling", pooling, "--max_length", "60", "--prompts", "query: ", "code: "]
         check("train_bi_encoder", folder, *flags)
-        script, _, model = load("train_bi_encoder", folder, *flags)
+        script, args, model = load("train_bi_encoder", folder, *flags)
         model.eval()
         places = [(number, 0) for number in range(len(texts))]
         prompted = ["query: " + text for text in texts]
         accelerator = Accelerator(cpu=True)
-        parts = script.make_micro_batches(prompted, places, model, 600, accelerator.device)
+        parts = script.make_micro_batches(prompted, places, model, args, accelerator.device)
         with torch.no_grad():
             found = torch.cat([script.encode(model, features, accelerator) for features, _ in parts.parts])
         assert parts.padded > parts.tokens and len(parts.parts) > 1
@@ -346,7 +347,7 @@ def test_yes_no_scores_equal_those_of_the_library(kind, flags, yes_no, rows, tmp
     pairs.append(("a long one", rows[0]["code"]))
     prompted = [script.Row(query, [document], [], {script.SOURCE: 0}) for query, document in pairs]
     script.add_prompts(prompted, model, args)
-    found = script.score_rows(model.eval(), prompted, 400, args, Accelerator(cpu=True))
+    found = script.score_rows(model.eval(), prompted, args, Accelerator(cpu=True))
     assert len(shapes) > 3 and set(shapes) == {1}
     model.save_pretrained(str(tmp_path))
     saved = CrossEncoder(str(tmp_path), device="cpu", activation_fn=torch.nn.Identity())
@@ -555,7 +556,8 @@ def test_mfu_memory_and_seconds(name, corpus, bert, tmp_path, monkeypatch):
 
 def test_a_static_model_has_no_flops(static):
     model = SentenceTransformer(str(static), device="cpu")
-    parts = train_bi_encoder.make_micro_batches(["a b"], [(0, 0)], model, 100, torch.device("cpu"))
+    args = train_bi_encoder.Args(micro_batch_tokens=100)
+    parts = train_bi_encoder.make_micro_batches(["a b"], [(0, 0)], model, args, torch.device("cpu"))
     assert train_bi_encoder.FlopCounter(model)(parts, 3) == 0
 
 

@@ -75,7 +75,8 @@ def test_loss_and_gradient_of_ragged_rows(bert, monkeypatch, loss, loss_kwargs, 
     read, _ = script.read_rows(table, [], [None, None], args)
     model = script.load_model(args)
     args.batch_size = 8  # two slots are empty
-    batch = script.make_batch(read, model, None, 10**6, args, Accelerator(cpu=True))
+    args.micro_batch_tokens = 10**6
+    batch = script.make_batch(read, model, None, args, Accelerator(cpu=True))
     names = [(i, 0) for i in range(6)]
     names += [(i, j + 1) for i, row in enumerate(rows) for j in range(1 + len(row["neg"]))]
     generator = torch.Generator().manual_seed(0)

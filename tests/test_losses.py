@@ -80,7 +80,8 @@ def test_padded_features_equal_those_of_the_tokenizer(bert, device, widths):
     texts = ["file " * count for count in (70, 7, 500, 0)]  # 72, 9, 77 and 2 tokens with [CLS] and [SEP]
     for max_tokens, count in ((10, 4), (10**6, 1)):
         places = [(0, 0), (0, 1), (1, 0), (2, 1)]
-        micro_batches = script.make_micro_batches(texts, places, model, max_tokens, torch.device(device))
+        args = script.Args(micro_batch_tokens=max_tokens)
+        micro_batches = script.make_micro_batches(texts, places, model, args, torch.device(device))
         made = micro_batches.parts
         assert len(made) == count and micro_batches.tokens == 72 + 9 + 77 + 2
         assert micro_batches.padded == sum(f["input_ids"].numel() for f, _ in made)
@@ -107,8 +108,9 @@ def test_equal_texts_have_equal_ids(bert):
     for prompts, ids in (([], [[0, 1, 0], [1, 2, 2]]), (["query: ", "text: "], [[0, 1, 0], [2, 3, 3]])):
         args = script.parse_args(["--train_data", "x", "--columns", "a", "b"])
         args.prompts = prompts
+        args.micro_batch_tokens = 100
         rows, _ = script.read_rows(table, [], [None, None], args)
-        batch = script.make_batch(rows, model, None, 100, args, Accelerator(cpu=True))
+        batch = script.make_batch(rows, model, None, args, Accelerator(cpu=True))
         query, text = prompts or ["", ""]
         assert [row.query for row in rows] == [query + letter for letter in "xyx"]
         assert [row.documents for row in rows] == [[text + letter] for letter in "yzz"]
@@ -262,6 +264,7 @@ def test_held_out_measures_equal_those_of_libraries(kind, rows, request, monkeyp
     monkeypatch.setattr(script, "MAX_SCORES", 7 * 60)
     labels = [len(text) % 9 / 9 for text in texts[:, 1]]
     args = script.parse_args(["--train_data", "x", "--model_name_or_path", folder])
+    args.micro_batch_tokens = 600
     model = script.load_model(args)
 
     def evaluate(*more, labels=None):
@@ -270,7 +273,7 @@ def test_held_out_measures_equal_those_of_libraries(kind, rows, request, monkeyp
         for row, label in zip(rows, labels or []):
             row.labels = [label]
         held_out = script.open_eval_sets(rows, args)
-        return script.evaluate(model, held_out, 600, args, Accelerator(cpu=True))
+        return script.evaluate(model, held_out, args, Accelerator(cpu=True))
 
     expected = {name: found[measure] for name, measure in measures.items()}
     assert evaluate() == pytest.approx(expected, abs=1e-9)

@@ -153,7 +153,8 @@ def test_flash_attention_pads_nothing(kind, rows, bert, tmp_path, flash):
         model = load(folder, "--attn_implementation", attention, "--max_length", "64", "--dropout", "0")
         accelerator = Accelerator(cpu=True)
         places = [(number, 0) for number in range(len(texts))]
-        made = train_bi_encoder.make_micro_batches(texts, places, model, 400, accelerator.device)
+        args = train_bi_encoder.Args(micro_batch_tokens=400)
+        made = train_bi_encoder.make_micro_batches(texts, places, model, args, accelerator.device)
         assert (made.padded == made.tokens) == (attention != "sdpa")
         embeddings = [train_bi_encoder.encode(model, features, accelerator) for features, _ in made.parts]
         order = torch.from_numpy(np.concatenate([indices for _, indices in made.parts]))
@@ -412,9 +413,8 @@ def test_query_max_length(name, rows, bert, tmp_path):
     args = script.parse_args(["--train_data", "x", *flags])
     pairs = [script.Row(query, [document], []) for query, document in zip(queries, documents)]
     model, guide = script.load_model(args), {"guide": None} if name == "train_bi_encoder" else {}
-    batch = script.make_batch(
-        pairs, model=model, **guide, max_tokens=10**6, args=args, accelerator=Accelerator(cpu=True)
-    )
+    args.micro_batch_tokens = 10**6
+    batch = script.make_batch(pairs, model=model, **guide, args=args, accelerator=Accelerator(cpu=True))
     found = token_ids(batch.micro_batches)
     tokens = [
         [tokenizer(text, add_special_tokens=False)["input_ids"] for text in part] for part in (queries, documents)
@@ -452,7 +452,8 @@ def test_prompts_of_sources(rows, bert, tmp_path):
     model, table = load(bert), data.sources[0].take(20)
     table = pa.concat_tables([table, data.sources[1].take(20)])
     trained, _ = train_bi_encoder.read_rows(table, data.sources, data.lookups, args)
-    train_bi_encoder.make_batch(trained, model, None, 1000, args, accelerator)
+    args.micro_batch_tokens = 1000
+    train_bi_encoder.make_batch(trained, model, None, args, accelerator)
     assert len(held_out) == 10 and len(trained) == 40
     for row in held_out + trained:
         number, code = texts[row.query[5:]]
@@ -480,7 +481,8 @@ def pair_features(model, pairs):
     """Return [(token ids, token types)] of pairs, as in training."""
     found = {}
     rows = [train_cross_encoder.Row(query, [document], []) for query, document in pairs]
-    made = train_cross_encoder.make_micro_batches(rows, model, 400, train_cross_encoder.Args(), torch.device("cpu"))
+    args = train_cross_encoder.Args(micro_batch_tokens=400)
+    made = train_cross_encoder.make_micro_batches(rows, model, args, torch.device("cpu"))
     for features, cut in made.parts:
         mask = features.get("attention_mask", torch.ones_like(features["input_ids"])).bool()
         for i, number in enumerate(cut):
@@ -523,6 +525,7 @@ def test_a_template_is_saved(corpus, rows, reranker, tmp_path):
     train("train_cross_encoder", *flags, "--save_steps", 1)
     pairs, found = [(row["docstring"], row["code"]) for row in rows[:40]], []
     trained, args = load_reranker(reranker, "--max_length", "48", "--template", template)
+    args.micro_batch_tokens = 400
     trained.load_state_dict(CrossEncoder(str(tmp_path / "model"), device="cpu").state_dict())
     resumed = train_cross_encoder.load_model(args, tmp_path / "checkpoints/step_00000002").eval()
     evaluated = eval_incremental.load_cross_encoder(
@@ -530,7 +533,7 @@ def test_a_template_is_saved(corpus, rows, reranker, tmp_path):
     )
     for model in (trained, resumed, evaluated):
         some = [train_cross_encoder.Row(query, [document], []) for query, document in pairs]
-        scores = train_cross_encoder.score_rows(model, some, 400, args, Accelerator(cpu=True))
+        scores = train_cross_encoder.score_rows(model, some, args, Accelerator(cpu=True))
         found.append(scores)
     predicted = CrossEncoder(str(tmp_path / "model"), device="cpu").predict(pairs).tolist()
     assert all(scores == pytest.approx(predicted, abs=1e-5) for scores in found)

@@ -137,7 +137,8 @@ def test_pairs(scripts, bert, rows, tmp_path, name):
                               zip(*((row.query, row.documents[0]) for row in rows)))  # fmt: skip
         scores = (queries * documents).sum(1)
     else:
-        scores = script.score_rows(model.eval(), rows, 1000, args, accelerator)
+        args.micro_batch_tokens = 1000
+        scores = script.score_rows(model.eval(), rows, args, accelerator)
     expected = -pd.Series(scores - labels).abs().mean()
     assert lines[-1]["precision"] == pytest.approx(expected, abs=1e-5)
 
