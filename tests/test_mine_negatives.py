@@ -205,6 +205,18 @@ def test_positives_without_a_score(small, tmp_path, capsys):
     assert [row["scores"] for row in rows] == [[13, 12, 11]]
 
 
+@pytest.mark.parametrize("rule", ["--absolute_margin", "--relative_margin"])
+def test_judged_scores_change_nothing_under_a_margin(embedded, beir, tmp_path, rule):
+    """A positive outside of a run scores below all that the run has, so that its score leaves no candidate either."""
+    scores = np.load(embedded / "scores.npy")
+    best = np.argsort(-scores, axis=1)[:, :60]
+    write_run(tmp_path / "x.run", {(f"q{q}", f"d{d}"): scores[q, d] for q in range(60) for d in best[q]})
+    run = ["--beir", beir, "--split", "test", "--run", tmp_path / "x.run", "--num_negatives", 2]
+    rows = mine(tmp_path, *run, rule, 0)
+    assert rows == mine(tmp_path, *run, rule, 0, "--judged", embedded / "judged.run") and 5 < len(rows) < 40
+    assert len(mine(tmp_path, *run, "--judged", embedded / "judged.run")) > 50
+
+
 TRAINERS = {  # form: the trainer it is meant for, and the flags that the script prints, or a part of them
     "triplet": ("train_bi_encoder", "--columns query positive negative"),
     "n-tuple": ("train_bi_encoder", "--columns query positive negative_1 negative_2"),
