@@ -115,7 +115,7 @@ def main():
                 measured[name].append(run(f"{folder}/{turn}-{number}"))
                 print(f"round {turn + 1}, {name}: {measured[name][-1][0]:.2f} pairs/s", file=sys.stderr)
     table, own = [], measured["train_cross_encoder.py"]
-    print("| side | pairs/s | Evenstep is faster by | mean loss | padding |\n|---|---|---|---|---|")
+    print("| side | pairs/s | Evenstep, times as fast | mean loss | padding |\n|---|---|---|---|---|")
     for name, runs in measured.items():
         rate = statistics.median(run[0] for run in runs)
         faster = statistics.median(mine[0] / run[0] for mine, run in zip(own, runs))

@@ -122,7 +122,7 @@ def main():
             assert differences[-1] < 1e-3, (mine, peer)
             stages.append(found["seconds"])
             print(f"round {turn + 1}:", {name: round(values[-1], 2) for name, values in runs.items()}, file=sys.stderr)
-    print("| side | seconds, all rounds | median | Evenstep is faster by | its imports |\n|---|---|---|---|---|")
+    print("| side | seconds, all rounds | median | Evenstep, times as fast | its imports |\n|---|---|---|---|---|")
     for name, side in (("ours", "ours"), ("again", "ours"), ("peer", "peer")):
         ratio = statistics.median(peer / own for peer, own in zip(runs["peer"], runs[name]))
         cells = [", ".join(f"{value:.1f}" for value in runs[name]), f"{statistics.median(runs[name]):.1f}",

@@ -102,7 +102,7 @@ def main():
         peer, ours = (result["metrics"]["nDCG@10"] for result in results)
         found.append({"seed": seed, "seconds": seconds, "nDCG@10": [ours, peer]})
         Path(args.folder, "time_to_quality.json").write_text(json.dumps({"arguments": vars(args), "runs": found}))
-    print("| seed | seconds, ours | trainer | faster by | nDCG@10, ours | trainer | difference |")
+    print("| seed | seconds, ours | trainer | times as fast | nDCG@10, ours | trainer | difference |")
     print("|---" * 7 + "|")
     for run in found:
         (ours, peer), cells = (

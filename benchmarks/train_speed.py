@@ -119,7 +119,7 @@ def main():
         table.append({"side": name, "rows_per_second": rate, "evenstep_is_faster_by": faster, "mean_loss": runs[0][1]})
         table[-1]["runs"] = runs
     Path(args.output).write_text(json.dumps({"arguments": vars(args), "table": table}, indent=1))
-    print("| side | rows/s | Evenstep is faster by | mean loss |\n|---|---|---|---|")
+    print("| side | rows/s | Evenstep, times as fast | mean loss |\n|---|---|---|---|")
     for line in table:
         faster = "" if line["side"] == "evenstep" else f"{line['evenstep_is_faster_by']:.2f}x"
         print(f"| {line['side']} | {line['rows_per_second']:.2f} | {faster} | {line['mean_loss']:.3f} |")
