@@ -481,11 +481,12 @@ def check_similarity(run, folder, rows):
     scores, _ = changed["row_scores"]([queries, documents, queries], torch.zeros(40, 2), own, 0.5, 1.0)
     assert torch.allclose(scores, torch.stack([similarities[[3, 5]] / 0.5, torch.zeros(2)], 1), atol=1e-5)
     flags = [folder / "runs/recipe/args.yaml", "--model_name_or_path", folder / "runs/recipe/model"]
+    flags += ["--micro_batch_tokens", 2048]
     args = train_bi_encoder.parse_args(list(map(str, flags)))
     labelled = [changed["Row"](query, [text], [float(i)]) for i, (query, text) in enumerate(zip(*texts))]
     sets = {"labelled": changed["held_out_set"](labelled)}
     changed["add_metrics"](sets, args)
-    found = changed["evaluate"](changed["load_model"](args), sets, 2048, args, Accelerator(cpu=True))
+    found = changed["evaluate"](changed["load_model"](args), sets, args, Accelerator(cpu=True))
     assert found["Spearman"] == pytest.approx(spearmanr(similarities, range(40)).statistic, abs=1e-3)
 
 
