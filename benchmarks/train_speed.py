@@ -1,6 +1,7 @@
 """Training speed against SentenceTransformerTrainer: same rows, model, batch, loss, precision and threads, in turns.
 
     python benchmarks/train_speed.py MODEL_FOLDER SOURCE [--columns docstring code] [--rows 256] [--rounds 2]
+        [--mixed_precision bf16]
 
 Every side trains one epoch over the same rows in a process of its own: ours, the trainer with its plain loss, the
 trainer with its cached loss, in mini-batches of so many texts or tokens. Rates are rows over the seconds of all
@@ -26,7 +27,8 @@ def ours(model, rows, args, folder):
     command = [sys.executable, ROOT / "train_bi_encoder.py", "--model_name_or_path", model, "--train_data", rows,
                "--batch_size", args.batch_size, "--max_length", args.max_length, "--eval_rows", 0,
                "--logging_steps", 1, "--output_dir", folder, "--save_steps", 0]  # fmt: skip
-    subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr)
+    environment = {**os.environ, "ACCELERATE_MIXED_PRECISION": args.mixed_precision}  # as `accelerate launch` does
+    subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr, env=environment)
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     seconds = sum(args.batch_size / line["rows_per_second"] for line in lines[1:])
     return (len(lines) - 1) * args.batch_size / seconds, statistics.mean(line["loss"] for line in lines)
@@ -35,7 +37,8 @@ def ours(model, rows, args, folder):
 def peer(model, rows, args, folder, options):
     """(rows a second, mean loss) of SentenceTransformerTrainer, with its cached loss if that has options."""
     command = [sys.executable, __file__, model, rows, "--peer", json.dumps(options), "--output", folder,
-               "--batch_size", args.batch_size, "--max_length", args.max_length]  # fmt: skip
+               "--batch_size", args.batch_size, "--max_length", args.max_length,
+               "--mixed_precision", args.mixed_precision]  # fmt: skip
     done = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True)
     return tuple(json.loads(done.stdout.splitlines()[-1]))
 
@@ -65,6 +68,7 @@ def train_peer(args):
     settings = SentenceTransformerTrainingArguments(
         args.output, num_train_epochs=1, per_device_train_batch_size=args.batch_size, use_cpu=True, report_to="none",
         learning_rate=2e-5, warmup_ratio=0.1, logging_steps=1, save_strategy="no", disable_tqdm=True,
+        bf16=args.mixed_precision == "bf16",
     )  # fmt: skip
     rows = load_dataset("parquet", data_files=args.source, split="train", cache_dir=args.output)
     clock = Clock()
@@ -88,6 +92,7 @@ def main():
         "--cached", type=int, nargs="*", default=[8], help="mini-batch sizes of the cached loss to try"
     )
     parser.add_argument("--cached_tokens", type=int, nargs="*", default=[1024, 2048, 4096], help="the same, in tokens")
+    parser.add_argument("--mixed_precision", default="no", choices=["no", "bf16"], help="of all sides")
     parser.add_argument("--output", default="train_speed.json")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     args = parser.parse_args()
