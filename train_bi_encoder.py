@@ -131,15 +131,15 @@ class Args:
     gradient_accumulation_steps: int = flag(1, "batches per optimizer step, each with its own in-batch negatives")
     grad_cache: Literal["auto", "true", "false"] = flag(
         "auto",
-        "hold the graph of one micro-batch at a time; auto: if a batch has more tokens than 4 full ones (CPU: 16)",
+        "hold the graph of one micro-batch at a time; auto: if a process has more tokens than 4 full ones (CPU: 16)",
         alone="true",
     )
     gradient_checkpointing: bool = flag(False, "recompute each layer's activations in backward; for long texts")
     loss: str = flag("infonce", "infonce; margin_mse or kl, for teacher scores; or a class of sentence-transformers")
     loss_kwargs: str = flag(
         "{}",
-        'JSON: {"temperature": 0.05}; infonce: symmetric, mask_margin; kl, margin_mse: teacher_temperature, '
-        "and infonce: the weight of that loss, to be added",
+        'JSON: {"temperature": 0.05}, for dot products 1; for infonce also symmetric, mask_margin; for kl, margin_mse '
+        "also teacher_temperature, and infonce, the weight of an added InfoNCE loss",
     )
     guide_model: str | None = flag(None, "Hub id or folder of a model that detects false negatives for infonce")
     matryoshka_dims: list[int] = flag([], "sum the loss over embeddings cut to each of these numbers of dimensions")
@@ -284,8 +284,7 @@ def main(args):
     if args.loss in TEACHER_LOSSES:
         set_teacher_temperature(read_first_rows(data, args), args)
     run.check_changes(data)
-    steps = math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
-    steps = args.max_steps or steps
+    steps = args.max_steps or math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
     eval_steps = args.eval_steps or max(1, steps // 10)
 
     # ---- model, held-out rows, loss, optimizer and schedule
@@ -299,7 +298,7 @@ def main(args):
     model = model.to(device).train()
     loss_fn = make_loss(args, model)
     guide = load_guide(args).to(device) if args.guide_model else None
-    static = isinstance(model.tokenizer, Tokenizer)  # its texts are not padded
+    static = all(isinstance(part.tokenizer, Tokenizer) for part in (model, guide or model))  # texts are not padded
     default_tokens = 2**20 if static else 2048 if device.type == "cpu" else 16_384
     args.micro_batch_tokens = args.micro_batch_tokens or default_tokens
     check_encode(model, args, accelerator)
@@ -311,7 +310,7 @@ def main(args):
     model, optimizer = accelerator.prepare(model, optimizer)
 
     # ---- resume, and evaluate before the first step
-    run.begin(data, model, [optimizer], model_to_save, steps)  # checkpoints have all optimizers
+    run.begin(data, model, [optimizer], model_to_save, steps)  # a list: checkpoints hold the state of each
     to_batch = partial(make_batch, model=run.model, guide=guide, args=args, accelerator=accelerator)
     if run.step == 0 and args.loss in TEACHER_LOSSES:
         tables = row_batches(data.sources, data.weights, args)
@@ -342,7 +341,7 @@ def main(args):
         norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         norm = norm.full_tensor() if sharded else norm
         run.check_step(loss, norm, step_batches)  # one collective; raises what any process has found wrong
-        if run.stopping:  # before the step: an evaluation may follow it, and a cluster that stops a job is impatient
+        if run.stopping:  # not after the step: an evaluation may follow, and a cluster kills soon after SIGTERM
             break
         optimizer.step()
         optimizer.zero_grad()
@@ -416,7 +415,7 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator, guide
             return encode(model, features, accelerator)[: len(indices)]
 
     def backward(number, value):
-        # Reduce gradients over processes once, with those of the last micro-batch.
+        # DDP reduces gradients over processes once, with those of the last micro-batch; FSDP2 in each backward pass.
         with accelerator.trigger_sync_in_backward(model) if sync and number == last else nullcontext():
             accelerator.backward(value)
 
@@ -432,8 +431,8 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator, guide
     loss = loss_fn(embeddings.unbind(1), accelerator.gather(hashes).T, accelerator.gather(labels), own, **more)
     loss.backward()
 
-    # Each process has the gradient of its rows' losses for all embeddings: the sum is that of the batch's loss, of
-    # which it takes the part of its own texts. DDP averages over processes: multiply by their number.
+    # embeddings.grad is the gradient, for all embeddings, of the losses of this process' rows. Sum it over processes,
+    # and take the part of this process' texts. DDP averages over processes: multiply by their number.
     own_gradient = accelerator.reduce(embeddings.grad, "sum")[own] * accelerator.num_processes  # (n, C, D)
     own_gradient = own_gradient[batch.micro_batches.slots(accelerator)]  # (texts, D), in the order of the parts
     gradients = own_gradient.split([len(indices) for _, indices in parts])
@@ -456,13 +455,18 @@ def embed(model, micro_batches, shape, accelerator):
     return embeddings if model.similarity_fn_name == "dot" else F.normalize(embeddings, dim=-1)
 
 
+def default_temperature(model):
+    """Return the temperature of InfoNCE and of teacher losses, unless --loss_kwargs has one."""
+    return 1.0 if model.similarity_fn_name == "dot" else 0.05
+
+
 def report_entropies(model, batch, args, accelerator):
     """Print the mean entropies of model and teacher over the documents of a batch's rows."""
     hashes = pad_columns(batch.hashes, -1, accelerator)
     labels = accelerator.gather(pad_columns(batch.labels, math.nan, accelerator))
     columns = embed(model, batch.micro_batches, hashes.shape, accelerator).unbind(1)
     present = labels.isfinite().any(1).nonzero().squeeze(1)
-    temperature = args.loss_kwargs.get("temperature", 1.0 if model.similarity_fn_name == "dot" else 0.05)
+    temperature = args.loss_kwargs.get("temperature", default_temperature(model))
     teacher_temperature = args.loss_kwargs["teacher_temperature"]
     print_entropies(*row_scores(columns, labels, present, temperature, teacher_temperature), args, accelerator)
 
@@ -610,7 +614,8 @@ def make_loss(args, model):
         raise UserError(f"--matryoshka_dims: the embeddings have only {model.get_embedding_dimension()} dimensions")
     if args.loss in TEACHER_LOSSES:
         weight = options.pop("infonce", 0.0)  # teachers do not score the documents of other rows
-        options = {"temperature": 1.0 if dot else 0.05} | options
+    if args.loss in ("infonce", *TEACHER_LOSSES):
+        options = {"temperature": default_temperature(model)} | options
     if args.loss in LOSSES:
         base = partial(LOSSES[args.loss], **options)
         with user_errors(f"--loss_kwargs of {args.loss}"):
@@ -627,7 +632,9 @@ def make_loss(args, model):
         return value
 
     def matryoshka(columns, *rest, **more):  # Kusupati et al. 2022, equation 1, with equal weights
-        parts = [[F.normalize(column[:, :size], dim=-1) for column in columns] for size in args.matryoshka_dims]
+        parts = [[column[:, :size] for column in columns] for size in args.matryoshka_dims]
+        if not dot:
+            parts = [[F.normalize(column, dim=-1) for column in part] for part in parts]
         return sum(loss(part, *rest, **more) for part in parts)
 
     return matryoshka if args.matryoshka_dims else loss
@@ -643,7 +650,7 @@ class Row:
     """What a row of data means."""
 
     query: str
-    documents: list  # of str, the positive first; with labels, in any order
+    documents: list  # of str, the positive first; if they have labels, a cross-encoder's may be in any order
     labels: list  # of float
     cells: dict = field(default_factory=dict)  # the row as read
 
@@ -699,7 +706,7 @@ class Batch:
 def make_batch(rows, model, guide, args, accelerator):
     """Return the Batch of this process' rows."""
     device = accelerator.device
-    slots = -(-args.batch_size // accelerator.num_processes)
+    slots = math.ceil(args.batch_size / accelerator.num_processes)
     add_prompts(rows, args)
     hashes = []
     texts = []
@@ -789,8 +796,9 @@ def load_model(args, checkpoint=None):
             if args.gradient_checkpointing:
                 model[0].model.activation_checkpointing_enable({"use_reentrant": False})
     if args.pooling:
-        with user_errors(f"--pooling {args.pooling}: the model has no pooling to replace"):
-            index = [isinstance(module, modules.Pooling) for module in model].index(True)
+        index = next((n for n, module in enumerate(model) if isinstance(module, modules.Pooling)), None)
+        if index is None:
+            raise UserError(f"--pooling {args.pooling}: the model has no pooling to replace")
         model[index] = modules.Pooling(model[index].embedding_dimension, pooling_mode=args.pooling)
     prompts = args.prompts or own_prompts(model)
     model.prompts = model.prompts | {"query": prompts[0], "document": prompts[-1]}
@@ -807,9 +815,10 @@ def load_model(args, checkpoint=None):
 
 def load_guide(args):
     """Return the SentenceTransformer of --guide_model."""
-    overrides = {"model_name_or_path": args.guide_model, "pooling": None, "dropout": None, "lora_rank": 0}
-    overrides["append_eos"] = False
-    return load_model(replace(args, **overrides)).eval()
+    args = replace(
+        args, model_name_or_path=args.guide_model, pooling=None, dropout=None, lora_rank=0, append_eos=False
+    )
+    return load_model(args).eval()
 
 
 def append_eos(model):
@@ -871,17 +880,16 @@ def check_encode(model, args, accelerator):
 
 HELD_OUT = "held_out"  # name of the held-out rows among the collections
 EVAL_ROWS = 1000  # held out by default
-RANKING = ["MRR@10", "nDCG@10", "accuracy@1"]  # of all measures, more is better for --metric_for_best_model
+RANKING = ["MRR@10", "nDCG@10", "accuracy@1"]  # higher is better, as --metric_for_best_model requires
 
 
 def open_eval_sets(rows, args):
     """Return {name: EvalSet} of the held-out rows and of --eval_beir."""
     add_prompts(rows, args)
     eval_sets = {HELD_OUT: held_out_set(rows)} if rows else {}
-    prompts = args.prompts or [""]
     for name in args.eval_beir:
         with user_errors(f"--eval_beir {name}"):
-            eval_set = open_beir(name, args.eval_split, (prompts[-1], prompts[0]))
+            eval_set = open_beir(name, args.eval_split, (args.prompts[-1], args.prompts[0]))
         short = Path(name).name
         eval_sets[name if short in eval_sets else short] = eval_set
     add_metrics(eval_sets, args)
@@ -1092,8 +1100,9 @@ def check_exists(name):
 def list_files(source):
     """Return the files of a path, glob, folder, URL, Hub id or ID:config:split, as `datasets` resolves them."""
     path, config, split = os.path.expanduser(source), None, "train"
-    if os.path.exists(os.path.join(path, "state.json")):  # of Dataset.save_to_disk
-        return sorted(map(str, Path(path).glob("*.arrow")))
+    if os.path.exists(os.path.join(path, "state.json")):  # of Dataset.save_to_disk; map() adds caches
+        files = json.loads(Path(path, "state.json").read_text())["_data_files"]
+        return [os.path.join(path, file["filename"]) for file in files]
     if suffix := file_suffix(path):  # decided by suffix, so that a missing file is not mistaken for a Hub id
         builder = datasets.load_dataset_builder(FORMATS[suffix], data_files=path)
     elif path.endswith(".orc") or os.path.isfile(path) or any(Path(path).glob("*.orc")):
@@ -1264,7 +1273,8 @@ def choose_documents(groups, labels, random, args):
     negatives = range(num_positives, len(documents))
     limit = len(negatives) if args.num_negatives is None else min(args.num_negatives, len(negatives))
     if random is None or (len(groups) == 1 and args.num_negatives is None):
-        return documents[: num_positives + limit], labels
+        kept = num_positives + limit
+        return documents[:kept], labels[:kept] if len(labels) == len(documents) else labels
     if len(labels) not in (0, len(documents)):
         raise ValueError(f"{' '.join(args.label_column)!r} has missing, extra or non-finite numbers")
     chosen = [random.randrange(num_positives), *sorted(random.sample(negatives, limit))]
@@ -1276,7 +1286,8 @@ def read_rows(table, sources, lookups, args, add_documents=None):
     unless --on_bad_row is skip. sources: those that the column SOURCE counts; add_documents(rows) may add documents of
     other rows, with labels, before ids are looked up."""
     columns = {name: to_python(table[name]) for name in table.column_names}
-    random = Random() if any(is_list(table[name]) for name in args.columns) else None
+    may_be_lists = (is_list(table[name]) or isinstance(table[name].type, pa.JsonType) for name in args.columns)
+    random = Random() if any(may_be_lists) else None
     rows = []
     bad = []  # (cells, what is wrong)
     for values in zip(*columns.values()):
@@ -1310,17 +1321,17 @@ def read_rows(table, sources, lookups, args, add_documents=None):
     return known, len(bad)
 
 
-def bad_row_error(bad, read, sources, args):
-    """Return the UserError of the first bad row; bad: (cells, what is wrong) of each; read: number of the source of
+def bad_row_error(bad, numbers, sources, args):
+    """Return the UserError of the first bad row; bad: (cells, what is wrong) of each; numbers: that of the source of
     each row read. If most rows of its source have the same problem, the column is wrong: to skip them is no help."""
     cells, problem = bad[0]
     source = sources[cells[SOURCE]].name
     shown = str({name: cells[name] for name in (*args.columns, *args.label_column)})[:200]
     alike = [(other[SOURCE], str(text)) for other, text in bad].count((cells[SOURCE], str(problem)))
-    rows = read.count(cells[SOURCE])
-    if alike > max(1, rows / 2):
+    num_rows = numbers.count(cells[SOURCE])
+    if alike > max(1, num_rows / 2):
         return UserError(
-            f"{source}: {problem} in {alike} of {rows} rows, as in {shown}; convert this column to "
+            f"{source}: {problem} in {alike} of {num_rows} rows, as in {shown}; convert this column to "
             "texts (numbers for a label), or choose others: --columns, --label_column"
         )
     return UserError(f"{source}: {problem} in the row {shown}; fix the row, or pass --on_bad_row skip")
@@ -1481,6 +1492,8 @@ def apportion(drawn, weights, count):
     shares = np.array(weights) / sum(weights)
     missing = shares * (sum(drawn) + count) - drawn
     counts = np.maximum(missing.astype(int) - 1, 0)
+    if counts.sum() > count:  # the weights have changed, by a resume: catch up over several calls
+        counts[:] = 0
     for _ in range(count - counts.sum()):
         counts[np.argmax(missing - counts)] += 1
     return counts.tolist()
@@ -1860,7 +1873,8 @@ def seed_dropout(*numbers):
 def keeps_graphs(tokens, args, device):
     """Return whether the graphs of this many tokens are kept until the loss (--grad_cache)."""
     if args.grad_cache == "auto":
-        return tokens <= args.micro_batch_tokens * GRAPHS_KEPT[device.type != "cpu"]
+        kept = 16 if device.type == "cpu" else 4  # full micro-batches
+        return tokens <= args.micro_batch_tokens * kept
     return args.grad_cache == "false"
 
 
@@ -1954,7 +1968,7 @@ def own_memory(model):
         tensor.data = tensor.data.clone()
 
 
-def set_up_transformer(model, length, flag):
+def set_up_transformer(model, length, flag_name):
     """Let the tokenizer truncate texts to `length` tokens or the model's limit, in pairs the longer text first, as
     predict() does, and add no padding: once, not at each call, as two threads use it. Let the embeddings of all tokens
     be trained. Raise UserError for quantized weights."""
@@ -1973,9 +1987,9 @@ def set_up_transformer(model, length, flag):
     limit = getattr(model.config, "max_position_embeddings", None) or math.inf
     model.max_seq_length = length or model.max_seq_length
     if model.max_seq_length > 2**31:
-        raise UserError(f"has no limit of its own: set --{flag}")
+        raise UserError(f"has no limit of its own: set --{flag_name}")
     if model.max_seq_length > limit:
-        raise UserError(f"--{flag} {model.max_seq_length}: the model has positions for {limit} tokens")
+        raise UserError(f"--{flag_name} {model.max_seq_length}: the model has positions for {limit} tokens")
     tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
     tokenizer.backend_tokenizer.no_padding()
 
@@ -2145,7 +2159,7 @@ def checksums(folder):
 def save_checkpoint(folder, model, tensors, state, keep, best):
     """Write `folder` (model, optimizer's tensors, state as JSON, checksums), then remove all checkpoints but the
     newest `keep` and that of step `best`."""
-    if is_intact(folder):  # the run has stopped where it saved, or resumed; a kill while it is replaced would lose it
+    if is_intact(folder):  # saved already; a kill while it is replaced would lose it
         return
     with save_atomically(folder) as part:
         model.save_pretrained(str(part), create_model_card=False)
@@ -2230,7 +2244,6 @@ LOWER_RATE = "lower --learning_rate, then --resume --accept_changed_schedule"
 # What lines of metrics.jsonl contain besides measures of evaluations.
 TRAINING = """step loss grad_norm learning_rate rows_per_second tokens_per_second padding_fraction data_wait_fraction
 skipped_steps flops_per_second mfu peak_memory_gb evaluation_seconds checkpoint_seconds"""
-GRAPHS_KEPT = (16, 4)  # full micro-batches whose graphs a CPU, a GPU keeps until the loss, under --grad_cache auto
 
 
 # {pattern of a GPU's name: its dense TFLOPS by precision}, of the makers' data sheets; without sparsity, and without
@@ -2385,7 +2398,7 @@ class Run:
         was_finished = self.finished
         self.finished = self.step >= steps
         self.find_best()
-        if was_finished and self.finished:  # the flags given now compute no step
+        if was_finished and self.finished:  # no step is left under the flags given now: keep those of the run
             self.flags |= self.saved["args"]
             self.accelerator.print(f"the run is finished, after step {self.step:,}: no step is left")
         else:
@@ -2462,8 +2475,9 @@ class Run:
         self.skipped += self.skipped_now
         self.meter["seconds"] += seconds
         self.meter["skipped_steps"] += not math.isfinite(self.norm)  # by the scaler, inside of fused AdamW
+        self.meter["rows"] += self.args.batch_size * len(batches) - self.skipped_now
         for batch in batches:
-            self.meter.update(rows=self.args.batch_size - batch.skipped, waited=batch.waited)
+            self.meter["waited"] += batch.waited
             self.meter.update(tokens=batch.micro_batches.tokens, padded=batch.micro_batches.padded)
             self.meter["flops"] += self.count_flops(batch.micro_batches, batch.passes)
 
@@ -2520,8 +2534,8 @@ class Run:
         return [name for name in names if name not in TRAINING.split() and not name.startswith(prefixes)]
 
     def find_best(self):
-        """Set `best_step`, that of the best evaluation, and `finished` if patience has ended. Measures can differ in
-        their last bits between processes: the main process decides."""
+        """Set `best_step`, that of the best evaluation, and `finished` if patience has ended. The main process
+        decides, should an edited evaluate() differ between processes."""
         found = best_evaluation(self.metrics, self.args.metric_for_best_model)
         self.best_step, since_best = broadcast_object_list([found])[0]
         self.finished = self.finished or 0 < self.args.early_stopping_patience <= since_best

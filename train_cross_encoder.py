@@ -136,7 +136,7 @@ class Args:
     gradient_accumulation_steps: int = flag(1, "batches per optimizer step, each with its own drawn negatives")
     grad_cache: Literal["auto", "true", "false"] = flag(
         "auto",
-        "hold the graph of one micro-batch at a time; auto: if a batch has more tokens than 4 full ones (CPU: 16)",
+        "hold the graph of one micro-batch at a time; auto: if a process has more tokens than 4 full ones (CPU: 16)",
         alone="true",
     )
     gradient_checkpointing: bool = flag(False, "recompute each layer's activations in backward; for long texts")
@@ -286,8 +286,7 @@ def main(args):
     if args.loss in TEACHER_LOSSES:
         set_teacher_temperature(read_first_rows(data, args), args)
     run.check_changes(data)
-    steps = math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
-    steps = args.max_steps or steps
+    steps = args.max_steps or math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
     eval_steps = args.eval_steps or max(1, steps // 10)
 
     # ---- model, held-out rows, loss, optimizer and schedule
@@ -311,7 +310,7 @@ def main(args):
     model, optimizer = accelerator.prepare(model, optimizer)
 
     # ---- resume, and evaluate before the first step
-    run.begin(data, model, [optimizer], model_to_save, steps)  # checkpoints have all optimizers
+    run.begin(data, model, [optimizer], model_to_save, steps)  # a list: checkpoints hold the state of each
     to_batch = partial(make_batch, model=run.model, args=args, accelerator=accelerator)
     if run.step == 0 and args.loss in TEACHER_LOSSES:
         tables = row_batches(data.sources, data.weights, args)
@@ -342,7 +341,7 @@ def main(args):
         norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         norm = norm.full_tensor() if sharded else norm
         run.check_step(loss, norm, step_batches)  # one collective; raises what any process has found wrong
-        if run.stopping:  # before the step: an evaluation may follow it, and a cluster that stops a job is impatient
+        if run.stopping:  # not after the step: an evaluation may follow, and a cluster kills soon after SIGTERM
             break
         optimizer.step()
         optimizer.zero_grad()
@@ -416,7 +415,7 @@ def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator):
             return score(model, features, accelerator)[: len(indices)]
 
     def backward(number, value):
-        # Reduce gradients over processes once, with those of the last micro-batch.
+        # DDP reduces gradients over processes once, with those of the last micro-batch; FSDP2 in each backward pass.
         with accelerator.trigger_sync_in_backward(model) if sync and number == last else nullcontext():
             accelerator.backward(value)
 
@@ -617,7 +616,7 @@ class Row:
     """What a row of data means."""
 
     query: str
-    documents: list  # of str, the positive first; with labels, in any order
+    documents: list  # of str, the positive first; if they have labels, a cross-encoder's may be in any order
     labels: list  # of float
     cells: dict = field(default_factory=dict)  # the row as read
 
@@ -701,7 +700,7 @@ class Batch:
 def make_batch(rows, model, args, accelerator):
     """Return the Batch of this process' rows."""
     add_prompts(rows, model, args)
-    slots = -(-args.batch_size // accelerator.num_processes)
+    slots = math.ceil(args.batch_size / accelerator.num_processes)
     labels = pad_lists([row.labels for row in rows], slots, np.nan, np.float32)
     micro_batches = make_micro_batches(rows, model, args, accelerator.device)
     return Batch(rows, pinned(labels, accelerator.device), micro_batches)
@@ -862,7 +861,7 @@ def check_predict(model, args, accelerator):
 HELD_OUT = "held_out"  # name of the held-out rows among the collections
 EVAL_ROWS = 200  # held out by default
 CANDIDATES = 50  # documents to rank for a held-out query if negatives are drawn: 200 rows make 10,000 pairs
-RANKING = ["MRR@10", "nDCG@10"]  # of all measures, more is better for --metric_for_best_model
+RANKING = ["MRR@10", "nDCG@10"]  # higher is better, as --metric_for_best_model requires
 
 
 def open_eval_sets(rows, model, args):
@@ -1137,8 +1136,9 @@ def check_exists(name):
 def list_files(source):
     """Return the files of a path, glob, folder, URL, Hub id or ID:config:split, as `datasets` resolves them."""
     path, config, split = os.path.expanduser(source), None, "train"
-    if os.path.exists(os.path.join(path, "state.json")):  # of Dataset.save_to_disk
-        return sorted(map(str, Path(path).glob("*.arrow")))
+    if os.path.exists(os.path.join(path, "state.json")):  # of Dataset.save_to_disk; map() adds caches
+        files = json.loads(Path(path, "state.json").read_text())["_data_files"]
+        return [os.path.join(path, file["filename"]) for file in files]
     if suffix := file_suffix(path):  # decided by suffix, so that a missing file is not mistaken for a Hub id
         builder = datasets.load_dataset_builder(FORMATS[suffix], data_files=path)
     elif path.endswith(".orc") or os.path.isfile(path) or any(Path(path).glob("*.orc")):
@@ -1309,7 +1309,8 @@ def choose_documents(groups, labels, random, args):
     negatives = range(num_positives, len(documents))
     limit = len(negatives) if args.num_negatives is None else min(args.num_negatives, len(negatives))
     if random is None or (len(groups) == 1 and args.num_negatives is None):
-        return documents[: num_positives + limit], labels
+        kept = num_positives + limit
+        return documents[:kept], labels[:kept] if len(labels) == len(documents) else labels
     if len(labels) not in (0, len(documents)):
         raise ValueError(f"{' '.join(args.label_column)!r} has missing, extra or non-finite numbers")
     chosen = [random.randrange(num_positives), *sorted(random.sample(negatives, limit))]
@@ -1321,7 +1322,8 @@ def read_rows(table, sources, lookups, args, add_documents=None):
     unless --on_bad_row is skip. sources: those that the column SOURCE counts; add_documents(rows) may add documents of
     other rows, with labels, before ids are looked up."""
     columns = {name: to_python(table[name]) for name in table.column_names}
-    random = Random() if any(is_list(table[name]) for name in args.columns) else None
+    may_be_lists = (is_list(table[name]) or isinstance(table[name].type, pa.JsonType) for name in args.columns)
+    random = Random() if any(may_be_lists) else None
     rows = []
     bad = []  # (cells, what is wrong)
     for values in zip(*columns.values()):
@@ -1355,17 +1357,17 @@ def read_rows(table, sources, lookups, args, add_documents=None):
     return known, len(bad)
 
 
-def bad_row_error(bad, read, sources, args):
-    """Return the UserError of the first bad row; bad: (cells, what is wrong) of each; read: number of the source of
+def bad_row_error(bad, numbers, sources, args):
+    """Return the UserError of the first bad row; bad: (cells, what is wrong) of each; numbers: that of the source of
     each row read. If most rows of its source have the same problem, the column is wrong: to skip them is no help."""
     cells, problem = bad[0]
     source = sources[cells[SOURCE]].name
     shown = str({name: cells[name] for name in (*args.columns, *args.label_column)})[:200]
     alike = [(other[SOURCE], str(text)) for other, text in bad].count((cells[SOURCE], str(problem)))
-    rows = read.count(cells[SOURCE])
-    if alike > max(1, rows / 2):
+    num_rows = numbers.count(cells[SOURCE])
+    if alike > max(1, num_rows / 2):
         return UserError(
-            f"{source}: {problem} in {alike} of {rows} rows, as in {shown}; convert this column to "
+            f"{source}: {problem} in {alike} of {num_rows} rows, as in {shown}; convert this column to "
             "texts (numbers for a label), or choose others: --columns, --label_column"
         )
     return UserError(f"{source}: {problem} in the row {shown}; fix the row, or pass --on_bad_row skip")
@@ -1526,6 +1528,8 @@ def apportion(drawn, weights, count):
     shares = np.array(weights) / sum(weights)
     missing = shares * (sum(drawn) + count) - drawn
     counts = np.maximum(missing.astype(int) - 1, 0)
+    if counts.sum() > count:  # the weights have changed, by a resume: catch up over several calls
+        counts[:] = 0
     for _ in range(count - counts.sum()):
         counts[np.argmax(missing - counts)] += 1
     return counts.tolist()
@@ -1905,7 +1909,8 @@ def seed_dropout(*numbers):
 def keeps_graphs(tokens, args, device):
     """Return whether the graphs of this many tokens are kept until the loss (--grad_cache)."""
     if args.grad_cache == "auto":
-        return tokens <= args.micro_batch_tokens * GRAPHS_KEPT[device.type != "cpu"]
+        kept = 16 if device.type == "cpu" else 4  # full micro-batches
+        return tokens <= args.micro_batch_tokens * kept
     return args.grad_cache == "false"
 
 
@@ -1999,7 +2004,7 @@ def own_memory(model):
         tensor.data = tensor.data.clone()
 
 
-def set_up_transformer(model, length, flag):
+def set_up_transformer(model, length, flag_name):
     """Let the tokenizer truncate texts to `length` tokens or the model's limit, in pairs the longer text first, as
     predict() does, and add no padding: once, not at each call, as two threads use it. Let the embeddings of all tokens
     be trained. Raise UserError for quantized weights."""
@@ -2018,9 +2023,9 @@ def set_up_transformer(model, length, flag):
     limit = getattr(model.config, "max_position_embeddings", None) or math.inf
     model.max_seq_length = length or model.max_seq_length
     if model.max_seq_length > 2**31:
-        raise UserError(f"has no limit of its own: set --{flag}")
+        raise UserError(f"has no limit of its own: set --{flag_name}")
     if model.max_seq_length > limit:
-        raise UserError(f"--{flag} {model.max_seq_length}: the model has positions for {limit} tokens")
+        raise UserError(f"--{flag_name} {model.max_seq_length}: the model has positions for {limit} tokens")
     tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
     tokenizer.backend_tokenizer.no_padding()
 
@@ -2190,7 +2195,7 @@ def checksums(folder):
 def save_checkpoint(folder, model, tensors, state, keep, best):
     """Write `folder` (model, optimizer's tensors, state as JSON, checksums), then remove all checkpoints but the
     newest `keep` and that of step `best`."""
-    if is_intact(folder):  # the run has stopped where it saved, or resumed; a kill while it is replaced would lose it
+    if is_intact(folder):  # saved already; a kill while it is replaced would lose it
         return
     with save_atomically(folder) as part:
         model.save_pretrained(str(part), create_model_card=False)
@@ -2275,7 +2280,6 @@ LOWER_RATE = "lower --learning_rate, then --resume --accept_changed_schedule"
 # What lines of metrics.jsonl contain besides measures of evaluations.
 TRAINING = """step loss grad_norm learning_rate rows_per_second tokens_per_second padding_fraction data_wait_fraction
 skipped_steps flops_per_second mfu peak_memory_gb evaluation_seconds checkpoint_seconds"""
-GRAPHS_KEPT = (16, 4)  # full micro-batches whose graphs a CPU, a GPU keeps until the loss, under --grad_cache auto
 
 
 # {pattern of a GPU's name: its dense TFLOPS by precision}, of the makers' data sheets; without sparsity, and without
@@ -2430,7 +2434,7 @@ class Run:
         was_finished = self.finished
         self.finished = self.step >= steps
         self.find_best()
-        if was_finished and self.finished:  # the flags given now compute no step
+        if was_finished and self.finished:  # no step is left under the flags given now: keep those of the run
             self.flags |= self.saved["args"]
             self.accelerator.print(f"the run is finished, after step {self.step:,}: no step is left")
         else:
@@ -2507,8 +2511,9 @@ class Run:
         self.skipped += self.skipped_now
         self.meter["seconds"] += seconds
         self.meter["skipped_steps"] += not math.isfinite(self.norm)  # by the scaler, inside of fused AdamW
+        self.meter["rows"] += self.args.batch_size * len(batches) - self.skipped_now
         for batch in batches:
-            self.meter.update(rows=self.args.batch_size - batch.skipped, waited=batch.waited)
+            self.meter["waited"] += batch.waited
             self.meter.update(tokens=batch.micro_batches.tokens, padded=batch.micro_batches.padded)
             self.meter["flops"] += self.count_flops(batch.micro_batches, batch.passes)
 
@@ -2565,8 +2570,8 @@ class Run:
         return [name for name in names if name not in TRAINING.split() and not name.startswith(prefixes)]
 
     def find_best(self):
-        """Set `best_step`, that of the best evaluation, and `finished` if patience has ended. Measures can differ in
-        their last bits between processes: the main process decides."""
+        """Set `best_step`, that of the best evaluation, and `finished` if patience has ended. The main process
+        decides, should an edited evaluate() differ between processes."""
         found = best_evaluation(self.metrics, self.args.metric_for_best_model)
         self.best_step, since_best = broadcast_object_list([found])[0]
         self.finished = self.finished or 0 < self.args.early_stopping_patience <= since_best

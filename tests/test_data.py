@@ -137,13 +137,17 @@ def test_folders_globs_and_configurations(streaming, tmp_path):
     for number in range(3):
         write(f"folder/{number}.jsonl", table(20, 20 * number))
     datasets.Dataset.from_list(table(130)).save_to_disk("saved")
+    datasets.Dataset.from_list(table(90)).save_to_disk("mapped")
+    datasets.load_from_disk("mapped").map(lambda row: {"a": row["b"]}).shuffle(seed=0)
+    assert len(list(Path("mapped").glob("cache-*.arrow"))) == 2
     Path("configs/y").mkdir(parents=True)
     Path("configs/README.md").write_text(CONFIGS)
     write("configs/x.jsonl", table(5)), write("configs/z.csv", table(9))
     write("configs/y/0.parquet", table(7)), write("configs/y/1.parquet", table(7, 7))
     for name, count in {
         "folder": 60, "./folder/*.jsonl": 60, f"{tmp_path}/folder/[12].jsonl": -20, "saved": 130,
-        "saved/*.arrow": 130, "./configs:one:train": 5, "configs:two:train": 14, f"{tmp_path}/configs:two:dev": 9,
+        "saved/*.arrow": 130, "mapped": 90, "./configs:one:train": 5, "configs:two:train": 14,
+        f"{tmp_path}/configs:two:dev": 9,
     }.items():  # fmt: skip
         expected = table(40, 20) if count < 0 else table(count)
         assert texts(open_source(streaming, name, shuffle_buffer=0), len(expected)) == expected, name
@@ -463,6 +467,16 @@ def test_each_source_is_always_within_a_row_of_its_share(weights, rows):
         drawn = [count + more for count, more in zip(drawn, counts)]
         for count, weight in zip(drawn, weights):
             assert abs(count - total * rows * weight / sum(weights)) < 1 + 1e-9, (total, drawn)
+
+
+def test_changed_weights_are_reached_without_losing_rows():
+    """After a resume for which one of two sources has grown, batches have as many rows as before."""
+    drawn = [5000, 5000]
+    for _ in range(900):
+        counts = script.apportion(drawn, [10, 1], 64)
+        assert min(counts) >= 0 and sum(counts) == 64
+        drawn = [count + more for count, more in zip(drawn, counts)]
+    assert drawn[0] == pytest.approx(10 * drawn[1], abs=11)
 
 
 def test_length_window_groups_rows_by_length_and_loses_none():

@@ -92,11 +92,22 @@ def test_negatives_of_several_columns(name):
     flags = ["--columns", "q", "pos", "neg", "more", "--num_negatives", 1]
     texts = [{"q": f"query {i}", "pos": "a", "neg": "b", "more": "c"} for i in range(4)]
     assert all(row["documents"] == ["a", "b"] for epoch in epochs(3, name, texts, *flags) for row in epoch)
+    scored = [*flags, "--loss", "kl", "--label_column", "scores"]
+    labelled = [row | {"scores": [3, 2, 1]} for row in texts]
+    read = epochs(1, name, labelled, *scored)[0]
+    assert len(read) == 4 and all((row["documents"], row["labels"]) == (["a", "b"], [3, 2]) for row in read)
     lists = [{"q": f"query {i}", "pos": ["a"], "neg": ["b"], "more": ["c", "d"], "scores": [4, 3, 2, 1]}
              for i in range(4)]  # fmt: skip
-    scored = [*flags, "--loss", "kl", "--label_column", "scores"]
     drawn = {(*row["documents"], *row["labels"]) for epoch in epochs(9, name, lists, *scored) for row in epoch}
     assert drawn == {("a", "b", 4, 3), ("a", "c", 4, 2), ("a", "d", 4, 1)}
+
+
+@BOTH
+def test_a_column_of_texts_and_lists(name):
+    """`datasets` makes JSON of it. A further positive of a list is never a negative."""
+    mixed = [{"q": f"query {i % 2}", "pos": ["b", "c"] if i % 2 else "a", "neg": "d"} for i in range(8)]
+    found = {(row["query"], *row["documents"]) for epoch in epochs(9, name, mixed, *COLUMNS) for row in epoch}
+    assert found == {("query 0", "a", "d"), ("query 1", "b", "d"), ("query 1", "c", "d")}
 
 
 @BOTH

@@ -320,8 +320,20 @@ def test_matryoshka_is_the_sum_over_truncated_embeddings():
     ids, given = torch.arange(14).view(2, 7), embeddings(7, 2)
     parts = [loss_of([column[:, :size] for column in given], ids) for size in (8, 3)]
     assert loss_of(given, ids, dims=[8, 3]).item() == pytest.approx(sum(parts).item(), abs=1e-9)
+    parts = [loss_of([column[:, :size] for column in given], ids, similarity="dot") for size in (8, 3)]
+    assert loss_of(given, ids, similarity="dot", dims=[8, 3]).item() == pytest.approx(sum(parts).item(), abs=1e-9)
     with pytest.raises(script.UserError, match="--matryoshka_dims"):
         loss_of(given, ids, dims=[9])
+
+
+@pytest.mark.parametrize("similarity, temperature", [("cosine", 0.05), ("dot", 1.0)])
+@pytest.mark.parametrize("loss", ["infonce", "kl"])
+def test_default_temperature(loss, similarity, temperature):
+    """Dot products are logits."""
+    given = embeddings(7, 3), torch.arange(21).view(3, 7), torch.arange(14.0).view(7, 2)
+    found = loss_of(*given, similarity=similarity, loss=loss)
+    assert found == loss_of(*given, similarity=similarity, loss=loss, temperature=temperature)
+    assert found != loss_of(*given, similarity=similarity, loss=loss, temperature=0.5)
 
 
 @pytest.mark.parametrize("name", ["MSELoss", "EmbedDistillLoss"])
