@@ -124,7 +124,7 @@ def check_flags(args):
     """Fill in defaults that depend on other flags; raise UserError for flags that exclude or require each other."""
     searching = bool(args.query)
     exporting = args.export_vectors is not None
-    only_files = bool(args.run) and not args.model_name_or_path  # not cut at --top_k
+    only_files = bool(args.run) and not (args.model_name_or_path or args.bm25)  # not cut at --top_k
     for name in args.metrics:
         if not is_script(name):
             cutoff = check_measure(name)
@@ -138,6 +138,8 @@ def check_flags(args):
         raise UserError("--corpus: requires --queries and --qrels, or --query or --export_vectors")
     if (args.queries or args.qrels) and not args.corpus:
         raise UserError("--queries, --qrels: require --corpus")
+    if len(args.prompts) > 2:
+        raise UserError("--prompts takes one text, or one of queries and one of documents; quote texts with spaces")
     if len(args.columns) not in (0, 2):
         raise UserError("--columns takes two names, of queries and documents")
     if 1 in (len(args.corpus_columns), len(args.query_columns)):
@@ -258,8 +260,8 @@ def main(args):
     evaluating = not args.query and args.export_vectors is None
     if evaluating:
         check_output(args)
-        files = tempfile.TemporaryDirectory()
-        metrics = load_metrics(args.metrics, files.name)  # fail before the corpus is encoded
+        metric_cache = tempfile.TemporaryDirectory()
+        metrics = load_metrics(args.metrics, metric_cache.name)  # fail before the corpus is encoded
     sources = args.beir or [(args.corpus or args.pairs)[0]]
     collections = []
     for name, beir in zip(short_names(sources), args.beir or [None]):
@@ -267,29 +269,28 @@ def main(args):
 
     # ---- rankings of each collection: of run files, then of bi-encoders, then all of them reranked
     paths = args.run + args.model_name_or_path
-    names = dict(zip(paths, short_names(paths)))
+    names = dict(zip(paths, short_names([*paths, "BM25"])))  # --bm25 has that name
     runs = [[] for _ in collections]
     for path in args.run:
         runs[0].append(read_run(path, names[path], collections[0]))
     encoders = [CachedEncoder(path, args, accelerator) for path in args.model_name_or_path]
     scorer = CachedScorer(args.cross_encoder, args, accelerator) if args.cross_encoder else None
     lengths = {names[encoder.path]: encoder.max_length for encoder in encoders}
-    while encoders:
-        encoder = encoders.pop(0)
+    for encoder in encoders:
         encoder.open(args)
         if args.export_vectors is not None:
             return export_vectors(encoder, collections[0], args, accelerator)
         for collection, found in zip(collections, runs):
             found.append(retrieve(encoder, names[encoder.path], collection, args, accelerator))
-        encoder.cache.close()
+        encoder.close()
     if scorer:
         scorer.open(args)
         for collection, found in zip(collections, runs):
             found += [rerank(run, scorer, collection, args, accelerator) for run in found]
-        scorer.cache.close()
+        scorer.close()
 
     # ---- results
-    about = provenance(collections, runs, accelerator)
+    origin = provenance(collections, runs, accelerator)
     is_main = accelerator.is_main_process
     accelerator.end_training()  # so that no process waits for BM25 and the report
     if not is_main:
@@ -312,7 +313,7 @@ def main(args):
     for collection, found in zip(collections, runs):  # errors in scripts of the user's keep the traceback
         measured.append([compute_metrics(run.ranking, collection, metrics) for run in found])
     with user_errors(not_written):
-        write_results(collections, runs, measured, about, args)
+        write_results(collections, runs, measured, origin, args)
     return None
 
 
@@ -388,8 +389,8 @@ class TextReader:
 
 
 def even_size(size, rows, processes):
-    """Return how many rows a chunk has, at most `size`: each process gets equally many chunks. For one process it is
-    `size`, so that the chunks of a growing corpus stay as they are stored; for a stream (rows: None) as well."""
+    """Return how many rows a chunk has, at most `size`, so that all processes get equally many chunks. For one process
+    it is `size`, so that the chunks of a growing corpus stay as they are stored; for a stream (rows: None) as well."""
     if processes == 1 or not rows:
         return size
     rounds = math.ceil(rows / (processes * size))
@@ -509,10 +510,12 @@ def read_qrels(source):
     """Return (DataFrame (query_id, doc_id, relevance), fingerprint) of a file of judgments, or of a source in the
     layouts of the Hub."""
     with user_errors(f"--qrels {source}"):
-        file = source if os.path.exists(source) else list_files(source)[0]
+        file, *more = [source] if os.path.exists(source) else list_files(source)
+        if more:
+            raise UserError(f"has {1 + len(more)} files: give one, with all judgments")
         if FORMATS.get(file_suffix(file)) in ("parquet", "arrow", "json"):
             table = open_files([file], streaming=False)[:]
-            names = dict(zip(PAIR, ("query-id", "corpus-id")))
+            names = {"query_id": "query-id", "doc_id": "corpus-id"}
             columns = {new: as_texts(table[name], name, ids=True).to_numpy() for new, name in names.items()}
             columns["score"] = 1
             if "score" in table.column_names:  # not in NanoBEIR
@@ -566,9 +569,7 @@ def make_run(name, ranking, collection, metadata, counts, depth=None):
     """Return the Run of a ranking, cut at `depth`, without duplicates and (omit_same_id) documents that share the
     query's id. counts: {message: count}, the warnings."""
     own = ranking[collection.same_id(ranking)]
-    relevant = 0
-    if len(own):
-        relevant = (own.merge(collection.qrels, on=PAIR)["relevance"] > 0).sum()
+    relevant = (own.merge(collection.qrels, on=PAIR)["relevance"] > 0).sum()
     counts = counts | {
         "queries share their id with a document, which is left out; --keep_same_id keeps it": len(own),
         "of these are judged relevant: if ids coincide by chance, set --keep_same_id": relevant,
@@ -586,9 +587,7 @@ def read_run(path, name, collection):
     if not known.any():
         first = ranking["query_id"].iloc[0]
         example = next(iter(queries))
-        raise UserError(
-            f"--run {path}: contains none of the judged queries, such as {example!r}; its first is {first!r}"
-        )
+        raise UserError(f"--run {path}: contains none of the judged queries, such as {example!r}; it has {first!r}")
     unknown = ranking.loc[~known, "query_id"].nunique()
     missing = queries.keys() - set(ranking["query_id"])
     counts = {
@@ -757,11 +756,12 @@ def rerank(run, scorer, collection, args, accelerator):
     scorer.open_bar(f"{run.name} {scorer.path}", len(requested))
     scores = score_pairs(scorer, requested, collection, args, accelerator)
     metadata = scorer.metadata()
-    missing = {"documents to rerank are not in the corpus; they rank last": len(requested) - len(scores)}
+    found = first[PAIR].merge(scores)
+    missing = {"documents to rerank are not in the corpus; they rank last": len(first) - len(found)}
     metadata |= {"same_id_left_out": run.metadata["same_id_left_out"], "warnings": warnings_of(missing)}
 
     # Without a score (not reranked, or not in the corpus): one below the lowest, the next one lower, ...
-    ranking = run.ranking[PAIR].merge(first[PAIR].merge(scores), "left")
+    ranking = run.ranking[PAIR].merge(found, "left")
     ranking = ranking.sort_values("score", ascending=False, kind="stable")
     lowest = ranking.groupby("query_id")["score"].transform("min").fillna(0)
     behind = ranking["score"].isna().groupby(ranking["query_id"]).cumsum()
@@ -794,14 +794,14 @@ def score_pairs(scorer, requested, collection, args, accelerator):
 
 def candidate_pairs(requested, collection, accelerator):
     """Yield (query id, document id, text) of the requested pairs whose document is in this process' chunks."""
-    queries = requested.groupby("doc_id")["query_id"].agg(list)
-    requested_ids = pa.array(queries.index, pa.large_string())
+    queries_by_doc = requested.groupby("doc_id")["query_id"].agg(list)
+    requested_ids = pa.array(queries_by_doc.index, pa.large_string())
     for chunk in collection.corpus.chunks("", accelerator.process_index, accelerator.num_processes):
         found = pc.is_in(chunk.ids, requested_ids)
         ids = chunk.ids.filter(found).to_pylist()
         texts = chunk.texts.filter(found).to_pylist()
         for name, text in zip(ids, texts):
-            for query in queries[name]:
+            for query in queries_by_doc[name]:
                 yield query, name, text
 
 
@@ -848,20 +848,23 @@ def export_vectors(encoder, collection, args, accelerator):
         "corpus": args.corpus or args.pairs or args.beir,
         "columns": [corpus.id_column, *corpus.text_columns],
     }
-    with user_errors(f"--export_vectors {folder}: not written, choose an empty folder"):
+    not_written = f"--export_vectors {folder}: not written, choose an empty folder"
+    with user_errors(not_written):
         folder.mkdir(parents=True, exist_ok=True)
         if accelerator.is_main_process:
             clear_export(folder, metadata)
-        accelerator.wait_for_everyone()
-        encoder.open_bar(encoder.path, corpus.rows)
-        for chunk in encoder.read(corpus):
-            vectors = encoder.for_search(encoder(chunk)).cpu().numpy()
+    accelerator.wait_for_everyone()
+    encoder.open_bar(encoder.path, corpus.rows)
+    for chunk in encoder.read(corpus):
+        vectors = encoder.for_search(encoder(chunk)).cpu().numpy()
+        with user_errors(not_written):
             write_shard(folder / f"vectors-{chunk.first:012}.parquet", chunk.ids, vectors)
-        texts = encoder.metadata()["texts"]
-        if accelerator.is_main_process:
-            metadata |= {"rows": texts["total"], "command": shlex.join(sys.argv)}
+    texts = encoder.metadata()["texts"]
+    if accelerator.is_main_process:
+        metadata |= {"rows": texts["total"], "command": shlex.join(sys.argv)}
+        with user_errors(not_written):
             (folder / "_vectors.json").write_text(json.dumps(metadata, indent=1))
-            print(f"{texts['encoded']:,} of {texts['total']:,} texts encoded; their vectors are in {folder}")
+        print(f"{texts['encoded']:,} of {texts['total']:,} texts encoded; their vectors are in {folder}")
 
 
 def clear_export(folder, metadata):
@@ -1029,8 +1032,9 @@ def short_names(paths):
     return [name if names.count(name) == 1 else f"{name}_{number}" for number, name in numbered]
 
 
-OUTPUT_ARGS = """beir split corpus queries qrels pairs columns keep_same_id model_name_or_path run bm25 cross_encoder
-max_length rerank_max_length prompts truncate_dim"""  # flags that must not change within one --output_dir
+OUTPUT_ARGS = """beir split corpus queries qrels pairs columns corpus_columns query_columns keep_same_id
+model_name_or_path run bm25 cross_encoder max_length rerank_max_length prompts
+truncate_dim"""  # flags that must not change within one --output_dir
 
 
 def check_output(args):
@@ -1108,9 +1112,9 @@ def write_trec(path, name, ranking):
                 print(*fields, file=file)
 
 
-def write_results(collections, runs, measured, about, args):
+def write_results(collections, runs, measured, origin, args):
     """Write metrics.json, report.png and per_query.csv of each ranking into --output_dir, and print the table.
-    runs, measured: for each collection a list, with the same rankings in each; about: their provenance()."""
+    runs, measured: for each collection a list, with the same rankings in each; origin: their provenance()."""
     output = Path(args.output_dir)
     summaries = {}
     results = []
@@ -1120,7 +1124,7 @@ def write_results(collections, runs, measured, about, args):
             table.to_csv(output / run.metadata["folder"] / "per_query.csv")
             result = {"collection": collection.name, "name": run.name, "queries": len(table), "metrics": metrics}
             results.append(result | run.metadata)
-    record = {"args": asdict(args), "provenance": about, "results": results}
+    record = {"args": asdict(args), "provenance": origin, "results": results}
     names = [run.name for run in runs[0]]
     if len(runs) > 1:
         summaries["mean"] = summarize(measured)
@@ -1236,9 +1240,9 @@ def print_hits(run, collection):
 
 
 def compare(args):
-    """Print the measures of earlier evaluations, --compare, with paired tests against the first ranking, over the
-    queries that all have. Print what else differs in their metrics.json. Collections that one of them lacks, and
-    measures without values per query, are left out."""
+    """Print the measures of earlier evaluations, --compare, with paired tests against the first ranking, over their
+    common queries. Print what else differs in their metrics.json. Collections that one of them lacks, and measures
+    without values per query, are left out."""
     records = {}
     tables = {}  # {collection: {ranking: values per query}}
     pairs = {}  # {collection: fingerprints of --pairs, whose queries are numbered}
@@ -1347,7 +1351,7 @@ class EmbeddingCache:
             )
             self.index = TextIndex(self.folder / "index")
             ((newest,),) = self.sql("SELECT coalesce(max(rowid), 0) FROM Cache")
-            if newest < self.index.last:  # of a database that was lost: numbers are given again
+            if newest < self.index.last:  # the database was lost and counts from 1 again: the index is of other blocks
                 self.index.clear()
             (self.folder / "model.json").write_text(json.dumps(metadata))  # for --cache_info
 
@@ -1445,7 +1449,7 @@ class EmbeddingCache:
         with self.errors(), self.cache.transact(retry=True):
             again = key in self.cache
             self.cache.set(key, io.BytesIO(value), read=True)  # diskcache writes bytes line by line
-            if again:  # it was damaged, or another process has just stored it: by a new number every index adds it
+            if again:  # it was damaged, or another process has just stored it: by a new number, every index reads it
                 self.sql("UPDATE Cache SET rowid = 1 + (SELECT max(rowid) FROM Cache) WHERE key = ?", key)
             while self.limit and self.volume() > self.limit and len(self.cache) > 1:
                 self.evict()
@@ -1549,7 +1553,7 @@ class TextIndex:
             return
         with FileLock(self.folder / "save.lock"):
             if TextIndex(self.folder).last != self.saved:  # another process has saved or removed blocks
-                return self.load()  # and what lies behind is added again
+                return self.load()  # update_index() then adds the blocks after the last saved one
             segments = list(self.recent)
             first = self.saved + 1
             while self.files and self.files[-1][1].shape[1] <= 2 * texts:
@@ -1656,7 +1660,7 @@ class CachedEncoder:
             self.fingerprint = model_fingerprint(self.model, accelerator.mixed_precision, self.shape[1])
         length = length or self.model.max_seq_length or math.inf
         self.max_length = None if length == math.inf else length  # tokens; None: not truncated
-        self.longest = 6 * length  # characters: `length` tokens, or nearly
+        self.longest = 6 * length  # characters that count in compute(): more are truncated anyway
         default = 4096 if accelerator.device.type == "cpu" else 16_384
         if isinstance(self.model.tokenizer, Tokenizer):  # static
             default = 2**20
@@ -1711,6 +1715,11 @@ class CachedEncoder:
         options |= {"desc": name, "unit": f" {self.unit}", "delay": 1}
         self.bar = Bar(total=rows, disable=disable, **options)
 
+    def close(self):
+        """Close the cache, and free the memory of the model for the next one."""
+        self.cache.close()
+        self.model = None
+
     def micro_batches(self, texts):
         return make_micro_batches(texts.to_pylist(), self.model, self.max_tokens, self.accelerator.device)
 
@@ -1724,7 +1733,7 @@ class CachedEncoder:
         new = np.flatnonzero(~found)
         codes, distinct = pd.factorize(chunk.hashes[new].astype(object))
         self.meter.update(total=len(found), new=len(distinct))
-        self.bar.update(len(found) - len(new))
+        self.bar.update(len(found) - len(distinct))
         if len(new):
             first = np.unique(codes, return_index=True)[1]  # of each distinct text
             with self.clock(self.verb.removesuffix("d")):
@@ -1849,14 +1858,14 @@ class Bar(tqdm):
 def encode(model, features, accelerator):
     """Return (n, D) float embeddings of one micro-batch."""
     features = transformers.BatchEncoding(features).to(accelerator.device, non_blocking=True).data
-    with accelerator.autocast():  # gives flash attention its dtype; prepare() does not wrap FSDP2's forward
+    with accelerator.autocast():  # gives flash attention its dtype
         return model(features)["sentence_embedding"].float()
 
 
 def score(model, features, accelerator):
     """Return (n, 1) float logits of one micro-batch."""
     features = transformers.BatchEncoding(features).to(accelerator.device, non_blocking=True).data
-    with accelerator.autocast():  # gives flash attention its dtype; prepare() does not wrap FSDP2's forward
+    with accelerator.autocast():  # gives flash attention its dtype
         return model(features)["scores"].float()
 
 
@@ -1963,7 +1972,7 @@ def model_fingerprint(model, precision, dtype):
     config = model.config.to_dict() if model.config else {}
     for name in ("_name_or_path", "transformers_version"):
         config.pop(name, None)
-    tokenizer = model.tokenizer if isinstance(model.tokenizer, Tokenizer) else model.tokenizer.backend_tokenizer
+    tokenizer = getattr(model.tokenizer, "backend_tokenizer", model.tokenizer)
     modules = [(type(module).__name__, module.get_config_dict()) for module in model]
     similarity = getattr(model, "similarity_fn_name", None)  # a cross-encoder has none
     parts = [modules, config, tokenizer.to_str(), model.max_seq_length, precision, dtype, similarity]
@@ -1972,7 +1981,7 @@ def model_fingerprint(model, precision, dtype):
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        values = tensor.detach().cpu().contiguous().flatten()
+        values = tensor.contiguous().flatten()
         digest.update(values.view(torch.uint8).numpy())
     return digest.hexdigest()[:32]
 
@@ -2089,8 +2098,9 @@ def check_exists(name):
 def list_files(source):
     """Return the files of a path, glob, folder, URL, Hub id or ID:config:split, as `datasets` resolves them."""
     path, config, split = os.path.expanduser(source), None, "train"
-    if os.path.exists(os.path.join(path, "state.json")):  # of Dataset.save_to_disk
-        return sorted(map(str, Path(path).glob("*.arrow")))
+    if os.path.exists(os.path.join(path, "state.json")):  # of Dataset.save_to_disk; map() adds caches
+        files = json.loads(Path(path, "state.json").read_text())["_data_files"]
+        return [os.path.join(path, file["filename"]) for file in files]
     if suffix := file_suffix(path):  # decided by suffix, so that a missing file is not mistaken for a Hub id
         builder = datasets.load_dataset_builder(FORMATS[suffix], data_files=path)
     elif path.endswith(".orc") or os.path.isfile(path) or any(Path(path).glob("*.orc")):
@@ -2264,7 +2274,7 @@ def own_memory(model):
         tensor.data = tensor.data.clone()
 
 
-def set_up_transformer(model, length, flag):
+def set_up_transformer(model, length, flag_name):
     """Let the tokenizer truncate texts to `length` tokens or the model's limit, in pairs the longer text first, as
     predict() does, and add no padding: once, not at each call, as two threads use it. Let the embeddings of all tokens
     be trained. Raise UserError for quantized weights."""
@@ -2283,9 +2293,9 @@ def set_up_transformer(model, length, flag):
     limit = getattr(model.config, "max_position_embeddings", None) or math.inf
     model.max_seq_length = length or model.max_seq_length
     if model.max_seq_length > 2**31:
-        raise UserError(f"has no limit of its own: set --{flag}")
+        raise UserError(f"has no limit of its own: set --{flag_name}")
     if model.max_seq_length > limit:
-        raise UserError(f"--{flag} {model.max_seq_length}: the model has positions for {limit} tokens")
+        raise UserError(f"--{flag_name} {model.max_seq_length}: the model has positions for {limit} tokens")
     tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
     tokenizer.backend_tokenizer.no_padding()
 

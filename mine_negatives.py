@@ -132,7 +132,8 @@ def main(args):
     negatives = pick_negatives(run, positives, own, args)
     if negatives.empty:
         raise UserError(f"--output {args.output}: not written: no row is left; check the ids and --split")
-    if args.format != "labeled-pair":  # of which a positive without negatives is one, as in sentence-transformers
+    # A labeled pair has one document: a positive without negatives is one, as in sentence-transformers.
+    if args.format != "labeled-pair":
         positives = positives[positives.query_index.isin(negatives.query_index)]
     all_scored = positives.score.notna().all()
     rows = make_rows(positives, negatives, queries, texts, all_scored, args)
@@ -206,9 +207,11 @@ def read_texts(name, sources, columns, ids):
             parts.append(part.filter(pc.is_in(keys, requested)))
         found = pa.concat_tables(parts).to_pandas()
         found = found[found.text != ""]
+        again = found.id[found.id.duplicated()]
+        if len(again):
+            raise UserError(f"has duplicate ids, such as {again.iloc[0]!r}")
         indices, texts = pd.factorize(found.text)
-        indices = pd.Series(indices, found.id)
-        indices = indices.reindex(ids, fill_value=-1)  # ValueError if an id occurs twice
+        indices = pd.Series(indices, found.id).reindex(ids, fill_value=-1)
     return indices.to_numpy(), texts.to_numpy(object)
 
 
@@ -269,7 +272,7 @@ def remove(run, rows, rule):
 
 def check_output_file(args):
     """Raise UserError if --output is one of the sources or, without --overwrite, exists."""
-    sources = [args.run, args.judged or args.run, args.qrels]
+    sources = [path for path in (args.run, args.judged, args.qrels) if path]
     with user_errors("--corpus, --queries"):
         sources += chain.from_iterable(map(list_files, args.corpus + args.queries))
     if os.path.realpath(args.output) in map(os.path.realpath, sources):
@@ -399,8 +402,9 @@ def check_exists(name):
 def list_files(source):
     """Return the files of a path, glob, folder, URL, Hub id or ID:config:split, as `datasets` resolves them."""
     path, config, split = os.path.expanduser(source), None, "train"
-    if os.path.exists(os.path.join(path, "state.json")):  # of Dataset.save_to_disk
-        return sorted(map(str, Path(path).glob("*.arrow")))
+    if os.path.exists(os.path.join(path, "state.json")):  # of Dataset.save_to_disk; map() adds caches
+        files = json.loads(Path(path, "state.json").read_text())["_data_files"]
+        return [os.path.join(path, file["filename"]) for file in files]
     if suffix := file_suffix(path):  # decided by suffix, so that a missing file is not mistaken for a Hub id
         builder = datasets.load_dataset_builder(FORMATS[suffix], data_files=path)
     elif path.endswith(".orc") or os.path.isfile(path) or any(Path(path).glob("*.orc")):

@@ -91,6 +91,8 @@ def parse_args(argv):
         parser.error("--length_report requires SOURCE and --model_name_or_path, without --filter")
     if (args.ir_dataset and args.sources) or ((args.columns or args.filter) and not args.sources):
         parser.error("--columns and --filter require SOURCE; --ir_dataset excludes SOURCE")
+    if args.make_models and (args.ir_dataset or args.format == "beir"):
+        parser.error("--make_models requires rows: it excludes --ir_dataset and --format beir")
     if args.format == "beir" and len(args.columns or []) != 2:
         parser.error("--format beir requires --columns QUERY DOCUMENT")
     if (args.ir_dataset or args.sources) and not (args.output_dir or args.length_report):
@@ -103,6 +105,7 @@ def parse_args(argv):
 
 def main(args):
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors are reported once, as a UserError
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each load of a local file asks the Hub
     if args.length_report:
         report_lengths(args, args.output_dir or Path("runs/lengths"))
         return
@@ -488,7 +491,7 @@ def format_of(file):
     """Return (format, options) for `datasets` by the suffix of a file."""
     match = SUFFIX.search(file)
     if not match:
-        raise UserError(f"{file}: unknown suffix; supported: {', '.join(FORMATS)}; text formats also with .gz or .zst")
+        raise UserError(f"{file}: unknown suffix; supported: {', '.join(FORMATS)}; text also compressed, as .gz")
     suffix = match[1].lower()
     options = {"sep": "\t"} if suffix == "tsv" else {}
     return FORMATS[suffix], options
@@ -496,8 +499,9 @@ def format_of(file):
 
 def files_of(source):
     """Return the files of a path, glob, folder, URL or Hub id (of its split train), as `datasets` sorts them."""
-    if (Path(source) / "state.json").exists():  # of Dataset.save_to_disk, which also writes JSON files
-        source = f"{source}/*.arrow"
+    if (Path(source) / "state.json").exists():  # of Dataset.save_to_disk; map() adds caches
+        files = json.loads((Path(source) / "state.json").read_text())["_data_files"]
+        return [f"{source}/{file['filename']}" for file in files]
     is_file = SUFFIX.search(source) or re.search(r"[*?[]", source)  # else a folder or a Hub id
     is_url = "://" in source and not source.startswith("hf://")
     with user_errors(source):
@@ -618,8 +622,8 @@ def save_collection(name, folder):
     import ir_datasets
 
     dataset = ir_datasets.load(name)
-    parts = ["test", *(part for part in name.split("/") if part in SPLITS)]
-    splits = {parts[-1]: dataset}
+    named = [word for word in name.split("/") if word in SPLITS]  # beir/scifact/train
+    splits = {named[-1] if named else "test": dataset}
     for split in SPLITS:  # the judgments of beir/scifact are in beir/scifact/test
         with suppress(KeyError):
             splits[split] = ir_datasets.load(f"{name}/{split}")

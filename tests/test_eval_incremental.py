@@ -532,6 +532,8 @@ def test_one_line_errors(evaluate, beir, bert, reranker, tmp_path, monkeypatch, 
         (["--beir", "x", "--top_k", "5", "--beir", "y"], "--beir: given twice; list all values after one flag"),
         (["--metrics", "R@1000"], "--metrics R@1000: deeper than --top_k 100"),  # but not for --run alone
         (["--run", "x", "--model_name_or_path", "y", "--metrics", "R@1000"], "R@1000: deeper than --top_k 100"),
+        (["--run", "x", "--bm25", "--metrics", "R@1000"], "R@1000: deeper than --top_k 100"),
+        (["--prompts", "find", "this", "code"], "--prompts takes one text"),
         (["--top_k", "0"], "--top_k 0: must be finite, and above 0"),
         (["--queries", "q.jsonl", "--qrels", "r.tsv"], "--queries, --qrels: require --corpus"),
         (["--corpus", "c.jsonl"], "--corpus: requires --queries and --qrels"),
@@ -560,6 +562,9 @@ def test_malformed_qrels(tmp_path):
     path.write_text("q1\td1\t1\nq2\td2\t0.5\n")
     with pytest.raises(script.UserError, match="--qrels [^ ]*q.tsv: a grade is not a whole number"):
         script.read_qrels(str(path))
+    (tmp_path / "r.tsv").write_text("q3\td1\t1\n")
+    with pytest.raises(script.UserError, match=r"--qrels [^ ]*\*.tsv: has 2 files: give one"):
+        script.read_qrels(f"{tmp_path}/*.tsv")
     path.write_text("q1 0 d1 2\nq1 0 d2 -1\n\n")  # the format of TREC
     assert read_qrels(path) == {"q1": {"d1": 2, "d2": -1}}
     packed = tmp_path / "q.tsv.gz"

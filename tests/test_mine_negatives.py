@@ -262,7 +262,7 @@ def test_errors(small, tmp_path, capsys, monkeypatch):
         ([*corpus, "--qrels", "none.tsv"], "mined.jsonl: not written: no row is left"),
         ([*common, "--absolute_margin", 50], "mined.jsonl: not written: no row is left"),
         ([*common, "--corpus_columns", "id", "text"], "corpus.jsonl: .*id"),
-        ([*corpus, small / "corpus.jsonl", "--qrels", small / "qrels/train.tsv"], "corpus.jsonl: .*duplicate"),
+        ([*corpus, small / "corpus.jsonl", "--qrels", small / "qrels/train.tsv"], "has duplicate ids, such as '"),
     ):
         with pytest.raises(script.UserError, match=message) as error:
             mine(tmp_path, *flags)

@@ -332,6 +332,7 @@ def test_sources_are_read_in_order_and_shards_are_memory_mapped(tmp_path):
     (folder / "README.md").write_text("not a table")
     saved = tmp_path / "saved"
     datasets.Dataset.from_list(ROWS[:40]).save_to_disk(saved)
+    datasets.load_from_disk(str(saved)).map(lambda row: row | {"n": 0})  # writes a cache into the folder
     several = [[folder], [folder / "*.jsonl"], [f"file://{folder}/[ab].jsonl"]]
     several += [[saved, write(tmp_path / "c.csv", ROWS[40:])]]
     for i, sources in enumerate(several):
@@ -455,6 +456,7 @@ def test_wrong_flags(capsys):
         ("--ir_dataset beir/scifact", "require --output_dir"),
         ("a.csv --ir_dataset beir/scifact", "excludes"),
         ("a.csv --length_report", "--length_report requires"),
+        ("a.csv --output_dir x --format beir --columns a b --make_models", "--make_models requires rows"),
         ("a.csv --output_dir x --format beir --columns a", "--format beir requires --columns QUERY DOCUMENT"),
     ):
         with pytest.raises(SystemExit):

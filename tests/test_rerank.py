@@ -239,7 +239,7 @@ def test_killed_at_random_moments(tmp_path, beir, run_file, reranker):
         ("q0 Q0 d1 1 nan tag\nq0 Q0 d2 2 tag\n", "line 1 has no finite score: q0 d1 nan"),
         ("q0 Q0 d1 1 2 tag\nq0 Q0 d2 1 1 tag more\n", "Expected 6 fields in line 2, saw 7"),
         ("q0 d1 2\n", "has 3 fields per line, not 6"),
-        ("nobody Q0 d1 1 2 tag\n", "contains none of the judged queries, such as 'q0'; its first is 'nobody'"),
+        ("nobody Q0 d1 1 2 tag\n", "contains none of the judged queries, such as 'q0'; it has 'nobody'"),
         ("", "No columns to parse"),
         (b"\xff\xfe\x00", "can't decode"),
         (None, "No such file"),
@@ -262,6 +262,11 @@ def test_unknown_documents_are_measured_and_rank_last(evaluate, beir, reranker, 
     assert before["metrics"]["RR"]["mean"] == pytest.approx(0.5 / 60)
     assert after["metrics"]["RR"]["mean"] == pytest.approx(1 / 60)
     assert after["warnings"] == ["1 documents to rerank are not in the corpus; they rank last"]
+    folder = shutil.copytree(beir, tmp_path / "judged")
+    with open(folder / "qrels/test.tsv", "a") as file:
+        file.write("q0\tgone\t1\n")
+    after = evaluate(*flags[2:], "--beir", folder, "--cross_encoder", reranker, "--judged")["models"][1]
+    assert after["warnings"] == ["1 documents to rerank are not in the corpus; they rank last"]  # not "gone" as well
 
 
 @pytest.mark.parametrize("which", ["bi-encoder", "several labels", "nowhere", "damaged"])
