@@ -10,7 +10,7 @@
 #SBATCH --time=24:00:00
 # One launcher a node; it starts one process for each GPU.
 #SBATCH --ntasks-per-node=1
-# Two minutes before the end every process receives SIGTERM: the step is finished and a checkpoint written.
+# Two minutes before the end every process receives SIGTERM: a checkpoint of the last step is written.
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
