@@ -834,10 +834,10 @@ def test_results_of_another_evaluation_are_not_overwritten(evaluate, beir, bert,
     script.main(script.parse_args([*flags, "--streaming"]))  # the same evaluation
     with pytest.raises(script.UserError, match="results: contains the results of --max_length 32: choose another"):
         script.main(script.parse_args(merge_flags([*flags, "--max_length", 16])))
-    assert (
-        json.loads((tmp_path / "results/metrics.json").read_bytes())["results"][0]["metrics"]
-        == json.loads(before)["results"][0]["metrics"]
-    )
+    with pytest.raises(script.UserError, match="contains the results of --corpus_columns"):
+        script.main(script.parse_args([*flags, "--corpus_columns", "_id", "text"]))
+    after = (tmp_path / "results/metrics.json").read_bytes()
+    assert json.loads(after)["results"][0]["metrics"] == json.loads(before)["results"][0]["metrics"]
 
 
 def test_progress_in_a_log():

@@ -127,6 +127,9 @@ def test_bm25_still_ranks_top_k(evaluate, tmp_path):
     evaluate("--beir", folder, "--bm25", "--top_k", 3, "--metrics", "R@3")
     for query, found in read_run(tmp_path / "out/BM25/run.trec").items():
         assert len(found) == 3 and query not in found
+    again = ["--run", tmp_path / "out/BM25/run.trec", "--bm25", "--top_k", 3, "--metrics", "R@3"]
+    names = [result["name"] for result in evaluate("--beir", folder, *again, output="again")["models"]]
+    assert names == ["out_BM25", "BM25"]
 
 
 def test_judged_documents_are_scored_without_it(evaluate, sixty, tmp_path):
