@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 from safetensors.torch import save_file
 
@@ -73,7 +74,8 @@ def read_qrels(kind, data, rng, number):
 
 def read_run(kind, data, rng, number):
     Path("x.run").write_bytes(data)
-    queries, qrels = {f"q{n}": "t" for n in range(20)}, eval_incremental.pd.DataFrame(columns=["query_id", "doc_id"])
+    queries = {f"q{n}": "t" for n in range(20)}
+    qrels = pd.DataFrame(columns=["query_id", "doc_id", "relevance"])
     run = eval_incremental.read_run("x.run", "x", eval_incremental.Collection("x", None, queries, qrels, []))
     found = {tuple(row[:2]): row.score for row in run.ranking.itertuples(index=False)}
     expected = {}  # of a document that is repeated, the best score
