@@ -1330,10 +1330,10 @@ def bad_row_error(bad, numbers, sources, args):
     alike = [(other[SOURCE], str(text)) for other, text in bad].count((cells[SOURCE], str(problem)))
     num_rows = numbers.count(cells[SOURCE])
     if alike > max(1, num_rows / 2):
-        return UserError(
-            f"{source}: {problem} in {alike} of {num_rows} rows, as in {shown}; convert this column to "
-            "texts (numbers for a label), or choose others: --columns, --label_column"
-        )
+        advice = "convert this column to texts (numbers for a label), or choose others: --columns, --label_column"
+        if str(problem).startswith("--loss"):
+            advice = "choose another --loss or --label_column, or leave such rows out: prepare_corpus.py --filter"
+        return UserError(f"{source}: {problem} in {alike} of {num_rows} rows, as in {shown}; {advice}")
     return UserError(f"{source}: {problem} in the row {shown}; fix the row, or pass --on_bad_row skip")
 
 

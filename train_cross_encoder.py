@@ -99,7 +99,9 @@ class Args:
     eval_rerank_k: int = flag(50, "documents to rerank for each query")
     streaming: bool = flag(False, "read the sources front to back instead of at random from a memory-mapped table")
     columns: list[str] = flag([], "query, then documents or lists of documents; none: all but the label")
-    num_negatives: int | None = flag(None, "negatives of a row; lists: drawn; None: all, or 4 of other rows if none")
+    num_negatives: int | None = flag(
+        None, "negatives of a row, drawn in each epoch from lists; None: all, or 4 of other rows if it has none"
+    )
     corpus: list[str] = flag([], "sources of the documents by id; --columns then contain ids, not texts")
     queries: list[str] = flag([], "sources of the queries by id, for the first column")
     corpus_columns: list[str] = flag(["_id", "title", "text"], "id column of --corpus, then text columns, joined")
@@ -117,7 +119,7 @@ class Args:
     model_name_or_path: str = flag(f"{DEMO}/cross_encoder", "Hub id or folder")
     max_length: int | None = flag(None, "tokens a pair is truncated to; None: the model's own")
     query_max_length: int | None = flag(
-        None, "tokens of the query with prompt, without special ones; None: all that fit"
+        None, "tokens of the query and a prompt before it, without special ones; None: all that fit"
     )
     template: str | None = flag(None, "text around {query} and {document}, special tokens included; None: the model's")
     dropout: float | None = flag(None, "dropout probability of the transformer; None: the model's own")
@@ -141,7 +143,11 @@ class Args:
     )
     gradient_checkpointing: bool = flag(False, "recompute each layer's activations in backward; for long texts")
     loss: Loss | None = flag(None, "None: bce if a row has one label, else listwise_ce over the documents of a query")
-    loss_kwargs: str = flag("{}", "JSON; bce: pos_weight; ranknet, lambdaloss: sigma, k, mu; kl: teacher_temperature")
+    loss_kwargs: str = flag(
+        "{}",
+        "JSON; bce: pos_weight; ranknet: sigma; lambdaloss: sigma, k, mu; margin_mse, kl: temperature, "
+        "teacher_temperature",
+    )
     # schedule
     learning_rate: float = flag(2e-5, "peak learning rate")
     weight_decay: float = flag(0.01, "weight decay of matrices; biases and norms have none")
@@ -474,7 +480,7 @@ def report_entropies(model, batch, args, accelerator):
     labels = pad_columns(batch.labels, math.nan, accelerator)
     scores = score_slots(model, batch.micro_batches, labels.shape, accelerator)
     labels = accelerator.gather(labels)
-    present = labels.isfinite().any(1).nonzero().squeeze(1)
+    present = labels.isfinite().any(1)
     scores = scores[present] / args.loss_kwargs.get("temperature", 1.0)
     print_entropies(scores, labels[present] / args.loss_kwargs["teacher_temperature"], args, accelerator)
 
@@ -498,7 +504,8 @@ def bce(scores, labels, pos_weight=1.0):
 
 def mse(scores, labels):
     """Return the squared error of each pair."""
-    return (scores - labels).nan_to_num().square().sum(), labels.isfinite().sum()
+    given = labels.isfinite()
+    return ((scores - labels.nan_to_num()).square() * given).sum(), given.sum()
 
 
 def listwise_ce(scores, labels):
@@ -631,11 +638,15 @@ def read_row(cells, random, args):
     query = read_text(cells[query_column], query_column, args, is_id=args.queries)
     groups = read_documents(cells, document_columns, args)
     labels = read_labels(cells, args)
+    if args.loss == "margin_mse" and len(labels) == sum(map(len, groups)) - 1:  # margins of the first over the others
+        labels = [0.0, *(-margin for margin in labels)]
+    if args.num_negatives is not None and len(groups) == 1 and len(labels) == len(groups[0]):
+        best = labels.index(max(labels))  # choose_documents keeps the first, and draws from the others
+        groups[0].insert(0, groups[0].pop(best))
+        labels.insert(0, labels.pop(best))
     documents, labels = choose_documents(groups, labels, random, args)
     if not args.label_column:
         return Row(query, documents, [1.0] + [0.0] * (len(documents) - 1))
-    if args.loss == "margin_mse" and len(labels) == len(documents) - 1:  # margins of the first over the others
-        labels = [0.0, *(-margin for margin in labels)]
     required, is_valid = REQUIRED[args.loss]
     if len(labels) != len(documents) or not is_valid(labels):
         raise ValueError(f"--loss {args.loss} requires a label for each document, {required}: not the case")
@@ -662,10 +673,9 @@ def draw_negatives(args, table, rows):
         listed[query].update(documents)
         texts.update(dict.fromkeys(documents))
     pool = list(texts)
-    random = Random()
     for row in rows:
         if len(row.documents) == 1:  # draw more than needed, as listed ones are dropped
-            random.seed(f"{args.seed} {row.cells[SOURCE]} {row.cells[NUMBER]} negatives")
+            random = Random(f"{args.seed} {row.cells[SOURCE]} {row.cells[NUMBER]} negatives")
             own = listed[row.query]
             drawn = random.sample(pool, min(len(pool), count + len(own)))
             drawn = [document for document in drawn if document not in own][:count]
@@ -676,7 +686,8 @@ def draw_negatives(args, table, rows):
 
 
 def add_prompts(rows, model, args):
-    """Prepend --prompts to queries, that of the row's source if there are several; not if a chat template has it."""
+    """Prepend --prompts to queries: that of the row's source (the n-th of --eval_data has that of the n-th source), or
+    the only one; not if a chat template has it."""
     if not args.prompts or has_chat_template(model):
         return
     for row in rows:
@@ -812,6 +823,8 @@ def load_model(args, checkpoint=None):
         model = CrossEncoder(path, device="cpu", model_kwargs=options, trust_remote_code=False)
         if (found := (len(model) - is_causal(model), model.num_labels)) != (1, 1):
             raise UserError("has {} modules and {} labels: must be 1 and 1".format(*found))
+        if has_chat_template(model) and not args.template and model[0].input_formatter.pair_roles_failure():
+            raise UserError("its chat template is not for a query and a document: set --template")
         if has_chat_template(model) and len(args.prompts) > 1 and not args.template:
             raise UserError("has a chat template: --prompts takes one instruction")
         if args.template:
@@ -871,8 +884,9 @@ def open_eval_sets(rows, model, args):
     for name, run in zip_longest(args.eval_beir, args.eval_run):
         prompt = "" if has_chat_template(model) else args.prompts[0]
         with user_errors(f"--eval_beir {name}"):
-            eval_set = open_beir(name, args.eval_split, ("", prompt))
-        eval_set.candidates = find_candidates(eval_set, run, args)
+            eval_set = open_beir(name, args.eval_split, ("", ""))
+        eval_set.candidates = find_candidates(eval_set, run, args)  # by the queries without prompt
+        eval_set.queries = {query: prompt + text for query, text in eval_set.queries.items()}
         short = Path(name).name
         eval_sets[name if short in eval_sets else short] = eval_set
     add_metrics(eval_sets, args)
@@ -880,8 +894,10 @@ def open_eval_sets(rows, model, args):
 
 
 def held_out_set(rows, args):
-    """Return the EvalSet in which each held-out query ranks the documents of its row, by their labels; of a teacher's
-    scores, the highest is relevant."""
+    """Return the EvalSet in which each held-out query ranks the documents of its row, by their labels. Of a
+    teacher's scores, or if no label of any row is above 0, the highest is relevant."""
+    pairs = all(len(row.documents) == 1 for row in rows)
+    no_grades = args.loss in TEACHER_LOSSES or (not pairs and all(max(row.labels) <= 0 for row in rows))
     queries = {}
     documents = {}
     qrels = []
@@ -891,18 +907,17 @@ def held_out_set(rows, args):
         for document, label in zip(row.documents, row.labels):
             name = f"document {len(documents)}"
             documents[name] = document
-            if args.loss in TEACHER_LOSSES:
+            if no_grades:
                 label = label == max(row.labels)
             qrels.append([query, "0", name, float(label)])
     qrels = pd.DataFrame(qrels, columns=["query", "q0", "docid", "rel"])
-    pairs = all(len(row.documents) == 1 for row in rows)
     return EvalSet(queries, documents, qrels, pairs, qrels[["query", "docid"]])
 
 
 def rank_bm25(eval_set, count):
     """Return a DataFrame (query, docid, score) of the `count` best documents of each query by BM25 (Robertson and
     Zaragoza 2009; bm25s' default)."""
-    with user_errors("--eval_beir without --eval_run requires the package bm25s"):
+    with user_errors("--eval_beir without --eval_run requires the package bm25s, and words in the collection"):
         import bm25s  # optional
 
         ids = np.array(list(eval_set.documents), object)
@@ -994,8 +1009,6 @@ def pair_measures(scores, labels):
     """Return measures of classification if all labels are 0 or 1, else correlations; scores, labels: (pairs,)."""
     if not set(labels) <= {0, 1}:
         return correlate(scores, labels)
-    scores = np.array(scores)
-    labels = np.array(labels)
     accuracy, _ = BinaryClassificationEvaluator.find_best_acc_and_threshold(scores, labels, True)
     f1, *_ = BinaryClassificationEvaluator.find_best_f1_and_threshold(scores, labels, True)
     precision = float(average_precision_score(labels, scores))
@@ -1366,10 +1379,10 @@ def bad_row_error(bad, numbers, sources, args):
     alike = [(other[SOURCE], str(text)) for other, text in bad].count((cells[SOURCE], str(problem)))
     num_rows = numbers.count(cells[SOURCE])
     if alike > max(1, num_rows / 2):
-        return UserError(
-            f"{source}: {problem} in {alike} of {num_rows} rows, as in {shown}; convert this column to "
-            "texts (numbers for a label), or choose others: --columns, --label_column"
-        )
+        advice = "convert this column to texts (numbers for a label), or choose others: --columns, --label_column"
+        if str(problem).startswith("--loss"):
+            advice = "choose another --loss or --label_column, or leave such rows out: prepare_corpus.py --filter"
+        return UserError(f"{source}: {problem} in {alike} of {num_rows} rows, as in {shown}; {advice}")
     return UserError(f"{source}: {problem} in the row {shown}; fix the row, or pass --on_bad_row skip")
 
 

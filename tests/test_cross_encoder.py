@@ -185,6 +185,22 @@ def test_losses_equal_those_of_sentence_transformers():
 
 # ------------------------------------------------------------------------------------------------------- equalities
 
+
+@pytest.mark.parametrize("loss", ["bce", "mse", "listwise_ce", "ranknet", "lambdaloss", "margin_mse", "kl"])
+def test_a_score_that_is_not_a_number_is_not_hidden(loss):
+    """The run stops at such a loss."""
+    logits = LOGITS.clone()
+    logits[4] = math.nan
+    assert loss_of(loss, logits, GRADES.clamp(max=1)).isnan()
+
+
+def test_held_out_labels_that_are_never_above_zero():
+    """The highest is relevant, else each measure would be 0."""
+    row = script.Row("q", ["a", "b", "c"], [-3.4, -1.2, -7.9])
+    found = script.held_out_set([row], parse("--loss", "ranknet", "--label_column", "y"))
+    assert found.qrels["rel"].tolist() == [0, 1, 0]
+
+
 CASES = ["bce", "mse", "listwise_ce", "drawn", "lists", "ranknet", "lambdaloss", "margin_mse", "kl"]
 
 

@@ -110,6 +110,21 @@ def test_a_column_of_texts_and_lists(name):
     assert found == {("query 0", "a", "d"), ("query 1", "b", "d"), ("query 1", "c", "d")}
 
 
+def test_drawn_negatives_keep_their_labels():
+    """Of margins, when one negative is left out; of labels in any order, the best is kept."""
+    name, flags = "train_cross_encoder", ["--num_negatives", 1, "--label_column", "y", "--loss"]
+    margins = [{"q": f"query {i}", "a": "positive", "b": "near", "c": "far", "y": [2, 5]} for i in range(4)]
+    for row in epochs(1, name, margins, "--columns", "q", "a", "b", "c", *flags, "margin_mse")[0]:
+        assert (row["documents"], row["labels"]) == (["positive", "near"], [0, -2])
+    margins = [{"q": row["q"], "list": ["positive", "near", "far"], "y": [2, 5]} for row in margins]
+    read = [row for epoch in epochs(9, name, margins, "--columns", "q", "list", *flags, "margin_mse") for row in epoch]
+    assert {(*row["documents"], *row["labels"]) for row in read} == {("positive", text, 0, y) for text, y in
+                                                                   (("near", -2), ("far", -5))}  # fmt: skip
+    graded = [{"q": f"query {i}", "list": ["a", "b", "c", "d"], "y": [0, 0, 1, 0]} for i in range(4)]
+    read = [row for epoch in epochs(9, name, graded, "--columns", "q", "list", *flags, "listwise_ce") for row in epoch]
+    assert {(*row["documents"], *row["labels"]) for row in read} == {("c", text, 1, 0) for text in "abd"}
+
+
 @BOTH
 def test_draws_depend_only_on_seed_and_epoch(name):
     def draw(*flags):
