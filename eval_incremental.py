@@ -126,10 +126,9 @@ def check_flags(args):
     exporting = args.export_vectors is not None
     only_files = bool(args.run) and not (args.model_name_or_path or args.bm25)  # not cut at --top_k
     for name in args.metrics:
-        if not is_script(name):
-            cutoff = check_measure(name)
-            if cutoff > args.top_k and not (searching or exporting or only_files):
-                raise UserError(f"--metrics {name}: deeper than --top_k {args.top_k}; raise --top_k")
+        is_deeper = not is_script(name) and check_measure(name) > args.top_k
+        if is_deeper and not (searching or exporting or only_files):
+            raise UserError(f"--metrics {name}: deeper than --top_k {args.top_k}; raise --top_k")
     if sum(map(bool, (args.compare, args.cache_info, args.cache_clear))) > 1:
         raise UserError("--compare, --cache_info, --cache_clear: give only one of them")
     if sum(map(bool, (args.beir, args.corpus, args.pairs))) > 1:

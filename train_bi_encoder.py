@@ -1274,7 +1274,9 @@ def choose_documents(groups, labels, random, args):
     limit = len(negatives) if args.num_negatives is None else min(args.num_negatives, len(negatives))
     if random is None or (len(groups) == 1 and args.num_negatives is None):
         kept = num_positives + limit
-        return documents[:kept], labels[:kept] if len(labels) == len(documents) else labels
+        if len(labels) == len(documents):
+            labels = labels[:kept]
+        return documents[:kept], labels
     if len(labels) not in (0, len(documents)):
         raise ValueError(f"{' '.join(args.label_column)!r} has missing, extra or non-finite numbers")
     chosen = [random.randrange(num_positives), *sorted(random.sample(negatives, limit))]

@@ -640,7 +640,8 @@ def read_row(cells, random, args):
     labels = read_labels(cells, args)
     if args.loss == "margin_mse" and len(labels) == sum(map(len, groups)) - 1:  # margins of the first over the others
         labels = [0.0, *(-margin for margin in labels)]
-    if args.num_negatives is not None and len(groups) == 1 and len(labels) == len(groups[0]):
+    one_list = len(groups) == 1 and len(labels) == len(groups[0])
+    if one_list and args.num_negatives is not None and args.loss not in TEACHER_LOSSES:
         best = labels.index(max(labels))  # choose_documents keeps the first, and draws from the others
         groups[0].insert(0, groups[0].pop(best))
         labels.insert(0, labels.pop(best))
@@ -1323,7 +1324,9 @@ def choose_documents(groups, labels, random, args):
     limit = len(negatives) if args.num_negatives is None else min(args.num_negatives, len(negatives))
     if random is None or (len(groups) == 1 and args.num_negatives is None):
         kept = num_positives + limit
-        return documents[:kept], labels[:kept] if len(labels) == len(documents) else labels
+        if len(labels) == len(documents):
+            labels = labels[:kept]
+        return documents[:kept], labels
     if len(labels) not in (0, len(documents)):
         raise ValueError(f"{' '.join(args.label_column)!r} has missing, extra or non-finite numbers")
     chosen = [random.randrange(num_positives), *sorted(random.sample(negatives, limit))]

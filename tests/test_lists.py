@@ -123,6 +123,8 @@ def test_drawn_negatives_keep_their_labels():
     graded = [{"q": f"query {i}", "list": ["a", "b", "c", "d"], "y": [0, 0, 1, 0]} for i in range(4)]
     read = [row for epoch in epochs(9, name, graded, "--columns", "q", "list", *flags, "listwise_ce") for row in epoch]
     assert {(*row["documents"], *row["labels"]) for row in read} == {("c", text, 1, 0) for text in "abd"}
+    read = [row for epoch in epochs(9, name, graded, "--columns", "q", "list", *flags, "kl") for row in epoch]
+    assert {row["documents"][0] for row in read} == {"a"}  # a teacher may score a negative higher
 
 
 @BOTH
