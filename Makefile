@@ -1,13 +1,16 @@
 # `make demo` and `make test` require only Python 3.11 or newer, make and a package index.
 PYTHON ?= python3
 BIN := .venv/bin
+DEMO := data/python_code
 EVALUATE := $(BIN)/python eval_incremental.py --model_name_or_path runs/demo/model --cache_dir runs/demo/cache
 
-.PHONY: demo test chaos clean
+.PHONY: demo test test-lowest chaos copies clean
 
 demo: .venv/installed
 	$(BIN)/python prepare_corpus.py
-	$(BIN)/python train_bi_encoder.py --batch_size 2048 --learning_rate 0.005 --num_train_epochs 4 \
+	$(BIN)/python train_bi_encoder.py --model_name_or_path $(DEMO)/bi_encoder --columns docstring code \
+		--train_data '$(DEMO)/train/stdlib-*.parquet' '$(DEMO)/train/packages-*.parquet' \
+		--eval_data '$(DEMO)/heldout/*.parquet' --batch_size 2048 --learning_rate 0.005 --num_train_epochs 4 \
 		--output_dir runs/demo --resume
 	$(EVALUATE) --output_dir runs/demo/eval
 	$(EVALUATE) --output_dir runs/demo/eval
@@ -18,6 +21,10 @@ test: .venv/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
+# All tests with the lowest versions of the ranges, torch excepted.
+test-lowest: .venv-lowest/installed
+	.venv-lowest/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 # The long form of tests/chaos and of some other tests, of which `make test` runs a short form; prints a table.
 chaos: .venv/installed-dev
 	CHAOS=52 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests/chaos \
@@ -25,15 +32,26 @@ chaos: .venv/installed-dev
 		tests/test_resume.py::test_resumed_on_another_process_count tests/test_eval_incremental.py::test_no_pickle_is_loaded \
 		tests/test_eval_incremental.py::test_full_or_read_only_disk tests/test_export_vectors.py::test_full_or_read_only_disk
 
-.venv/installed: requirements.txt
+.venv/installed: requirements.txt constraints.txt
 	$(PYTHON) -m venv .venv
 	@echo "installing packages (2 GB); this takes some minutes"
-	$(BIN)/pip install --quiet -r requirements.txt
+	$(BIN)/pip install --quiet -r requirements.txt -c constraints.txt
 	touch $@
 
 .venv/installed-dev: .venv/installed requirements-dev.txt
-	$(BIN)/pip install --quiet -r requirements-dev.txt
+	$(BIN)/pip install --quiet -r requirements-dev.txt -c constraints.txt
 	touch $@
 
+.venv-lowest/installed: requirements.txt requirements-dev.txt constraints.txt
+	$(PYTHON) -m venv .venv-lowest
+	grep '^torch=' constraints.txt > .venv-lowest/lowest.txt
+	sed -nE '/^torch>/d; s/^([^#>]+)>=([^,# ]+).*/\1==\2/p' requirements.txt requirements-dev.txt >> .venv-lowest/lowest.txt
+	.venv-lowest/bin/pip install --quiet -r .venv-lowest/lowest.txt
+	touch $@
+
+# Write the machinery, and functions of equal name, from train_bi_encoder.py into the other scripts.
+copies:
+	$(PYTHON) tests/copies.py
+
 clean:
-	rm -rf .venv data runs
+	rm -rf .venv .venv-lowest data runs
