@@ -25,11 +25,11 @@ Left out on purpose: approximate search, asymmetric models (Router), similaritie
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["accelerate>=1.15,<2", "datasets>=5.2,<6", "diskcache>=5.6.3,<6", "evaluate>=0.4.6,<0.5",
-#   "filelock>=4.2,<5", "fsspec[http]>=2026.9", "ir_measures>=0.4.3,<1", "matplotlib>=3.11,<4", "numpy>=2.4,<3",
-#   "pandas>=2.2,<4", "pyarrow>=26,<27", "pyyaml>=6.0,<7", "scipy>=1.17,<2", "sentence-transformers>=6.2,<7",
-#   "tokenizers>=0.23,<1", "torch==2.13.0", "tqdm>=4.70,<5", "transformers>=5.23,<6", "xxhash>=4.1,<5",
-#   "zstandard>=0.25,<1"]
+# dependencies = ["accelerate>=1.12,<2", "datasets>=5.2,<6", "diskcache>=5.6.3,<6", "evaluate>=0.4.6,<0.5",
+#   "filelock>=3.16,<5", "fsspec[http]>=2025.3", "ir_measures>=0.4,<1", "matplotlib>=3.9,<4", "numpy>=2.2,<3",
+#   "pandas>=2.2,<4", "pyarrow>=24,<27", "pyyaml>=6.0.1,<7", "scipy>=1.14,<2", "sentence-transformers>=6.2,<7",
+#   "tokenizers>=0.22.2,<1", "torch>=2.6,<3", "tqdm>=4.67,<5", "transformers>=5.12,<6", "xxhash>=3.5,<5",
+#   "zstandard>=0.23,<1"]
 # ///
 
 import csv
@@ -42,6 +42,7 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -79,8 +80,8 @@ def flag(default, help):
 @dataclass
 class Args:
     # data
-    beir: list[str] = flag([], "folders or Hub ids of collections in the layout of BEIR or NanoBEIR")
-    split: str = flag("test", "split of the judgments of --beir")
+    beir: list[str] = flag([], "folders or Hub ids of collections in the layout of BEIR, NanoBEIR or MTEB")
+    split: str = flag("test", "split of the judgments of --beir, or one collection of many")
     corpus: list[str] = flag([], "sources of the documents, instead of --beir: paths, globs, folders, URLs, Hub ids")
     queries: list[str] = flag([], "sources of the queries of --corpus")
     qrels: str | None = flag(None, "judgments of --corpus: TREC qrels, or query, document and grade")
@@ -91,14 +92,17 @@ class Args:
     keep_same_id: bool = flag(False, "also rank the document with the query's own id, which BEIR excludes")
     streaming: bool = flag(False, "read the corpus front to back, without first converting it to a mapped table")
     # rankings
-    model_name_or_path: list[str] = flag([], "bi-encoders to compare; none: runs/bi_encoder/model unless --run is set")
+    model_name_or_path: list[str] = flag(
+        [], "bi-encoders to compare; none: runs/bi_encoder/model, or only --run and --bm25"
+    )
     run: list[str] = flag([], "rankings to evaluate or rerank, in TREC format: query Q0 document rank score tag")
-    bm25: bool = flag(False, "compare with BM25 (requires bm25s, and the corpus in memory)")
-    cross_encoder: str | None = flag(None, "model that reranks the rankings of the bi-encoders and --run, not --bm25")
+    bm25: bool = flag(False, "also rank by BM25 (requires bm25s, and the corpus in memory)")
+    cross_encoder: str | None = flag(None, "model that reranks the rankings of the bi-encoders, --run and --bm25")
     rerank_k: int | None = flag(None, "documents to rerank per query; the others rank below; None: 100, or --top_k")
     rerank_max_length: int | None = flag(None, "tokens a pair is truncated to; None: the model's own")
     top_k: int = flag(100, "documents ranked for each query")
     query: list[str] = flag([], "print the best documents for these texts instead of evaluating")
+    trust_remote_code: bool = flag(False, "run the code that a model's folder or repository contains: SECURITY.md")
     # embeddings
     max_length: int | None = flag(None, "tokens a text is truncated to; None: the model's own")
     prompts: list[str] = flag([], "prefix of queries, then of documents (one value: of both); none: the model's own")
@@ -106,7 +110,9 @@ class Args:
     micro_batch_tokens: int | None = flag(None, "tokens of a forward pass; None: 4,096 on a CPU, else 16,384")
     corpus_chunk_size: int = flag(4096, "documents per chunk, at most; a killed run loses a chunk per process")
     cache_dir: str = flag("~/.cache/evenstep/embeddings", "folder of the embedding caches, one for each model")
-    cache_dtype: Literal["float32", "float16", "int8"] = flag("float16", "precision of stored vectors, not of search")
+    cache_dtype: Literal["float32", "float16", "int8"] = flag(
+        "float32", "precision of stored vectors: float16 halves the cache, int8 quarters it; both reorder near ties"
+    )
     cache_size_limit: float = flag(0, "GB per model's cache; beyond that the oldest vectors are removed; 0: no limit")
     cache_info: bool = flag(False, "list the models in --cache_dir, and exit")
     cache_clear: str | None = flag(None, "remove the caches of this model (name, or start of fingerprint), and exit")
@@ -149,15 +155,13 @@ def check_flags(args):
             args.pairs.append(f"{DEMO}/train/*.parquet")
         if not Path(DEMO).is_dir():
             raise UserError(f"no --beir, --corpus or --pairs, and no demo corpus in {DEMO}: run prepare_corpus.py")
-    if not (args.model_name_or_path or args.run):
+    if not (args.model_name_or_path or args.run or args.bm25):
         args.model_name_or_path = ["runs/bi_encoder/model"]
-    if len(args.beir) > 1 and (args.run or searching or exporting):
-        raise UserError("--run, --query, --export_vectors: take one collection")
     if bool(args.run) + searching + exporting > 1:
         raise UserError("--run, --query, --export_vectors: give only one of them")
     if (searching or exporting) and (args.bm25 or args.judged or len(args.model_name_or_path) > 1):
         raise UserError("--query, --export_vectors: take one --model_name_or_path, and neither --bm25 nor --judged")
-    if (args.rerank_k or 0) > args.top_k and args.model_name_or_path:
+    if (args.rerank_k or 0) > args.top_k and not only_files:
         raise UserError(f"--rerank_k {args.rerank_k}: more than --top_k {args.top_k}; raise --top_k, too")
     args.rerank_k = args.rerank_k or (100 if args.run else min(100, args.top_k))
 
@@ -230,8 +234,8 @@ import torch
 import torch.nn.functional as F
 import xxhash
 import yaml
-from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.utils import gather_object
+from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
+from accelerate.utils import broadcast_object_list, gather_object
 from filelock import FileLock
 from matplotlib.figure import Figure
 from pyarrow.dataset import ParquetFragmentScanOptions
@@ -261,12 +265,9 @@ def main(args):
         check_output(args)
         metric_cache = tempfile.TemporaryDirectory()
         metrics = load_metrics(args.metrics, metric_cache.name)  # fail before the corpus is encoded
-    sources = args.beir or [(args.corpus or args.pairs)[0]]
-    collections = []
-    for name, beir in zip(short_names(sources), args.beir or [None]):
-        collections.append(open_collection(name, beir, args))
+    collections = open_collections(args)
 
-    # ---- rankings of each collection: of run files, then of bi-encoders, then all of them reranked
+    # ---- rankings of each collection: of run files, then of bi-encoders, of BM25, and then all of them reranked
     paths = args.run + args.model_name_or_path
     names = dict(zip(paths, short_names([*paths, "BM25"])))  # --bm25 has that name
     runs = [[] for _ in collections]
@@ -282,6 +283,9 @@ def main(args):
         for collection, found in zip(collections, runs):
             found.append(retrieve(encoder, names[encoder.path], collection, args, accelerator))
         encoder.close()
+    if args.bm25:
+        for collection, found in zip(collections, runs):
+            found.append(bm25_run(collection, args, accelerator))
     if scorer:
         scorer.open(args)
         for collection, found in zip(collections, runs):
@@ -291,12 +295,10 @@ def main(args):
     # ---- results
     origin = provenance(collections, runs, accelerator)
     is_main = accelerator.is_main_process
-    accelerator.end_training()  # so that no process waits for BM25 and the report
+    accelerator.end_training()  # so that no process waits for the report
     if not is_main:
         return None
     for collection, found in zip(collections, runs):
-        if args.bm25:
-            found.append(bm25_run(collection, args))
         warnings = chain(collection.warnings, *(run.metadata["warnings"] for run in found))
         for warning in dict.fromkeys(warnings):
             print(f"warning: {collection.name}: {warning}", file=sys.stderr)
@@ -306,6 +308,11 @@ def main(args):
     if args.query:
         return print_hits(runs[0][-1], collections[0])
     not_written = f"--output_dir {args.output_dir}: results not written, but the vectors are cached"
+    lock = FileLock(Path(args.output_dir, ".lock"), is_singleton=True)
+    with user_errors(not_written):
+        os.makedirs(args.output_dir, exist_ok=True)
+        lock.acquire()
+    check_output(args)  # another evaluation may have written its results meanwhile
     with user_errors(not_written):
         write_rankings(collections, runs, args)
     measured = []
@@ -313,6 +320,7 @@ def main(args):
         measured.append([compute_metrics(run.ranking, collection, metrics) for run in found])
     with user_errors(not_written):
         write_results(collections, runs, measured, origin, args)
+    lock.release()
     return None
 
 
@@ -338,6 +346,7 @@ class TextReader:
         self.name = sources[0]
         self.size = args.corpus_chunk_size
         self.empty = 0  # texts in the last pass
+        self.kept = None  # (rows,) bool; None: all rows
         with user_errors(self.name):
             files = [file for source in sources for file in list_files(source)]
             self.fingerprint = data_fingerprint(files)
@@ -361,6 +370,12 @@ class TextReader:
             for number, table in islice(enumerate(self.dataset.iter(size)), process, None, processes):
                 table.validate(full=True)  # a damaged Arrow file has offsets that lead anywhere
                 first = number * size
+                rows = np.arange(first, first + len(table))
+                if self.kept is not None:
+                    rows = rows[self.kept[rows]]
+                    table = table.take(rows - first)
+                if len(table) == 0:
+                    continue
                 columns = [as_texts(table[name], name) for name in self.text_columns]
                 texts = pc.binary_join_element_wise(*columns, space, null_handling="replace")  # null: an empty text
                 texts = pc.utf8_trim_whitespace(texts)
@@ -368,7 +383,7 @@ class TextReader:
                 self.empty += pc.sum(empty).as_py()
                 texts = pc.binary_join_element_wise(prefix, texts, nothing).combine_chunks()
                 if self.id_column == "#":
-                    ids = pa.array(range(first, first + len(table))).cast(pa.large_string())
+                    ids = pa.array(rows).cast(pa.large_string())
                 else:
                     ids = as_texts(table[self.id_column], self.id_column, ids=True).combine_chunks()
                 missing = pc.index(pc.fill_null(ids, ""), "").as_py()
@@ -415,13 +430,23 @@ class Collection:
         return self.qrels[~self.same_id(self.qrels)]
 
 
-def open_collection(name, beir, args):
-    """Return the Collection of one --beir value, or of --corpus or --pairs."""
-    corpus = args.corpus or args.pairs
-    queries = args.queries
-    qrels = args.qrels
-    if beir:
-        corpus, queries, qrels = beir_sources(beir, args.split)
+def open_collections(args):
+    """Return the Collections of --beir, or the one of --corpus or --pairs."""
+    sources = {}
+    for name in args.beir:
+        with user_errors(f"--beir {name}"):
+            sources |= collections_of(name, args.split)
+    if len(sources) > 1 and (args.run or args.query or args.export_vectors is not None):
+        raise UserError(f"--run, --query, --export_vectors: take one collection, not {', '.join(sources)} (--split)")
+    if not args.beir:
+        corpus = args.corpus or args.pairs
+        sources = {corpus[0]: (corpus, args.queries, [args.qrels])}
+    names = short_names(list(sources))
+    return [open_collection(name, *files, args) for name, files in zip(names, sources.values())]
+
+
+def open_collection(name, corpus, queries, qrels, args):
+    """Return the Collection of sources of documents, queries and judgments, or of --pairs."""
     columns = args.corpus_columns
     if args.pairs:
         columns = ["#", args.columns[1] if args.columns else 1]
@@ -440,19 +465,21 @@ def open_collection(name, beir, args):
 
 
 def pair_collection(name, corpus, args):
-    """Return the Collection of --pairs: equal queries are merged, and every document that is equal to an answer of a
-    query is relevant to it."""
+    """Return the Collection of --pairs, without those that lack a text. Equal queries are merged, and equal documents:
+    the first one is kept."""
     column = args.columns[0] if args.columns else 0
     reader = TextReader(args.pairs, ["#", column], (), args)
     pairs = reader.frame().assign(answer=corpus.frame()["text"])
     whole = pairs[(pairs["text"] != "") & (pairs["answer"] != "")]
+    documents = whole.drop_duplicates("answer")
+    corpus.kept = pairs.index.isin(documents.index)
     numbers, texts = pd.factorize(whole["text"])
     answers = whole[["answer"]].assign(query_id=numbers.astype(str), relevance=1)
-    documents = pairs[["id", "answer"]].rename(columns={"id": "doc_id"})
+    documents = documents[["id", "answer"]].rename(columns={"id": "doc_id"})
     qrels = answers.drop_duplicates().merge(documents, on="answer")
     qrels = qrels[[*PAIR, "relevance"]]
     queries = {str(number): text for number, text in enumerate(texts)}
-    warnings = warnings_of({"pairs lack a text; not used as queries": len(pairs) - len(whole)})
+    warnings = warnings_of({"pairs lack a text; left out": len(pairs) - len(whole)})
     return Collection(name, corpus, queries, qrels, warnings, fingerprints={"pairs": corpus.fingerprint})
 
 
@@ -460,7 +487,7 @@ def judged_collection(name, corpus, queries, qrels, args):
     """Return the Collection of sources of documents, queries and judgments."""
     reader = TextReader(queries, args.query_columns, ("_id", "text"), args)
     table = reader.frame()
-    judgments, fingerprint = read_qrels(qrels)
+    judgments, fingerprint = read_qrels(*qrels)
     judged = table["id"].isin(judgments["query_id"])
     again = table["id"].duplicated()
     known = dict(table[judged & ~again].itertuples(index=False))
@@ -483,33 +510,11 @@ def warnings_of(counts):
     return [f"{count:,} {what}" for what, count in counts.items() if count]
 
 
-def beir_sources(name, split):
-    """Return the sources of documents, queries and judgments of a folder or Hub id, in BEIR's or NanoBEIR's layout."""
-    if os.path.exists(f"{name}/corpus.jsonl"):
-        available = sorted(path.stem for path in Path(name, "qrels").glob("*.tsv"))
-        if split not in available:
-            raise UserError(f"--beir {name}: no judgments of --split {split}; available: {', '.join(available)}")
-        return [f"{name}/corpus.jsonl"], [f"{name}/queries.jsonl"], f"{name}/qrels/{split}.tsv"
-    with user_errors(f"--beir {name}"):
-        check_exists(name)
-        if "qrels" in datasets.get_dataset_config_names(name):  # NanoBEIR: a configuration has one split, of any name
-            parts = [(name, "corpus"), (name, "queries"), (name, "qrels")]
-        else:
-            parts = [(name, "corpus"), (name, "queries"), (f"{name}-qrels", "")]
-            if os.path.isdir(name) and not os.path.isdir(f"{name}-qrels"):
-                raise UserError(f"no corpus.jsonl, and no folder {name}-qrels")
-        sources = []
-        for source, config in parts:
-            splits = list(datasets.load_dataset_builder(source, config or None).config.data_files)
-            sources.append(f"{source}:{config}:{splits[0] if config else split}")
-    return sources[:1], sources[1:2], sources[2]
-
-
-def read_qrels(source):
+def read_qrels(source, *others):
     """Return (DataFrame (query_id, doc_id, relevance), fingerprint) of a file of judgments, or of a source in the
-    layouts of the Hub."""
+    layouts of the Hub. Raise UserError if there are several files."""
     with user_errors(f"--qrels {source}"):
-        file, *more = [source] if os.path.exists(source) else list_files(source)
+        file, *more = [source, *others] if os.path.exists(source) or others else list_files(source)
         if more:
             raise UserError(f"has {1 + len(more)} files: give one, with all judgments")
         if FORMATS.get(file_suffix(file)) in ("parquet", "arrow", "json"):
@@ -804,9 +809,25 @@ def candidate_pairs(requested, collection, accelerator):
                 yield query, name, text
 
 
-def bm25_run(collection, args):
-    """Return the Run of BM25 (Robertson and Zaragoza 2009; bm25s' default, Lucene's variant), its corpus in memory."""
+def bm25_run(collection, args, accelerator):
+    """Return the Run of BM25 on every process. The main process ranks; its error is raised on all of them."""
     started = time.perf_counter()
+    found = [None]
+    if accelerator.is_main_process:
+        try:
+            found = [search_bm25(collection, args)]
+        except UserError as error:
+            found = [error]
+    (ranking,) = broadcast_object_list(found)
+    if isinstance(ranking, UserError):
+        raise ranking
+    metadata = {"seconds": {"search": round(time.perf_counter() - started, 4)}}
+    return make_run("BM25", ranking, collection, metadata, {}, args.top_k)
+
+
+def search_bm25(collection, args):
+    """Return a DataFrame (query_id, doc_id, score) of BM25 (Robertson and Zaragoza 2009; bm25s' default, Lucene's
+    variant), with the corpus in memory."""
     with user_errors("--bm25 requires the package bm25s, and words in the corpus"):
         import bm25s  # optional
 
@@ -821,8 +842,7 @@ def bm25_run(collection, args):
     ranking = pd.DataFrame({"query_id": np.repeat(list(collection.queries), depth)})
     ranking["doc_id"] = corpus["id"].to_numpy()[rows.ravel()]
     ranking["score"] = scores.ravel()
-    metadata = {"seconds": {"search": round(time.perf_counter() - started, 4)}}
-    return make_run("BM25", ranking[ranking["score"] > 0], collection, metadata, {}, args.top_k)
+    return ranking[ranking["score"] > 0]
 
 
 # ---- vectors for other programs
@@ -976,7 +996,8 @@ def bootstrap_interval(samples):
         return np.mean([values.mean(axis) for values in drawn], axis=0)
 
     batch = max(1, 2**22 // max(map(len, samples)))
-    options = {"n_resamples": 9999, "method": "percentile", "vectorized": True, "rng": 0}
+    options = {"n_resamples": 9999, "method": "percentile", "vectorized": True}
+    options["random_state"] = np.random.default_rng(0)  # `rng` is unknown before scipy 1.15
     low, high = bootstrap(samples, statistic, batch=batch, **options).confidence_interval
     return float(low), float(high)
 
@@ -988,7 +1009,8 @@ def paired_randomization_p(samples, others):
     if len(differences) < 2 or not differences.any():
         return 1.0
     batch = max(1, 2**22 // len(differences))
-    options = {"permutation_type": "samples", "vectorized": True, "n_resamples": 9999, "rng": 0}
+    options = {"permutation_type": "samples", "vectorized": True, "n_resamples": 9999}
+    options["random_state"] = np.random.default_rng(0)
     found = permutation_test((differences,), np.sum, batch=batch, **options)  # by flipping signs
     return float(found.pvalue)
 
@@ -1928,7 +1950,7 @@ def load_bi_encoder(path, args):
             raise UserError(f"is the output of a training run; its model is {path}/model")
         check_exists(path)
         options = {"use_safetensors": True}  # never a pickle
-        model = SentenceTransformer(path, device="cpu", model_kwargs=options, trust_remote_code=False)
+        model = SentenceTransformer(path, device="cpu", model_kwargs=options, trust_remote_code=args.trust_remote_code)
         if "SequenceClassification" in str(getattr(model.config, "architectures", None)):
             raise UserError("is a cross-encoder: use --cross_encoder")
         if model.similarity_fn_name not in ("cosine", "dot"):
@@ -1954,13 +1976,12 @@ def load_cross_encoder(path, args):
     """Return a CrossEncoder on the CPU, which gives one score."""
     with user_errors(f"--cross_encoder {path}"):
         check_exists(path)
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-        if not any(kind in str(config.architectures) for kind in ("SequenceClassification", "CausalLM")):
-            raise UserError("not a cross-encoder: train_cross_encoder.py trains one")
         options = {"use_safetensors": True}  # never a pickle
-        model = CrossEncoder(path, device="cpu", model_kwargs=options, trust_remote_code=False)
-        if (found := (len(model) - is_causal(model), model.num_labels)) != (1, 1):
-            raise UserError("has {} modules and {} labels: must be 1 and 1".format(*found))
+        model = CrossEncoder(path, device="cpu", model_kwargs=options, trust_remote_code=args.trust_remote_code)
+        if len(model) == 1 and "SequenceClassification" not in str(model.config.architectures):
+            raise UserError("has no head that scores pairs: train_cross_encoder.py trains one")
+        if model.num_labels != 1:
+            raise UserError(f"has {model.num_labels} labels: must be 1")
         set_up_transformer(model, args.rerank_max_length, "rerank_max_length")
     own_memory(model)
     return model.eval()
@@ -1985,6 +2006,13 @@ def model_fingerprint(model, precision, dtype):
     return digest.hexdigest()[:32]
 
 
+def own_memory(model):
+    """Copy all parameters and buffers. Loaded ones are views of a mapped file, at addresses that depend on its header;
+    kernels choose their order of summation by alignment, so the last bits would depend on the file."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+
+
 # ---- texts
 
 
@@ -2002,11 +2030,22 @@ def as_texts(column, name, ids=False):
     return column.cast(pa.large_string())
 
 
-# ---- errors and flags (same in train_bi_encoder.py)
+# ---- errors and flags
 
 
 class UserError(ValueError):
     """Something the user can fix; printed as one line, without a traceback."""
+
+
+class AgreedError(UserError):
+    """What all processes raise together, after a collective; printed by the main process alone."""
+
+
+def stop_together(error):
+    """Raise AgreedError on all processes if any has an error, a text, not None: the first. Every process calls it."""
+    error = next(filter(None, gather_object([error])), None)
+    if error:
+        raise AgreedError(error)
 
 
 def is_out_of_memory(error):
@@ -2039,9 +2078,15 @@ def print_error(error, again, memory):
         print(f"\ninterrupted: {again}", file=sys.stderr)
         return 130
     traceback.clear_frames(error.__traceback__)  # deletes main's progress bar, which ends its line
-    if isinstance(error, UserError):
-        # Every process raises the same error. Rank 0 reports it; the others do so only if they still run 5 s later.
-        time.sleep(5 if int(os.environ.get("RANK", 0)) else 0)
+    is_main = os.environ.get("RANK", "0") == "0"
+    if isinstance(error, AgreedError):
+        if is_main:
+            print(f"error: {error}", file=sys.stderr)
+        PartialState().wait_for_everyone()  # once a process has ended, a launcher ends the others
+    elif isinstance(error, UserError):
+        if not is_main:  # of this process alone, or of each: a launcher then ends this one while it waits
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(5)
         print(f"error: {error}", file=sys.stderr)
     else:
         traceback.print_exception(error)
@@ -2078,7 +2123,7 @@ def check_credentials(parser, args):
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".ndjson": "json",
            ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
 
-UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst; prepare_corpus.py converts .orc"
+UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst"
 
 
 def file_suffix(file):
@@ -2088,10 +2133,15 @@ def file_suffix(file):
 
 
 def check_exists(name):
-    """Raise UserError if `name` is not on disk and cannot be a Hub id: NAME or ORG/NAME, without a folder ORG here."""
+    """Raise UserError if `name` is not on disk and cannot be a Hub id: NAME or ORG/NAME, without a folder ORG here; or
+    if it is the folder of a model without safetensors."""
     may_be_id = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not os.path.isdir(os.path.dirname(name))
     if not (may_be_id or "://" in name or os.path.exists(name)):
         raise UserError("no such file or folder")
+    if os.path.exists(f"{name}/pytorch_model.bin") and not os.path.exists(f"{name}/model.safetensors"):
+        raise UserError(
+            "A pickle can run code; convert one you trust: SentenceTransformer('OLD').save_pretrained('NEW')"
+        )
 
 
 def list_files(source):
@@ -2102,7 +2152,7 @@ def list_files(source):
         return [os.path.join(path, file["filename"]) for file in files]
     if suffix := file_suffix(path):  # decided by suffix, so that a missing file is not mistaken for a Hub id
         builder = datasets.load_dataset_builder(FORMATS[suffix], data_files=path)
-    elif path.endswith(".orc") or os.path.isfile(path) or any(Path(path).glob("*.orc")):
+    elif os.path.isfile(path):
         raise UserError(UNSUPPORTED)
     else:
         if path.count(":") == 2:
@@ -2111,15 +2161,15 @@ def list_files(source):
         builder = datasets.load_dataset_builder(path, name=config or None)
     files = builder.config.data_files
     if not files.get(split):
-        found = [str(name) for name in files if files[name]]
-        raise UserError(f"no split {split!r} with files; available: {', '.join(found) or 'none'}")
+        available = ", ".join(str(part) for part in files if files[part]) or "none"
+        raise UserError(f"no split {split!r} with files; available: {available}")
     if not file_suffix(files[split][0]):
         raise UserError(f"{files[split][0]}: {UNSUPPORTED}")
     return list(files[split])
 
 
 def open_files(files, streaming=True):
-    """Return a Dataset or IterableDataset that yields pyarrow Tables."""
+    """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables."""
     suffix = file_suffix(files[0])
     # A mapped table keeps a list of its record batches: write few, large ones.
     kind, options = FORMATS[suffix], {"split": "train", "writer_batch_size": 20_000}
@@ -2134,9 +2184,45 @@ def open_files(files, streaming=True):
         first = datasets.load_dataset(kind, data_files=files[:1], streaming=True, **options).with_format("arrow")
         schema = next(first.iter(1)).schema
         if pa.null() in schema.types:
-            fields = [field.with_type(pa.string()) if pa.types.is_null(field.type) else field for field in schema]
-            options["features"] = datasets.Features.from_arrow_schema(pa.schema(fields))
+            texts = [part.with_type(pa.string()) if pa.types.is_null(part.type) else part for part in schema]
+            options["features"] = datasets.Features.from_arrow_schema(pa.schema(texts))
     return datasets.load_dataset(kind, data_files=files, streaming=streaming, **options).with_format("arrow")
+
+
+def collections_of(name, split):
+    """Return {collection: (files of documents, of queries, of judgments)} of a folder or Hub id in the layout of BEIR,
+    NanoBEIR or MTEB. split: of the judgments. If each split is a collection, as in sentence-transformers/NanoBEIR-en,
+    it chooses one of them; "test" stands for all, unless one has that name."""
+    if os.path.exists(f"{name}/corpus.jsonl"):
+        documents = {"all": [f"{name}/corpus.jsonl"]}
+        queries = {"all": [f"{name}/queries.jsonl"]}
+        judgments = {path.stem: [str(path)] for path in sorted(Path(name, "qrels").glob("*.tsv"))}
+    else:
+        check_exists(name)
+        configs = datasets.get_dataset_config_names(name)
+        if not {"corpus", "queries"} <= set(configs):
+            raise UserError("neither a file corpus.jsonl nor configurations corpus and queries")
+        judged = [(name, config) for config in ("qrels", "default") if config in configs]  # of NanoBEIR, MTEB
+        parts = []
+        for source, config in [(name, "corpus"), (name, "queries"), *judged, (f"{name}-qrels", None)][:3]:
+            found = datasets.load_dataset_builder(source, config).config.data_files
+            parts.append({str(part): list(files) for part, files in found.items() if files})
+        documents, queries, judgments = parts
+    chosen = [split]
+    if split == "test" and split not in judgments and documents.keys() == judgments.keys():
+        chosen = list(judgments)
+    collections = {}
+    for part in chosen:
+        if part not in judgments:
+            raise UserError(f"no judgments of split {part!r}; available: {', '.join(judgments) or 'none'}")
+        files = []
+        for splits in (documents, queries):
+            (only,) = splits if len(splits) == 1 else [part]  # a single split, of any name, serves all judgments
+            if only not in splits:
+                raise UserError(f"no documents or queries of split {only!r}; available: {', '.join(splits)}")
+            files.append(splits[only])
+        collections[f"{name}/{part}" if len(documents) > 1 else name] = (*files, judgments[part])
+    return collections
 
 
 def data_fingerprint(files):
@@ -2144,10 +2230,9 @@ def data_fingerprint(files):
     digest = hashlib.sha256()
     for number, file in enumerate(files):
         fs, path = fsspec.core.url_to_fs(file)
-        name = os.path.basename(path)
-        digest.update(f"{name} {fs.size(path)} ".encode())
+        digest.update(f"{os.path.basename(path)} {fs.size(path) if fs.exists(path) else 'no file'} ".encode())
         if number in (0, len(files) - 1):
-            with suppress(ValueError, TypeError):  # a web server that sends whole files only
+            with suppress(OSError, ValueError, TypeError):  # no file, or a web server that sends whole files only
                 digest.update(fs.head(path, 2**16))
                 digest.update(fs.tail(path, 2**16))
     return digest.hexdigest()[:16]
@@ -2159,16 +2244,17 @@ def data_fingerprint(files):
 def cut_micro_batches(lengths, max_tokens):
     """Return index arrays, longest text first, each of at most `max_tokens` with padding; a longer text is alone.
 
-    Minimize the tokens with padding plus a cost for each forward pass: 32 tokens if `max_tokens` is 2,048 (12 to 35
-    measured on CPUs), 1,024 if it is 16,384 (GPUs). Cuts are tried where the length changes and after every 1/16 of
-    `max_tokens`; trying all of them saves at most 0.3 % of the tokens and takes 30 times as long."""
+    Minimize the tokens with padding plus a cost for each forward pass: 1/64 of `max_tokens` up to 2,048 (12 to 35
+    tokens measured on CPUs), 1/16 above (an estimate for GPUs, not measured). Cuts are tried where the length changes
+    and after every 1/16 of `max_tokens`; trying all of them saves at most 0.3 % of the tokens and takes 30 times as
+    long."""
     order = np.argsort(-lengths, kind="stable")
     sizes = np.maximum(lengths[order], 1)
     sixteenths = np.cumsum(sizes) * 16 // max_tokens
     begins = np.flatnonzero(np.diff(sizes, prepend=0) | np.diff(sixteenths, prepend=0))
     widths = sizes[begins].tolist()
     begins = [*begins.tolist(), len(order)]
-    cost_of_a_pass = 32 * (max_tokens / 2048) ** (5 / 3)
+    cost_of_a_pass = max_tokens / (64 if max_tokens <= 2048 else 16)
     best = {len(widths): (0.0, None)}  # {number of a begin: (lowest cost from it on, number of the next begin)}
     for first in reversed(range(len(widths))):
         limit = bisect_right(begins, begins[first] + max_tokens // widths[first])
@@ -2221,7 +2307,7 @@ def flatten_texts(encodings, transformer):
     return features
 
 
-# ---- models (same in train_bi_encoder.py)
+# ---- checks of models
 
 SAMPLE = ["a text", "a longer text, which a model for short texts truncates " * 30]
 
@@ -2266,35 +2352,24 @@ def check_attention(model, accelerator):
         raise UserError(f"{kernels} requires half precision: accelerate launch --mixed_precision bf16")
 
 
-def own_memory(model):
-    """Copy all parameters and buffers. Loaded ones are views of a mapped file, at addresses that depend on its header;
-    kernels choose their order of summation by alignment, so the last bits would depend on the file."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.clone()
-
-
 def set_up_transformer(model, length, flag_name):
     """Let the tokenizer truncate texts to `length` tokens or the model's limit, in pairs the longer text first, as
     predict() does, and add no padding: once, not at each call, as two threads use it. Let the embeddings of all tokens
-    be trained. Raise UserError for quantized weights."""
-    if getattr(model.config, "quantization_config", None):
-        raise UserError("its weights are quantized, which no test covers: use the model that they were made of")
+    be trained."""
     tokenizer = model.tokenizer
     if tokenizer.pad_token is None:  # of a decoder; what is padded is masked
         tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.pad_token is None:
-        raise UserError("its tokenizer has neither a padding token nor an end token")
     if getattr(model.config, "pad_token_id", 0) is None:
         model.config.pad_token_id = tokenizer.pad_token_id  # where a classification head looks for the last token
-    for module in model.modules():
+    limit = getattr(model.config, "max_position_embeddings", None) or 2**31
+    for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding):
+            if name.endswith("position_embeddings") and module.padding_idx is not None:
+                limit -= module.padding_idx + 1  # RoBERTa's positions begin after it
             module.padding_idx = None  # else an end token that is also padding would not be trained
-    limit = getattr(model.config, "max_position_embeddings", None) or math.inf
     model.max_seq_length = length or model.max_seq_length
-    if model.max_seq_length > 2**31:
-        raise UserError(f"has no limit of its own: set --{flag_name}")
     if model.max_seq_length > limit:
-        raise UserError(f"--{flag_name} {model.max_seq_length}: the model has positions for {limit} tokens")
+        raise UserError(f"has positions for {limit} tokens: set --{flag_name} to that or less")
     tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
     tokenizer.backend_tokenizer.no_padding()
 
@@ -2318,10 +2393,15 @@ def tokenize_pairs(pairs, model):
         return model.tokenizer.backend_tokenizer.encode_batch_fast(pairs)
     prompt = model.prompts.get(model.default_prompt_name)
     encodings = []
-    for first in range(0, len(pairs), 64):  # padded to the longest
+    for first in range(0, len(pairs), 64):
         features = model.preprocess(pairs[first : first + 64], prompt=prompt)
-        for ids, mask in zip(features["input_ids"], features["attention_mask"]):
-            encodings.append(Tokens(ids[mask > 0].tolist()))
+        ids = features["input_ids"]
+        if "attention_mask" in features:
+            mask = features["attention_mask"]
+            ids, lengths = ids[mask > 0], mask.sum(1)
+        else:  # concatenated for flash attention
+            ids, lengths = ids[0], features["cu_seq_lens_q"].diff()
+        encodings += [Tokens(part.tolist()) for part in ids.split(lengths.tolist())]
     return encodings
 
 
@@ -2342,6 +2422,7 @@ def parse_args(argv):
     """Return Args from flags, or from a YAML or JSON file and flags that override it; exit on a wrong value."""
     parser = make_parser()
     check_flag_names(parser, argv)
+    trusted = any(word.replace("-", "_").startswith("__trust_remote_code") for word in argv)
     if argv and argv[0].endswith((".yaml", ".yml", ".json")):
         with user_errors(f"{argv[0]}: not a file of flags"):
             words = as_words(dict(yaml.safe_load(Path(argv[0]).read_text())))
@@ -2349,6 +2430,8 @@ def parse_args(argv):
         argv = words + argv[1:]
     with user_errors("flags"):
         (args,) = parser.parse_args_into_dataclasses(argv)
+    if args.trust_remote_code and not trusted:
+        parser.error("--trust_remote_code: only on the command line, as a file of flags may have been downloaded")
     check_credentials(parser, args)
     for name, value in asdict(args).items():
         low = 1 if name in ABOVE_ZERO.split() else 0

@@ -18,8 +18,8 @@ Left out on purpose: models (any system can write the run file), merging runs, d
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["datasets>=5.2,<6", "fsspec[http]>=2026.9", "numpy>=2.4,<3", "pandas>=2.2,<4", "pyarrow>=26,<27",
-#   "tqdm>=4.70,<5", "transformers>=5.23,<6", "zstandard>=0.25,<1"]
+# dependencies = ["datasets>=5.2,<6", "fsspec[http]>=2025.3", "numpy>=2.2,<3", "pandas>=2.2,<4", "pyarrow>=24,<27",
+#   "tqdm>=4.67,<5", "transformers>=5.12,<6", "zstandard>=0.23,<1"]
 # ///
 
 import csv
@@ -62,8 +62,8 @@ class Args:
     corpus: list[str] = flag([], "sources of the documents by id, instead of --beir")
     queries: list[str] = flag([], "sources of the queries by id, instead of --beir")
     qrels: str | None = flag(None, "judgments, instead of --beir: TREC qrels, or query, document and grade")
-    corpus_columns: list[str] = flag(["_id", "title", "text"], "id column of --corpus, then text columns, joined")
-    query_columns: list[str] = flag(["_id", "text"], "id column of --queries, then text columns, joined")
+    corpus_columns: list[str] = flag([], "id column, then text columns, joined by spaces; none: _id title text")
+    query_columns: list[str] = flag([], "the same for the queries; none: _id text")
     keep_same_id: bool = flag(False, "also take the document with the query's own id, which BEIR excludes")
     absolute_margin: float | None = flag(None, "negatives score at least this much below the query's lowest positive")
     relative_margin: float | None = flag(None, "the same, as a fraction of that positive's score, such as 0.05")
@@ -141,7 +141,10 @@ def main(args):
     print(f"{count:,} rows of {positives.query_index.nunique():,} queries are in {args.output}")
     print("to train on them:", trainer_flags(args))
     if args.format == "n-tuple-scores" and all_scored:
-        print("to distill their scores, add: --label_column scores --loss kl")
+        temperature = 0.05 if positives.score.abs().max() <= 1 else 1  # of cosines and probabilities, else of logits
+        kwargs = f'{{"teacher_temperature": {temperature}}}'
+        flags = f"--label_column scores --loss kl --loss_kwargs '{kwargs}'"
+        print(f"to distill the model that scored {args.run}, if it is a stronger one: {flags}")
 
 
 # ---- ids and texts
@@ -189,14 +192,18 @@ def read_ids(args):
 def read_texts(name, sources, columns, ids):
     """Return the index of each id's text ((n,) int, -1: missing or empty) and the distinct texts ((m,) object).
 
-    ids: (n,) Series of texts, in which an id may be repeated. Raise UserError if an id occurs twice in the sources."""
-    id_column, *text_columns = columns
+    ids: (n,) Series of texts, in which an id may be repeated. Of rows with one id the first counts, with a warning."""
     requested = pa.array(ids.unique(), pa.large_string())
     space = pa.scalar(" ", pa.large_string())
     parts = []
     with user_errors(f"--{name} {sources[0]}"):
         files = list(chain.from_iterable(map(list_files, sources)))
-        dataset = open_files(files, streaming=False).select_columns(columns)
+        dataset = open_files(files, streaming=False)
+        if not columns:  # a title is optional
+            title = ["title"] if name == "corpus" and "title" in dataset.column_names else []
+            columns = ["_id", *title, "text"]
+        id_column, *text_columns = columns
+        dataset = dataset.select_columns(columns)
         for table in tqdm(dataset.iter(100_000), desc=f"reading --{name}", delay=2):
             table.validate(full=True)  # a damaged Arrow file has offsets that lead anywhere
             keys = as_texts(table[id_column], id_column, ids=True)
@@ -207,9 +214,11 @@ def read_texts(name, sources, columns, ids):
             parts.append(part.filter(pc.is_in(keys, requested)))
         found = pa.concat_tables(parts).to_pandas()
         found = found[found.text != ""]
-        again = found.id[found.id.duplicated()]
-        if len(again):
-            raise UserError(f"has duplicate ids, such as {again.iloc[0]!r}")
+        again = found.id.duplicated()
+        if again.any():
+            repeated = f"{again.sum():,} rows repeat an id, such as {found.id[again].iloc[0]!r}; left out"
+            print(f"warning: --{name} {sources[0]}: {repeated}", file=sys.stderr)
+        found = found[~again]
         indices, texts = pd.factorize(found.text)
         indices = pd.Series(indices, found.id).reindex(ids, fill_value=-1)
     return indices.to_numpy(), texts.to_numpy(object)
@@ -323,7 +332,7 @@ def trainer_flags(args):
 def write_rows(rows, args):
     """Write each of `rows` as a JSON line and return their number. An existing file is replaced at the end."""
     path = Path(args.output)
-    part = path.with_name(f".{path.name}.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # of this process: another may write to `path` as well
     count = 0
     with user_errors(f"--output {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -338,7 +347,7 @@ def write_rows(rows, args):
     return count
 
 
-# ---- errors, flags and files (same in train_bi_encoder.py)
+# ---- errors, flags and files (same in eval_incremental.py)
 
 
 class UserError(ValueError):
@@ -383,7 +392,7 @@ def check_flag_names(parser, argv):
 
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".ndjson": "json",
            ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
-UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst; prepare_corpus.py converts .orc"
+UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst"
 
 
 def file_suffix(file):
@@ -393,10 +402,15 @@ def file_suffix(file):
 
 
 def check_exists(name):
-    """Raise UserError if `name` is not on disk and cannot be a Hub id: NAME or ORG/NAME, without a folder ORG here."""
+    """Raise UserError if `name` is not on disk and cannot be a Hub id: NAME or ORG/NAME, without a folder ORG here; or
+    if it is the folder of a model without safetensors."""
     may_be_id = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not os.path.isdir(os.path.dirname(name))
     if not (may_be_id or "://" in name or os.path.exists(name)):
         raise UserError("no such file or folder")
+    if os.path.exists(f"{name}/pytorch_model.bin") and not os.path.exists(f"{name}/model.safetensors"):
+        raise UserError(
+            "A pickle can run code; convert one you trust: SentenceTransformer('OLD').save_pretrained('NEW')"
+        )
 
 
 def list_files(source):
@@ -407,7 +421,7 @@ def list_files(source):
         return [os.path.join(path, file["filename"]) for file in files]
     if suffix := file_suffix(path):  # decided by suffix, so that a missing file is not mistaken for a Hub id
         builder = datasets.load_dataset_builder(FORMATS[suffix], data_files=path)
-    elif path.endswith(".orc") or os.path.isfile(path) or any(Path(path).glob("*.orc")):
+    elif os.path.isfile(path):
         raise UserError(UNSUPPORTED)
     else:
         if path.count(":") == 2:
@@ -416,15 +430,15 @@ def list_files(source):
         builder = datasets.load_dataset_builder(path, name=config or None)
     files = builder.config.data_files
     if not files.get(split):
-        found = [str(name) for name in files if files[name]]
-        raise UserError(f"no split {split!r} with files; available: {', '.join(found) or 'none'}")
+        available = ", ".join(str(part) for part in files if files[part]) or "none"
+        raise UserError(f"no split {split!r} with files; available: {available}")
     if not file_suffix(files[split][0]):
         raise UserError(f"{files[split][0]}: {UNSUPPORTED}")
     return list(files[split])
 
 
 def open_files(files, streaming=True):
-    """Return a Dataset or IterableDataset that yields pyarrow Tables."""
+    """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables."""
     suffix = file_suffix(files[0])
     # A mapped table keeps a list of its record batches: write few, large ones.
     kind, options = FORMATS[suffix], {"split": "train", "writer_batch_size": 20_000}
@@ -439,8 +453,8 @@ def open_files(files, streaming=True):
         first = datasets.load_dataset(kind, data_files=files[:1], streaming=True, **options).with_format("arrow")
         schema = next(first.iter(1)).schema
         if pa.null() in schema.types:
-            fields = [field.with_type(pa.string()) if pa.types.is_null(field.type) else field for field in schema]
-            options["features"] = datasets.Features.from_arrow_schema(pa.schema(fields))
+            texts = [part.with_type(pa.string()) if pa.types.is_null(part.type) else part for part in schema]
+            options["features"] = datasets.Features.from_arrow_schema(pa.schema(texts))
     return datasets.load_dataset(kind, data_files=files, streaming=streaming, **options).with_format("arrow")
 
 

@@ -334,19 +334,42 @@ def test_pairs_and_comparison(evaluate, corpus, bert, tmp_path, capsys):
     second = got["models"][1]["metrics"]["nDCG@10"]
     assert second["difference"] == pytest.approx(second["mean"] - got["models"][0]["metrics"]["nDCG@10"]["mean"])
     assert 0 < second["p"] <= 1 and got["models"][2]["metrics"]["nDCG@10"]["mean"] > 0.2  # the texts share words
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {".lock"} | {
         "metrics.json", "report.png", "st", "second", "BM25"}  # fmt: skip
     assert (tmp_path / "out/BM25/run.trec").exists()
     shown = capsys.readouterr().out
     assert "p = " in shown and "BM25" in shown and "nDCG@10" in shown
 
 
-def test_equal_documents_of_pairs_are_all_relevant(evaluate, tmp_path):
+@pytest.mark.parametrize("extra", [(), ("--streaming", "--corpus_chunk_size", 3)])
+def test_pairs_and_a_collection_of_them_give_the_same_numbers(evaluate, rows, tmp_path, extra):
+    """Whether the pairs are read as they are or as a BEIR folder, and whatever the cache stores by default."""
+    import prepare_corpus
+
+    pairs = [{"q": row["docstring"], "d": row["code"]} for row in rows[:90]]
+    pairs += [{"q": f"{row['q']} again", "d": row["d"]} for row in pairs[:40]]  # 130 pairs of 90 documents
+    pairs += [{"q": pairs[0]["q"], "d": pairs[7]["d"]}, {"q": None, "d": "x"}, {"q": "y", "d": " "}]
+    write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    flags = [tmp_path / "pairs.jsonl", "--columns", "q", "d", "--format", "beir", "--output_dir", tmp_path / "beir"]
+    prepare_corpus.main(prepare_corpus.parse_args(list(map(str, flags))))
+    found = []
+    for dtype in ([], ["--cache_dtype", "float32"]):
+        found.append(evaluate("--pairs", tmp_path / "pairs.jsonl", *extra, *dtype))
+        found.append(evaluate("--beir", tmp_path / "beir", "--split", "train", *extra, *dtype))
+    assert found[0]["metrics"] == found[1]["metrics"] == found[2]["metrics"] == found[3]["metrics"]
+    distinct = len({pair["d"] for pair in pairs[:90]}) + len({pair["q"] for pair in pairs[:130]})
+    assert all(result["texts"]["total"] == distinct for result in found)
+
+
+def test_documents_of_pairs_are_distinct(evaluate, tmp_path):
+    """The first row of equal documents is ranked, and relevant to the queries of all."""
     pairs = [{"q": "a", "d": "def a(): 1"}, {"q": "b", "d": "def a(): 1"}, {"q": "a", "d": "class B"}]
     write_jsonl(tmp_path / "pairs.jsonl", pairs)
-    got = evaluate("--pairs", tmp_path / "pairs.jsonl", "--metrics", "R@3", "R@2", "--top_k", 3)
-    assert got["queries"] == 2 and got["texts"]["encoded"] == 4
-    assert got["metrics"]["R@3"]["mean"] == 1.0
+    for size in (3, 1):  # with 1, a chunk is empty
+        flags = ["--metrics", "R@2", "--top_k", 2, "--corpus_chunk_size", size]
+        got = evaluate("--pairs", tmp_path / "pairs.jsonl", *flags)
+        assert got["queries"] == 2 and got["texts"]["total"] == 4 and got["metrics"]["R@2"]["mean"] == 1.0
+        assert all(set(found) == {"0", "2"} for found in read_run(tmp_path / "out/run.trec").values())
 
 
 def test_search(evaluate, beir, capsys, rows):
@@ -381,13 +404,15 @@ def flags_for(beir, bert, folder):
 def test_two_processes_give_the_bytes_of_one(tmp_path, beir, bert):
     for processes in (1, 2):
         place = tmp_path / str(processes)
-        launch(SCRIPT, *flags_for(beir, bert, place), processes=processes)
+        launch(SCRIPT, *flags_for(beir, bert, place), "--cache_dtype", "float16", processes=processes)
         (result,) = json.loads((place / "out/metrics.json").read_text())["results"]
         assert result["texts"] == {"total": 353, "encoded": 353, "cached": 0}
         assert count_cached(place / "cache") == [353]
     for name in ("run.trec", "per_query.csv"):
         assert (tmp_path / "1/out" / name).read_bytes() == (tmp_path / "2/out" / name).read_bytes()
-    again = launch(SCRIPT, *flags_for(beir, bert, tmp_path / "1"), processes=2)  # two processes use the cache of one
+    again = launch(
+        SCRIPT, *flags_for(beir, bert, tmp_path / "1"), "--cache_dtype", "float16", processes=2
+    )  # two processes use the cache of one
     assert "0 of 353 texts encoded, of at most 128 tokens" in again.stdout
 
 
@@ -490,9 +515,9 @@ def test_models_are_loaded_at_the_start(evaluate, beir, bert, static, tmp_path, 
         (["--beir", "/nowhere"], "--beir /nowhere: no such file or folder"),
         (["--beir", "run/none"], "--beir run/none: no such file or folder"),  # not a Hub id: the folder `run` exists
         (["--corpus", "run/none", "--query", "x"], "run/none: no such file or folder"),
-        (["--beir", "{beir}", "--split", "dev"], "--beir {beir}: no judgments of --split dev; available: test"),
+        (["--beir", "{beir}", "--split", "dev"], "--beir {beir}: no judgments of split 'dev'; available: test"),
         (["--beir", "{beir}", "--truncate_dim", "64"], "--truncate_dim 64: the model has 32 dimensions"),
-        (["--beir", "{beir}", "--max_length", "9999"], "--max_length 9999: the model has positions for"),
+        (["--beir", "{beir}", "--max_length", "9999"], "has positions for 512 tokens: set --max_length"),
         (["--beir", "{beir}", "--corpus_columns", "_id", "body"], "{beir}/corpus.jsonl: "),
         (["--beir", "{beir}", "--model_name_or_path", "/nowhere"], "--model_name_or_path /nowhere: no such file or f"),
         (["--beir", "{beir}", "--model_name_or_path", "run/none"], "--model_name_or_path run/none: no such file or f"),
@@ -615,7 +640,7 @@ def test_pairs_without_text_and_ids_with_spaces(evaluate, tmp_path, capsys):
     write_jsonl(tmp_path / "pairs.jsonl", [{"q": "a", "d": "b"}, {"q": "", "d": "c"}, {"q": "e", "d": None}])
     got = evaluate("--pairs", tmp_path / "pairs.jsonl", "--metrics", "R@3")
     assert got["queries"] == 1 and got["metrics"]["R@3"]["mean"] == 1.0
-    assert "2 pairs lack a text" in capsys.readouterr().err
+    assert "2 pairs lack a text; left out" in capsys.readouterr().err
     write_jsonl(tmp_path / "c.jsonl", [{"_id": "doc one", "text": "b"}])
     write_jsonl(tmp_path / "q.jsonl", [{"_id": "q 1", "text": "a"}])
     (tmp_path / "r.tsv").write_text("q 1\tdoc one\t1\n")
@@ -694,7 +719,7 @@ def test_cache_info_clear_and_limit(evaluate, beir, tmp_path, capsys, bert):
     capsys.readouterr()
     evaluate("--cache_info")
     shown = capsys.readouterr().out
-    assert shown.count(str(bert)) == 2 and shown.count(" 353 ") == 2 and "int8" in shown and "float16" in shown
+    assert shown.count(str(bert)) == 2 and shown.count(" 353 ") == 2 and "int8" in shown and "float32" in shown
     evaluate("--cache_clear", str(bert))
     assert capsys.readouterr().out.count("(removed)") == 2 and not list((tmp_path / "cache").iterdir())
     # 50 kB are enough for some of the texts: the oldest are removed, and the metrics stay the same
@@ -789,6 +814,14 @@ def test_several_collections_and_models(evaluate, two_collections, bert, tmp_pat
     assert (tmp_path / "out/report.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_search_takes_one_collection(evaluate, two_collections):
+    for flags in (["--run", "r"], ["--query", "q"], ["--export_vectors", "v"]):
+        with pytest.raises(
+            script.UserError, match="--run, --query, --export_vectors: take one collection, not .*, .*small"
+        ):
+            evaluate("--beir", *two_collections, *flags)
+
+
 @pytest.mark.parametrize("layout", ["BEIR", "NanoBEIR"])
 def test_layouts_of_the_hub(evaluate, beir, tmp_path, layout):
     """Local folders whose README.md declares the configurations of repositories on the Hub."""
@@ -807,11 +840,11 @@ def test_layouts_of_the_hub(evaluate, beir, tmp_path, layout):
         )
     (hub / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
     if layout == "BEIR":
-        with pytest.raises(script.UserError, match="--beir .*hub: no corpus.jsonl, and no folder .*hub-qrels"):
+        with pytest.raises(script.UserError, match="--beir .*hub: Couldn't find any data file at .*hub-qrels"):
             evaluate("--beir", hub)
         judgments.mkdir()
         shutil.copy(beir / "qrels/test.tsv", judgments / "test.tsv")
-        with pytest.raises(script.UserError, match="no split 'dev' with files; available: test"):
+        with pytest.raises(script.UserError, match="no judgments of split 'dev'; available: test"):
             evaluate("--beir", hub, "--split", "dev", output="dev")
     else:  # which has no grades
         lines = [line.split("\t") for line in (beir / "qrels/test.tsv").read_text().splitlines()[1:]]

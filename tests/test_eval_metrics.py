@@ -57,7 +57,13 @@ def test_a_script_of_the_user(evaluate, beir, metric, bert, tmp_path, capsys):
     assert first["metrics"]["documents"] == {"value": len(ranked)}
     shown = capsys.readouterr().out
     assert f"{len(ranked)}.0000 (no interval)" in shown and "AllFound" in shown
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["metrics.json", "other", "report.png", "st"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        ".lock",
+        "metrics.json",
+        "other",
+        "report.png",
+        "st",
+    ]
     evaluate("--beir", beir, "--metrics", metric, output="alone")  # no measure of ir_measures
     found = evaluate("--beir", beir, "--metrics", "AP", "R@100", "AP")["metrics"]
     assert list(found) == ["AP", "R@100"]

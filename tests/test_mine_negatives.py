@@ -5,6 +5,8 @@ import importlib
 import json
 import resource
 import runpy
+import shlex
+import shutil
 import sys
 from collections import Counter
 
@@ -220,7 +222,10 @@ def test_judged_scores_change_nothing_under_a_margin(embedded, beir, tmp_path, r
 TRAINERS = {  # form: the trainer it is meant for, and the flags that the script prints, or a part of them
     "triplet": ("train_bi_encoder", "--columns query positive negative"),
     "n-tuple": ("train_bi_encoder", "--columns query positive negative_1 negative_2"),
-    "n-tuple-scores": ("train_bi_encoder", "--label_column scores --loss kl"),
+    "n-tuple-scores": (
+        "train_bi_encoder",
+        "--label_column scores --loss kl --loss_kwargs '{\"teacher_temperature\": 0.05}'",
+    ),
     "labeled-pair": ("train_cross_encoder", "--columns query document --label_column label"),
     "labeled-list": ("train_cross_encoder", "--columns query documents --label_column labels"),
 }
@@ -239,8 +244,35 @@ def test_trainers_read_each_form(embedded, beir, bert, tmp_path, capsys, form):
     trainer = importlib.import_module(name)
     words = ["--model_name_or_path", bert, "--train_data", tmp_path / "rows/mined.jsonl", "--eval_rows", 8,
              "--batch_size", 16, "--max_steps", 2, "--output_dir", tmp_path / form]  # fmt: skip
-    trainer.main(trainer.parse_args([*map(str, words), *" ".join(shown).split()]))
+    trainer.main(trainer.parse_args([*map(str, words), *shlex.split(" ".join(shown))]))
     assert np.isfinite(metrics(tmp_path / form)[-1]["loss"])
+
+
+def test_the_hint_names_whose_scores_a_student_would_learn(small, tmp_path, capsys):
+    """Mined by a bi-encoder, they are its own: it would be distilled into itself."""
+    mine(tmp_path, "--beir", small, "--run", small / "x.run", "--judged", small / "x.run")
+    hint = f"to distill the model that scored {small / 'x.run'}, if it is a stronger one: --label_column scores"
+    assert capsys.readouterr().out.splitlines()[-1].startswith(hint)
+
+
+def test_a_corpus_without_titles_and_with_repeated_ids(small, tmp_path, capsys):
+    """The same folder evaluates, with a warning; the first text of an id counts."""
+    folder = tmp_path / "copy"
+    shutil.copytree(small, folder)
+    records = read(small / "corpus.jsonl")
+    common = ["--beir", folder, "--run", small / "x.run"]
+    titled = [record | {"title": "a title"} for record in records]
+    untitled = [{key: record[key] for key in ("_id", "text")} for record in records]
+    repeated = [*untitled, untitled[0] | {"text": "another text"}]
+    rows = []
+    for documents in (records, untitled, repeated, titled):
+        write_jsonl(folder / "corpus.jsonl", documents)
+        rows.append(mine(tmp_path, *common))
+    assert rows[0] == rows[1] == rows[2] and rows[3][0]["positive"] == f"a title {rows[0][0]['positive']}"
+    message = f"corpus.jsonl: 1 rows repeat an id, such as '{records[0]['_id']}'; left out"
+    assert [line for line in capsys.readouterr().err.splitlines() if "warning" in line] == [
+        f"warning: --corpus {folder}/{message}"
+    ]
 
 
 def test_errors(small, tmp_path, capsys, monkeypatch):
@@ -262,7 +294,6 @@ def test_errors(small, tmp_path, capsys, monkeypatch):
         ([*corpus, "--qrels", "none.tsv"], "mined.jsonl: not written: no row is left"),
         ([*common, "--absolute_margin", 50], "mined.jsonl: not written: no row is left"),
         ([*common, "--corpus_columns", "id", "text"], "corpus.jsonl: .*id"),
-        ([*corpus, small / "corpus.jsonl", "--qrels", small / "qrels/train.tsv"], "has duplicate ids, such as '"),
     ):
         with pytest.raises(script.UserError, match=message) as error:
             mine(tmp_path, *flags)

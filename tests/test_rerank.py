@@ -295,12 +295,35 @@ def test_the_prompt_of_a_model_is_part_of_its_pairs(evaluate, beir, reranker, ru
         assert list(found.values()) == pytest.approx(scores.tolist(), abs=1e-5)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_bm25_alone_requires_no_model(beir, reranker, tmp_path, processes):
+    """It is a ranking like any other: the first, and reranked; its documents are the same on all processes."""
+    flags = ["--beir", beir, "--bm25", "--rerank_k", 5, "--cache_dir", tmp_path / "cache"]
+    launch(SCRIPT, *flags, "--output_dir", tmp_path / "alone", processes=processes, cwd=tmp_path)
+    launch(SCRIPT, *flags, "--output_dir", tmp_path / "again", "--cross_encoder", reranker, processes=processes)
+    (alone,) = json.loads((tmp_path / "alone/metrics.json").read_text())["results"]
+    first, second = json.loads((tmp_path / "again/metrics.json").read_text())["results"]
+    assert (alone["name"], second["name"]) == ("BM25", f"BM25+{reranker.name}")
+    assert alone["metrics"] == first["metrics"] and alone["metrics"]["nDCG@10"]["mean"] > 0.5
+    before, after = (read_run(tmp_path / path) for path in ("alone/run.trec", f"again/{second['name']}/run.trec"))
+    assert second["pairs"]["total"] == sum(min(5, len(found)) for found in before.values())
+    for query, found in before.items():
+        assert {name for name, _ in found[:5]} == {name for name, _ in after[query][:5]}
+
+
+def test_an_error_of_bm25_on_two_processes(tmp_path):
+    write_jsonl(tmp_path / "p.jsonl", [{"q": "a", "d": "?"}])
+    result = launch(SCRIPT, "--pairs", tmp_path / "p.jsonl", "--bm25", processes=2, cwd=tmp_path, check=False)
+    lines = [line for line in result.stderr.splitlines() if "rror" in line]
+    assert result.returncode == 1 and lines[0].startswith("error: --bm25 requires the package bm25s, and words in")
+
+
 def test_length_of_pairs(evaluate, beir, run_file, reranker):
     flags = "--beir", beir, "--run", run_file, "--cross_encoder", reranker, "--rerank_k", 3
     short = ["--rerank_max_length", 20]
     whole, same, short = (evaluate(*flags, *more)["models"][1] for more in ([], ["--max_length", 20], short))
     assert whole["fingerprint"] == same["fingerprint"] != short["fingerprint"] and short["pairs"]["scored"] == 59 * 3
-    with pytest.raises(script.UserError, match="--rerank_max_length 9999: the model has positions for 512 tokens"):
+    with pytest.raises(script.UserError, match="has positions for 512 tokens: set --rerank_max_length"):
         evaluate(*flags, "--rerank_max_length", 9999)
 
 
@@ -312,7 +335,6 @@ def test_usage(capsys):
             "--rerank_k 30: more than --top_k 20",
         ),
         (["--beir", "b", "--run", "r", "--query", "q"], "--run, --query, --export_vectors: give only one of them"),
-        (["--beir", "b", "c", "--run", "r"], "--run, --query, --export_vectors: take one collection"),
     ):
         with pytest.raises(SystemExit):
             script.parse_args(flags)

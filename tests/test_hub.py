@@ -1,0 +1,145 @@
+"""Collections by their Hub ids, in each layout, through the real client, from a Hub on loopback."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import ROOT, write_jsonl
+from hub import serve
+
+NANO = {"NanoArguAna": 20, "NanoMSMARCO": 12, "NanoNQ": 8}  # {split: queries}
+LIST = "no judgments of split 'dev'; available: "
+# (Hub id, --split, {collection: queries} or the error)
+CASES = [
+    ("BeIR/scifact", None, {"scifact": 4}),
+    ("BeIR/scifact", "train", {"scifact": 3}),
+    ("BeIR/scifact", "dev", LIST + "train, test"),
+    ("zeta-alpha-ai/NanoX", None, {"NanoX": 5}),
+    ("zeta-alpha-ai/NanoX", "dev", LIST + "train"),
+    ("sentence-transformers/NanoBEIR-en", None, NANO),
+    ("sentence-transformers/NanoBEIR-en", "NanoMSMARCO", {"NanoMSMARCO": 12}),
+    ("sentence-transformers/NanoBEIR-en", "dev", LIST + ", ".join(NANO)),
+    ("mteb/scifact", None, {"scifact": 4}),
+    ("mteb/scifact", "train", {"scifact": 3}),
+    ("mteb/scifact", "dev", LIST + "train, test"),
+    ("mteb/own-splits", None, {"test": 6}),
+    ("mteb/own-splits", "dev", {"dev": 2}),
+    ("nobody/nothing", None, "Dataset 'nobody/nothing' doesn't exist on the Hub or cannot be accessed."),
+    ("nobody/texts", None, "neither a file corpus.jsonl nor configurations corpus and queries"),
+]
+
+
+def write_readme(folder, configs):
+    """Write a README.md that declares {configuration: {split: pattern}}."""
+    found = []
+    for config, splits in configs.items():
+        files = [{"split": split, "path": path} for split, path in splits.items()]
+        found.append({"config_name": config, "data_files": files})
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(found)}\n---\n")
+
+
+def write_parquet(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def make_rows(queries, first=0):
+    """Return rows of 30 documents, of queries and of judgments; the ids look like numbers with zeros in front."""
+    documents = [{"_id": f"{i:04}", "title": f"title {i}", "text": f"text {i}"} for i in range(first, first + 30)]
+    numbers = range(first, first + queries)
+    judgments = [{"query-id": f"0{i:03}", "corpus-id": f"{i + 1:04}", "score": 2} for i in numbers]
+    return documents, [{"_id": f"0{i:03}", "text": f"query {i}"} for i in numbers], judgments
+
+
+def without_grades(rows):
+    return [{name: row[name] for name in ("query-id", "corpus-id")} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """Return the endpoint of a Hub with one repository of each layout."""
+    root = tmp_path_factory.mktemp("hub")
+    documents, queries, judgments = make_rows(7)
+
+    folder = root / "BeIR/scifact"
+    write_parquet(folder / "corpus/0.parquet", documents)
+    write_parquet(folder / "queries/0.parquet", queries)
+    write_readme(folder, {"corpus": {"corpus": "corpus/*"}, "queries": {"queries": "queries/*"}})
+    folder = root / "BeIR/scifact-qrels"
+    folder.mkdir()
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n")
+    for split, rows in (("train", judgments[:3]), ("test", judgments[3:])):
+        lines = ["\t".join(map(str, row.values())) for row in rows]
+        (folder / f"{split}.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *lines]))
+
+    folder = root / "mteb/scifact"
+    write_jsonl(folder / "corpus.jsonl", documents)
+    write_jsonl(folder / "queries.jsonl", queries)
+    write_jsonl(folder / "qrels/train.jsonl", judgments[:3])
+    write_jsonl(folder / "qrels/test.jsonl", judgments[3:])
+    splits = {split: f"qrels/{split}.jsonl" for split in ("train", "test")}
+    write_readme(
+        folder, {"default": splits, "corpus": {"corpus": "corpus.jsonl"}, "queries": {"queries": "queries.jsonl"}}
+    )
+
+    # each split has its own documents and queries
+    collections = {
+        "zeta-alpha-ai/NanoX": {"train": 5},
+        "sentence-transformers/NanoBEIR-en": NANO,
+        "mteb/own-splits": {"dev": 2, "test": 6},
+    }
+    for name, splits in collections.items():
+        for number, (split, count) in enumerate(splits.items()):
+            documents, queries, judgments = make_rows(count, 100 * number)
+            parts = {"corpus": documents, "queries": queries, "qrels": without_grades(judgments)}
+            for config, rows in parts.items():
+                write_parquet(root / name / config / f"{split}-0.parquet", rows)
+        write_readme(root / name, {config: {split: f"{config}/{split}-*" for split in splits} for config in parts})
+
+    write_jsonl(root / "nobody/texts/data.jsonl", documents)
+    (root / "nobody/texts/README.md").write_text("")
+    return serve(root)
+
+
+def run_online(hub, tmp_path, *command):
+    """Run a Python command with the Hub; return its output."""
+    environment = os.environ | {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    environment.pop("HF_DATASETS_CACHE", None)
+    command = [sys.executable, *map(str, command)]
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def test_collections_of_each_layout(hub, tmp_path):
+    """The evaluator and both trainers find the same collections; ids stay texts; no split is chosen silently."""
+    cases = json.dumps([case[:2] for case in CASES])
+    lines = run_online(hub, tmp_path, ROOT / "tests/hub_worker.py", cases).splitlines()
+    for (name, split, expected), line in zip(CASES, lines, strict=True):
+        for found in json.loads(line):
+            if isinstance(expected, str):
+                assert found == expected, (name, split)
+                continue
+            assert {key: len(judgments) for key, (_, judgments, _) in found.items()} == expected, (name, split)
+            for documents, judgments, (document, query) in found.values():
+                first = int(document.split()[-1])
+                assert documents == 30 and document == f"title {first} text {first}" and query.startswith("query ")
+                for query, judged in judgments.items():
+                    grade = 2 if "scifact" in name else 1
+                    assert judged == {f"{int(query) + 1:04}": grade}
+
+
+def test_the_mean_over_the_collections_of_one_id(hub, tmp_path):
+    flags = ["--beir", "sentence-transformers/NanoBEIR-en", "--bm25", "--metrics", "R@3", "--output_dir", "out"]
+    printed = run_online(hub, tmp_path, ROOT / "eval_incremental.py", *flags)
+    record = json.loads((tmp_path / "out/metrics.json").read_text())
+    values = {result["collection"]: result["metrics"]["R@3"]["mean"] for result in record["results"]}
+    assert list(values) == list(NANO)
+    assert record["means"]["BM25"]["R@3"]["mean"] == pytest.approx(sum(values.values()) / 3)
+    title = next(line for line in printed.splitlines() if line.startswith("R@3"))
+    assert title.split() == ["R@3", *NANO, "mean"] and "40 queries" in printed
