@@ -1,9 +1,7 @@
 """Train a bi-encoder (texts -> embeddings) for retrieval, on a corpus of any size, on one process or many.
 
-    python train_bi_encoder.py --batch_size 2048 --learning_rate 5e-3 --num_train_epochs 4   # the demo, on a CPU
     python train_bi_encoder.py --model_name_or_path BAAI/bge-base-en-v1.5 --train_data 'pairs/*.parquet' \
-        --output_dir runs/bge --batch_size 1024 --grad_cache                                 # one GPU
-    torchrun --nproc_per_node 2 train_bi_encoder.py args.yaml --resume           # two processes, on GPUs or CPUs
+        --output_dir runs/bge --batch_size 1024 --grad_cache true                            # one GPU
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_bi_encoder.py args.yaml --resume
 
 A row is an anchor, a positive, any number of hard negatives (a column for each) and optionally a label; or an anchor
@@ -12,9 +10,9 @@ with lists of positives and negatives, from which each epoch draws one positive 
     {"question": "read a gzip file", "code": "def read(path): ...", "wrong": "def write(path): ..."}
     {"query": "read a gzip file", "pos": ["def read(file): ..."], "neg": ["def write(path): ...", "def cut(x): ..."]}
 
-The function read_row says what a row means: edit it for data of another form. Above the line "machinery" is what an
-experiment changes: options, the run, the step, losses, rows, optimizer and model, evaluation. What is below that line
-is the same in train_cross_encoder.py.
+Above the line "machinery" is what an experiment changes: options, the run, the step, losses, rows (open_source says
+where they come from, read_row what they mean), optimizer, model and evaluation. What is below that line is the same in
+train_cross_encoder.py.
 
 The gradient depends on the batch alone (--batch_size rows over all processes). Each process encodes its part of the
 texts, longest first, in micro-batches of at most --micro_batch_tokens; the embeddings are gathered for one loss over
@@ -22,15 +20,16 @@ the whole batch. So the number of processes, --micro_batch_tokens and --grad_cac
 gradient (except with dropout, whose random masks depend on how texts are grouped).
 
 Output: model/ (loads in sentence-transformers), checkpoints/, metrics.jsonl, args.yaml and training.png.
-Left out on purpose: uploads to the Hub, asymmetric models (Router), images, DeepSpeed, models from scratch.
+Left out on purpose: asymmetric models, images, DeepSpeed, models from scratch. docs/recipes/ has tested changes.
 """
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["accelerate>=1.15,<2", "datasets>=5.2,<6", "evaluate>=0.4.6,<0.5", "filelock>=4.2,<5",
-#   "fsspec[http]>=2026.9", "matplotlib>=3.11,<4", "numpy>=2.4,<3", "pandas>=2.2,<4", "pyarrow>=26,<27",
-#   "pyyaml>=6.0,<7", "safetensors>=0.8,<1", "sentence-transformers>=6.2,<7", "tokenizers>=0.23,<1", "torch==2.13.0",
-#   "tqdm>=4.70,<5", "transformers>=5.23,<6", "xxhash>=4.1,<5", "zstandard>=0.25,<1"]
+# dependencies = ["accelerate>=1.12,<2", "datasets>=5.2,<6", "filelock>=3.16,<5", "fsspec[http]>=2025.3",
+#   "ir_measures>=0.4,<1", "matplotlib>=3.9,<4", "numpy>=2.2,<3", "pandas>=2.2,<4", "psutil>=5.9,<8",
+#   "pyarrow>=24,<27", "pyyaml>=6.0.1,<7", "safetensors>=0.5,<1", "sentence-transformers>=6.2,<7",
+#   "tokenizers>=0.22.2,<1", "torch>=2.6,<3", "tqdm>=4.67,<5", "transformers>=5.12,<6", "xxhash>=3.5,<5",
+#   "zstandard>=0.23,<1"]
 # ///
 
 import copy
@@ -40,25 +39,21 @@ import json
 import math
 import os
 import re
-import resource
-import shlex
 import shutil
 import signal
 import sys
 import time
 import traceback
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
-from difflib import get_close_matches
 from functools import partial
-from itertools import chain
+from itertools import chain, count, pairwise
 from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
 from typing import Literal
 
 import transformers
@@ -68,27 +63,29 @@ import transformers
 
 # ---- options
 
-DEMO = "data/python_code"  # where prepare_corpus.py writes the demo corpus and its untrained models
 TEACHER_LOSSES = ("margin_mse", "kl")
 
 
-def flag(default, help, alone=None):
-    """Return the dataclass field of a command-line option. `alone`: its value if it is given without one."""
-    kind = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
-    metadata = {"help": help}
-    if alone:
-        metadata |= {"nargs": "?", "const": alone}
-    return field(**kind, metadata=metadata)
+def flag(default, help, may_change=False, above_zero=False):
+    """Return the dataclass field of a command-line option. may_change: a resume may, as it changes neither the data
+    nor, but for rounding, what a step computes from it. above_zero: numbers must be; those of other flags may be 0."""
+    kind = {"default_factory": default.copy} if isinstance(default, list | dict) else {"default": default}
+    return field(**kind, metadata={"help": help, "may_change": may_change, "above_zero": above_zero})
+
+
+def json_object(text):
+    return dict(json.loads(text))
 
 
 @dataclass
 class Args:
     # data
-    train_data: list[str] = flag([], "paths, globs, folders, URLs, Hub ids, ID:config:split; none: the demo corpus")
-    eval_data: list[str] = flag([], "sources of held-out rows; none: the first rows of --train_data")
+    train_data: list[str] = flag([], "paths, globs, folders, URLs, Hub ids, ID:config:split")
+    eval_data: list[str] = flag([], "sources of held-out rows; none: rows of --train_data, of streams the first")
     eval_rows: int | None = flag(None, "rows held out to evaluate on; None: 1,000, but at most a tenth of the rows")
-    eval_beir: list[str] = flag([], "small collections to evaluate on as well: BEIR folders, or Hub ids (NanoBEIR)")
-    eval_split: str = flag("test", "split of the judgments of --eval_beir")
+    eval_beir: list[str] = flag([], "small collections to evaluate on as well: BEIR folders, or Hub ids")
+    eval_split: str = flag("test", "split of the judgments of --eval_beir, or one collection of many")
+    keep_same_id: bool = flag(False, "also rank the document with the query's own id, which BEIR excludes")
     streaming: bool = flag(False, "read the sources front to back instead of at random from a memory-mapped table")
     columns: list[str] = flag([], "columns of anchor, positive, negatives...: texts or lists; none: all but the label")
     num_negatives: int | None = flag(None, "negatives of a row: its first ones or, from lists, drawn ones; None: all")
@@ -97,162 +94,122 @@ class Args:
     corpus_columns: list[str] = flag(["_id", "title", "text"], "id column of --corpus, then text columns, joined")
     query_columns: list[str] = flag(["_id", "text"], "id column of --queries, then text columns, joined")
     label_column: list[str] = flag([], "columns with a score or a list of scores; several are joined row by row")
-    mixing_weights: list[float] = flag([], "weight of each source; none: its number of rows (streams: equal weights)")
+    mixing_weights: list[float] = flag([], "weight of each source; none: its rows (streams: equal)", above_zero=True)
     mix_by: Literal["row", "batch"] = flag("row", "mix sources within a batch, or take each batch from one source")
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = flag(
         "all_exhausted", "end a mixed epoch with its first or its last source"
     )
     shuffle_buffer: int = flag(10_000, "rows that are shuffled together; 0: keep the order of the files")
-    length_window: int = flag(1, "batches that are drawn together, sorted by length and then cut; 1: not sorted")
-    on_bad_row: Literal["error", "skip"] = flag("error", "stop at an empty text or a bad label, or skip and count it")
+    length_window: int = flag(1, "batches drawn together and sorted by length; 1: not sorted", above_zero=True)
+    on_bad_row: Literal["error", "skip"] = flag("error", "stop at a bad row, or skip and count it", may_change=True)
     # model
-    model_name_or_path: str = flag(f"{DEMO}/bi_encoder", "Hub id or folder")
-    max_length: int | None = flag(None, "tokens a text is truncated to; None: the model's own")
-    query_max_length: int | None = flag(
-        None, "tokens of a query with prompt, without special ones; None: --max_length"
-    )
+    model_name_or_path: str = flag("", "Hub id or folder")
+    trust_remote_code: bool = flag(False, "run the code that a model's folder contains: SECURITY.md", may_change=True)
+    max_length: int | None = flag(None, "tokens a text is truncated to; None: the model's own", above_zero=True)
     pooling: Literal["mean", "cls", "max", "lasttoken"] | None = flag(None, "replace the model's pooling")
     dropout: float | None = flag(None, "dropout probability of the transformer; None: the model's own")
     lora_rank: int = flag(0, "train LoRA adapters of this rank instead of all weights; 0: train all weights")
-    lora_alpha: int | None = flag(None, "adapters are scaled by this over the rank; None: twice the rank")
-    lora_dropout: float = flag(0.0, "dropout probability of the adapters' inputs")
-    lora_target_modules: list[str] = flag([], "layers that get adapters, such as q_proj; none: all linear ones")
-    lora_adapter: str | None = flag(None, "folder of adapters to train on, such as model/adapter of an earlier run")
-    attn_implementation: str | None = flag(None, "attention kernels: sdpa, flash_attention_2, ...; None: the default")
-    prompts: list[str] = flag(
-        [], "prefix of queries (or one per source), then of documents; or one for both; none: the model's own"
-    )
+    lora_kwargs: json_object = flag({}, "JSON: further options of peft.LoraConfig, such as lora_alpha, target_modules")
+    attn_implementation: str | None = flag(None, "attention: sdpa, flash_attention_2, ...", may_change=True)
+    query_prompt: list[str] = flag([], "prefix of queries, or one for each source; none: the model's own")
+    document_prompt: str | None = flag(None, "prefix of documents; None: the model's own")
     append_eos: bool = flag(False, "end each text in the tokenizer's end token, which decoders need and often lack")
     # step
-    batch_size: int = flag(64, "rows of a batch, over all processes")
+    batch_size: int = flag(64, "rows of a batch, over all processes", above_zero=True)
     micro_batch_tokens: int | None = flag(
-        None, "tokens per forward; None: 2,048 (CPU), 16,384 (GPU), 2**20 (no transformer)"
+        None, "tokens per forward; None: 2,048 (CPU), 16,384 (GPU), 2**20 (static)", may_change=True, above_zero=True
     )
-    gradient_accumulation_steps: int = flag(1, "batches per optimizer step, each with its own in-batch negatives")
-    grad_cache: Literal["auto", "true", "false"] = flag(
-        "auto",
-        "hold the graph of one micro-batch at a time; auto: if a process has more tokens than 4 full ones (CPU: 16)",
-        alone="true",
+    gradient_accumulation_steps: int = flag(1, "batches of a step, each with its own negatives", above_zero=True)
+    grad_cache: bool | None = flag(
+        None, "hold one micro-batch's graph at a time; None: of more than 4 full ones (CPU: 16)", may_change=True
     )
-    gradient_checkpointing: bool = flag(False, "recompute each layer's activations in backward; for long texts")
+    gradient_checkpointing: bool = flag(False, "recompute activations in backward, for long texts", may_change=True)
     loss: str = flag("infonce", "infonce; margin_mse or kl, for teacher scores; or a class of sentence-transformers")
-    loss_kwargs: str = flag(
-        "{}",
+    loss_kwargs: json_object = flag(
+        {},
         'JSON: {"temperature": 0.05}, for dot products 1; for infonce also symmetric, mask_margin; for kl, margin_mse '
         "also teacher_temperature, and infonce, the weight of an added InfoNCE loss",
     )
-    guide_model: str | None = flag(None, "Hub id or folder of a model that detects false negatives for infonce")
-    matryoshka_dims: list[int] = flag([], "sum the loss over embeddings cut to each of these numbers of dimensions")
+    matryoshka_dims: list[int] = flag([], "sum the loss over embeddings cut to these dimensions", above_zero=True)
     # schedule
-    learning_rate: float = flag(2e-5, "peak learning rate")
+    learning_rate: float = flag(2e-5, "peak learning rate", above_zero=True)
     weight_decay: float = flag(0.01, "weight decay of matrices; biases and norms have none")
     warmup_ratio: float = flag(0.1, "fraction of the steps over which the learning rate rises from 0")
     lr_scheduler_type: str = flag("linear", "schedule of transformers.get_scheduler: linear, cosine, constant, ...")
     max_grad_norm: float = flag(1.0, "clip the gradient to this norm; 0: do not")
-    num_train_epochs: float = flag(1.0, "passes over the rows")
+    num_train_epochs: float = flag(1.0, "passes over the rows", above_zero=True)
     rows_per_epoch: int = flag(0, "rows of an epoch, a fresh sample each; 0: all")
     max_steps: int = flag(0, "stop after this many optimizer steps; 0: after --num_train_epochs")
     seed: int = flag(0, "seed of the row order, new weights and dropout")
-    full_determinism: bool = flag(False, "use deterministic kernels, so that a resumed run on a GPU is bit-identical")
+    full_determinism: bool = flag(False, "deterministic kernels: bit-identical resume on a GPU", may_change=True)
     # run
-    output_dir: str = flag("runs/bi_encoder", "folder for everything the run writes")
-    resume: bool = flag(False, "resume from the newest intact checkpoint in --output_dir, or start if there is none")
-    accept_changed_data: bool = flag(False, "resume although sources have changed: rows may be repeated or missed")
-    accept_changed_schedule: bool = flag(False, "resume although flags of the schedule have changed; the card says so")
-    eval_steps: int = flag(0, "steps between evaluations; 0: a tenth of the run")
+    output_dir: str = flag("runs/bi_encoder", "folder for everything the run writes", may_change=True)
+    resume: bool = flag(False, "resume from the newest intact checkpoint, or start if none", may_change=True)
+    accept_changes: bool = flag(False, "resume although flags or sources have changed", may_change=True)
+    eval_steps: int = flag(0, "steps between evaluations; 0: a tenth of the run", may_change=True)
     metric_for_best_model: str | None = flag(None, "save the model that evaluates best by this measure; None: last")
-    metrics: list[str] = flag([], "your own metrics, scripts of the library evaluate; their measures are reported too")
-    early_stopping_patience: int = flag(0, "stop after this many evaluations without a new best; 0: never")
-    save_steps: int = flag(500, "steps between checkpoints; 0: only at the end")
-    save_total_limit: int = flag(2, "checkpoints kept")
-    logging_steps: int = flag(10, "steps between lines of metrics.jsonl")
-    report_to: list[str] = flag([], "trackers of Accelerate: tensorboard, wandb, ...")
-
-
-# Flags that a resume may change: they change neither the data nor, but for rounding, what a step computes from it.
-# A resume refuses a change of any other flag.
-MAY_CHANGE = """output_dir on_bad_row attn_implementation micro_batch_tokens grad_cache gradient_checkpointing
-full_determinism eval_steps metrics early_stopping_patience save_steps save_total_limit logging_steps report_to"""
-# Flags that it may change by --accept_changed_schedule: no single command then gives the same model, and the model's
-# card says so.
-SCHEDULE = """learning_rate weight_decay warmup_ratio lr_scheduler_type max_grad_norm num_train_epochs rows_per_epoch
-max_steps stopping_strategy"""
-# Flags that must be above 0; numbers of all others may be 0.
-ABOVE_ZERO = """batch_size micro_batch_tokens gradient_accumulation_steps length_window max_length save_total_limit
-query_max_length logging_steps num_train_epochs learning_rate mixing_weights matryoshka_dims"""
+    early_stopping_patience: int = flag(0, "evaluations without a new best to stop after; 0: never", may_change=True)
+    save_steps: int = flag(500, "steps between checkpoints; 0: only at the end", may_change=True)
+    save_total_limit: int = flag(2, "checkpoints kept", may_change=True, above_zero=True)
+    logging_steps: int = flag(10, "steps between lines of metrics.jsonl", may_change=True, above_zero=True)
+    report_to: list[str] = flag([], "trackers of Accelerate: tensorboard, wandb, ...", may_change=True)
 
 
 def check_flags(args):
-    """Fill in the demo corpus if no data is given; raise UserError for flags that exclude or require each other."""
-    if not args.train_data:
-        args.train_data = [f"{DEMO}/train/stdlib-*.parquet", f"{DEMO}/train/packages-*.parquet"]
-        args.eval_data = args.eval_data or [f"{DEMO}/heldout/*.parquet"]
-        if not Path(DEMO).is_dir():
-            raise UserError(f"--train_data: not given, and no demo corpus in {DEMO}: run python prepare_corpus.py")
+    """Raise UserError for flags that are missing, or that exclude or require each other."""
+    if not (args.train_data and args.model_name_or_path):
+        raise UserError("--train_data and --model_name_or_path are required")
     if len(args.mixing_weights) not in (0, len(args.train_data)):
         raise UserError(f"--mixing_weights: give {len(args.train_data)} numbers, one for each source")
     if args.streaming and not (args.max_steps or args.rows_per_epoch):
         raise UserError("--streaming requires --max_steps or --rows_per_epoch: the length of a stream is unknown")
     if args.loss in TEACHER_LOSSES and not args.label_column:
         raise UserError(f"--loss {args.loss} requires teacher scores: set --label_column")
+    if args.loss in TEACHER_LOSSES and "teacher_temperature" not in args.loss_kwargs:
+        raise UserError(
+            f'--loss {args.loss}: --loss_kwargs must have "teacher_temperature": 1 for logits; for cosines and '
+            "probabilities the same as temperature"
+        )
     if args.early_stopping_patience and not args.metric_for_best_model:
         raise UserError("--early_stopping_patience requires --metric_for_best_model, such as nDCG@10")
-    if args.guide_model and args.loss != "infonce":
-        raise UserError(f"--guide_model requires --loss infonce, not {args.loss}")
-    if args.length_window > 1 and (args.queries or args.corpus):
-        raise UserError("--length_window requires rows that contain texts, not ids")
-    if len(args.prompts) not in (0, 1, 2, len(args.train_data) + 1):
-        raise UserError(
-            "--prompts takes one, or two (queries, documents), or one for each source and one for documents"
-        )
-    set_lora_rank(args)
+    if len(args.query_prompt) not in (0, 1, len(args.train_data)):
+        raise UserError("--query_prompt takes one, or one for each source")
+
+
+class Parser(transformers.HfArgumentParser):
+    def add_argument(self, *names, may_change=None, above_zero=None, **options):
+        """Leave out the metadata of flag(), which argparse does not know, and aliases with dashes."""
+        return super().add_argument(*[name for name in names if "-" not in name[2:]], **options)
 
 
 def make_parser():
     """Return the parser of the flags of Args."""
-    usage = "%(prog)s [FILE.yaml] [FLAGS]"
-    parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], usage=usage, allow_abbrev=False)
-    for action in parser._actions:  # --help prints each flag once, without its alias with dashes
-        action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
+    parser = Parser(Args, description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("file", nargs="?", help="YAML or JSON file of flags, such as args.yaml of a run")
     return parser
-
-
-def check_flag_names(parser, argv):
-    """Exit if a flag of the command line is unknown, and name the nearest one, or if it is given twice."""
-    known, seen = parser._option_string_actions, set()
-    for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
-        if name not in known:
-            nearest = get_close_matches(name, known, 1) or ["--help"]
-            parser.error(f"{name}: no such flag; did you mean {nearest[0]}?")
-        if known[name] in seen:
-            advice = "; list all values after one flag" * (known[name].nargs == "+")
-            parser.error(f"{known[name].option_strings[0]}: given twice{advice}")
-        seen.add(known[name])
 
 
 # ---- libraries
 
 if __name__ == "__main__":  # --help and mistyped flags are answered now: what follows takes ten seconds to load
-    parser = make_parser()
-    check_flag_names(parser, sys.argv[1:])
-    parser.parse_known_args()
-    if os.environ.get("RANK", "0") == "0":
-        print("loading libraries", file=sys.stderr)
+    make_parser().parse_args()
 
 import datasets
 import fsspec
+import ir_measures
 import numpy as np
 import pandas as pd
+import psutil
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 import torch.nn.functional as F
 import yaml
-from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
-from evaluate import CombinedEvaluations, Metric, MetricInfo, combine
-from evaluate import load as load_metric
-from filelock import FileLock
+from accelerate.utils.memory import should_reduce_batch_size
+from datasets.formatting import PythonFormatter
+from filelock import FileLock, Timeout
 from matplotlib.figure import Figure
 from pyarrow.dataset import ParquetFragmentScanOptions
 from safetensors.torch import load_file, save_file
@@ -260,9 +217,9 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses, modules
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributions import Categorical
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm.auto import tqdm
 from xxhash import xxh3_64_intdigest
@@ -270,122 +227,111 @@ from xxhash import xxh3_64_intdigest
 # ---- main
 
 
-def main(args):
+def main(given):
     # ---- set up
-    accelerator = start(args)
-    run = Run(args, accelerator)  # finds the checkpoint to resume from
+    accelerator = start(given)
     device = accelerator.device
     is_main = accelerator.is_main_process
     sharded = accelerator.distributed_type == DistributedType.FSDP
-    accumulation = args.gradient_accumulation_steps
+    _lock = lock_output(given.output_dir, accelerator)  # held until the process ends
+    checkpoint, saved = find_checkpoint(given, accelerator)
+    model = load_model(given)
+    args = resolve_args(given, model, accelerator)
 
     # ---- data
     data = open_data(args)
-    if args.loss in TEACHER_LOSSES:
-        set_teacher_temperature(read_first_rows(data, args), args)
-    run.check_changes(data)
+    check_changes(saved, given, data, accelerator)
+    eval_sets = open_eval_sets(data.held_out, args)
+    accumulation = args.gradient_accumulation_steps
     steps = args.max_steps or math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
-    eval_steps = args.eval_steps or max(1, steps // 10)
+    eval_steps = args.eval_steps or math.ceil(steps / 10)
 
-    # ---- model, held-out rows, loss, optimizer and schedule
-    model = load_model(args, run.checkpoint)
-    check_attention(model, accelerator)
-    args.prompts = args.prompts or own_prompts(model)
-    held_out = read_held_out(data, args, accelerator)
-    eval_sets = open_eval_sets(held_out, args)
-    run.collections = list(eval_sets)
+    # ---- model, loss, optimizer and schedule
     model_to_save = copy.deepcopy(model) if sharded and is_main else model  # FSDP will shard `model`
     model = model.to(device).train()
-    loss_fn = make_loss(args, model)
-    guide = load_guide(args).to(device) if args.guide_model else None
-    static = all(isinstance(part.tokenizer, Tokenizer) for part in (model, guide or model))  # texts are not padded
-    default_tokens = 2**20 if static else 2048 if device.type == "cpu" else 16_384
-    args.micro_batch_tokens = args.micro_batch_tokens or default_tokens
     check_encode(model, args, accelerator)
-    features, _ = make_micro_batches(["a text"], [(0, 0)], model, args, device).parts[0]
-    freeze_unused(model, encode(model, features, accelerator))
+    loss_fn = make_loss(args, model)
     optimizer = make_optimizer(model, args)
     peak_rates = [group["lr"] for group in optimizer.param_groups]  # before get_scheduler changes them
     schedule = make_schedule(optimizer, steps, args)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    if sharded:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    else:  # without DDP: reduce_gradients needs no wrapper
+        optimizer = accelerator.prepare(optimizer)
 
     # ---- resume, and evaluate before the first step
-    run.begin(data, model, [optimizer], model_to_save, steps)  # a list: checkpoints hold the state of each
-    to_batch = partial(make_batch, model=run.model, guide=guide, args=args, accelerator=accelerator)
-    if run.step == 0 and args.loss in TEACHER_LOSSES:
-        tables = row_batches(data.sources, data.weights, args)
-        first = next(read_batches(tables, to_batch, data, args, accelerator))
-        report_entropies(run.model, first, args, accelerator)
-    if run.step == 0 and eval_sets:
-        run.log(evaluate(model, eval_sets, args, accelerator))
-    run.check_metric()
+    extra = {}  # {name: tensor} of your own, equal on all processes: checkpoints hold and restore it
+    optimizers = [optimizer.optimizer]  # checkpoints hold the state of each
+    checkpoints = Checkpoints(given, accelerator, data.description, model, optimizers, model_to_save, extra)
+    progress = checkpoints.restore(checkpoint, saved)
+    log = Log(given, accelerator, progress.metrics)
+    log.begin()
+    announce(model, data, progress, steps, args, accelerator)
+    signals = receive_signals()
+    if progress.step == 0 and eval_sets:
+        log.write(0, evaluate_model(model, eval_sets, args, accelerator))
+    best_step, out_of_patience = log.find_best()
+    finished = out_of_patience or progress.step >= steps
 
-    # ---- train
-    tables = row_batches(data.sources, data.weights, args, run.data_state)
-    batches = prefetch(read_batches(tables, to_batch, data, args, accelerator))
-    bar = tqdm(total=steps, initial=run.step, disable=not is_main, unit="step", mininterval=1)
-    while not run.finished:
+    # ---- train: row_batches draws the rows of all processes, local_batches prepares those of this one
+    tables = row_batches(data.sources, data.weights, args, progress.data_state)
+    batches = prefetch(local_batches(tables, progress.step * accumulation, model, data, args, accelerator))
+    bar = tqdm(total=steps, initial=progress.step, disable=not is_main, unit="step", mininterval=1)
+    meter = Meter()
+    error = None
+    while not finished:
         # one optimizer step
         started = time.perf_counter()
         for group, rate in zip(optimizer.param_groups, peak_rates):
-            group["lr"] = rate * schedule(run.step)
-        loss = 0.0
-        step_batches = []
-        for number in range(accumulation):
-            batch = next(batches)
-            step_batches.append(batch)
-            sync = number == accumulation - 1
-            seed = [args.seed, run.step, number]
-            loss += forward_backward(model, batch, loss_fn, seed, sync, args, accelerator, guide)
-        loss /= accumulation  # as accelerator.backward does with the gradient
+            group["lr"] = rate * schedule(progress.step)
+        step_batches = [next(batches) for _ in range(accumulation)]
+        losses_of_batches = [forward_backward(model, batch, loss_fn, args, accelerator) for batch in step_batches]
+        loss = sum(losses_of_batches) / accumulation  # as accelerator.backward does with the gradient
+        reduce_gradients(model, accelerator)
         norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         norm = norm.full_tensor() if sharded else norm
-        run.check_step(loss, norm, step_batches)  # one collective; raises what any process has found wrong
-        if run.stopping:  # not after the step: an evaluation may follow, and a cluster kills soon after SIGTERM
+        loss, norm, skipped, stopping, error = agree(loss, norm, step_batches, signals, progress.step, accelerator)
+        if stopping:  # not after the step: an evaluation may follow, and a cluster kills soon after SIGTERM
             break
         optimizer.step()
         optimizer.zero_grad()
-        run.count_step(step_batches, time.perf_counter() - started)
-        run.finished = run.step == steps
+        progress.count(loss, skipped, step_batches[-1].state)  # change `extra` after this line, not in the step
+        meter.count(args.batch_size * accumulation - skipped, step_batches, time.perf_counter() - started)
+        finished = progress.step == steps
         bar.update()
 
         # metrics, evaluation, checkpoint
         record = {}
-        evaluated = run.step % eval_steps == 0 or run.finished
+        evaluated = progress.step % eval_steps == 0 or finished
         if evaluated:
-            with run.clock("evaluation"):
-                record = evaluate(model, eval_sets, args, accelerator)
-        if run.step % args.logging_steps == 0 or run.finished:
-            record |= run.training_record()
+            record = evaluate_model(model, eval_sets, args, accelerator)
+        if progress.step % args.logging_steps == 0 or finished:
+            record |= {"loss": progress.mean_loss(), "grad_norm": norm, "learning_rate": group["lr"]}
+            record |= meter.read(accelerator)
             bar.set_postfix_str("loss {loss:.4f}, {rows_per_second:,.0f} rows/s".format(**record), refresh=False)
-        if record:
-            run.log(record)
+        log.write(progress.step, record)
         if evaluated:
-            run.find_best()  # sets run.best_step, and run.finished if patience has ended
-        due = args.save_steps and run.step % args.save_steps == 0
-        if run.finished or due or run.step == run.best_step:
-            with run.clock("checkpoint"):
-                run.save()
+            best_step, out_of_patience = log.find_best()
+            finished = finished or out_of_patience
+        if finished or progress.step == best_step or (args.save_steps and progress.step % args.save_steps == 0):
+            checkpoints.save(progress, best_step)
 
     # ---- save
     bar.close()
     batches.close()
-    if not run.finished:
-        run.save()
-        accelerator.print(f"stopped after step {run.step:,} of {steps:,}: rerun with --resume to continue")
+    if not finished:
+        checkpoints.save(progress, best_step)
+        if error:
+            raise AgreedError(error)
+        accelerator.print(f"stopped after step {progress.step:,} of {steps:,}: rerun with --resume to continue")
     elif is_main:
-        if run.best_step:
-            model_to_save = load_model(args, run.best_checkpoint())
-        run.write_model(model_to_save, model_card(args, run, len(held_out)))
-        plot_metrics(run.metrics, run.measures(), run.output / "training.png")
-        if run.skipped + data.skipped:
-            print(f"{run.skipped + data.skipped:,} bad rows skipped")
-    interrupted = signal.SIGINT in run.signals and not run.finished
-    del eval_sets  # and their temporary files
-    del model, run  # delete DDP before its process group: else one exit in fifty deadlocks (torch 2.13)
-    accelerator.free_memory()
+        step = best_step or progress.step
+        write_model(checkpoints.model_of(step), log, step)
+        plot_metrics(log.metrics, log.measures(), Path(args.output_dir, "training.png"))
+        if progress.skipped + data.skipped:
+            print(f"{progress.skipped + data.skipped:,} bad rows skipped")
     accelerator.end_training()
-    if interrupted:
+    if signal.SIGINT in signals and not finished:
         raise KeyboardInterrupt
 
 
@@ -395,254 +341,226 @@ def main(args):
 def encode(model, features, accelerator):
     """Return (texts, D) float embeddings of one micro-batch."""
     features = transformers.BatchEncoding(features).to(accelerator.device, non_blocking=True).data
-    with accelerator.autocast():  # gives flash attention its dtype; prepare() does not wrap FSDP2's forward
+    with accelerator.autocast():  # gives flash attention its dtype
         return model(features)["sentence_embedding"].float()
 
 
-def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator, guide=None):
-    """Add the gradient of the batch's loss to the model's; return the part of the loss that is due to this process'
-    rows. `seed`: integers that identify this batch. `sync`: reduce gradients over processes in the last backward
-    pass."""
+def forward_backward(model, batch, loss_fn, args, accelerator):
+    """Add the gradient of this process' texts to that of the model; return the part of the batch's loss that is due
+    to this process' rows. Each adds up to that of the batch over all processes."""
     parts, tokens = equalize_micro_batches(batch.micro_batches, accelerator)
-    last = len(parts) - 1
-    keep_graphs = keeps_graphs(tokens, args, accelerator.device)  # alike everywhere: DDP's first forward is collective
-    batch.passes += (not keep_graphs) + args.gradient_checkpointing
+    keep_graphs = keeps_graphs(tokens, args, accelerator.device)
 
     def forward(number):  # (texts, D)
-        seed_dropout(*seed, accelerator.process_index, number)  # the same in a second forward pass
+        seeds = np.random.SeedSequence([args.seed, batch.number, accelerator.process_index, number])
+        torch.manual_seed(int(seeds.generate_state(1)[0]))  # dropout is the same in a second forward pass
         features, indices = parts[number]
-        with accelerator.no_sync(model):
-            return encode(model, features, accelerator)[: len(indices)]
-
-    def backward(number, value):
-        # DDP reduces gradients over processes once, with those of the last micro-batch; FSDP2 in each backward pass.
-        with accelerator.trigger_sync_in_backward(model) if sync and number == last else nullcontext():
-            accelerator.backward(value)
+        return encode(model, features, accelerator)[: len(indices)]
 
     hashes = pad_columns(batch.hashes, -1, accelerator)  # (n, C)
     labels = pad_columns(batch.labels, math.nan, accelerator)  # (n, L)
     # One autocast around all micro-batches: they share its half-precision copies of the weights, which graphs keep.
     with accelerator.autocast(), torch.set_grad_enabled(keep_graphs):
-        outputs = [forward(number) for number in range(last + 1)]
+        outputs = [forward(number) for number in range(len(parts))]
     # The graph is cut here: the loss gives the gradient of the gathered embeddings, which is then passed on by hand.
     embeddings = gather_slots(outputs, batch.micro_batches, hashes.shape, accelerator).requires_grad_()  # (P n, C, D)
-    own = torch.arange(len(hashes), device=hashes.device) + accelerator.process_index * len(hashes)
-    more = {"guide": embed(guide, batch.guide_batches, hashes.shape, accelerator).unbind(1)} if guide else {}
-    loss = loss_fn(embeddings.unbind(1), accelerator.gather(hashes).T, accelerator.gather(labels), own, **more)
-    loss.backward()
+    mine = torch.arange(len(hashes), device=hashes.device) + accelerator.process_index * len(hashes)
+    whole = WholeBatch(accelerator.gather(hashes).T, accelerator.gather(labels), mine, batch.step)
+    loss = loss_fn(embeddings.unbind(1), whole)
+    accelerator.backward(loss)  # scaled, so that weights of a loss, if there are any, are trained like the model's
 
     # embeddings.grad is the gradient, for all embeddings, of the losses of this process' rows. Sum it over processes,
-    # and take the part of this process' texts. DDP averages over processes: multiply by their number.
-    own_gradient = accelerator.reduce(embeddings.grad, "sum")[own] * accelerator.num_processes  # (n, C, D)
-    own_gradient = own_gradient[batch.micro_batches.slots(accelerator)]  # (texts, D), in the order of the parts
-    gradients = own_gradient.split([len(indices) for _, indices in parts])
+    # and take the part of this process' texts.
+    gradient = accelerator.reduce(embeddings.grad, "sum")[mine]  # (n, C, D)
+    gradient = gradient[batch.micro_batches.slots(accelerator)]  # (texts, D), in the order of the parts
+    gradients = gradient.split([len(indices) for _, indices in parts])
     for number, gradient in enumerate(gradients):  # a micro-batch at a time, so that gradients add up in float32
         # If graphs are not kept, there is one at a time (Gao et al. 2021, section 3.2).
         output = outputs[number] if keep_graphs else forward(number)
-        backward(number, (output * gradient).sum())
+        (output * gradient).sum().backward()
     return loss.detach()
-
-
-@torch.no_grad()
-def embed(model, micro_batches, shape, accelerator):
-    """Return (P n, C, D) embeddings of all processes, without gradients, normalized if the similarity is cosine;
-    shape: (n, C), the slots of each process."""
-    parts, _ = equalize_micro_batches(micro_batches, accelerator)
-    bar = tqdm(parts, "embedding", delay=2, leave=False, disable=not accelerator.is_main_process)
-    with accelerator.autocast():
-        outputs = [encode(model, features, accelerator)[: len(indices)] for features, indices in bar]
-    embeddings = gather_slots(outputs, micro_batches, shape, accelerator)
-    return embeddings if model.similarity_fn_name == "dot" else F.normalize(embeddings, dim=-1)
-
-
-def default_temperature(model):
-    """Return the temperature of InfoNCE and of teacher losses, unless --loss_kwargs has one."""
-    return 1.0 if model.similarity_fn_name == "dot" else 0.05
-
-
-def report_entropies(model, batch, args, accelerator):
-    """Print the mean entropies of model and teacher over the documents of a batch's rows."""
-    hashes = pad_columns(batch.hashes, -1, accelerator)
-    labels = accelerator.gather(pad_columns(batch.labels, math.nan, accelerator))
-    columns = embed(model, batch.micro_batches, hashes.shape, accelerator).unbind(1)
-    present = labels.isfinite().any(1).nonzero().squeeze(1)
-    temperature = args.loss_kwargs.get("temperature", default_temperature(model))
-    teacher_temperature = args.loss_kwargs["teacher_temperature"]
-    print_entropies(*row_scores(columns, labels, present, temperature, teacher_temperature), args, accelerator)
 
 
 # ---- losses
 #
 # A loss in LOSSES has the form
 #
-#     def my_loss(columns, hashes, labels, own, option=1.0):
-#         losses = ...  # (n,): that of each row of `own`, 0 where hashes[0][own] < 0
-#         return losses.sum() / count_rows(hashes)
+#     def my_loss(columns, whole, option=1.0):
+#         losses = ...  # (n,): that of each row of `whole.mine`, 0 where whole.hashes[0][whole.mine] < 0
+#         return losses.sum() / count_rows(whole)
 #
 # columns: C tensors (P n, D), the embeddings of the whole batch, from all processes: anchors, positives, negatives...,
-# normalized if the similarity is cosine, 0 if missing; hashes: (C, P n), equal for equal texts, -1 if missing; labels:
-# (P n, L), NaN if missing; own: (n,) indices of this process' rows. The sum over processes is then the mean over the
-# batch. Options are --loss_kwargs; one that depends on the step is a partial of loss_fn in main.
+# normalized if the similarity is cosine, 0 if missing. The sum over processes is then the mean over the batch. Options
+# are --loss_kwargs.
 
 MAX_SCORES = 2**26  # in memory at once (256 MB); larger score matrices are computed in chunks, and again in backward
 
 
-def count_rows(hashes):
+@dataclass
+class WholeBatch:
+    """The batch of all processes, as a loss gets it."""
+
+    hashes: torch.Tensor  # (C, P n) int64, equal for equal texts; -1 if missing
+    labels: torch.Tensor  # (P n, L) float; NaN if missing
+    mine: torch.Tensor  # (n,) indices of this process' rows
+    step: int  # optimizer steps before this one, for options that depend on it
+
+
+def count_rows(whole):
     """Return the number of rows that are present, a tensor."""
-    return (hashes[0] >= 0).sum().clamp(min=1)
+    return (whole.hashes[0] >= 0).sum().clamp(min=1)
 
 
-def softmax_loss(queries, documents, query_keys, document_keys, scale, own, margin=None, guide=None):
+def softmax_loss(queries, documents, anchors, texts, mine, temperature, margin):
     """Return the cross-entropy of document i, the target, for query i among all documents, summed over the queries
-    `own`. queries: (P n, D); documents: (M, D), of which the first P n are the targets.
+    `mine`. queries: (P n, D); documents: (M, D), of which the first P n are the targets; anchors, texts: (M,) hashes
+    of each document's anchor, -1 for hard negatives, and of its text, -1 if it is missing.
 
-    False negatives are masked: documents with the query's anchor, or with its target's text. query_keys: hashes of
-    each query and of its target; document_keys: hashes of each document's anchor, -1 for hard negatives, and of its
-    text, -1 if it is missing. `margin`: mask documents whose similarity to the query exceeds the target's by more than
-    this. `guide`: embeddings (queries, documents) to measure it by."""
+    False negatives are masked: documents with the anchor or the text of the target, and those whose similarity to the
+    query exceeds the target's by more than `margin`, if it is given."""
 
     def chunk(targets):
-        scores = queries[targets] @ documents.T * scale  # (targets, M)
-        masked = query_keys[0][targets, None] == document_keys[0]
-        masked |= query_keys[1][targets, None] == document_keys[1]
-        masked |= document_keys[1] < 0
+        similar = queries[targets] @ documents.T  # (targets, M)
+        masked = anchors[targets, None] == anchors
+        masked |= texts[targets, None] == texts
+        masked |= texts < 0
         if margin is not None:
-            similar = guide[0][targets] @ guide[1].T if guide else scores.detach() / scale
-            masked |= similar > similar.gather(1, targets[:, None]) + margin
+            similarity = similar.detach()
+            masked |= similarity > similarity.gather(1, targets[:, None]) + margin
         masked.scatter_(1, targets[:, None], False)  # never the target
-        losses = F.cross_entropy(scores.masked_fill(masked, -torch.inf), targets, reduction="none")
-        return (losses * (query_keys[0][targets] >= 0)).sum()
+        scores = (similar * (1 / temperature)).masked_fill(masked, -torch.inf)
+        losses = F.cross_entropy(scores, targets, reduction="none")
+        return (losses * (anchors[targets] >= 0)).sum()
 
-    chunks = own.split(max(1, MAX_SCORES // len(documents)))
+    chunks = mine.split(max(1, MAX_SCORES // len(documents)))
     if len(chunks) == 1:
-        return chunk(own)
+        return chunk(mine)
     return sum(recompute(chunk, part, use_reentrant=False) for part in chunks)
 
 
-def infonce(columns, hashes, labels, own, guide=None, temperature=0.05, symmetric=False, mask_margin=None):
+def infonce(columns, whole, temperature=0.05, symmetric=False, mask_margin=None):
     """Return InfoNCE (van den Oord et al. 2018, equation 4) with in-batch and hard negatives.
     `symmetric`: average it with the loss of finding each positive's anchor (Radford et al. 2021, figure 3).
-    `mask_margin`: mask documents whose similarity exceeds the positive's by more than this (Zhang et al. 2025,
-    equation 2); a guide, if any, measures the similarity, and the default is then 0 (Solatorio 2024, section 3)."""
-    if guide and mask_margin is None:
-        mask_margin = 0.0
-    options = {"scale": 1 / temperature, "own": own, "margin": mask_margin}
-    no_anchor = hashes.new_full((hashes[2:].numel(),), -1)  # of hard negatives
-    query_keys = (hashes[0], hashes[1])
-    document_keys = (torch.cat([hashes[0], no_anchor]), hashes[1:].flatten())
-    guides = guide and (guide[0], torch.cat(guide[1:]))
-    loss = softmax_loss(columns[0], torch.cat(columns[1:]), query_keys, document_keys, guide=guides, **options)
+    `mask_margin`: mask documents that are more similar than the positive by this (Zhang et al. 2025, equation 2)."""
+    anchors, positives, *_ = whole.hashes
+    no_anchors = whole.hashes.new_full((whole.hashes[2:].numel(),), -1)  # of hard negatives
+    options = {"mine": whole.mine, "temperature": temperature, "margin": mask_margin}
+    document_anchors = torch.cat([anchors, no_anchors])
+    document_texts = whole.hashes[1:].flatten()
+    loss = softmax_loss(columns[0], torch.cat(columns[1:]), document_anchors, document_texts, **options)
     if symmetric:
-        guides = guide and (guide[1], guide[0])
-        reverse = softmax_loss(columns[1], columns[0], query_keys, query_keys, guide=guides, **options)
-        loss = (loss + reverse) / 2
-    return loss / count_rows(hashes)
+        loss = (loss + softmax_loss(columns[1], columns[0], anchors, positives, **options)) / 2
+    return loss / count_rows(whole)
 
 
-def row_scores(columns, labels, own, temperature, teacher_temperature):
-    """Return the similarities of the anchors `own` to their own documents, and the teacher's labels of these, each
-    divided by its temperature; (n, C - 1) each. A missing document has the label NaN."""
-    anchors = columns[0][own]
-    scores = torch.stack([(anchors * column[own]).sum(-1) for column in columns[1:]], 1)
-    return scores / temperature, labels[own] / teacher_temperature
+def row_scores(columns, whole, temperature, teacher_temperature):
+    """Return the similarities of this process' anchors to their rows' documents, and the teacher's labels of these,
+    each divided by its temperature; (n, C - 1) each. A missing document has the label NaN."""
+    anchors = columns[0][whole.mine]
+    scores = torch.stack([(anchors * column[whole.mine]).sum(-1) for column in columns[1:]], 1)
+    return scores / temperature, whole.labels[whole.mine] / teacher_temperature
 
 
-def margin_mse(columns, hashes, labels, own, temperature=0.05, teacher_temperature=1.0):
+def margin_mse(columns, whole, teacher_temperature, temperature=0.05):
     """Return the squared error of the margins of positives over negatives (Hofstätter et al. 2020, Margin-MSE)."""
-    scores, labels = row_scores(columns, labels, own, temperature, teacher_temperature)
+    scores, labels = row_scores(columns, whole, temperature, teacher_temperature)
     errors = scores - labels.nan_to_num()
     errors = errors[:, :1] - errors[:, 1:]  # of the margins
     given = labels[:, 1:].isfinite()
     means = (errors.square() * given).sum(1) / given.sum(1).clamp(min=1)
-    return means.sum() / count_rows(hashes)
+    return means.sum() / count_rows(whole)
 
 
-def kl(columns, hashes, labels, own, temperature=0.05, teacher_temperature=1.0):
+def kl(columns, whole, teacher_temperature, temperature=0.05):
     """Return KL(teacher || model) of the softmax over a row's documents (Lin et al. 2020)."""
-    scores, labels = row_scores(columns, labels, own, temperature, teacher_temperature)
+    scores, labels = row_scores(columns, whole, temperature, teacher_temperature)
     student = scores.masked_fill(labels.isnan(), -1e9).log_softmax(1)
     teacher = labels.nan_to_num(-1e9).log_softmax(1)
-    return F.kl_div(student, teacher, reduction="sum", log_target=True) / count_rows(hashes)
+    return F.kl_div(student, teacher, reduction="sum", log_target=True) / count_rows(whole)
 
 
 LOSSES = {"infonce": infonce, "margin_mse": margin_mse, "kl": kl}
 
 
-def set_teacher_temperature(rows, args):
-    """Set teacher_temperature in args.loss_kwargs, if it is not given, by the range of the teacher's scores of `rows`:
-    `temperature`, or 0.05, for probabilities and cosines (from -1 to 1), else 1."""
-    default = args.loss_kwargs.get("temperature", 0.05) if are_similarities(rows) else 1.0
-    args.loss_kwargs = {"teacher_temperature": default} | args.loss_kwargs
-
-
 def library_loss(args, model):
-    """Return a class of sentence-transformers as a loss(columns, hashes, labels, own): each process computes the loss
-    of all rows that are present, and returns its share of it."""
-    names = [name for name in dir(losses) if hasattr(getattr(losses, name), "compute_loss_from_embeddings")]
-    if args.loss not in names:
-        raise UserError(f"--loss {args.loss}: unknown; available: {', '.join([*LOSSES, *names])}")
+    """Return a class of sentence-transformers as a loss(columns, whole): each process computes the loss of all rows
+    that are present, and returns its share of it."""
+    if not hasattr(getattr(losses, args.loss, None), "compute_loss_from_embeddings"):
+        raise UserError(f"--loss {args.loss}: not one of {', '.join(LOSSES)}, nor a loss on embeddings of the library")
     if args.loss in ("MSELoss", "EmbedDistillLoss"):
         raise UserError(f"--loss {args.loss} requires embeddings as labels: see docs/recipes/teacher_embeddings.md")
-    with user_errors("--loss_kwargs"):
+    with user_errors("--loss_kwargs", TypeError):
         module = getattr(losses, args.loss)(model, **args.loss_kwargs)
     if any(not name.startswith("model.") for name, _ in module.named_parameters()):
         raise UserError(f"--loss {args.loss} has weights of its own, which would not be trained")
 
-    def loss(columns, hashes, labels, own):
-        present = (hashes[0] >= 0).nonzero().squeeze(1)
+    def loss(columns, whole):
+        present = (whole.hashes[0] >= 0).nonzero().squeeze(1)
         if len(present) == 0:
             return columns[0].sum() * 0
-        required = f"--loss {args.loss} requires equally many"
-        if (hashes[:, present] < 0).any():
-            raise UserError(f"{required} documents in all rows: lower --num_negatives")
-        if args.label_column and labels[present].isnan().any():
-            raise UserError(f"{required} labels in all rows of {' '.join(args.label_column)!r}")
-        labels = labels[present].squeeze(1) if args.label_column else None  # (rows,) if each has one label
-        with user_errors(f"--loss {args.loss}"):  # it can reject these columns or labels
-            value = module.compute_loss_from_embeddings([column[present] for column in columns], labels)
-        return value * (hashes[0][own] >= 0).sum() / len(present)
+        labels = whole.labels[present].squeeze(1)  # (rows,) if each has one label
+        if (whole.hashes[:, present] < 0).any() or (args.label_column and labels.isnan().any()):
+            raise UserError(f"--loss {args.loss} requires equally many documents and labels in all rows")
+        columns = [column[present] for column in columns]
+        with user_errors(f"--loss {args.loss}", *BUGS):  # it can reject these columns or labels
+            value = module.compute_loss_from_embeddings(columns, labels if args.label_column else None)
+        return value * (whole.hashes[0][whole.mine] >= 0).sum() / len(present)
 
     return loss
 
 
 def make_loss(args, model):
-    """Return loss(columns, hashes, labels, own): one of LOSSES, or a class of sentence-transformers."""
-    options = dict(args.loss_kwargs)
-    weight = 0.0
-    dot = model.similarity_fn_name == "dot"
+    """Return loss(columns, whole): one of LOSSES, or a class of sentence-transformers."""
+    is_cosine = model.similarity_fn_name == "cosine"
+    normalize = partial(F.normalize, dim=-1) if is_cosine else torch.nn.Identity()
     if max(args.matryoshka_dims, default=0) > model.get_embedding_dimension():
         raise UserError(f"--matryoshka_dims: the embeddings have only {model.get_embedding_dimension()} dimensions")
-    if args.loss in TEACHER_LOSSES:
-        weight = options.pop("infonce", 0.0)  # teachers do not score the documents of other rows
+    kwargs = dict(args.loss_kwargs)
+    weight = kwargs.pop("infonce", 0.0) if args.loss in TEACHER_LOSSES else 0.0
     if args.loss in ("infonce", *TEACHER_LOSSES):
-        options = {"temperature": default_temperature(model)} | options
+        kwargs = {"temperature": 0.05 if is_cosine else 1.0} | kwargs
     if args.loss in LOSSES:
-        base = partial(LOSSES[args.loss], **options)
-        with user_errors(f"--loss_kwargs of {args.loss}"):
-            inspect.signature(base).bind("columns", "hashes", "labels", "own")
+        base = partial(LOSSES[args.loss], **kwargs)
+        with user_errors("--loss_kwargs", TypeError):
+            inspect.signature(base).bind("columns", "whole")
     else:
         base = library_loss(args, model)
 
-    def loss(columns, *rest, **more):
-        if args.loss in LOSSES and not dot:
-            columns = [F.normalize(column, dim=-1) for column in columns]
-        value = base(columns, *rest, **more)
-        if weight:
-            value += weight * infonce(columns, *rest, temperature=options["temperature"])
+    def loss(columns, whole):
+        if args.loss in LOSSES:
+            columns = [normalize(column) for column in columns]
+        value = base(columns, whole)
+        if weight:  # teachers do not score the documents of other rows
+            value += weight * infonce(columns, whole, temperature=kwargs["temperature"])
         return value
 
-    def matryoshka(columns, *rest, **more):  # Kusupati et al. 2022, equation 1, with equal weights
-        parts = [[column[:, :size] for column in columns] for size in args.matryoshka_dims]
-        if not dot:
-            parts = [[F.normalize(column, dim=-1) for column in part] for part in parts]
-        return sum(loss(part, *rest, **more) for part in parts)
+    def matryoshka(columns, whole):  # Kusupati et al. 2022, equation 1, with equal weights
+        value = 0.0
+        for size in args.matryoshka_dims:
+            value += loss([normalize(column[:, :size]) for column in columns], whole)
+        return value
 
     return matryoshka if args.matryoshka_dims else loss
 
 
 # ---- rows
 #
-# For each batch read_batches takes this process' rows, calls read_row, replaces ids by texts, and calls make_batch.
+# For each batch local_batches takes this process' rows, calls read_row, replaces ids by texts, and calls make_batch.
+
+
+def find_files(name):
+    """Return the files of a source. Their names, sizes and both ends tell a resume whether the source has changed; of
+    a stream, their order changes in each epoch. For a source that is none of files, return [name]."""
+    return list_files(name)
+
+
+def open_source(files, args):
+    """Return the rows in these files of a source: a Dataset or, with --streaming, an IterableDataset, that yields
+    pyarrow Tables. Edit it for rows from elsewhere, such as IterableDataset.from_generator(f).with_format("arrow"):
+    they must be the same, in the same order, each time it is called, as a resume seeks a row (of a stream: loads its
+    state_dict), and they must have the columns of --columns and --label_column, and no others."""
+    names = dict.fromkeys([*args.columns, *args.label_column])
+    return open_files(files, args.streaming).select_columns(list(names))
 
 
 @dataclass
@@ -655,15 +573,21 @@ class Row:
     cells: dict = field(default_factory=dict)  # the row as read
 
 
-def read_row(cells, random, args):
+def read_row(cells, random, step, args):
     """Return the Row that {column: value} means. Edit this function if your rows have another form.
 
     cells: those of --columns and --label_column, as Python objects; a list that is null is empty. Raise ValueError for
     a bad row: " in the row {...}" will follow its text. `random` is None unless a column holds lists; its draws are
-    the same for a row on any number of processes, and others in each epoch."""
+    the same for a row on any number of processes, and others in each epoch. `step`: the optimizer steps before that of
+    the row's batch, for whatever changes during a run; 0 for held-out rows."""
     query_column, *document_columns = args.columns
-    query = read_text(cells[query_column], query_column, args, is_id=args.queries)
-    groups = read_documents(cells, document_columns, args)
+    query = read_text(cells[query_column], query_column, args.queries)
+    groups = []
+    for column in document_columns:
+        values = cells[column] if isinstance(cells[column], list) else [cells[column]]
+        groups.append([read_text(value, column, args.corpus) for value in values])
+    if not groups[0]:
+        raise ValueError(f"{document_columns[0]!r} has no text")
     labels = read_labels(cells, args)
     documents, labels = choose_documents(groups, labels, random, args)
     if args.loss in TEACHER_LOSSES and not 2 <= len(documents) == len(labels):
@@ -671,20 +595,53 @@ def read_row(cells, random, args):
     return Row(query, documents, labels)
 
 
+def read_text(value, column, is_id=False):
+    """Return a text, or an id as a text. Raise ValueError if there is none, and UserError, which --on_bad_row does not
+    skip, if it is a value of another type: the column is wrong, not the row."""
+    if is_id and isinstance(value, int | float):
+        return str(value).removesuffix(".0")  # whole numbers are read as floats where some are missing
+    if not isinstance(value, str | None):
+        raise UserError(f"{column!r} holds {type(value).__name__}, not texts: choose other columns, or edit read_row")
+    if value is None or not value.strip():
+        raise ValueError(f"{column!r} has no text")
+    return value
+
+
+def read_labels(cells, args):
+    """Return the labels of a row: those of all --label_column, each a number, a list of numbers, or JSON of them."""
+    labels = []
+    with suppress(ValueError, TypeError):
+        for column in args.label_column:
+            value = cells[column]
+            value = json.loads(value) if isinstance(value, str) else value
+            labels += map(float, value if isinstance(value, list) else [value])
+        if all(map(math.isfinite, labels)) and (labels or not args.label_column):
+            return labels
+    raise ValueError(f"{' '.join(args.label_column)!r} has missing, extra or non-finite numbers")
+
+
+def choose_documents(groups, labels, random, args):
+    """Return (documents, labels) of a row, the positive first; groups: the documents of each column. From lists, draw
+    one positive and --num_negatives of the other documents."""
+    documents = list(chain.from_iterable(groups))
+    num_positives = len(groups[0]) if len(groups) > 1 else 1
+    negatives = range(num_positives, len(documents))
+    limit = len(negatives) if args.num_negatives is None else min(args.num_negatives, len(negatives))
+    draws = random is not None and (len(groups) > 1 or args.num_negatives is not None)
+    if len(labels) not in (0, len(documents)) and (draws or limit < len(negatives)):
+        raise ValueError(f"{' '.join(args.label_column)!r} has missing, extra or non-finite numbers")
+    if not draws:
+        kept = num_positives + limit
+        return documents[:kept], labels[:kept] if len(labels) == len(documents) else labels
+    chosen = [random.randrange(num_positives), *sorted(random.sample(negatives, limit))]
+    return [documents[index] for index in chosen], [labels[index] for index in chosen if labels]
+
+
 def add_prompts(rows, args):
-    """Prepend --prompts: that of the row's source (the n-th of --eval_data has the prompt of the n-th source), or of
-    all queries, and the last to documents."""
-    if not args.prompts:
-        return
-    last_query_prompt = max(0, len(args.prompts) - 2)
+    """Prepend --query_prompt, that of the row's source if there are several, and --document_prompt."""
     for row in rows:
-        query_prompt = args.prompts[min(row.cells[SOURCE], last_query_prompt)]
-        row.query = query_prompt + row.query
-        row.documents = [args.prompts[-1] + document for document in row.documents]
-
-
-def hash_text(text):
-    return xxh3_64_intdigest(text.encode()) >> 1  # 63 bits: a non-negative int64
+        row.query = args.query_prompt[min(row.cells[SOURCE], len(args.query_prompt) - 1)] + row.query
+        row.documents = [args.document_prompt + document for document in row.documents]
 
 
 @dataclass
@@ -695,43 +652,48 @@ class Batch:
     hashes: torch.Tensor  # (n, C) int64, equal for equal texts; -1 if missing
     labels: torch.Tensor  # (n, L) float; NaN if missing
     micro_batches: "MicroBatches"
-    guide_batches: "MicroBatches | None"
+    number: int  # batches before this one
+    step: int  # optimizer steps before that of this batch
     state: dict | None = None  # of row_batches, after this batch
     skipped: int = 0  # bad rows
     waited: float = 0.0  # seconds that training has waited for the batch
-    passes: int = 3  # of the model, for its FLOPs: a backward pass counts twice
     error: "UserError | None" = None  # what ends the run; there are no rows then
 
 
-def make_batch(rows, model, guide, args, accelerator):
+def make_batch(rows, number, model, args, accelerator):
     """Return the Batch of this process' rows."""
     device = accelerator.device
     slots = math.ceil(args.batch_size / accelerator.num_processes)
     add_prompts(rows, args)
-    hashes = []
+    hashes = [[-1, -1]] * (not rows)  # a stand-in, as make_micro_batches encodes one
     texts = []
     places = []
-    for number, row in enumerate(rows):
-        hashes.append([hash_text(text) for text in (row.query, *row.documents)])
-        texts += [truncate_query(row.query, model, args), *row.documents]
-        places += [(number, column) for column in range(1 + len(row.documents))]
-    if not texts:  # a stand-in, in an empty slot: forward passes and collectives must match those of other processes
-        hashes = [[-1, -1]]
-        texts = ["a text"]
-        places = [(0, 0)]
-    hashes = pad_lists(hashes, slots, -1)
-    labels = pad_lists([row.labels for row in rows], slots, np.nan, np.float32)
+    for place, row in enumerate(rows):
+        row_texts = [row.query, *row.documents]
+        hashes.append([xxh3_64_intdigest(text.encode()) >> 1 for text in row_texts])  # 63 bits: not negative
+        texts += row_texts
+        places += [(place, column) for column in range(len(row_texts))]
+    hashes = pinned(pad_lists(hashes, slots, -1), device)
+    labels = pinned(pad_lists([row.labels for row in rows], slots, np.nan, np.float32), device)
     micro_batches = make_micro_batches(texts, places, model, args, device)
-    guide_batches = guide and make_micro_batches(texts, places, guide, args, device)
-    return Batch(rows, pinned(hashes, device), pinned(labels, device), micro_batches, guide_batches)
+    return Batch(rows, hashes, labels, micro_batches, number, number // args.gradient_accumulation_steps)
+
+
+def is_static(model):
+    """Return whether a model is a static embedding model: lookups, without a transformer."""
+    return isinstance(model.tokenizer, Tokenizer)
 
 
 def make_micro_batches(texts, places, model, args, device):
-    """Return the MicroBatches of texts; places: (row, column) of each in the slots."""
-    if not isinstance(model.tokenizer, Tokenizer):
+    """Return the MicroBatches of texts; places: (row, column) of each in the slots. Column 0 has the queries, all
+    others have documents: two encoders would get micro-batches of their own here."""
+    if not texts:  # forward passes and collectives must match those of other processes
+        texts = ["a text"]
+        places = [(0, 0)]
+    if not is_static(model):
         encodings = model.tokenizer.backend_tokenizer.encode_batch_fast(texts)
         return pad_micro_batches(encodings, places, model, args.micro_batch_tokens, device)
-    # A static embedding model: texts are concatenated, without padding.
+    # Of a static model, texts are concatenated, without padding.
     encodings = model.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     lengths = np.array([len(encoding) for encoding in encodings])
     cuts = np.flatnonzero(np.diff(np.cumsum(lengths) // args.micro_batch_tokens)) + 1
@@ -767,58 +729,41 @@ def make_schedule(optimizer, steps, args):
 # ---- model
 
 
-def load_model(args, checkpoint=None):
-    """Return the SentenceTransformer of the flags, with the weights of the checkpoint if one is given."""
-    path = str(checkpoint) if checkpoint and not args.lora_rank else args.model_name_or_path
+def load_model(args):
+    """Return the SentenceTransformer of the flags. A resume builds the same one, and then loads its weights."""
     torch.manual_seed(args.seed)  # for adapters, and weights that the folder lacks
-    with user_errors(f"--model_name_or_path {path}"):
-        check_exists(path)
+    with user_errors(f"--model_name_or_path {args.model_name_or_path}"):
+        check_exists(args.model_name_or_path)
         model = SentenceTransformer(
-            path,
+            args.model_name_or_path,
             device="cpu",
             model_kwargs={"use_safetensors": True, "attn_implementation": args.attn_implementation},  # never a pickle
             processor_kwargs={"chat_template": None},  # else a new embedder made of a chat model puts texts into it
-            trust_remote_code=False,
+            trust_remote_code=args.trust_remote_code,
         )
         if "SequenceClassification" in str(getattr(model.config, "architectures", None)):
             raise UserError("is a cross-encoder: use train_cross_encoder.py")
-        if "message" in getattr(model[0], "modality_config", {}):
-            raise UserError("was saved to put texts into a chat template, which is not supported")
         if model.similarity_fn_name not in ("cosine", "dot"):
             raise UserError(f"similarity {model.similarity_fn_name} is not supported, only cosine and dot")
-        if isinstance(model.tokenizer, Tokenizer):
+        if is_static(model):
             if args.max_length:
                 model.tokenizer.enable_truncation(args.max_length)
         else:
             if args.append_eos:
                 append_eos(model)
             set_up_transformer(model, args.max_length, "max_length")
-            if args.gradient_checkpointing:
-                model[0].model.activation_checkpointing_enable({"use_reentrant": False})
-    if args.pooling:
-        index = next((n for n, module in enumerate(model) if isinstance(module, modules.Pooling)), None)
-        if index is None:
-            raise UserError(f"--pooling {args.pooling}: the model has no pooling to replace")
-        model[index] = modules.Pooling(model[index].embedding_dimension, pooling_mode=args.pooling)
-    prompts = args.prompts or own_prompts(model)
-    model.prompts = model.prompts | {"query": prompts[0], "document": prompts[-1]}
-    model.prompts |= {f"query_{n}": prompt for n, prompt in enumerate(prompts[1:-1], 2)}  # of other sources
-    if args.dropout is not None:
-        set_dropout(model, args.dropout)
-    if args.lora_rank:
-        add_lora(model, args, checkpoint)
-    else:
-        model.float()  # with autocast, too, the weights updated are float32
-    own_memory(model)
-    return model
-
-
-def load_guide(args):
-    """Return the SentenceTransformer of --guide_model."""
-    args = replace(
-        args, model_name_or_path=args.guide_model, pooling=None, dropout=None, lora_rank=0, append_eos=False
-    )
-    return load_model(args).eval()
+        if args.pooling:
+            number = next((n for n, module in enumerate(model) if isinstance(module, modules.Pooling)), None)
+            if number is None:
+                raise UserError("--pooling: the model has no pooling to replace")
+            model[number] = modules.Pooling(model[number].embedding_dimension, pooling_mode=args.pooling)
+    for number, prompt in enumerate(args.query_prompt, 1):
+        model.prompts["query" if number == 1 else f"query_{number}"] = prompt
+    model.prompts.setdefault("query", "")
+    passage = model.prompts.get("passage") or model.prompts.get("corpus") or ""  # other names of it
+    own_prompt = model.prompts.get("document") or passage
+    model.prompts["document"] = own_prompt if args.document_prompt is None else args.document_prompt
+    return finish_model(model, args)
 
 
 def append_eos(model):
@@ -838,144 +783,132 @@ def append_eos(model):
     model[0].processor = as_fast_tokenizer(tokenizer)
 
 
-def own_prompts(model):
-    """Return the prefixes of queries and of documents that the model was saved with, "" where there is none."""
-    prompts = []
-    for names in ("query",), ("document", "passage", "corpus"):
-        own = [model.prompts[name] for name in names if model.prompts.get(name)]
-        prompts.append(own[0] if own else "")
-    return prompts
-
-
-def last_word(model):
-    """Return the token that last-token pooling reads if it is not a special one, else None. transformers 5 ignores
-    `add_eos_token` if tokenizer.json lacks it, without a word."""
-    if not any("lasttoken" in getattr(module, "pooling_mode", "") for module in model):
-        return None
-    text = "a text " * int(min(model.max_seq_length, 100_000))  # which is truncated, if any is
-    last = model.tokenizer.backend_tokenizer.encode(text).ids[-1]
-    added = model.tokenizer.added_tokens_decoder.get(last)
-    return None if added and added.special else model.tokenizer.convert_ids_to_tokens(last)
-
-
 def check_encode(model, args, accelerator):
     """Raise UserError if the model's own `encode` has other embeddings of two texts, one of them long, than training:
-    it would be trained for other inputs than it gets later. Also if last-token pooling reads a word."""
+    it would be trained for other inputs than it gets later. Also if last-token pooling reads a word: transformers 5
+    ignores `add_eos_token` if tokenizer.json lacks it, without a word."""
     path = f"--model_name_or_path {args.model_name_or_path}"
-    if word := last_word(model):
-        raise UserError(f"{path}: pools the last token, but texts end in {word!r}: set --append_eos")
-    for prompt in dict.fromkeys(args.prompts or [""]):
+    if any("lasttoken" in getattr(module, "pooling_mode", "") for module in model):
+        encoding = model.tokenizer.backend_tokenizer.encode(SAMPLE[0])
+        if not encoding.special_tokens_mask[-1]:
+            word = encoding.tokens[-1]
+            raise UserError(f"{path}: pools the last token, but texts end in {word!r}: set --append_eos")
+    for prompt in {*args.query_prompt, args.document_prompt}:
         with user_errors(path), accelerator.autocast(), torch.no_grad():
             expected = model.encode(SAMPLE, prompt=prompt, convert_to_tensor=True)  # (2, D or truncate_dim)
             getattr(model.tokenizer, "backend_tokenizer", model.tokenizer).no_padding()  # encode() has changed this
             found = []
             for text in SAMPLE:
-                batches = make_micro_batches([prompt + text], [(0, 0)], model, args, accelerator.device)
-                found.append(encode(model, batches.parts[0][0], accelerator))
+                micro_batches = make_micro_batches([prompt + text], [(0, 0)], model, args, accelerator.device)
+                found.append(encode(model, micro_batches.parts[0][0], accelerator))
         check_outputs(path, torch.cat(found)[:, : expected.shape[1]], expected, model, accelerator)
     model.train()
 
 
+def resolve_args(args, model, accelerator):
+    """Return Args with what is not given: the value of the first source, the model or the launch."""
+    tokens = 2048 if accelerator.device.type == "cpu" else 16_384
+    return replace(
+        args,
+        columns=args.columns or find_columns(args),
+        query_prompt=args.query_prompt or [model.prompts["query"]],
+        document_prompt=model.prompts["document"],
+        micro_batch_tokens=args.micro_batch_tokens or (2**20 if is_static(model) else tokens),
+        gradient_accumulation_steps=accelerator.gradient_accumulation_steps,  # a launch may set it
+    )
+
+
 # ---- evaluation
 
-HELD_OUT = "held_out"  # name of the held-out rows among the collections
 EVAL_ROWS = 1000  # held out by default
-RANKING = ["MRR@10", "nDCG@10", "accuracy@1"]  # higher is better, as --metric_for_best_model requires
+# Higher is better, as --metric_for_best_model requires; names of ir_measures, of the first 10 documents or fewer.
+RANKING = ["nDCG@10", "RR@10", "Success@1"]
+CORRELATIONS = ["Spearman", "Pearson"]
 
 
 def open_eval_sets(rows, args):
-    """Return {name: EvalSet} of the held-out rows and of --eval_beir."""
-    add_prompts(rows, args)
-    eval_sets = {HELD_OUT: held_out_set(rows)} if rows else {}
-    for name in args.eval_beir:
-        with user_errors(f"--eval_beir {name}"):
-            eval_set = open_beir(name, args.eval_split, (args.prompts[-1], args.prompts[0]))
-        short = Path(name).name
-        eval_sets[name if short in eval_sets else short] = eval_set
-    add_metrics(eval_sets, args)
-    return eval_sets
+    """Return {name: EvalSet} of the held-out rows and of --eval_beir. A held-out query searches the positives of all
+    held-out rows for its own. If each row has one label, queries are instead paired with their positives."""
+    eval_sets = {}
+    if rows:
+        add_prompts(rows, args)
+        queries = {f"{number}": row.query for number, row in enumerate(rows)}
+        documents = {f"document {number}": row.documents[0] for number, row in enumerate(rows)}
+        scored = all(len(row.labels) == 1 for row in rows)
+        relevance = [row.labels[0] for row in rows] if scored else 1
+        qrels = pd.DataFrame({"query_id": queries.keys(), "doc_id": documents.keys(), "relevance": relevance})
+        eval_sets["held_out"] = EvalSet(queries, documents, qrels, scored)
+    return eval_sets | read_collections(args, args.query_prompt[0], args.document_prompt)
 
 
-def held_out_set(rows):
-    """Return the EvalSet in which each held-out query searches the positives of all held-out rows for its own; the
-    relevance of a positive is 1, or the row's label if each has one: queries are then paired with their positives."""
-    queries = {f"{number}": row.query for number, row in enumerate(rows)}
-    documents = {f"document {number}": row.documents[0] for number, row in enumerate(rows)}
-    scored = all(len(row.labels) == 1 for row in rows)
-    relevance = [row.labels[0] for row in rows] if scored else 1
-    qrels = {"query": queries.keys(), "q0": "0", "docid": documents.keys(), "rel": relevance}
-    return EvalSet(queries, documents, pd.DataFrame(qrels), scored)
+@torch.no_grad()
+def embed_texts(model, queries, documents, args, accelerator):
+    """Return (queries, D) and (documents, D) embeddings on all processes, normalized if the similarity is cosine; each
+    process encodes every P-th text."""
+    processes = accelerator.num_processes
+    rows = max(len(queries), len(documents))
+    texts = []
+    places = []
+    for column, column_texts in enumerate((queries, documents)):
+        mine = column_texts[accelerator.process_index :: processes]
+        texts += mine
+        places += [(number, column) for number in range(len(mine))]
+    micro_batches = make_micro_batches(texts, places, model, args, accelerator.device)
+    parts, _ = equalize_micro_batches(micro_batches, accelerator)
+    bar = tqdm(parts, "embedding", delay=2, leave=False, disable=not accelerator.is_main_process)
+    with accelerator.autocast():
+        outputs = [encode(model, features, accelerator)[: len(indices)] for features, indices in bar]
+    slots = math.ceil(rows / processes)
+    embeddings = gather_slots(outputs, micro_batches, (slots, 2), accelerator)  # (P slots, 2, D)
+    embeddings = embeddings.unflatten(0, (processes, slots)).transpose(0, 1).flatten(0, 1)  # in the order of the texts
+    if model.similarity_fn_name == "cosine":
+        embeddings = F.normalize(embeddings, dim=-1)
+    return embeddings[: len(queries), 0], embeddings[: len(documents), 1]
 
 
-def embed_texts(model, texts, args, accelerator):
-    """Return (texts, D) embeddings on every process; each encodes its part of the texts."""
-    order, own = deal([len(text) for text in texts], accelerator)
-    own_texts = [texts[index] for index in own]
-    places = [(number, 0) for number in range(len(own))]
-    local = make_micro_batches(own_texts, places, model, args, accelerator.device)
-    slots = math.ceil(len(texts) / accelerator.num_processes)
-    embeddings = embed(model, local, (slots, 1), accelerator)[:, 0]
-    return undo_deal(order, embeddings, accelerator)
+def search(queries, documents, eval_set, args, depth=10):
+    """Return the ranking (query_id, doc_id, score) in which all queries, (Q, D), search all documents, (M, D), for the
+    `depth` best; of equal scores the earlier document is first."""
+    document_ids = list(eval_set.documents)
+    rows = []
+    for query_id, query in zip(eval_set.queries, queries):
+        scores = documents @ query
+        best = scores.argsort(descending=True, stable=True)[: depth + 1]
+        hits = [(query_id, document_ids[place], score) for place, score in zip(best.tolist(), scores[best].tolist())]
+        rows += [hit for hit in hits if args.keep_same_id or hit[1] != query_id][:depth]
+    return pd.DataFrame(rows, columns=["query_id", "doc_id", "score"])
 
 
-def search(queries, documents, eval_set, depth):
-    """Return the run in which all queries, (Q, D), search all documents, (M, D), for the `depth` best. A document with
-    the query's own id is left out, as in BEIR; of equal scores the earlier document ranks first."""
-    query_ids = np.array(list(eval_set.queries))
-    document_ids = np.array(list(eval_set.documents))
-    kept = min(depth + 1, len(documents))  # the query's own document may be among them
-    best_scores = []
-    best = []
-    for part in queries.split(max(1, MAX_SCORES // len(documents))):
-        scores = part @ documents.T
-        scores, indices = scores.sort(dim=1, descending=True, stable=True)
-        best_scores.append(scores[:, :kept])
-        best.append(indices[:, :kept])
-    scores = torch.cat(best_scores).flatten().cpu().numpy()
-    names = document_ids[torch.cat(best).flatten().cpu().numpy()]
-    ranked = pd.DataFrame({"query": query_ids.repeat(kept), "docid": names, "score": scores})
-    ranked = ranked[ranked["query"] != ranked["docid"]]
-    return to_trec(ranked.groupby("query").head(depth))
-
-
-def evaluate(model, eval_sets, args, accelerator):
-    """Return {measure: mean over held-out rows and --eval_beir}, and the value of each if there are several; the same
-    on every process. Held-out rows with one label each are measured by correlation."""
-    model = accelerator.unwrap_model(model).eval()
-    depth = 100 if args.metrics else 10  # documents of a ranking
+def evaluate_model(model, eval_sets, args, accelerator):
+    """Return {measure: mean over held-out rows and --eval_beir}, and the value of each if there are several. Held-out
+    rows with one label each are measured by correlation. Edit it to measure something else."""
+    model.eval()
     found = {}
     for name, eval_set in eval_sets.items():
-        texts = [truncate_query(text, model, args) for text in eval_set.queries.values()]
-        embeddings = embed_texts(model, [*texts, *eval_set.documents.values()], args, accelerator)
-        queries, documents = embeddings.split([len(eval_set.queries), len(eval_set.documents)])
+        texts = [*eval_set.queries.values()], [*eval_set.documents.values()]
+        queries, documents = embed_texts(model, *texts, args, accelerator)
         if eval_set.scored:
-            predictions = (queries * documents).sum(-1).tolist()
-            references = eval_set.qrels["rel"].tolist()
+            scores = (queries * documents).sum(-1).tolist()
+            found[name] = correlate(scores, eval_set.qrels["relevance"])
         else:
-            predictions = [search(queries, documents, eval_set, depth)]
-            references = [eval_set.qrels.to_dict("list")]
-        eval_set.metric.add_batch(predictions=predictions, references=references)
-        found[name] = eval_set.metric.compute()
+            found[name] = measure_ranking(search(queries, documents, eval_set, args), eval_set.qrels)
     model.train()
-    return average(found, eval_sets)
+    return average(found)
 
 
-def pair_measures(scores, labels):
+def measure_ranking(ranking, qrels):
+    """Return {measure: mean over queries} of a ranking (query_id, doc_id, score); of equal scores the first counts as
+    the higher."""
+    order = -ranking.groupby("query_id").cumcount()
+    parsed = {measure: ir_measures.parse_measure(measure) for measure in RANKING}
+    values = ir_measures.calc_aggregate(parsed.values(), qrels, ranking.assign(score=order.astype(float)))
+    return {measure: values[parsed[measure]] for measure in RANKING}
+
+
+def correlate(scores, labels):
     """Return {measure: correlation} of scores and labels, (pairs,) each."""
-    frame = pd.DataFrame({"score": scores, "label": labels})
-    return {name: float(frame.corr(name.lower()).iloc[0, 1]) for name in ("Spearman", "Pearson")}
-
-
-def model_card(args, run, held_out):
-    """Return the README.md of the saved model: what it is, how it was trained, what was measured."""
-    return f"""---
-{{library_name: sentence-transformers, pipeline_tag: sentence-similarity, base_model: {args.model_name_or_path}}}
----
-{run.describe(held_out)}
-
-    model = sentence_transformers.SentenceTransformer("path/of/this/folder")
-    scores = model.similarity(model.encode_query(["a query"]), model.encode_document(["a document"]))
-"""
+    pairs = pd.DataFrame({"score": scores, "label": labels})
+    return {measure: float(pairs.corr(measure.lower()).iloc[0, 1]) for measure in CORRELATIONS}
 
 
 # ==== machinery: from here to the end identical in train_cross_encoder.py
@@ -985,89 +918,102 @@ class UserError(ValueError):
     """Something the user can fix; printed as one line, without a traceback."""
 
 
-def is_out_of_memory(error):
-    """Return whether torch could not allocate memory on a device, or of the CPU."""
-    return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "DefaultCPUAllocator" in str(error))
+class AgreedError(UserError):
+    """What all processes raise together, after a collective; printed by the main process alone."""
+
+
+def stop_together(error):
+    """Raise AgreedError on all processes if any has an error, a text, not None: the first. Every process calls it."""
+    error = next(filter(None, gather_object([error])), None)
+    if error:
+        raise AgreedError(error)
+
+
+# Errors of code, such as an edited function: they keep their traceback.
+BUGS = (KeyError, IndexError, TypeError, AttributeError, NameError)
 
 
 @contextmanager
-def user_errors(name):
-    """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause."""
+def user_errors(name, *expected):
+    """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause.
+    expected: types of errors that are the user's here, although they are of code elsewhere."""
     try:
         yield
     except Exception as error:
-        if is_out_of_memory(error):  # not the data's fault, or the model's
+        is_bug = isinstance(error, BUGS) and not isinstance(error, expected)
+        if is_bug or should_reduce_batch_size(error):  # out of memory: not the data's fault, or the model's
             raise
         cause = error
         while cause.__cause__ and not isinstance(cause, UserError):
             cause = cause.__cause__
         reason = "contains no row" if isinstance(cause, StopIteration) else str(cause).strip() or repr(cause)
-        reason = reason.splitlines()[0][:500].replace("set 'local_files_only' to False", "unset HF_HUB_OFFLINE")
-        if "Couldn't cast" in reason:  # `datasets` takes the type of a column from its first rows
-            reason += "; prepare_corpus.py can rewrite rows of irregular types"
+        reason = reason.splitlines()[0][:500]
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
 
 
-def print_error(error, again, memory):
-    """Print why a run ended, and return its exit status: a UserError and Ctrl-C in one line, any other error with its
-    traceback. again: how to continue after Ctrl-C; memory: what to do if it ran out of memory."""
+def print_error(error):
+    """Print why a run ended: UserError and Ctrl-C in one line, others with a traceback. Return the exit status."""
     if isinstance(error, KeyboardInterrupt):  # at once: background threads may wait for data
-        print(f"\ninterrupted: {again}", file=sys.stderr)
+        print("\ninterrupted: --resume continues from the newest checkpoint, if there is one", file=sys.stderr)
         return 130
     traceback.clear_frames(error.__traceback__)  # deletes main's progress bar, which ends its line
-    if isinstance(error, UserError):
-        # Every process raises the same error. Rank 0 reports it; the others do so only if they still run 5 s later.
-        time.sleep(5 if int(os.environ.get("RANK", 0)) else 0)
+    is_main = os.environ.get("RANK", "0") == "0"
+    if isinstance(error, AgreedError):
+        if is_main:
+            print(f"error: {error}", file=sys.stderr)
+        PartialState().wait_for_everyone()  # once a process has ended, a launcher ends the others
+    elif isinstance(error, UserError):
+        if not is_main:  # of this process alone, or of each: a launcher then ends this one while it waits
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(5)
         print(f"error: {error}", file=sys.stderr)
     else:
         traceback.print_exception(error)
-        if is_out_of_memory(error):
-            print(f"out of memory: {memory}", file=sys.stderr)
+        if should_reduce_batch_size(error):
+            advice = "lower --micro_batch_tokens, or set --grad_cache true, then --gradient_checkpointing"
+            print(f"out of memory: {advice}", file=sys.stderr)
     return 1
 
 
-def as_words(flags):
-    """Return the words of a command line that sets {flag: value}."""
+def words_of(path):
+    """Return the words of a command line that a YAML or JSON file of flags stands for."""
     words = []
-    for name, value in flags.items():
-        if isinstance(value, dict | bool):
-            value = json.dumps(value)
-        values = value if isinstance(value, list) else [value]
-        if values not in ([], [None]):
-            words += [f"--{name}", *map(str, values)]
+    with user_errors(f"{path}: not a file of flags", TypeError):
+        for name, value in dict(yaml.safe_load(Path(path).read_text())).items():
+            values = value if isinstance(value, list) else [value]
+            if name == "trust_remote_code":
+                raise UserError("--trust_remote_code: only on the command line, as a file may have been downloaded")
+            if values not in ([], [None]):  # else the default
+                words.append(f"--{name}")
+                words += [json.dumps(part) if isinstance(part, dict | bool) else str(part) for part in values]
     return words
 
 
-def check_credentials(parser, args):
-    """Exit if a URL of the flags contains a password, token or signature: the flags are written to files."""
-    secret = re.compile(r"://[^/@]*:[^/]*@|://.*[?&][\w-]*(sig|signature|token|key|secret|password|credential)=", re.I)
-    for name, values in asdict(args).items():
-        for value in values if isinstance(values, list) else [values]:
-            if isinstance(value, str) and secret.search(value):
-                parser.error(
-                    f"--{name}: a URL with a credential, which files would show; use the environment or ~/.netrc"
-                )
+SECRET = re.compile(r"://[^/@]*:[^/@]*@|://.*[?&][\w-]*(sig|signature|token|key|secret|password|credential)=", re.I)
 
 
 def parse_args(argv):
     """Return Args from flags, or from a YAML or JSON file and flags that override it; exit on a wrong value."""
     parser = make_parser()
-    check_flag_names(parser, argv)
-    if argv and argv[0].endswith((".yaml", ".yml", ".json")):
-        with user_errors(f"{argv[0]}: not a file of flags"):
-            words = as_words(dict(yaml.safe_load(Path(argv[0]).read_text())))
-        check_flag_names(parser, words)
-        argv = words + argv[1:]
-    with user_errors("flags"):
-        (args,) = parser.parse_args_into_dataclasses(argv)
-    with user_errors("--loss_kwargs: not a JSON object"):
-        args.loss_kwargs = dict(json.loads(args.loss_kwargs))
-    check_credentials(parser, args)
-    for name, value in asdict(args).items():
-        low, relation = (1e-12, "above 0") if name in ABOVE_ZERO.split() else (0, "0 or more")
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, int | float) and not low <= number < math.inf:
-                parser.error(f"--{name} {number}: must be finite, and {relation}")
+    lists = {name for name, option in parser._option_string_actions.items() if option.nargs == "+"}
+    names = [word.partition("=")[0] for word in argv]
+    for name in lists.intersection(names):
+        if names.count(name) > 1:  # argparse would ignore the first list; of any other flag, the last value counts
+            parser.error(f"{name}: given twice; list all values after one flag")
+    if path := parser.parse_args(argv).file:
+        argv = [path, *words_of(path), *(word for word in argv if word != path)]
+    flags = vars(parser.parse_args(argv))
+    del flags["file"]
+    args = Args(**flags)
+    for option in fields(args):
+        given = flags[option.name]
+        least = 1e-12 if option.metadata["above_zero"] else 0
+        for value in given if isinstance(given, list) else [given]:
+            if isinstance(value, str) and SECRET.search(value):
+                parser.error(f"--{option.name}: a URL with a credential, which files would show; use ~/.netrc")
+            if isinstance(value, int | float) and not least <= value < math.inf:
+                relation = "above 0" if least else "0 or more"
+                parser.error(f"--{option.name} {value}: must be finite, and {relation}")
     try:
         check_flags(args)
     except UserError as error:
@@ -1081,7 +1027,7 @@ FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": 
            ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
 
 
-UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst; prepare_corpus.py converts .orc"
+UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst"
 
 
 def file_suffix(file):
@@ -1091,10 +1037,15 @@ def file_suffix(file):
 
 
 def check_exists(name):
-    """Raise UserError if `name` is not on disk and cannot be a Hub id: NAME or ORG/NAME, without a folder ORG here."""
+    """Raise UserError if `name` is not on disk and cannot be a Hub id: NAME or ORG/NAME, without a folder ORG here; or
+    if it is the folder of a model without safetensors."""
     may_be_id = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not os.path.isdir(os.path.dirname(name))
     if not (may_be_id or "://" in name or os.path.exists(name)):
         raise UserError("no such file or folder")
+    if os.path.exists(f"{name}/pytorch_model.bin") and not os.path.exists(f"{name}/model.safetensors"):
+        raise UserError(
+            "A pickle can run code; convert one you trust: SentenceTransformer('OLD').save_pretrained('NEW')"
+        )
 
 
 def list_files(source):
@@ -1105,7 +1056,7 @@ def list_files(source):
         return [os.path.join(path, file["filename"]) for file in files]
     if suffix := file_suffix(path):  # decided by suffix, so that a missing file is not mistaken for a Hub id
         builder = datasets.load_dataset_builder(FORMATS[suffix], data_files=path)
-    elif path.endswith(".orc") or os.path.isfile(path) or any(Path(path).glob("*.orc")):
+    elif os.path.isfile(path):
         raise UserError(UNSUPPORTED)
     else:
         if path.count(":") == 2:
@@ -1114,15 +1065,15 @@ def list_files(source):
         builder = datasets.load_dataset_builder(path, name=config or None)
     files = builder.config.data_files
     if not files.get(split):
-        found = [str(name) for name in files if files[name]]
-        raise UserError(f"no split {split!r} with files; available: {', '.join(found) or 'none'}")
+        available = ", ".join(str(part) for part in files if files[part]) or "none"
+        raise UserError(f"no split {split!r} with files; available: {available}")
     if not file_suffix(files[split][0]):
         raise UserError(f"{files[split][0]}: {UNSUPPORTED}")
     return list(files[split])
 
 
 def open_files(files, streaming=True):
-    """Return a Dataset or IterableDataset that yields pyarrow Tables."""
+    """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables."""
     suffix = file_suffix(files[0])
     # A mapped table keeps a list of its record batches: write few, large ones.
     kind, options = FORMATS[suffix], {"split": "train", "writer_batch_size": 20_000}
@@ -1137,8 +1088,8 @@ def open_files(files, streaming=True):
         first = datasets.load_dataset(kind, data_files=files[:1], streaming=True, **options).with_format("arrow")
         schema = next(first.iter(1)).schema
         if pa.null() in schema.types:
-            fields = [field.with_type(pa.string()) if pa.types.is_null(field.type) else field for field in schema]
-            options["features"] = datasets.Features.from_arrow_schema(pa.schema(fields))
+            texts = [part.with_type(pa.string()) if pa.types.is_null(part.type) else part for part in schema]
+            options["features"] = datasets.Features.from_arrow_schema(pa.schema(texts))
     return datasets.load_dataset(kind, data_files=files, streaming=streaming, **options).with_format("arrow")
 
 
@@ -1147,10 +1098,9 @@ def data_fingerprint(files):
     digest = hashlib.sha256()
     for number, file in enumerate(files):
         fs, path = fsspec.core.url_to_fs(file)
-        name = os.path.basename(path)
-        digest.update(f"{name} {fs.size(path)} ".encode())
+        digest.update(f"{os.path.basename(path)} {fs.size(path) if fs.exists(path) else 'no file'} ".encode())
         if number in (0, len(files) - 1):
-            with suppress(ValueError, TypeError):  # a web server that sends whole files only
+            with suppress(OSError, ValueError, TypeError):  # no file, or a web server that sends whole files only
                 digest.update(fs.head(path, 2**16))
                 digest.update(fs.tail(path, 2**16))
     return digest.hexdigest()[:16]
@@ -1163,16 +1113,14 @@ NUMBER = "<number>"  # column added to rows: the number of the row in its source
 
 
 def is_list(column):
-    return pa.types.is_nested(column.type) and not pa.types.is_struct(column.type)
+    return pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
 
 
 def count_bytes(column):
-    """Return (rows,) bytes of text in each row of an Array, also in lists and structs."""
+    """Return (rows,) bytes of text in each row of an Array, also in lists."""
     if is_list(column):
         rows = pc.list_parent_indices(column)
         return np.bincount(rows, count_bytes(pc.list_flatten(column)), minlength=len(column))
-    if pa.types.is_struct(column.type):
-        return sum(count_bytes(part) for part in column.flatten())
     if column.type in (pa.string(), pa.large_string()):
         return pc.fill_null(pc.binary_length(column), 0).to_numpy()
     return np.zeros(len(column))
@@ -1183,160 +1131,66 @@ def row_lengths(table, args):
     return sum(count_bytes(table[name].combine_chunks()) for name in dict.fromkeys(args.columns))
 
 
-def deal(lengths, accelerator):
-    """Return (indices by length, longest first; those of this process). Each process takes every P-th, so the lengths
-    of two processes add up to the same but for the longest item."""
-    order = np.argsort(-np.array(lengths), kind="stable")
-    return order, order[accelerator.process_index :: accelerator.num_processes]
+def to_python(table):
+    """Return {column: list of values} of a Table; a list that is null is empty."""
+    columns = PythonFormatter(datasets.Features.from_arrow_schema(table.schema)).format_batch(table)
+    for name, values in columns.items():
+        if is_list(table[name]):
+            columns[name] = [value or [] for value in values]
+    return columns
 
 
-def undo_deal(order, gathered, accelerator):
-    """Return the outputs of dealt items in their original order; gathered: (P n, ...), n slots of each process."""
-    by_length = gathered.unflatten(0, (accelerator.num_processes, -1)).transpose(0, 1).flatten(0, 1)
-    return by_length[np.argsort(order)]
+def find_columns(args):
+    """Return the columns of the first source but those of labels."""
+    name = args.train_data[0]
+    with user_errors(f"--train_data {name}"):
+        first = next(open_files(find_files(name)[:1]).iter(1))
+    columns = [column for column in first.column_names if column not in args.label_column]
+    if len(columns) < 2:
+        raise UserError(f"--columns: two or more are required, {name} has {columns}")
+    return columns
 
 
-def parse_json(values):
-    return [value and json.loads(value) for value in values]
-
-
-def to_python(column):
-    """Return the values of a column, or of the JSON that `datasets` makes of values of several types, also in lists; a
-    list that is null is empty."""
-    values = column.to_pylist()
-    if isinstance(column.type, pa.JsonType):
-        return parse_json(values)
-    if is_list(column):
-        parse = parse_json if isinstance(column.type.field(0).type, pa.JsonType) else list
-        return [parse(value or ()) for value in values]
-    return values
-
-
-def read_text(value, column, args, is_id=False):
-    """Return a text, an id as a text, or the fields of a struct, joined; raise ValueError if there is no text, and
-    UserError, which --on_bad_row does not skip, if it is a value of another type: the column is wrong, not the row."""
-    if isinstance(value, dict):
-        names = [name for name in args.corpus_columns[1:] if name in value]
-        if not names:
-            flags = f"--corpus_columns {args.corpus_columns[0]} {' '.join(value)}"
-            raise UserError(f"column {column!r} holds structs: to read its fields, set {flags}")
-        for name in names:
-            check_text(value[name], name)
-        value = " ".join(value[name] or "" for name in names).strip()
-    if is_id and isinstance(value, (int, float)):
-        return str(value).removesuffix(".0")  # whole numbers are read as floats where some are missing
-    check_text(value, column)
-    if value is None or not value.strip():
-        raise ValueError(f"{column!r} has no text")
-    return value
-
-
-def check_text(value, column):
-    """Raise UserError if a value is neither a text nor missing."""
-    if value is None or isinstance(value, str):
-        return
-    advice = f"choose other columns, rewrite it by prepare_corpus.py or, to train on it, set --label_column {column}"
-    if isinstance(value, (dict, list)):
-        advice = "write its texts as a column of their own; Dataset.flatten() of `datasets` does so for structs"
-    raise UserError(f"column {column!r} holds {type(value).__name__}, not texts: {advice}")
-
-
-def read_documents(cells, columns, args):
-    """Return a list of texts, or of ids, for each of `columns`, whose cells are texts or lists of texts."""
-    groups = []
-    for column in columns:
-        values = cells[column] if isinstance(cells[column], list) else [cells[column]]
-        groups.append([read_text(value, column, args, is_id=args.corpus) for value in values])
-    if not groups[0]:
-        raise ValueError(f"{columns[0]!r} has no text")
-    return groups
-
-
-def read_labels(cells, args):
-    """Return the labels of a row: those of all --label_column, each a number, a list of numbers, or JSON of them."""
-    labels = []
-    with suppress(ValueError, TypeError):
-        for column in args.label_column:
-            value = cells[column]
-            value = json.loads(value) if isinstance(value, str) else value
-            labels += map(float, value if isinstance(value, list) else [value])
-        if all(map(math.isfinite, labels)) and (labels or not args.label_column):
-            return labels
-    raise ValueError(f"{' '.join(args.label_column)!r} has missing, extra or non-finite numbers")
-
-
-def choose_documents(groups, labels, random, args):
-    """Return (documents, labels) of a row, the positive first; groups: the documents of each column. From lists, draw
-    one positive and --num_negatives of the other documents."""
-    documents = list(chain.from_iterable(groups))
-    num_positives = len(groups[0]) if len(groups) > 1 else 1
-    negatives = range(num_positives, len(documents))
-    limit = len(negatives) if args.num_negatives is None else min(args.num_negatives, len(negatives))
-    if random is None or (len(groups) == 1 and args.num_negatives is None):
-        kept = num_positives + limit
-        if len(labels) == len(documents):
-            labels = labels[:kept]
-        return documents[:kept], labels
-    if len(labels) not in (0, len(documents)):
-        raise ValueError(f"{' '.join(args.label_column)!r} has missing, extra or non-finite numbers")
-    chosen = [random.randrange(num_positives), *sorted(random.sample(negatives, limit))]
-    return [documents[index] for index in chosen], [labels[index] for index in chosen if labels]
-
-
-def read_rows(table, sources, lookups, args, add_documents=None):
+def read_rows(table, sources, lookups, step, args, add_documents=None):
     """Return (list of Row, number of bad rows) of a Table, with texts in place of ids; raise UserError for a bad row
-    unless --on_bad_row is skip. sources: those that the column SOURCE counts; add_documents(rows) may add documents of
-    other rows, with labels, before ids are looked up."""
-    columns = {name: to_python(table[name]) for name in table.column_names}
-    may_be_lists = (is_list(table[name]) or isinstance(table[name].type, pa.JsonType) for name in args.columns)
-    random = Random() if any(may_be_lists) else None
+    unless --on_bad_row is skip. sources: those that the column SOURCE counts; step: that of the rows' batch;
+    add_documents(rows, step) may add documents of other rows, with labels, before ids are looked up."""
+    columns = to_python(table)
+    random = Random() if any(is_list(table[name]) for name in args.columns) else None
     rows = []
-    bad = []  # (cells, what is wrong)
     for values in zip(*columns.values()):
         cells = dict(zip(columns, values))
         if random:  # seeding takes 5 µs
             random.seed(f"{args.seed} {cells[SOURCE]} {cells[NUMBER]}")
         try:
-            rows.append(read_row(cells, random, args))
+            rows.append(read_row(cells, random, step, args))
             rows[-1].cells = cells
-        except UserError as error:  # not of this row alone
-            raise UserError(f"{sources[cells[SOURCE]].name}: {error}") from error
         except ValueError as error:
-            bad.append((cells, error))
-    counts = [len(row.documents) for row in rows]
+            reject(error, cells, sources, args)
+    sizes = [len(row.documents) for row in rows]
     if add_documents:
-        add_documents(rows)
+        add_documents(rows, step)
     resolve_ids(rows, lookups)
     known = []
-    for row, count in zip(rows, counts):
-        if row.query is None:
-            bad.append((row.cells, f"no text has the id in {args.columns[0]!r}"))
-        elif None in row.documents[:count]:
-            bad.append((row.cells, f"no text has the id in {' or '.join(map(repr, args.columns[1:]))}"))
+    for row, size in zip(rows, sizes):
+        if row.query is None or None in row.documents[:size]:
+            reject("no text has its id", row.cells, sources, args)
         else:
             known.append(row)
             while None in row.documents:  # added from another row: that one is bad, not this one
                 place = row.documents.index(None)
                 del row.documents[place], row.labels[place]
-    if bad and args.on_bad_row == "error":
-        raise bad_row_error(bad, columns[SOURCE], sources, args)
-    return known, len(bad)
+    return known, len(table) - len(known)
 
 
-def bad_row_error(bad, numbers, sources, args):
-    """Return the UserError of the first bad row; bad: (cells, what is wrong) of each; numbers: that of the source of
-    each row read. If most rows of its source have the same problem, the column is wrong: to skip them is no help."""
-    cells, problem = bad[0]
+def reject(problem, cells, sources, args):
+    """Raise UserError for a bad row, unless --on_bad_row is skip and nothing but the row is wrong."""
     source = sources[cells[SOURCE]].name
-    shown = str({name: cells[name] for name in (*args.columns, *args.label_column)})[:200]
-    alike = [(other[SOURCE], str(text)) for other, text in bad].count((cells[SOURCE], str(problem)))
-    num_rows = numbers.count(cells[SOURCE])
-    if alike > max(1, num_rows / 2):
-        advice = "convert this column to texts (numbers for a label), or choose others: --columns, --label_column"
-        if str(problem).startswith("--loss"):
-            advice = "choose another --loss or --label_column, or leave such rows out: prepare_corpus.py --filter"
-        return UserError(f"{source}: {problem} in {alike} of {num_rows} rows, as in {shown}; {advice}")
-    return UserError(f"{source}: {problem} in the row {shown}; fix the row, or pass --on_bad_row skip")
+    if isinstance(problem, UserError):
+        raise UserError(f"{source}: {problem}") from problem
+    if args.on_bad_row == "error":
+        shown = str({name: cells[name] for name in (*args.columns, *args.label_column)})[:200]
+        raise UserError(f"{source}: {problem} in the row {shown}; fix it, edit read_row, or --on_bad_row skip")
 
 
 def resolve_ids(rows, lookups):
@@ -1351,23 +1205,25 @@ def resolve_ids(rows, lookups):
             row.documents = [next(texts) for _ in row.documents]
 
 
-def read_batches(tables, make_batch, data, args, accelerator, add_documents=None):
-    """Yield this process' Batch of each (Table, state) without end; runs in a background thread. An error of the data
-    becomes the `error` of a batch without rows, so that all processes can stop at the same step."""
+def local_batches(tables, first, model, data, args, accelerator, add_documents=None):
+    """Yield this process' Batch of each (Table, state) without end; runs in a background thread. `first`: the number
+    of the first one. An error of the data becomes the `error` of a batch without rows, so that all processes can stop
+    at the same step."""
     state = error = None
-    while True:
+    for number in count(first):
+        rows = []
         skipped = 0
         try:
             if error is None:
                 table, state = next(tables)
-                _, own = deal(row_lengths(table, args), accelerator)
+                by_length = np.argsort(-row_lengths(table, args), kind="stable")  # each process takes every P-th row
+                mine = np.sort(by_length[accelerator.process_index :: accelerator.num_processes])
                 hook = add_documents and partial(add_documents, table)
-                rows, skipped = read_rows(table.take(np.sort(own)), data.sources, data.lookups, args, hook)
-                batch = make_batch(rows)
+                step = number // args.gradient_accumulation_steps
+                rows, skipped = read_rows(table.take(mine), data.sources, data.lookups, step, args, hook)
         except UserError as caught:
             error = caught
-        if error:
-            batch = make_batch([])
+        batch = make_batch(rows, number, model, args, accelerator)
         batch.state = state
         batch.skipped = skipped
         batch.error = error
@@ -1377,46 +1233,60 @@ def read_batches(tables, make_batch, data, args, accelerator, add_documents=None
 # ---- sources and the order of their rows
 
 BLOCK = 100  # neighbouring rows of a mapped table that are read together; a shuffle window mixes many blocks
-START = {"taken": 0, "epoch": 0, "window": 0, "used": 0, "stream": None}  # position of a Source
+
+
+@dataclass
+class Position:
+    """Where a Source is: that of its next row."""
+
+    taken: int = 0  # rows so far, over all epochs
+    epoch: int = 0
+    window: int = 0  # of the epoch
+    used: int = 0  # rows of the window
+    stream: dict | None = None  # state of a stream before the window
 
 
 class Source:
     """The rows of a source, epoch after epoch, in windows that are shuffled as a whole: a pure function of the files,
-    the seed and `number`. `position` (JSON) is that of the next row: rows taken in all, epoch, window, rows used of
-    the window, and the state of a stream before the window."""
+    the seed and `number`."""
 
     def __init__(self, name, number, args):
         self.name = name
         self.number = number
         self.args = args
-        self.files = list_files(name)
         self.window = args.shuffle_buffer or 1000  # rows
         self.block = min(BLOCK, self.window)
-        self.held_out = 0
+        self.held_out = 0  # rows
+        self.held_blocks = []  # of a mapped source: (first row, end) of each block of them
         self.leading = 0  # files of a stream with the held-out rows; not permuted, so that skip() skips these rows
-        self.dataset = None if args.streaming else self.open(self.files)
-        self.seek(None)
+        with user_errors(name):
+            self.files = find_files(name)
+            self.dataset = None if args.streaming else open_source(self.files, args)
+        self.seek(Position())
 
     def __len__(self):  # unknown for a stream: 1, so that streams are mixed equally by default
         return 1 if self.args.streaming else len(self.dataset) - self.held_out
 
-    def open(self, files):
-        names = dict.fromkeys([*self.args.columns, *self.args.label_column])
-        return open_files(files, self.args.streaming).select_columns(list(names))
-
     def hold_out(self, count):
-        """Return a Table of the first `count` rows, and exclude them from training."""
-        table = [] if self.args.streaming else self.dataset[:count]
-        while self.args.streaming and len(table) < count and self.leading < len(self.files):
-            self.leading += 1
-            stream = self.open(self.files[: self.leading])
-            table = pa.concat_tables(stream.take(count).iter(count))
+        """Return a Table of at most `count` rows, and exclude them from training: of a mapped source, blocks of
+        neighbours spread over it, as rows are often sorted; of a stream, the first rows."""
+        table = []
+        with user_errors(self.name):
+            if self.dataset:
+                self.held_blocks = spread_blocks(len(self.dataset), min(count, len(self.dataset)))
+                table = self.dataset[list(chain.from_iterable(range(*block) for block in self.held_blocks))]
+            while self.args.streaming and len(table) < count and self.leading < len(self.files):
+                self.leading += 1
+                stream = open_source(self.files[: self.leading], self.args)
+                table = next(stream.take(count).iter(count), [])
+            if not len(table):
+                raise UserError("contains no row")
         self.held_out = len(table)
         return self.add_numbers(table, 0)
 
     def seek(self, position):
-        """Continue at a position, or from the beginning if it is None."""
-        self.position = dict(position or START)
+        """Continue at a Position."""
+        self.position = position
         self.table = []
         self.windows = self.read_windows()
 
@@ -1426,12 +1296,12 @@ class Source:
         parts = []
         with user_errors(self.name):
             while count:
-                if position["used"] >= len(self.table):
+                if position.used >= len(self.table):
                     self.table = next(self.windows)
-                part = self.table.slice(position["used"], count)
-                parts.append(self.add_numbers(part, position["taken"]))
-                position["used"] += len(part)
-                position["taken"] += len(part)
+                part = self.table.slice(position.used, count)
+                parts.append(self.add_numbers(part, position.taken))
+                position.used += len(part)
+                position.taken += len(part)
                 count -= len(part)
         return pa.concat_tables(parts)
 
@@ -1444,29 +1314,33 @@ class Source:
         """Yield the windows of all epochs from `position` on, and update it with each."""
         position = self.position
         while True:
-            found = position["window"] or position["used"]
+            found = position.window or position.used
             for table, stream in self.read_stream() if self.args.streaming else self.read_blocks():
                 table.validate(full=True)  # offsets of a damaged Arrow file may be out of bounds
                 if self.args.shuffle_buffer:
-                    table = table.take(self.random(position["window"]).permutation(len(table)))
-                position["stream"] = stream
+                    table = table.take(self.random(position.window).permutation(len(table)))
+                position.stream = stream
                 found = True
                 yield table.combine_chunks()
-                position.update(window=position["window"] + 1, used=0)
+                vars(position).update(window=position.window + 1, used=0)
             if not found:
-                raise UserError(f"no row is left to train on after --eval_rows {self.args.eval_rows}")
-            position.update(epoch=position["epoch"] + 1, window=0, used=0, stream=None)
+                raise UserError("no row is left to train on after those that are held out: lower --eval_rows")
+            vars(position).update(epoch=position.epoch + 1, window=0, used=0, stream=None)
 
     def read_blocks(self):
         """Yield (Table, None) for each window of an epoch from `position` on: random blocks of neighbouring rows."""
-        blocks = np.arange(math.ceil(len(self) / self.block))
-        count = self.window // self.block
+        held_out = [(0, 0), *self.held_blocks, (len(self.dataset), 0)]
+        blocks = []
+        for (_, begin), (end, _) in pairwise(held_out):
+            blocks += [(first, min(self.block, end - first)) for first in range(begin, end, self.block)]
+        order = np.arange(len(blocks))
         if self.args.shuffle_buffer:
-            self.random().shuffle(blocks[: len(self) // self.block])  # a short last block stays last
-        for first in range(self.position["window"] * count, len(blocks), count):
-            starts = (self.held_out + blocks[first : first + count] * self.block).tolist()
-            # As dataset[start : start + block] does, without the 70 µs that formatting takes.
-            yield pa.concat_tables([self.dataset.data.fast_slice(start, self.block) for start in starts]), None
+            self.random().shuffle(order[: len(blocks) - (blocks[-1][1] < self.block)])  # a short last block stays last
+        count = self.window // self.block
+        for window in range(self.position.window * count, len(blocks), count):
+            chosen = [blocks[number] for number in order[window : window + count]]
+            # As dataset[first : first + size] does, without the 70 µs that formatting takes.
+            yield pa.concat_tables([self.dataset.data.fast_slice(first, size) for first, size in chosen]), None
 
     def read_stream(self):
         """Yield (Table, state of the stream before it) for each window of an epoch; a resume loads that state to read
@@ -1474,8 +1348,8 @@ class Source:
         files = self.files[self.leading :]
         if self.args.shuffle_buffer:
             files = [files[index] for index in self.random().permutation(len(files))]
-        stream = self.open(self.files[: self.leading] + files).skip(self.held_out)
-        before = self.position["stream"]
+        stream = open_source(self.files[: self.leading] + files, self.args).skip(self.held_out)
+        before = self.position.stream
         if before:
             stream.load_state_dict(before)
         before = before or stream.state_dict()  # does not reflect a loaded state before the first row
@@ -1485,37 +1359,45 @@ class Source:
 
     def random(self, *keys):
         """Return the random generator of this source, its epoch and `keys`."""
-        return np.random.default_rng([self.args.seed, self.number, self.position["epoch"], *keys])
+        return np.random.default_rng([self.args.seed, self.number, self.position.epoch, *keys])
+
+
+def spread_blocks(rows, count):
+    """Return [(first row, end)] of blocks of neighbours, spread evenly: `count` of `rows` rows in all."""
+    size = min(BLOCK, math.ceil(count / 10))
+    number = math.ceil(count / size)
+    firsts = [place * size + place * (rows - count) // number for place in range(number)]
+    return [(first, first + min(size, count - place * size)) for place, first in enumerate(firsts)]
 
 
 def apportion(drawn, weights, count):
-    """Return how many of the next `count` rows each source gives, so that it stays within a row of its share of all
-    rows; drawn: rows of each source so far."""
+    """Return how many of the next `count` rows each source gives, to stay within a row of its share of all rows;
+    drawn: rows of each source so far."""
     shares = np.array(weights) / sum(weights)
     missing = shares * (sum(drawn) + count) - drawn
-    counts = np.maximum(missing.astype(int) - 1, 0)
-    if counts.sum() > count:  # the weights have changed, by a resume: catch up over several calls
-        counts[:] = 0
-    for _ in range(count - counts.sum()):
-        counts[np.argmax(missing - counts)] += 1
-    return counts.tolist()
+    given = np.maximum(missing.astype(int) - 1, 0)
+    if given.sum() > count:  # the weights have changed, by a resume: catch up over several calls
+        given[:] = 0
+    for _ in range(count - given.sum()):
+        given[np.argmax(missing - given)] += 1
+    return given.tolist()
 
 
 def row_batches(sources, weights, args, state=None):
     """Yield (Table of a batch's rows, state after it) without end: a pure function of sources, seed and batch size.
     Each batch has its own state (JSON), so prefetching loses no row: the position of each source before the length
     window, and "cut", the batches taken from that window."""
-    state = state or {"sources": [None] * len(sources), "cut": 0}
+    state = state or {"sources": [{} for _ in sources], "cut": 0}
     for source, position in zip(sources, state["sources"]):
-        source.seek(position)
+        source.seek(Position(**position))
     cut = state["cut"]
     window = args.batch_size * args.length_window
     unit = 1 if args.mix_by == "row" else window  # rows that are taken together from a source
     while True:
-        before = [dict(source.position) for source in sources]
-        drawn = [position["taken"] for position in before]
-        counts = apportion([rows // unit for rows in drawn], weights, window // unit)
-        tables = [source.take(count * unit) for source, count in zip(sources, counts) if count]
+        before = [asdict(source.position) for source in sources]
+        drawn = [source.position.taken for source in sources]
+        units = apportion([rows // unit for rows in drawn], weights, window // unit)
+        tables = [source.take(count * unit) for source, count in zip(sources, units) if count]
         with user_errors("columns of different sources have different types"):
             table = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
         order = np.arange(args.length_window)
@@ -1525,7 +1407,7 @@ def row_batches(sources, weights, args, state=None):
         for number in range(cut, len(order)):
             rows = table.slice(order[number] * args.batch_size, args.batch_size)
             done = number + 1 == len(order)
-            positions = [dict(source.position) for source in sources] if done else before
+            positions = [asdict(source.position) for source in sources] if done else before
             yield rows, {"sources": positions, "cut": 0 if done else number + 1}
         cut = 0
 
@@ -1540,6 +1422,8 @@ class TextLookup:
         self.fingerprint = data_fingerprint(files)
         self.id_column, *self.text_columns = columns
         self.dataset = open_files(files, streaming=False).select_columns(columns)
+        if isinstance(self.dataset.features[self.id_column], datasets.Json):
+            raise UserError(f"{self.id_column!r} holds values of several types: make all of them texts")
         os.makedirs(datasets.config.HF_DATASETS_CACHE, exist_ok=True)
         path = f"{datasets.config.HF_DATASETS_CACHE}/evenstep-{self.fingerprint}-{self.id_column}.npy"
         with FileLock(f"{path}.lock"):  # one process builds the index, the others wait
@@ -1563,15 +1447,13 @@ class TextLookup:
         """Return the text of each id of a list; None for an unknown id, or one without a text."""
         if not ids:
             return []
-        with user_errors(self.name):
+        with user_errors(f"{self.name}: {' '.join(self.text_columns)}"):
             places = np.searchsorted(self.index[0], self.hashes(np.array(ids, object)))
             rows = self.index[1, places.clip(max=len(self.dataset) - 1)]
             table = self.dataset[rows.tolist()].combine_chunks()  # else one chunk for each row
-            columns = [to_python(table[name]) for name in self.text_columns]
+            columns = to_python(table.select(self.text_columns))
             texts = []
-            for wanted, found, *parts in zip(ids, self.ids(table), *columns):
-                for name, part in zip(self.text_columns, parts):
-                    check_text(part, name)
+            for wanted, found, *parts in zip(ids, self.ids(table), *columns.values()):
                 text = " ".join(part or "" for part in parts).strip()
                 texts.append(text if text and found == wanted else None)
             return texts
@@ -1579,12 +1461,7 @@ class TextLookup:
     def ids(self, table):
         """Return (rows,) object array of str."""
         table.validate(full=True)
-        column = table[self.id_column]
-        if isinstance(column.type, pa.JsonType):
-            raise UserError(
-                f"column {self.id_column!r} holds values of several types: rewrite it by prepare_corpus.py"
-            )
-        return np.asarray(column.cast(pa.large_string()), object)
+        return np.asarray(table[self.id_column].cast(pa.large_string()), object)
 
     def hashes(self, ids):
         return pd.util.hash_array(ids, categorize=False)  # uint64, the same in every process
@@ -1595,142 +1472,68 @@ class Data:
     """What a run trains and evaluates on."""
 
     sources: list  # of Source
-    eval_sources: list  # of Source: those of the held-out rows
-    held_out: list  # Table of each that has some
+    held_out: list  # of Row
+    skipped: int  # bad rows among those held out
     lookups: list  # TextLookup of queries and of documents; None where rows contain texts
     weights: list  # share of each source
     epoch_rows: float  # mixed rows of an epoch
     description: list  # [name, rows, fingerprint] of each source and table of texts
-    skipped: int = 0  # bad rows among those held out
 
 
-def open_lookup(sources, columns):
-    """Return the TextLookup of --queries or --corpus, None if it is not given."""
-    with user_errors(" ".join(sources)):
-        return TextLookup(sources, columns) if sources else None
+def open_data(args, add_documents=None):
+    """Return the Data of the flags; `add_documents`: as in local_batches."""
+    with user_errors("--train_data"):
+        sources = [Source(name, number, args) for number, name in enumerate(args.train_data)]
+    with user_errors("--eval_data"):
+        eval_sources = [Source(name, number, args) for number, name in enumerate(args.eval_data)]
+    lookups = []
+    for names, columns in (args.queries, args.query_columns), (args.corpus, args.corpus_columns):
+        with user_errors(" ".join(names)):
+            lookups.append(TextLookup(names, columns) if names else None)
+    description = [[source.name, len(source), data_fingerprint(source.files)] for source in (*sources, *eval_sources)]
+    description += [[lookup.name, len(lookup.dataset), lookup.fingerprint] for lookup in filter(None, lookups)]
 
-
-def open_sources(names, use, args):
-    """Return the list of Source of --train_data or --eval_data."""
-    sources = []
-    for number, name in enumerate(names):
-        with user_errors(f"--{use}_data {name}"):
-            sources.append(Source(name, number, args))
-    return sources
-
-
-def open_data(args):
-    """Return the Data of the flags; set args.columns and args.eval_rows if they are not given."""
-    if not args.columns:
-        with user_errors(f"--train_data {args.train_data[0]}"):
-            files = list_files(args.train_data[0])
-            first = next(open_files(files[:1]).iter(1))
-            for name in first.column_names:
-                if len(name) > 40:  # the first row of a CSV file without a line of names
-                    raise UserError(f"column {name!r}: if this is a row, insert a line of names; else list --columns")
-        args.columns = [name for name in first.column_names if name not in args.label_column]
-    if len(args.columns) < 2:
-        raise UserError(f"--columns: two or more are required, found {args.columns}")
-    lookups = [open_lookup(args.queries, args.query_columns), open_lookup(args.corpus, args.corpus_columns)]
-    sources = open_sources(args.train_data, "train", args)
-    eval_sources = open_sources(args.eval_data, "eval", args)
-    description = []
-    for source in (*sources, *eval_sources):
-        description.append([source.name, len(source), data_fingerprint(source.files)])
-    for lookup in filter(None, lookups):
-        description.append([lookup.name, len(lookup.dataset), lookup.fingerprint])
-
-    if args.eval_rows is None:
-        args.eval_rows = EVAL_ROWS
-        if not args.streaming and not args.eval_data:
-            args.eval_rows = min(EVAL_ROWS, sum(map(len, sources)) // 10)
-    weights = args.mixing_weights or list(map(len, sources))
-    shares = list(map(len, eval_sources)) or weights
-    counts = apportion([0] * len(shares), shares, args.eval_rows)
+    eval_rows = args.eval_rows
+    if eval_rows is None:
+        unlimited = args.streaming or args.eval_data
+        eval_rows = EVAL_ROWS if unlimited else min(EVAL_ROWS, sum(map(len, sources)) // 10)
+    shares = list(map(len, eval_sources)) or args.mixing_weights or list(map(len, sources))
+    eval_sources = eval_sources or sources
     held_out = []
-    for source, count in zip(eval_sources or sources, counts):
-        if count:
-            with user_errors(source.name):
-                held_out.append(source.hold_out(count))
+    skipped = 0
+    if eval_rows:
+        counts = apportion([0] * len(shares), shares, eval_rows)
+        tables = [source.hold_out(count) for source, count in zip(eval_sources, counts) if count]
+        table = pa.concat_tables(tables, promote_options="permissive")
+        hook = add_documents and partial(add_documents, table)
+        held_out, skipped = read_rows(table, eval_sources, lookups, 0, args, hook)
     for source in sources:
         if not len(source):
-            raise UserError(f"{source.name}: no row is left to train on after --eval_rows {args.eval_rows}")
+            raise UserError(f"{source.name}: no row is left to train on after --eval_rows {eval_rows}")
 
-    if not args.mixing_weights:
-        weights = list(map(len, sources))  # without the rows held out
+    weights = args.mixing_weights or list(map(len, sources))  # without the rows held out
     ends = [len(source) * sum(weights) / weight for source, weight in zip(sources, weights)]  # of each, in mixed rows
     end = min(ends) if args.stopping_strategy == "first_exhausted" else max(ends)
-    return Data(sources, eval_sources or sources, held_out, lookups, weights, args.rows_per_epoch or end, description)
-
-
-def read_first_rows(data, args):
-    """Return the list of Row of the first batch, of all processes: the same after a resume."""
-    table, _ = next(row_batches(data.sources, data.weights, args))
-    return read_rows(table, data.sources, data.lookups, args)[0]
-
-
-def are_similarities(rows):
-    """Return whether the teacher's scores of rows are probabilities or cosines, from -1 to 1."""
-    largest = max((abs(label) for row in rows for label in row.labels), default=0)
-    return largest < 1.001  # a cosine may be rounded to above 1
-
-
-def print_entropies(scores, teacher, args, accelerator):
-    """Print the mean entropies of the softmax of `scores` and `teacher` over a row's documents: (n, L) each, divided
-    by their temperatures, `teacher` NaN where there is no document. Warn if the teacher's is near that of equal scores
-    but the model's is not: the loss would fall while the model's scores become equal."""
-    missing = teacher.isnan()
-    parts = (scores, teacher, torch.zeros_like(teacher))
-    parts = (Categorical(logits=part.masked_fill(missing, -torch.inf)) for part in parts)
-    model, teacher, equal = (part.entropy().mean().item() for part in parts)
-    accelerator.print(
-        f"teacher_temperature {args.loss_kwargs['teacher_temperature']}; mean entropy over a row's "
-        f"documents: teacher {teacher:.3f}, model {model:.3f}, equal scores {equal:.3f}"
-    )
-    if equal - teacher < 0.1 * (equal - model):
-        accelerator.print(
-            "warning: the teacher's scores hardly differ beside the model's, which would become equal: "
-            "lower teacher_temperature in --loss_kwargs"
-        )
-
-
-def read_held_out(data, args, accelerator, add_documents=None):
-    """Return the list of Row that are held out; `add_documents`: as in read_batches."""
-    if not data.held_out:
-        return []
-    table = pa.concat_tables(data.held_out, promote_options="permissive")
-    add_documents = add_documents and partial(add_documents, table)
-    rows, data.skipped = read_rows(table, data.eval_sources, data.lookups, args, add_documents)
-    if 0 < len(rows) < accelerator.num_processes:
-        raise UserError(f"--eval_rows {len(rows)}: too few for {accelerator.num_processes} processes")
-    return rows
+    return Data(sources, held_out, skipped, lookups, weights, args.rows_per_epoch or end, description)
 
 
 # ---- micro-batches
 
 
-def truncate_query(text, model, args):
-    """Return a query cut where the last token ends that --query_max_length allows."""
-    if not args.query_max_length:
-        return text
-    tokenizer = getattr(model.tokenizer, "backend_tokenizer", model.tokenizer)
-    ends = tokenizer.encode(text, add_special_tokens=False).offsets[: args.query_max_length]
-    return text[: ends[-1][1]] if ends else ""
-
-
 def cut_micro_batches(lengths, max_tokens):
     """Return index arrays, longest text first, each of at most `max_tokens` with padding; a longer text is alone.
 
-    Minimize the tokens with padding plus a cost for each forward pass: 32 tokens if `max_tokens` is 2,048 (12 to 35
-    measured on CPUs), 1,024 if it is 16,384 (GPUs). Cuts are tried where the length changes and after every 1/16 of
-    `max_tokens`; trying all of them saves at most 0.3 % of the tokens and takes 30 times as long."""
+    Minimize the tokens with padding plus a cost for each forward pass: 1/64 of `max_tokens` up to 2,048 (12 to 35
+    tokens measured on CPUs), 1/16 above (an estimate for GPUs, not measured). Cuts are tried where the length changes
+    and after every 1/16 of `max_tokens`; trying all of them saves at most 0.3 % of the tokens and takes 30 times as
+    long."""
     order = np.argsort(-lengths, kind="stable")
     sizes = np.maximum(lengths[order], 1)
     sixteenths = np.cumsum(sizes) * 16 // max_tokens
     begins = np.flatnonzero(np.diff(sizes, prepend=0) | np.diff(sixteenths, prepend=0))
     widths = sizes[begins].tolist()
     begins = [*begins.tolist(), len(order)]
-    cost_of_a_pass = 32 * (max_tokens / 2048) ** (5 / 3)
+    cost_of_a_pass = max_tokens / (64 if max_tokens <= 2048 else 16)
     best = {len(widths): (0.0, None)}  # {number of a begin: (lowest cost from it on, number of the next begin)}
     for first in reversed(range(len(widths))):
         limit = bisect_right(begins, begins[first] + max_tokens // widths[first])
@@ -1756,7 +1559,6 @@ class MicroBatches:
     places: torch.Tensor  # (2, texts) row and column of each in the (n, C) slots, in the order of the parts
     tokens: int  # without padding
     padded: int  # with padding
-    squares: int  # sum of the squared lengths, for the FLOPs of attention
 
     def slots(self, accelerator):
         """Return (rows, columns), to index a tensor of slots, (n, C, ...)."""
@@ -1770,7 +1572,7 @@ def collect(parts, places, lengths, device):
     places = torch.tensor(places)[order].T.contiguous()
     for features, _ in parts:
         features.update({name: pinned(value, device) for name, value in features.items()})
-    return MicroBatches(parts, pinned(places, device), int(lengths.sum()), padded, int((lengths**2).sum()))
+    return MicroBatches(parts, pinned(places, device), int(lengths.sum()), padded)
 
 
 def pinned(value, device):
@@ -1838,14 +1640,13 @@ def prefetch(batches, depth=2):
 
 
 def equalize_micro_batches(micro_batches, accelerator):
-    """Return (parts of the MicroBatches, the most tokens of a process, with padding). Under FSDP, whose forwards are
-    collective, the last part is repeated, for no text, until all ranks run equally many."""
+    """Return (parts of the MicroBatches, their tokens with padding). Under FSDP, whose forwards are collective, the
+    last part is repeated, for no text, until all ranks run equally many; the tokens are then the most of a rank."""
     parts = micro_batches.parts
-    if accelerator.num_processes == 1:
-        return parts, micro_batches.padded
-    sizes = torch.tensor([[len(parts), micro_batches.padded]], device=accelerator.device)
-    most, tokens = accelerator.gather(sizes).amax(0).tolist()
+    tokens = micro_batches.padded
     if accelerator.distributed_type == DistributedType.FSDP:
+        sizes = torch.tensor([[len(parts), tokens]], device=accelerator.device)
+        most, tokens = accelerator.gather(sizes).amax(0).tolist()
         features, _ = parts[-1]  # the shortest texts; the output is discarded
         parts = parts + [(features, ())] * (most - len(parts))
     return parts, tokens
@@ -1862,26 +1663,40 @@ def gather_slots(outputs, micro_batches, shape, accelerator):
 def pad_columns(tensor, fill, accelerator):
     """Return a process' (n, C) tensor on the device, with as many columns as that of the process with most."""
     tensor = tensor.to(accelerator.device, non_blocking=True)
-    if accelerator.num_processes == 1:
+    if accelerator.num_processes == 1:  # else waits for the device to compare the shape with itself
         return tensor
     return accelerator.pad_across_processes(tensor, dim=1, pad_index=fill)
 
 
-def seed_dropout(*numbers):
-    """Seed dropout by integers: the same in a second forward pass, and after a resume."""
-    torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
-
-
 def keeps_graphs(tokens, args, device):
     """Return whether the graphs of this many tokens are kept until the loss (--grad_cache)."""
-    if args.grad_cache == "auto":
-        kept = 16 if device.type == "cpu" else 4  # full micro-batches
-        return tokens <= args.micro_batch_tokens * kept
-    return args.grad_cache == "false"
+    if args.grad_cache is not None:
+        return not args.grad_cache
+    return tokens <= args.micro_batch_tokens * (16 if device.type == "cpu" else 4)
+
+
+BUCKET = 2**23  # numbers of which gradients are summed at once, by one collective
+
+
+def reduce_gradients(model, accelerator):
+    """Sum the gradients of all micro-batches of a step over processes, once. All processes visit the same weights in
+    the same order: one that has no gradient here, as no text of this process needs it, may have one elsewhere."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    if accelerator.distributed_type == DistributedType.FSDP:  # each backward pass has taken the mean
+        for grad in filter(torch.is_tensor, (weight.grad for weight in weights)):
+            grad.mul_(accelerator.num_processes)
+    elif accelerator.num_processes > 1:
+        found = torch.tensor([weight.grad is not None for weight in weights], device=accelerator.device)
+        used = [weight for weight, anywhere in zip(weights, accelerator.reduce(found.int()).tolist()) if anywhere]
+        for weight in used:
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        places = np.cumsum([weight.numel() for weight in used]) // BUCKET
+        for place in np.unique(places):
+            grads = [used[number].grad for number in np.flatnonzero(places == place)]
+            vector_to_parameters(accelerator.reduce(parameters_to_vector(grads)), grads)
 
 
 # ---- model
-
 
 SAMPLE = ["a text", "a longer text, which a model for short texts truncates " * 30]
 
@@ -1899,99 +1714,68 @@ def check_outputs(path, found, expected, model, accelerator):
         )
 
 
-def set_lora_rank(args):
-    """Set --lora_rank to that of --lora_adapter."""
-    if not args.lora_adapter:
-        return
-    with user_errors(f"--lora_adapter {args.lora_adapter}: not a folder of adapters"):
-        rank = json.loads(Path(args.lora_adapter, "adapter_config.json").read_text())["r"]
-    if args.lora_rank not in (0, rank) or args.lora_alpha or args.lora_dropout or args.lora_target_modules:
-        raise UserError("--lora_adapter: its rank, alpha, dropout and layers are kept: leave out the flags for them")
-    args.lora_rank = rank
-
-
 def set_dropout(model, probability):
     """Set the dropout probability of Dropout modules and of all dropout numbers in modules and their configs."""
     found = 0
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = probability
-            found += 1
-        for holder in (module, vars(module).get("config")):
-            for name, value in list(vars(holder).items()) if holder is not None else ():
-                if "dropout" in name and type(value) in (int, float):
+        for holder in filter(None, (module, vars(module).get("config"))):
+            for name, value in list(vars(holder).items()):
+                is_probability = "dropout" in name or (name == "p" and isinstance(holder, torch.nn.Dropout))
+                if is_probability and type(value) in (int, float):
                     setattr(holder, name, probability)
                     found += 1
     if probability and not found:
         raise UserError(f"--dropout {probability}: the model has no dropout")
 
 
-def add_lora(model, args, checkpoint, task=None):
-    """Freeze the transformer and add adapters to its linear layers (Hu et al. 2021, section 4), new ones or those of
-    --lora_adapter or a checkpoint. `task`: peft's task type, which decides what other layers are trained."""
-    with user_errors("--lora_rank and other flags of adapters (they require a transformer, and pip install peft)"):
-        from peft import LoraConfig, PeftModel, get_peft_model  # optional
-
-        model.requires_grad_(False)  # other modules, too: the adapters contain all that is trained
-        if folder := checkpoint or args.lora_adapter:
-            options = {"is_trainable": True, "torch_device": "cpu"}
-            model[0].model = PeftModel.from_pretrained(model[0].model, folder, **options)
-            return
-        config = LoraConfig(
-            r=args.lora_rank,
-            lora_alpha=args.lora_alpha or 2 * args.lora_rank,
-            lora_dropout=args.lora_dropout,
-            target_modules=args.lora_target_modules or "all-linear",
-            task_type=task,
-        )
-        model[0].model = get_peft_model(model[0].model, config)
-
-
-def freeze_unused(model, output):
-    """Freeze the parameters on which an `output` of the model does not depend, such as BERT's pooler under mean
-    pooling. DDP waits for every parameter's gradient: if one has none, no gradient is reduced, without an error."""
-    output.sum().backward()
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter.grad is not None)
-    model.zero_grad()
-
-
-def check_attention(model, accelerator):
-    """Raise UserError for flash attention in a run that computes in float32."""
-    kernels = str(getattr(model.config, "_attn_implementation", None))
-    if "flash" in kernels and accelerator.mixed_precision == "no":
-        raise UserError(f"{kernels} requires half precision: accelerate launch --mixed_precision bf16")
-
-
-def own_memory(model):
-    """Copy all parameters and buffers. Loaded ones are views of a mapped file, at addresses that depend on its header;
-    kernels choose their order of summation by alignment, so the last bits would depend on the file."""
+def finish_model(model, args, task=None):
+    """Return the model with --dropout, --gradient_checkpointing and --lora_rank, in float32, in torch's own memory."""
+    if args.gradient_checkpointing:
+        model[0].model.gradient_checkpointing_enable({"use_reentrant": False})
+    if args.dropout is not None:
+        set_dropout(model, args.dropout)
+    if args.lora_rank:
+        add_lora(model, args, task)
+    else:
+        model.float()  # with autocast, too, the weights updated are float32
+    # Loaded tensors are views of a mapped file, at addresses that depend on its header; kernels choose their order of
+    # summation by alignment, so the last bits would depend on the file. Copies do not.
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
+    return model
+
+
+def add_lora(model, args, task):
+    """Freeze the transformer and add adapters to its linear layers (Hu et al. 2021, section 4). `task`: peft's task
+    type, which decides what other layers are trained."""
+    with user_errors("--lora_rank (it requires a transformer, and pip install peft)", AttributeError):
+        from peft import LoraConfig, get_peft_model  # optional
+
+        model.requires_grad_(False)  # other modules, too: the adapters contain all that is trained
+        defaults = {"lora_alpha": 2 * args.lora_rank, "target_modules": "all-linear", "task_type": task}
+        with user_errors("--lora_kwargs", TypeError):
+            config = LoraConfig(r=args.lora_rank, **(defaults | args.lora_kwargs))
+        model[0].model = get_peft_model(model[0].model, config)
 
 
 def set_up_transformer(model, length, flag_name):
     """Let the tokenizer truncate texts to `length` tokens or the model's limit, in pairs the longer text first, as
     predict() does, and add no padding: once, not at each call, as two threads use it. Let the embeddings of all tokens
-    be trained. Raise UserError for quantized weights."""
-    if getattr(model.config, "quantization_config", None):
-        raise UserError("its weights are quantized, which no test covers: use the model that they were made of")
+    be trained."""
     tokenizer = model.tokenizer
     if tokenizer.pad_token is None:  # of a decoder; what is padded is masked
         tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.pad_token is None:
-        raise UserError("its tokenizer has neither a padding token nor an end token")
     if getattr(model.config, "pad_token_id", 0) is None:
         model.config.pad_token_id = tokenizer.pad_token_id  # where a classification head looks for the last token
-    for module in model.modules():
+    limit = getattr(model.config, "max_position_embeddings", None) or 2**31
+    for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding):
+            if name.endswith("position_embeddings") and module.padding_idx is not None:
+                limit -= module.padding_idx + 1  # RoBERTa's positions begin after it
             module.padding_idx = None  # else an end token that is also padding would not be trained
-    limit = getattr(model.config, "max_position_embeddings", None) or math.inf
     model.max_seq_length = length or model.max_seq_length
-    if model.max_seq_length > 2**31:
-        raise UserError(f"has no limit of its own: set --{flag_name}")
     if model.max_seq_length > limit:
-        raise UserError(f"--{flag_name} {model.max_seq_length}: the model has positions for {limit} tokens")
+        raise UserError(f"has positions for {limit} tokens: set --{flag_name} to that or less")
     tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
     tokenizer.backend_tokenizer.no_padding()
 
@@ -2012,107 +1796,91 @@ class EvalSet:
 
     queries: dict  # {id: text}
     documents: dict  # {id: text}
-    qrels: pd.DataFrame  # query, q0, docid, rel: the layout of trec_eval
-    scored: bool = False  # rel is a label of the pair, not a grade
-    candidates: pd.DataFrame = None  # query, docid: the pairs that a cross-encoder scores
-    metric: CombinedEvaluations = None  # set by add_metrics
+    qrels: pd.DataFrame  # query_id, doc_id, relevance: the layout of ir_measures
+    scored: bool = False  # relevance is a label of the pair, not a grade
+    candidates: pd.DataFrame | None = None  # query_id, doc_id: the pairs that a cross-encoder scores
 
 
-def open_beir(name, split, prompts):
-    """Return the EvalSet of a folder or Hub id in the layout of BEIR or NanoBEIR.
-    prompts: (prefix of documents, prefix of queries)."""
-    sources = [f"{name}/corpus.jsonl", f"{name}/queries.jsonl", f"{name}/qrels/{split}.tsv"]
-    if not os.path.exists(sources[0]):
+def read_collections(args, query_prompt, document_prompt):
+    """Return {name: EvalSet} of --eval_beir."""
+    eval_sets = {}
+    for name in args.eval_beir:
+        with user_errors(f"--eval_beir {name}"):
+            for collection, files in collections_of(name, args.eval_split).items():
+                short = Path(collection).name
+                eval_set = open_beir(*files, query_prompt, document_prompt)
+                eval_sets[collection if short in ("held_out", *eval_sets) else short] = eval_set
+    return eval_sets
+
+
+def average(found):
+    """Return {measure: mean over collections}, and the value of each if there are several; found: {collection:
+    {measure: value}}."""
+    means = pd.DataFrame(found).mean(axis=1).to_dict()
+    if len(found) > 1:
+        for name, values in found.items():
+            means |= {f"{name} {measure}": value for measure, value in values.items()}
+    return means
+
+
+def collections_of(name, split):
+    """Return {collection: (files of documents, of queries, of judgments)} of a folder or Hub id in the layout of BEIR,
+    NanoBEIR or MTEB. split: of the judgments. If each split is a collection, as in sentence-transformers/NanoBEIR-en,
+    it chooses one of them; "test" stands for all, unless one has that name."""
+    if os.path.exists(f"{name}/corpus.jsonl"):
+        documents = {"all": [f"{name}/corpus.jsonl"]}
+        queries = {"all": [f"{name}/queries.jsonl"]}
+        judgments = {path.stem: [str(path)] for path in sorted(Path(name, "qrels").glob("*.tsv"))}
+    else:
         check_exists(name)
-        sources = [f"{name}:corpus:corpus", f"{name}:queries:queries", f"{name}-qrels::{split}"]
-        if "qrels" in datasets.get_dataset_config_names(name):  # NanoBEIR
-            sources = [f"{name}:{config}:train" for config in ("corpus", "queries", "qrels")]
-    *files, judgments = map(list_files, sources)
-    texts = []
-    for part, prompt in zip(files, prompts):
-        frame = open_files(part, streaming=False)[:].to_pandas()
-        frame = frame.reindex(columns=["_id", "title", "text"], fill_value="").fillna("").astype(str)
-        joined = (frame["title"] + " " + frame["text"]).str.strip()
-        texts.append(dict(zip(frame["_id"], prompt + joined)))
+        configs = datasets.get_dataset_config_names(name)
+        if not {"corpus", "queries"} <= set(configs):
+            raise UserError("neither a file corpus.jsonl nor configurations corpus and queries")
+        judged = [(name, config) for config in ("qrels", "default") if config in configs]  # of NanoBEIR, MTEB
+        parts = []
+        for source, config in [(name, "corpus"), (name, "queries"), *judged, (f"{name}-qrels", None)][:3]:
+            found = datasets.load_dataset_builder(source, config).config.data_files
+            parts.append({str(part): list(files) for part, files in found.items() if files})
+        documents, queries, judgments = parts
+    chosen = [split]
+    if split == "test" and split not in judgments and documents.keys() == judgments.keys():
+        chosen = list(judgments)
+    collections = {}
+    for part in chosen:
+        if part not in judgments:
+            raise UserError(f"no judgments of split {part!r}; available: {', '.join(judgments) or 'none'}")
+        files = []
+        for splits in (documents, queries):
+            (only,) = splits if len(splits) == 1 else [part]  # a single split, of any name, serves all judgments
+            if only not in splits:
+                raise UserError(f"no documents or queries of split {only!r}; available: {', '.join(splits)}")
+            files.append(splits[only])
+        collections[f"{name}/{part}" if len(documents) > 1 else name] = (*files, judgments[part])
+    return collections
+
+
+def open_beir(corpus, queries, judgments, query_prompt, document_prompt):
+    """Return the EvalSet of the files of a collection: its judged queries, and all documents."""
     if judgments[0].endswith(".tsv"):  # read ids as texts: they may begin with zeros
         qrels = pd.read_csv(judgments[0], sep="\t", dtype=str, quoting=3, keep_default_na=False)
     else:
         qrels = open_files(judgments, streaming=False)[:].to_pandas().astype(str)
-    qrels = qrels.rename(columns={"query-id": "query", "corpus-id": "docid"})
-    qrels = qrels.drop_duplicates(["query", "docid"], keep="last")
-    qrels = qrels[qrels["query"].isin(texts[1])]
+    qrels = qrels.rename(columns={"query-id": "query_id", "corpus-id": "doc_id"})
+    qrels = qrels.drop_duplicates(["query_id", "doc_id"], keep="last")
+    texts = read_collection(queries, query_prompt)
+    qrels = qrels[qrels["query_id"].isin(texts)]
     if qrels.empty:
-        raise UserError(f"no judgment of split {split!r} has a query of {files[1][0]}")
-    qrels = qrels.assign(q0="0", rel=qrels["score"].astype(int) if "score" in qrels else 1)  # NanoBEIR has no grades
-    queries = {query: texts[1][query] for query in qrels["query"].unique()}
-    return EvalSet(queries, texts[0], qrels[["query", "q0", "docid", "rel"]])
+        raise UserError(f"no judgment of {judgments[0]} has a query of {queries[0]}")
+    qrels["relevance"] = qrels["score"].astype(int) if "score" in qrels else 1  # NanoBEIR has no grades
+    judged = {query: texts[query] for query in qrels["query_id"].unique()}
+    return EvalSet(judged, read_collection(corpus, document_prompt), qrels[["query_id", "doc_id", "relevance"]])
 
 
-class BuiltIn(Metric):
-    """The built-in measures, of rankings in the layout of evaluate's metric trec_eval, or of scores and labels."""
-
-    def _info(self):
-        return MetricInfo("", "", datasets.Features(predictions=datasets.Json(), references=datasets.Json()))
-
-    def _compute(self, predictions, references):
-        if not isinstance(predictions[0], dict):
-            return pair_measures(predictions, references)
-        judged = pd.DataFrame(references[0]).sort_values("rel", ascending=False)
-        judged["rel"] = judged["rel"].clip(0)  # the gain; a document is relevant if it is above 0
-        run = pd.DataFrame(predictions[0]).merge(judged, "left", ["query", "docid"])
-        run = run[run["rank"] <= 10]
-        ideal = judged.groupby("query").head(10)
-        reciprocal = ((run["rel"] > 0) / run["rank"]).groupby(run["query"]).max()
-        values = {"MRR@10": reciprocal, "nDCG@10": dcg(run) / dcg(ideal), "accuracy@1": reciprocal // 1}
-        means = pd.DataFrame(values).fillna(0).mean()  # a query without documents or relevant ones counts as 0
-        return means[RANKING].to_dict()
-
-
-def dcg(ranked):
-    """Return {query: DCG}; ranked: DataFrame of query and rel, best first."""
-    ranks = 1 + ranked.groupby("query").cumcount()
-    return (ranked["rel"] / np.log2(1 + ranks)).groupby(ranked["query"]).sum()
-
-
-def to_trec(ranked):
-    """Return {column: list} in the layout of trec_eval; ranked: DataFrame of query, docid and score, best first."""
-    ranks = 1 + ranked.groupby("query").cumcount()
-    return ranked.assign(q0="Q0", rank=ranks, system="evenstep").to_dict("list")
-
-
-def add_metrics(eval_sets, args):
-    """Give each EvalSet its metric: the built-in measures, and those of --metrics for data of its layout."""
-    files = TemporaryDirectory()  # each process has its own: none waits for another's locks
-    own = []
-    for path in args.metrics:
-        with user_errors(f"--metrics {path}"):
-            # An absolute path is never taken for a name of the Hub, whose code would be downloaded and run.
-            own.append(load_metric(os.path.abspath(path), cache_dir=files.name))
-    for eval_set in eval_sets.values():
-        chosen = [metric for metric in own if ("docid" in str(metric.features)) != eval_set.scored]
-        eval_set.metric = combine([BuiltIn(cache_dir=files.name), *chosen])
-        eval_set.metric.files = files  # deleted with it
-    for path, metric in zip(args.metrics, own):
-        if not any(metric in eval_set.metric.evaluation_modules for eval_set in eval_sets.values()):
-            raise UserError(f"--metrics {path}: no held-out data is of its kind, rankings or pairs of score and label")
-
-
-def average(found, eval_sets):
-    """Return {measure: mean over collections}, and the value of each if there are several, as the main process has
-    computed them. found: {collection: {measure: number, {query id: number} or a text, which is left out}}."""
-    numbers = {}
-    for name, values in found.items():
-        numbers[name] = {}
-        for measure, value in values.items():
-            if isinstance(value, dict):  # a query without a value counts as 0
-                value = sum(value.values()) / len(eval_sets[name].queries)
-            if not isinstance(value, str):
-                # combine() adds a prefix to names that several metrics have
-                numbers[name][measure.removeprefix("built_in_")] = value
-    means = pd.DataFrame(numbers).mean(axis=1).to_dict()
-    for name, values in numbers.items() if len(numbers) > 1 else ():
-        means |= {f"{name} {measure}": value for measure, value in values.items()}
-    return broadcast_object_list([means])[0]
+def read_collection(files, prompt):
+    """Return {id: prompt, title and text} of the queries or documents of a collection."""
+    frame = open_files(files, streaming=False)[:].to_pandas()
+    frame = frame.reindex(columns=["_id", "title", "text"], fill_value="").fillna("").astype(str)
+    return dict(zip(frame["_id"], prompt + (frame["title"] + " " + frame["text"]).str.strip()))
 
 
 # ---- checkpoints
@@ -2137,17 +1905,6 @@ def save_atomically(folder):
             shutil.rmtree(part, ignore_errors=True)
 
 
-def load_optimizers(path, model, optimizers):
-    """Restore the tensors of optimizers, sharded like their parameters; hyperparameters are not restored but kept."""
-    found = dcp.get_optimizer_state_dict(model, optimizers)
-    tensors = load_file(path / "optimizer.safetensors")
-    if tensors:  # plain SGD has none
-        for name, state in found["state"].items():
-            found["state"][name] = {key: tensors[f"{name}.{key}"].clone() for key in state}  # as in own_memory
-        options = dcp.StateDictOptions(full_state_dict=True)
-        dcp.set_optimizer_state_dict(model, optimizers, found, options=options)
-
-
 def checksums(folder):
     """Return the lines of SHA256SUMS, as `sha256sum` prints them, for all other files in a folder."""
     lines = []
@@ -2158,175 +1915,228 @@ def checksums(folder):
     return "".join(lines)
 
 
-def save_checkpoint(folder, model, tensors, state, keep, best):
-    """Write `folder` (model, optimizer's tensors, state as JSON, checksums), then remove all checkpoints but the
-    newest `keep` and that of step `best`."""
-    if is_intact(folder):  # saved already; a kill while it is replaced would lose it
-        return
-    with save_atomically(folder) as part:
-        model.save_pretrained(str(part), create_model_card=False)
-        save_file(tensors, part / "optimizer.safetensors")
-        (part / "state.json").write_text(json.dumps(state))
-        (part / "SHA256SUMS").write_text(checksums(part))
-    steps = sorted(folder.parent.glob("step_*"))
-    kept = [path for path in steps if path <= folder][-keep:]  # later ones are damaged: a resume did not use them
-    kept.append(folder.with_name(f"step_{best:08}"))
-    partial_ones = folder.parent.glob(".step_*")
-    for path in {*steps, *partial_ones} - {*kept}:
-        shutil.rmtree(path)
-
-
 def is_intact(path):
-    """Return whether the files of a checkpoint match its checksums."""
+    """Return whether the files of a checkpoint match its checksums; report it if not."""
     with suppress(OSError, ValueError):
-        return (path / "SHA256SUMS").read_text() == checksums(path)
+        if (path / "SHA256SUMS").read_text() == checksums(path):
+            return True
+    if path.exists():
+        print(f"{path}: damaged", file=sys.stderr)
     return False
 
 
-def best_evaluation(metrics, name):
-    """Return (step of the best evaluation by the measure `name`, of which more is better; number of evaluations after
-    it), without the evaluation before the first step; (0, 0) if there is none."""
-    values = {record["step"]: record[name] for record in metrics if record["step"] and name in record}
-    values = pd.Series(values, dtype=float).fillna(-math.inf)
-    best = int(values.idxmax()) if len(values) else 0
-    return best, int((values.index > best).sum())
+def lock_output(folder, accelerator):
+    """Return a lock on --output_dir, which the main process holds until it ends, be it by SIGKILL. Raise AgreedError
+    if another run holds it: each would write over the other's checkpoints."""
+    lock = FileLock(Path(folder, ".lock"), is_singleton=True)  # a process may run main() again
+    error = None
+    if accelerator.is_main_process:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            lock.acquire(timeout=0)
+        except Timeout:
+            error = f"--output_dir {folder}: another run is writing to it"
+        except OSError as caught:
+            error = f"--output_dir {folder}: {caught}"
+    stop_together(error)
+    return lock
 
 
-def newest_checkpoint(folder):
-    """Return (folder, state) of the newest intact checkpoint, (newest folder, None) if none is intact, or (None, None)
-    if there is no checkpoint; report and skip damaged ones."""
-    found = sorted(folder.glob("step_*"), reverse=True)
-    for path in found:
-        with suppress(ValueError):  # the text of a file that was edited, checksum included
-            if is_intact(path):
-                return path, json.loads((path / "state.json").read_text())
-        print(f"{path}: skipped, it is damaged", file=sys.stderr)
-    return next(iter(found), None), None
+def find_checkpoint(args, accelerator):
+    """Return (folder, state) of the newest intact checkpoint, to resume from; (None, None) if there is none."""
+    output = Path(args.output_dir)
+    if (output / "args.yaml").exists() and not args.resume:
+        raise UserError(f"--output_dir {output} contains a run: --resume it, or choose another folder")
+    folders = sorted(output.glob("checkpoints/step_*"), reverse=True) if args.resume else []
+    intact = next(filter(is_intact, folders), None) if accelerator.is_main_process else None
+    folders, intact = broadcast_object_list([(folders, intact)])[0]  # as the main process sees them
+    if not intact and folders:
+        raise AgreedError(f"{output}/checkpoints: no checkpoint is intact; remove the folder to start anew")
+    return intact, json.loads((intact / "state.json").read_text()) if intact else None
 
 
 def flags_of_run(args):
     """Return {flag: value} without those of one launch, which a resume or a rerun must not inherit."""
-    launch = ("resume", "accept_changed_data", "accept_changed_schedule")
+    launch = ("resume", "accept_changes", "trust_remote_code")
     return {name: value for name, value in asdict(args).items() if name not in launch}
 
 
-def find_changes(saved, args, sources):
-    """Return what has changed since the checkpoint, [step, name, old, new] of each flag and source; raise UserError if
-    it may not change."""
+def unchanging(args, sources):
+    """Return {flag or source: value} of all that a resume must not change. sources: description of Data."""
+    options = [option.name for option in fields(args) if not option.metadata["may_change"]]
+    return {f"--{name}": getattr(args, name) for name in options} | {name: shape for name, *shape in sources}
+
+
+def check_changes(saved, args, data, accelerator):
+    """Raise UserError if flags or sources have changed since the checkpoint; with --accept_changes, print it."""
     changes = []
-    refused = []
-    then = asdict(Args()) | saved["args"]  # a flag may be newer than the checkpoint
-    for name, value in flags_of_run(args).items():
-        if value == then[name]:
-            continue
-        changes.append([saved["step"], f"--{name}", then[name], value])
-        if name in SCHEDULE.split():
-            if not args.accept_changed_schedule:
-                refused.append(f"--{name} {value} (was {then[name]}; --accept_changed_schedule allows it)")
-        elif name not in MAY_CHANGE.split():
-            refused.append(f"--{name} {value} (was {then[name]})")
-    for old, new in zip(saved["data"], sources):
-        if old != new:
-            changes.append([saved["step"], new[0], old[1:], new[1:]])
-            if not args.accept_changed_data:
-                refused.append(f"{new[0]} has changed (--accept_changed_data allows it)")
-    if refused:
-        raise UserError(f"--resume: {'; '.join(refused)}; restore it, or start a new --output_dir")
-    return changes
+    for name, value in unchanging(args, data.description).items():
+        if saved and saved["unchanging"].get(name) != value:
+            changes.append(f"{name}: {saved['unchanging'].get(name)} -> {value}")
+    if changes and not args.accept_changes:
+        raise UserError(f"--resume: {'; '.join(changes)}: restore it, --accept_changes, or start a new --output_dir")
+    for change in changes:
+        accelerator.print(f"changed after step {saved['progress']['step']:,}: {change}")
 
 
-def describe_change(step, name, old, new):
-    """Return a line of the model card, for people, of what find_changes returns."""
-    return f"after step {step:,}: {name} {old} -> {new}"
+@dataclass
+class Progress:
+    """How far a run is: what the state.json of a checkpoint contains besides the flags and the sources."""
+
+    step: int = 0  # optimizer steps done
+    data_state: dict | None = None  # of row_batches, after the last step
+    skipped: int = 0  # bad rows
+    losses: list = field(default_factory=list)  # of the steps since the last line of metrics.jsonl with a loss
+    metrics: list = field(default_factory=list)  # the lines of metrics.jsonl
+    scaler: dict | None = None  # state of the gradient scaler (fp16)
+
+    def count(self, loss, skipped, data_state):
+        """Count an optimizer step."""
+        self.step += 1
+        self.losses.append(loss)
+        self.skipped += skipped
+        self.data_state = data_state
+
+    def mean_loss(self):
+        """Return the mean loss since the last call."""
+        mean = sum(self.losses) / len(self.losses)
+        self.losses = []
+        return mean
+
+
+LOWER_RATE = "lower --learning_rate, then --resume --accept_changes"
+
+
+def full_copies(tensors, accelerator):
+    """Return {name: tensor} with unsharded copies in the CPU's memory, on the main process; {} on all others. Under
+    FSDP every process must call it."""
+    copies = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else torch.as_tensor(tensor)
+        if accelerator.is_main_process:
+            copies[name] = tensor.detach().to("cpu", copy=True)
+    return copies
+
+
+def copy_like(weight, tensor):
+    """Return a copy of a tensor, sharded like a weight of its shape. A loaded tensor is a view of a mapped file."""
+    if isinstance(weight, DTensor) and tensor.shape == weight.shape:
+        return distribute_tensor(tensor, weight.device_mesh, weight.placements)
+    return tensor.clone()
+
+
+@dataclass
+class Checkpoints:
+    """Saves and restores the state of a run: weights, state of the optimizers, `extra`, and the Progress."""
+
+    args: Args
+    accelerator: Accelerator
+    sources: list  # description of Data
+    model: torch.nn.Module  # which is trained
+    optimizers: list
+    model_to_save: torch.nn.Module  # `model`, or under FSDP a copy of it, on the main process
+    extra: dict
+
+    def path(self, step):
+        return Path(self.args.output_dir, f"checkpoints/step_{step:08}")
+
+    def weights(self):
+        """Return {name: tensor} of the model's buffers and of the weights of an optimizer: what training changes."""
+        groups = chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers)
+        trained = set(chain.from_iterable(group["params"] for group in groups))
+        parameters = self.model.named_parameters(remove_duplicate=False)
+        frozen = {name for name, weight in parameters if weight not in trained}  # such as those under adapters
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name not in frozen}
+
+    def restore(self, path, saved):
+        """Return the Progress of a checkpoint, and load its tensors; hyperparameters of optimizers are not restored
+        but kept. Without a checkpoint, return the Progress of a new run."""
+        if not saved:
+            return Progress()
+        loaded = load_file(path / "model.safetensors")
+        weights = self.weights()
+        if loaded.keys() != weights.keys():
+            raise UserError(f"{path}: not of this model: {sorted(loaded.keys() ^ weights.keys())[:3]}")
+        for name, weight in weights.items():
+            weight.copy_(copy_like(weight, loaded[name]))
+        self.restore_optimizers(load_file(path / "optimizer.safetensors"))
+        for name, tensor in load_file(path / "extra.safetensors").items():
+            self.extra[name] = tensor.clone().to(self.accelerator.device)
+        progress = Progress(**saved["progress"])
+        if self.accelerator.scaler and progress.scaler:  # else the checkpoint is not of fp16
+            self.accelerator.scaler.load_state_dict(progress.scaler)
+        return progress
+
+    def restore_optimizers(self, tensors):
+        """Load {"parameter.key": tensor} into the optimizers. A weight that had no gradient yet has no state."""
+        states = defaultdict(dict)
+        for path, tensor in tensors.items():
+            name, _, key = path.rpartition(".")
+            states[name][key] = tensor
+        names = {weight: name for name, weight in self.model.named_parameters()}
+        for optimizer in self.optimizers:
+            state = optimizer.state_dict()
+            weights = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+            for index, weight in enumerate(weights):  # in the order of state_dict()
+                found = states[names[weight]]
+                state["state"][index] = {key: copy_like(weight, tensor) for key, tensor in found.items()}
+            optimizer.load_state_dict(state)
+
+    def collect(self):
+        """Return {file: {name: tensor}} of a checkpoint, as full_copies does."""
+        states = {}
+        for name, weight in self.model.named_parameters():
+            for optimizer in self.optimizers:
+                states |= {f"{name}.{key}": value for key, value in optimizer.state.get(weight, {}).items()}
+        files = {"model": self.weights(), "optimizer": states, "extra": self.extra}
+        return {name: full_copies(tensors, self.accelerator) for name, tensors in files.items()}
+
+    def save(self, progress, best_step):
+        """Write a checkpoint (tensors, state as JSON, checksums), then remove all but the newest --save_total_limit
+        and that of `best_step`; every process must call it."""
+        folder = self.path(progress.step)
+        exists = broadcast_object_list([progress.step == 0 or is_intact(folder)])[0]
+        if exists:  # a kill while it is replaced would lose it
+            return
+        files = self.collect()
+        is_finite = all(weight.isfinite().all() for weight in files["model"].values())
+        stop_together(None if is_finite else f"step {progress.step}: a weight is not finite: {LOWER_RATE}")
+        if self.accelerator.is_main_process:
+            progress.scaler = self.accelerator.scaler and self.accelerator.scaler.state_dict()
+            state = {"progress": asdict(progress), "unchanging": unchanging(self.args, self.sources)}
+            with save_atomically(folder) as part:
+                for name, tensors in files.items():
+                    save_file(tensors, part / f"{name}.safetensors")
+                (part / "state.json").write_text(json.dumps(state))
+                (part / "SHA256SUMS").write_text(checksums(part))
+            steps = sorted(folder.parent.glob("step_*"))
+            kept = [path for path in steps if path <= folder]  # later ones are damaged: a resume did not use them
+            kept = kept[-self.args.save_total_limit :] + [self.path(best_step)]
+            for path in {*steps, *folder.parent.glob(".step_*")} - {*kept}:
+                shutil.rmtree(path)
+        self.accelerator.wait_for_everyone()
+
+    def model_of(self, step):
+        """Return the model with the weights of a step's checkpoint; raise UserError if that is not intact."""
+        if not is_intact(self.path(step)):
+            raise UserError(f"{self.path(step)}: damaged or gone; model/ is not written")
+        self.model_to_save.load_state_dict(load_file(self.path(step) / "model.safetensors"), strict=False)
+        return self.model_to_save
 
 
 # ---- a run
 
-LOWER_RATE = "lower --learning_rate, then --resume --accept_changed_schedule"
-# What lines of metrics.jsonl contain besides measures of evaluations.
-TRAINING = """step loss grad_norm learning_rate rows_per_second tokens_per_second padding_fraction data_wait_fraction
-skipped_steps flops_per_second mfu peak_memory_gb evaluation_seconds checkpoint_seconds"""
-
-
-# {pattern of a GPU's name: its dense TFLOPS by precision}, of the makers' data sheets; without sparsity, and without
-# TF32, which float32 runs do not use. The figure of an H100 is that of SXM.
-PEAK_TFLOPS = {
-    r"A100": {"bf16": 312, "fp16": 312, "no": 19.5},
-    r"H100 80GB HBM3": {"bf16": 989, "fp16": 989, "no": 67},
-    r"H200": {"bf16": 989, "fp16": 989, "no": 67},
-    r"L4$": {"bf16": 121, "fp16": 121, "no": 30.3},
-    r"RTX 4090$": {"bf16": 165, "fp16": 165, "no": 82.6},
-    r"T4$": {"fp16": 65, "no": 8.1},
-}
-
-
-def find_peak(device, precision):
-    """Return the peak FLOPs per second of a device, None if it is not known."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    for pattern, tflops in PEAK_TFLOPS.items():
-        if re.search(rf"\b{pattern}", name) and precision in tflops:
-            return tflops[precision] * 1e12
-    return None
-
-
-class FlopCounter:
-    """The floating-point operations of a transformer's training step: 6 N T of its N weights and T tokens (Kaplan et
-    al. 2020, section 2.1), and 12 L H Q S**2 of attention in L layers of H heads of Q dimensions, for each text of S
-    tokens (Chowdhery et al. 2022, appendix B). Padding is not counted, and neither are embeddings. Recomputed forward
-    passes are; with adapters, gradients of frozen weights are not."""
-
-    def __init__(self, model):
-        transformer = model.transformers_model
-        if transformer is None:  # a static embedding model: only lookups
-            self.weights = self.trained = self.attention = 0
-            return
-        config = transformer.config.get_text_config()
-        heads = getattr(config, "num_attention_heads", 1)
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        self.attention = config.num_hidden_layers * heads * size  # L H Q
-        self.weights = transformer.num_parameters(exclude_embeddings=True)  # N
-        self.trained = transformer.num_parameters(exclude_embeddings=True, only_trainable=True)
-
-    def __call__(self, micro_batches, passes):
-        """Return the FLOPs of a step; passes: 3 (a backward pass counts twice), and 1 for each recomputation."""
-        dense = 2 * micro_batches.tokens * (self.weights * (passes - 1) + self.trained)
-        return dense + 4 * micro_batches.squares * self.attention * passes
-
-
-def peak_memory(device):
-    """Return the bytes that this process has used at most: of the GPU or, on a CPU, in all."""
-    if device.type == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kB on Linux
-    with suppress(RuntimeError):  # of an allocator that does not count, as that of MPS
-        return torch.accelerator.max_memory_allocated(device)
-    return 0
-
 
 def start(args):
     """Return the Accelerator of the launch; raise UserError for launches that would train wrongly."""
-    # DDP would broadcast buffers in each forward pass, but processes run different numbers of them.
-    ddp = DistributedDataParallelKwargs(broadcast_buffers=False)
     with user_errors("--report_to, or the launch"):
         accelerator = Accelerator(
             cpu=not torch.accelerator.is_available(),  # else processes on CPUs would not form one group
             gradient_accumulation_steps=args.gradient_accumulation_steps,
             log_with=args.report_to or None,
             project_dir=args.output_dir,
-            kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=timedelta(minutes=30))],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=30))],
         )
-    check_launch(accelerator, args)
-    if accelerator.mixed_precision == "bf16":
-        torch.set_float32_matmul_precision("high")  # TF32 for the loss, which is not autocast
-    if args.full_determinism:
-        transformers.enable_full_determinism(args.seed)
-    transformers.utils.logging.disable_progress_bar()  # else one for each file loaded or saved
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else loading a local file contacts the Hub
-    args.gradient_accumulation_steps = accelerator.gradient_accumulation_steps  # a launch may set it
-    return accelerator
-
-
-def check_launch(accelerator, args):
-    """Raise UserError for launch configurations that are not supported: some would train wrongly."""
     kind = accelerator.distributed_type
     unsupported = kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or accelerator.parallelism_config
     if kind == DistributedType.FSDP:
@@ -2335,277 +2145,166 @@ def check_launch(accelerator, args):
         unsupported = unsupported or plugin.fsdp_version != 2 or offload or accelerator.scaler
     if unsupported:
         raise UserError(f"unsupported launch, {kind.value}: use accelerate_configs/fsdp2.yaml (no offload, no fp16)")
-    if args.batch_size < accelerator.num_processes:
-        raise UserError(f"--batch_size {args.batch_size}: too few rows for {accelerator.num_processes} processes")
+    if accelerator.mixed_precision == "bf16":
+        torch.set_float32_matmul_precision("high")  # TF32 for the loss, which is not autocast
+    if args.full_determinism:
+        transformers.enable_full_determinism(args.seed)
+    transformers.utils.logging.disable_progress_bar()  # else one for each file loaded or saved
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else loading a local file contacts the Hub
+    return accelerator
 
 
-class Run:
-    """The progress of a run, and what it writes: metrics.jsonl, trackers and checkpoints."""
+def announce(model, data, progress, steps, args, accelerator):
+    """Print what is trained, on what, and how far it is."""
+    rows = "a stream" if args.streaming else f"{sum(map(len, data.sources)):,} rows"
+    parameters = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    accelerator.print(
+        f"{parameters:,} parameters, {rows} of {', '.join(args.columns)}, {len(data.held_out):,} held out\n"
+        f"step {progress.step:,} of {steps:,}: {args.gradient_accumulation_steps} x {args.batch_size:,} rows on "
+        f"{accelerator.num_processes} x {accelerator.device}, in micro-batches of {args.micro_batch_tokens:,} tokens"
+    )
 
-    # What the state.json of a checkpoint contains, besides the flags and the sources.
-    SAVED = ("step", "data_state", "losses", "metrics", "skipped", "scaler", "changes", "finished")
 
-    def __init__(self, args, accelerator):
-        self.args = args
-        self.accelerator = accelerator
-        self.output = Path(args.output_dir)
-        self.step = 0  # optimizer steps done
-        self.data_state = None  # of row_batches, after the last step
-        self.losses = []  # of the steps since the last line of metrics.jsonl
-        self.metrics = []  # the lines of metrics.jsonl
-        self.skipped = 0  # bad rows
-        self.collections = []  # names of what is evaluated on
-        self.scaler = None  # state of the gradient scaler (fp16)
-        self.changes = []  # of flags and sources by resumes: [step, name, old, new]
-        self.finished = False
-        self.meter = Counter()  # sums of this process since the last line of metrics.jsonl
-        self.signals = []  # received: SIGTERM, SIGINT
-        self.find_checkpoint()
+def receive_signals():
+    """Return a list to which SIGTERM and SIGINT are added when they arrive. Another Ctrl-C ends the run at once."""
+    received = []
 
-    def find_checkpoint(self):
-        """Set `checkpoint`, the folder to resume from, and `saved`, its state; None if there is none."""
-        if (self.output / "args.yaml").exists() and not self.args.resume:
-            raise UserError(f"--output_dir {self.output} contains a run: --resume it, or choose another folder")
-        found = None, None
-        if self.args.resume and self.accelerator.is_main_process:
-            found = newest_checkpoint(self.output / "checkpoints")
-        self.checkpoint, self.saved = broadcast_object_list([found])[0]
-        if self.checkpoint and not self.saved:
-            raise UserError(f"{self.output}/checkpoints: no checkpoint is intact; remove the folder to start anew")
-        path = self.checkpoint and self.output / "checkpoints" / self.checkpoint.name
-        if not all(gather_object([not path or path.exists()])):
-            raise UserError(f"--resume: some process cannot find {self.checkpoint}: it must be on a shared disk")
-
-    def check_changes(self, data):
-        """Find what has changed since the checkpoint; raise UserError if it may not change."""
-        self.sources = data.description
-        self.flags = flags_of_run(self.args)
-        if self.saved and not set(self.SAVED) <= set(self.saved):
-            raise UserError(f"{self.checkpoint}: of another version of this script: start a new --output_dir")
-        self.new_changes = find_changes(self.saved, self.args, self.sources) if self.saved else []
-
-    def begin(self, data, model, optimizers, model_to_save, steps):
-        """Restore what the checkpoint contains, if there is one, write args.yaml and metrics.jsonl, print what is
-        trained on, and let signals stop the run. `steps`: those of the run."""
-        self.model = self.accelerator.unwrap_model(model)
-        self.count_flops = FlopCounter(self.model)
-        self.optimizers = [optimizer.optimizer for optimizer in optimizers]
-        self.model_to_save = model_to_save
-        if self.saved:
-            with user_errors(f"{self.checkpoint}: not of this model and optimizer"):
-                load_optimizers(self.checkpoint, self.model, self.optimizers)
-            vars(self).update({name: self.saved[name] for name in self.SAVED})
-            if self.accelerator.scaler and self.scaler:  # else the checkpoint is not of fp16
-                self.accelerator.scaler.load_state_dict(self.scaler)
-        was_finished = self.finished
-        self.finished = self.step >= steps
-        self.find_best()
-        if was_finished and self.finished:  # no step is left under the flags given now: keep those of the run
-            self.flags |= self.saved["args"]
-            self.accelerator.print(f"the run is finished, after step {self.step:,}: no step is left")
-        else:
-            self.changes += self.new_changes
-            for change in self.new_changes:
-                self.accelerator.print(describe_change(*change))
-        with user_errors(f"--output_dir {self.output}"):
-            self.output.mkdir(parents=True, exist_ok=True)  # after all checks: a refused run leaves no folder
-            if self.accelerator.is_main_process:
-                lines = [json.dumps(line) + "\n" for line in self.metrics]
-                (self.output / "metrics.jsonl").write_text("".join(lines))
-                (self.output / "args.yaml").write_text(yaml.safe_dump(self.flags, sort_keys=False))
-        config = {name: str(value) for name, value in asdict(self.args).items()}
-        self.accelerator.init_trackers("evenstep", config)
-        self.announce(data, steps)
-        signal.signal(signal.SIGTERM, self.receive)
-        signal.signal(signal.SIGINT, self.receive)
-
-    def announce(self, data, steps):
-        """Print what is trained, on what, and how far it is."""
-        args = self.args
-        rows = "streamed" if args.streaming else f"{sum(map(len, data.sources)):,}"
-        held_out = sum(map(len, data.held_out)) - data.skipped
-        parameters = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
-        devices = f"{self.accelerator.num_processes} x {self.accelerator.device}"
-        self.accelerator.print(
-            f"{rows} rows of {', '.join(args.columns)}; {held_out:,} held out; {parameters:,} parameters"
-        )
-        self.accelerator.print(
-            f"step {self.step:,} of {steps:,}: {args.gradient_accumulation_steps} x "
-            f"{args.batch_size:,} rows on {devices}, in micro-batches of {args.micro_batch_tokens:,} tokens"
-        )
-
-    def receive(self, number, _):
-        """Let the loop stop after this signal. After Ctrl-C, another Ctrl-C ends the run at once."""
-        self.signals.append(number)
+    def receive(number, _):
+        received.append(number)
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def check_step(self, loss, norm, batches):
-        """Agree on a step among all processes, by one collective and one wait for the device. Set `stopping` if any
-        has received a signal. If any has an error, or the loss is not finite, save the steps already done, and raise
-        UserError on all."""
-        error = next((str(batch.error) for batch in batches if batch.error), None)
-        counts = [len(self.signals), error is not None, sum(batch.skipped for batch in batches)]
-        counts = [torch.full_like(loss, count) for count in counts]
-        sums = self.accelerator.reduce(torch.stack([loss, *counts]))
-        self.loss, stopping, failed, skipped, self.norm = torch.stack([*sums, norm]).tolist()
-        self.stopping = stopping > 0
-        self.skipped_now = int(skipped)
-        if failed:
-            error = next(filter(None, gather_object([error])))
-        elif self.step == 0 and skipped == self.args.batch_size * len(batches):
-            sources = ", ".join(self.args.train_data)
-            error = f"{sources}: every row of the first step is bad; choose other --columns or --label_column"
-        elif not math.isfinite(self.loss) or not (math.isfinite(self.norm) or self.accelerator.scaler):
-            path = self.output / "nonfinite_batch.json"
-            rows = gather_object([row.cells for batch in batches for row in batch.rows])
-            if self.accelerator.is_main_process:
-                path.write_text(json.dumps(rows, indent=1, default=str))
-            error = (
-                f"step {self.step + 1}: loss {self.loss}, gradient norm {self.norm}: fix the rows (they are in "
-                f"{path}) or {LOWER_RATE}"
-            )
-        if error:
-            self.save()
-            raise UserError(error)
+    signal.signal(signal.SIGTERM, receive)
+    signal.signal(signal.SIGINT, receive)
+    return received
 
-    def count_step(self, batches, seconds):
-        """Count an optimizer step of this process' batches, which took `seconds`."""
-        self.step += 1
-        self.data_state = batches[-1].state
-        self.losses.append(self.loss)
-        self.skipped += self.skipped_now
-        self.meter["seconds"] += seconds
-        self.meter["skipped_steps"] += not math.isfinite(self.norm)  # by the scaler, inside of fused AdamW
-        self.meter["rows"] += self.args.batch_size * len(batches) - self.skipped_now
+
+def agree(loss, norm, batches, signals, step, accelerator):
+    """Return (loss, gradient norm, skipped rows, whether to stop, what is wrong or None) of a step, the same on all
+    processes, by one collective and one wait for the device."""
+    error = next((str(batch.error) for batch in batches if batch.error), None)
+    numbers = [len(signals), error is not None, sum(batch.skipped for batch in batches)]
+    numbers = torch.stack([loss, *(torch.full_like(loss, number) for number in numbers)])
+    loss, received, failed, skipped, norm = torch.stack([*accelerator.reduce(numbers), norm]).tolist()
+    if failed:
+        error = next(filter(None, gather_object([error])))
+    elif step == 0 and skipped and loss == 0:
+        error = "every row of the first step is bad: choose other --columns or --label_column, or edit read_row"
+    elif not math.isfinite(loss) or not (math.isfinite(norm) or accelerator.scaler):
+        error = f"step {step + 1}: loss {loss}, gradient norm {norm}: fix the data, or {LOWER_RATE}"
+    return loss, norm, int(skipped), bool(received or error), error
+
+
+@dataclass
+class Meter:
+    """What this process has done since the last line of metrics.jsonl with a loss."""
+
+    seconds: float = 0.0  # of optimizer steps
+    waited: float = 0.0  # of these, for data
+    rows: int = 0  # of all processes
+    tokens: int = 0  # without padding
+    padded: int = 0  # with padding
+
+    def count(self, rows, batches, seconds):
+        """Count an optimizer step of this process' batches."""
+        self.rows += rows
+        self.seconds += seconds
         for batch in batches:
-            self.meter["waited"] += batch.waited
-            self.meter.update(tokens=batch.micro_batches.tokens, padded=batch.micro_batches.padded)
-            self.meter["flops"] += self.count_flops(batch.micro_batches, batch.passes)
+            self.waited += batch.waited
+            self.tokens += batch.micro_batches.tokens
+            self.padded += batch.micro_batches.padded
 
-    @contextmanager
-    def clock(self, name):
-        """Add the seconds that the block takes to the next line of metrics.jsonl."""
-        started = time.perf_counter()
-        yield
-        self.meter[f"{name}_seconds"] += time.perf_counter() - started
-
-    def training_record(self):
-        """Return the record of the steps since the last one."""
-        meter = self.meter
-        device = self.accelerator.device
-        counts = [meter["tokens"], meter["padded"], meter["flops"] // 10**6, peak_memory(device)]
-        counts = self.accelerator.gather(torch.tensor([counts], device=device))  # (P, 4)
-        tokens, padded, megaflops, _ = counts.sum(0).tolist()
-        seconds = meter["seconds"]
+    def read(self, accelerator):
+        """Return speeds and memory of all processes, and start anew."""
+        if accelerator.device.type == "cpu":
+            peak = psutil.Process().memory_info().rss  # now: not every system counts the peak
+        else:
+            peak = torch.accelerator.max_memory_allocated()
+        counts = accelerator.gather(torch.tensor([[self.tokens, self.padded, peak]], device=accelerator.device))
+        tokens, padded, _ = counts.sum(0).tolist()
         record = {
-            "loss": sum(self.losses) / len(self.losses),
-            "grad_norm": self.norm,
-            "learning_rate": self.optimizers[0].param_groups[0]["lr"],
-            "rows_per_second": meter["rows"] / seconds,
-            "tokens_per_second": tokens / seconds,
+            "rows_per_second": self.rows / self.seconds,
+            "tokens_per_second": tokens / self.seconds,
             "padding_fraction": 1 - tokens / padded,
-            "data_wait_fraction": meter["waited"] / seconds,
-            "flops_per_second": megaflops * 1e6 / seconds,
-            "peak_memory_gb": counts[:, 3].max().item() / 1e9,
+            "data_wait_fraction": self.waited / self.seconds,
+            "peak_memory_gb": counts[:, 2].max().item() / 1e9,
         }
-        if peak := find_peak(device, self.accelerator.mixed_precision):
-            record["mfu"] = record["flops_per_second"] / (peak * len(counts))
-        record |= {name: value for name, value in meter.items() if name.endswith("_seconds")}
-        if self.accelerator.scaler:  # of fp16
-            record["skipped_steps"] = meter["skipped_steps"]
-        self.losses = []
-        self.meter = Counter()
+        vars(self).update(vars(Meter()))
         return record
 
-    def log(self, record):
-        """Append the record of a step to metrics.jsonl and the trackers."""
-        self.metrics.append({"step": self.step, **record})
-        self.accelerator.log(record, step=self.step)
+
+@dataclass
+class Log:
+    """metrics.jsonl, args.yaml and the trackers."""
+
+    args: Args
+    accelerator: Accelerator
+    metrics: list  # the lines of metrics.jsonl
+
+    def begin(self):
+        """Write args.yaml and the lines so far, and open the trackers."""
+        output = Path(self.args.output_dir)
+        with user_errors(f"--output_dir {output}"):
+            output.mkdir(parents=True, exist_ok=True)  # where the disk is not shared with the main process
+            if self.accelerator.is_main_process:
+                lines = [json.dumps(line) + "\n" for line in self.metrics]
+                (output / "metrics.jsonl").write_text("".join(lines))
+                (output / "args.yaml").write_text(yaml.safe_dump(flags_of_run(self.args), sort_keys=False))
+        self.accelerator.init_trackers("evenstep", {name: str(value) for name, value in asdict(self.args).items()})
+
+    def write(self, step, record):
+        """Append the record of a step, unless it is empty, to metrics.jsonl and the trackers."""
+        if not record:
+            return
+        self.metrics.append({"step": step, **record})
+        self.accelerator.log(record, step=step)
         if self.accelerator.is_main_process:
-            with open(self.output / "metrics.jsonl", "a") as file:
+            with open(Path(self.args.output_dir, "metrics.jsonl"), "a") as file:
                 file.write(json.dumps(self.metrics[-1]) + "\n")
-            measures = {name: round(record[name], 4) for name in self.measures() if name in record}
-            if measures:
-                tqdm.write(f"step {self.step:,}: {measures}")
+            measured = {name: round(record[name], 4) for name in self.measures() if name in record}
+            if measured:
+                tqdm.write(f"step {step:,}: {measured}")
 
     def measures(self):
-        """Return the names of what evaluations measure, without those of single collections."""
-        prefixes = tuple(f"{name} " for name in self.collections)
-        names = dict.fromkeys(chain.from_iterable(self.metrics))
-        return [name for name in names if name not in TRAINING.split() and not name.startswith(prefixes)]
+        """Return the names of what evaluations measure, without those of single collections, which have a space."""
+        first = self.metrics[0] if self.metrics else {"step": None}
+        return [name for name in first if name != "step" and " " not in name] if first["step"] == 0 else []
 
     def find_best(self):
-        """Set `best_step`, that of the best evaluation, and `finished` if patience has ended. The main process
-        decides, should an edited evaluate() differ between processes."""
-        found = best_evaluation(self.metrics, self.args.metric_for_best_model)
-        self.best_step, since_best = broadcast_object_list([found])[0]
-        self.finished = self.finished or 0 < self.args.early_stopping_patience <= since_best
-
-    def best_checkpoint(self):
-        """Return the folder of the best evaluation's checkpoint; raise UserError if it is not intact."""
-        path = self.output / f"checkpoints/step_{self.best_step:08}"
-        if not is_intact(path):
-            raise UserError(f"{path}: the best checkpoint is damaged or gone; model/ is not written")
-        return path
-
-    def check_metric(self):
-        """Raise UserError if the evaluations do not measure --metric_for_best_model."""
-        measured = [name for line in self.metrics if not line["step"] for name in line if name != "step"]
+        """Return (step of the best evaluation by --metric_for_best_model, of which more is better; whether patience
+        has ended), without the evaluation before the first step; step 0 if there is none. The measures of the main
+        process decide."""
         name = self.args.metric_for_best_model
-        if name not in [None, *measured]:
-            choices = ", ".join(measured) or "none, as there is nothing to evaluate on"
+        if name is None:
+            return 0, False
+        if not self.metrics or name not in self.metrics[0]:
+            choices = ", ".join(self.measures()) or "none, as there is nothing to evaluate on"
             raise UserError(f"--metric_for_best_model {name} is not measured by evaluations: choose one of {choices}")
+        values = {record["step"]: record[name] for record in self.metrics if record["step"] and name in record}
+        values = pd.Series(values, dtype=float).fillna(-math.inf)
+        best = int(values.idxmax()) if len(values) else 0
+        out_of_patience = 0 < self.args.early_stopping_patience <= (values.index > best).sum()
+        return broadcast_object_list([(best, out_of_patience)])[0]
 
-    def save(self):
-        """Write a checkpoint; every process must call it."""
-        if self.step == 0:
-            return
-        options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # unsharded, on the main process only
-        weights, states = dcp.get_state_dict(self.model, self.optimizers, options=options)
-        if self.accelerator.is_main_process:
-            if not all(weight.isfinite().all() for weight in weights.values()):
-                raise UserError(f"step {self.step}: a weight is not finite: {LOWER_RATE}")
-            if self.model_to_save is not self.model:  # FSDP
-                self.model_to_save.load_state_dict(weights)
-            tensors = {}
-            for name, state in states["state"].items():  # of the optimizer, by parameter
-                tensors |= {f"{name}.{key}": tensor for key, tensor in state.items()}
-            self.scaler = self.accelerator.scaler and self.accelerator.scaler.state_dict()
-            state = {name: getattr(self, name) for name in self.SAVED} | {"args": self.flags, "data": self.sources}
-            folder = self.output / f"checkpoints/step_{self.step:08}"
-            save_checkpoint(folder, self.model_to_save, tensors, state, self.args.save_total_limit, self.best_step)
-        self.accelerator.wait_for_everyone()
 
-    def write_model(self, model, card):
-        """Write model/, and print where it is; card: the text of its README.md."""
-        with save_atomically(self.output / "model") as part:
-            if self.args.lora_rank:
-                model[0].model.save_pretrained(str(part / "adapter"))  # --lora_adapter trains it on
-                model[0].model = model[0].model.merge_and_unload()  # loads without peft
-            model.save_pretrained(str(part), create_model_card=False)
-            (part / "README.md").write_text(card)
-        print(f"the model is in {self.output / 'model'}")
-
-    def describe(self, held_out):
-        """Return what the card of the model says of the run; held_out: number of held-out rows."""
-        args = self.args
-        steps = self.best_step or self.step
-        last = {}
-        for line in self.metrics:
-            if line["step"] <= steps:
-                last |= line
-        measured = ", ".join(f"{name} {last[name]:.4f}" for name in self.measures() if name in last)
-        defaults = asdict(Args()) | {"loss_kwargs": {}}
-        words = as_words({name: value for name, value in self.flags.items() if value != defaults[name]})
-        rows = args.batch_size * args.gradient_accumulation_steps
-        on = ", ".join([f"{held_out} held-out rows", *args.eval_beir])
-        lines = [f"Trained for {steps:,} steps of {rows:,} rows, by the command below."]
-        lines += [f"On {on}: {measured or 'not evaluated'}"]
-        lines += ["", f"    {shlex.join(['python', sys.argv[0], *words])}"]
-        if self.changes:
-            lines += ["", "What resumes changed:", "", *(f"- {describe_change(*change)}" for change in self.changes)]
-        return "\n".join(lines)
+def write_model(model, log, step):
+    """Write model/, with args.yaml, the card of sentence-transformers, and in that the measures up to `step`."""
+    output = Path(log.args.output_dir)
+    measured = {}
+    for line in log.metrics:
+        if line["step"] <= step:
+            measured |= {name: line[name] for name in log.measures() if name in line}
+    with save_atomically(output / "model") as part:
+        if log.args.lora_rank:
+            model[0].model = model[0].model.merge_and_unload()  # loads without peft
+        model._model_card_text = None  # that of the model before training
+        model.model_card_data.local_files_only = os.path.isdir(log.args.model_name_or_path)  # else it asks the Hub
+        with log.accelerator.autocast():  # the card embeds examples, which flash attention refuses in float32
+            model.save_pretrained(str(part))
+        shutil.copy(output / "args.yaml", part)
+        with open(part / "README.md", "a") as card:
+            card.write(f"\nTrained for {step:,} steps by `{Path(sys.argv[0]).name} args.yaml`: {measured}\n")
+    print(f"the model is in {output / 'model'}")
 
 
 def plot_metrics(metrics, measures, path):
@@ -2618,12 +2317,16 @@ def plot_metrics(metrics, measures, path):
     figure.savefig(path, dpi=110)
 
 
+def exit_now(status):
+    """End the process: pyarrow threads that still read ahead can hang or abort a normal exit (apache/arrow 45214)."""
+    sys.stdout.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    status = 0
     try:
         main(parse_args(sys.argv[1:]))
+        status = 0
     except (Exception, KeyboardInterrupt) as error:
-        memory = "lower --micro_batch_tokens, or set --grad_cache, then --gradient_checkpointing"
-        status = print_error(error, "--resume continues from the newest checkpoint, if there is one", memory)
-    sys.stdout.flush()
-    os._exit(status)  # pyarrow threads that still read ahead can hang or abort a normal exit (apache/arrow 45214)
+        status = print_error(error)
+    exit_now(status)

@@ -1,9 +1,7 @@
 """Train a cross-encoder ((query, document) -> score) to rerank or to compare texts, on one process or many.
 
-    python train_cross_encoder.py --batch_size 32 --learning_rate 5e-4 --max_steps 200       # the demo, on a CPU
     python train_cross_encoder.py --model_name_or_path BAAI/bge-small-en-v1.5 --train_data 'pairs/*.parquet' \
-        --output_dir runs/reranker --batch_size 256 --grad_cache                             # one GPU
-    torchrun --nproc_per_node 2 train_cross_encoder.py args.yaml --resume           # two processes, on GPUs or CPUs
+        --output_dir runs/reranker --batch_size 256 --grad_cache true                        # one GPU
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_cross_encoder.py args.yaml --resume
 
 A row is a query and its documents, in one of these shapes; --label_column names the column of labels or scores:
@@ -15,11 +13,11 @@ A row is a query and its documents, in one of these shapes; --label_column names
 
 Without labels the first document is the positive and the others are negatives; if there are no others,
 --num_negatives negatives are drawn from the other rows of the batch. From lists of positives and negatives each epoch
-draws one positive and --num_negatives negatives. The function read_row says what a row means: edit it, and with it
-draw_negatives, for data of another form.
+draws one positive and --num_negatives negatives.
 
-Above the line "machinery" is what an experiment changes: options, the run, the step, losses, rows, optimizer and
-model, evaluation. What is below that line is the same in train_bi_encoder.py.
+Above the line "machinery" is what an experiment changes: options, the run, the step, losses, rows (open_source says
+where they come from, read_row what they mean), optimizer, model and evaluation. What is below that line is the same in
+train_bi_encoder.py.
 
 The gradient depends on the batch alone (--batch_size rows over all processes). Each process scores the pairs of its
 rows, longest first, in micro-batches of at most --micro_batch_tokens; the losses of all rows are divided by the number
@@ -27,15 +25,16 @@ of terms over all processes. So the number of processes, --micro_batch_tokens an
 but not the gradient (except with dropout, whose random masks depend on how pairs are grouped).
 
 Output: model/ (loads in sentence-transformers), checkpoints/, metrics.jsonl, args.yaml and training.png.
-Left out on purpose: uploads to the Hub, several labels per pair, rerankers of lists, DeepSpeed.
+Left out on purpose: several labels of a pair, rerankers of lists, DeepSpeed. docs/recipes/ has tested changes.
 """
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["accelerate>=1.15,<2", "datasets>=5.2,<6", "evaluate>=0.4.6,<0.5", "filelock>=4.2,<5",
-#   "fsspec[http]>=2026.9", "matplotlib>=3.11,<4", "numpy>=2.4,<3", "pandas>=2.2,<4", "pyarrow>=26,<27",
-#   "pyyaml>=6.0,<7", "safetensors>=0.8,<1", "scikit-learn>=1.9.1,<2", "sentence-transformers>=6.2,<7",
-#   "tokenizers>=0.23,<1", "torch==2.13.0", "tqdm>=4.70,<5", "transformers>=5.23,<6", "zstandard>=0.25,<1"]
+# dependencies = ["accelerate>=1.12,<2", "datasets>=5.2,<6", "filelock>=3.16,<5", "fsspec[http]>=2025.3",
+#   "ir_measures>=0.4,<1", "matplotlib>=3.9,<4", "numpy>=2.2,<3", "pandas>=2.2,<4", "psutil>=5.9,<8",
+#   "pyarrow>=24,<27", "pyyaml>=6.0.1,<7", "safetensors>=0.5,<1", "scikit-learn>=1.5,<2",
+#   "sentence-transformers>=6.2,<7", "tokenizers>=0.22.2,<1", "torch>=2.6,<3", "tqdm>=4.67,<5",
+#   "transformers>=5.12,<6", "zstandard>=0.23,<1"]
 # ///
 
 import copy
@@ -45,222 +44,182 @@ import json
 import math
 import os
 import re
-import resource
-import shlex
 import shutil
 import signal
 import sys
 import time
 import traceback
 from bisect import bisect_right
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
-from difflib import get_close_matches
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain, count, pairwise
 from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
 from typing import Literal
 
 import transformers
 
-# Shapes: B rows (a query and its documents) of a batch on P processes, n = ceil(B / P) slots for rows on each; L
-# documents of a row at most.
+# Shapes: B rows of a batch on P processes, n = ceil(B / P) slots for rows on each; L documents of a row, and labels.
 
 # ---- options
 
-DEMO = "data/python_code"  # where prepare_corpus.py writes the demo corpus and its untrained models
 TEACHER_LOSSES = ("margin_mse", "kl")
 Loss = Literal["bce", "mse", "listwise_ce", "ranknet", "lambdaloss", "margin_mse", "kl"]
 
 
-def flag(default, help, alone=None):
-    """Return the dataclass field of a command-line option. `alone`: its value if it is given without one."""
-    kind = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
-    metadata = {"help": help}
-    if alone:
-        metadata |= {"nargs": "?", "const": alone}
-    return field(**kind, metadata=metadata)
+def flag(default, help, may_change=False, above_zero=False):
+    """Return the dataclass field of a command-line option. may_change: a resume may, as it changes neither the data
+    nor, but for rounding, what a step computes from it. above_zero: numbers must be; those of other flags may be 0."""
+    kind = {"default_factory": default.copy} if isinstance(default, list | dict) else {"default": default}
+    return field(**kind, metadata={"help": help, "may_change": may_change, "above_zero": above_zero})
+
+
+def json_object(text):
+    return dict(json.loads(text))
 
 
 @dataclass
 class Args:
     # data
-    train_data: list[str] = flag([], "paths, globs, folders, URLs, Hub ids, ID:config:split; none: the demo corpus")
-    eval_data: list[str] = flag([], "sources of held-out rows; none: the first rows of --train_data")
+    train_data: list[str] = flag([], "paths, globs, folders, URLs, Hub ids, ID:config:split")
+    eval_data: list[str] = flag([], "sources of held-out rows; none: rows of --train_data, of streams the first")
     eval_rows: int | None = flag(None, "rows held out to evaluate on; None: 200, but at most a tenth of the rows")
-    eval_beir: list[str] = flag([], "small collections to rerank as well: BEIR folders, or Hub ids (NanoBEIR)")
-    eval_split: str = flag("test", "split of the judgments of --eval_beir")
-    eval_run: list[str] = flag([], "the TREC run file to rerank for each --eval_beir; none: BM25")
-    eval_rerank_k: int = flag(50, "documents to rerank for each query")
+    eval_beir: list[str] = flag([], "small collections to rerank as well: BEIR folders, or Hub ids")
+    eval_split: str = flag("test", "split of the judgments of --eval_beir, or one collection of many")
+    eval_run: list[str] = flag([], "the TREC run file to rerank for each --eval_beir; none: BM25 (pip install bm25s)")
+    eval_rerank_k: int = flag(50, "documents to rerank for each query", above_zero=True)
+    keep_same_id: bool = flag(False, "also rank the document with the query's own id, which BEIR excludes")
     streaming: bool = flag(False, "read the sources front to back instead of at random from a memory-mapped table")
-    columns: list[str] = flag([], "query, then documents or lists of documents; none: all but the label")
+    columns: list[str] = flag([], "columns of query, then documents: texts or lists; none: all but the label")
     num_negatives: int | None = flag(
-        None, "negatives of a row, drawn in each epoch from lists; None: all, or 4 of other rows if it has none"
+        None, "negatives of a row: its first ones or, from lists, drawn ones; None: all, or 4 of other rows if none"
     )
     corpus: list[str] = flag([], "sources of the documents by id; --columns then contain ids, not texts")
     queries: list[str] = flag([], "sources of the queries by id, for the first column")
     corpus_columns: list[str] = flag(["_id", "title", "text"], "id column of --corpus, then text columns, joined")
     query_columns: list[str] = flag(["_id", "text"], "id column of --queries, then text columns, joined")
-    label_column: list[str] = flag([], "columns with a label, or a list of a label per document; several are joined")
-    mixing_weights: list[float] = flag([], "weight of each source; none: its number of rows (streams: equal weights)")
+    label_column: list[str] = flag([], "columns with a label or a list of labels; several are joined row by row")
+    mixing_weights: list[float] = flag([], "weight of each source; none: its rows (streams: equal)", above_zero=True)
     mix_by: Literal["row", "batch"] = flag("row", "mix sources within a batch, or take each batch from one source")
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = flag(
         "all_exhausted", "end a mixed epoch with its first or its last source"
     )
     shuffle_buffer: int = flag(10_000, "rows that are shuffled together; 0: keep the order of the files")
-    length_window: int = flag(1, "batches that are drawn together, sorted by length and then cut; 1: not sorted")
-    on_bad_row: Literal["error", "skip"] = flag("error", "stop at an empty text or a bad label, or skip and count it")
+    length_window: int = flag(1, "batches drawn together and sorted by length; 1: not sorted", above_zero=True)
+    on_bad_row: Literal["error", "skip"] = flag("error", "stop at a bad row, or skip and count it", may_change=True)
     # model
-    model_name_or_path: str = flag(f"{DEMO}/cross_encoder", "Hub id or folder")
-    max_length: int | None = flag(None, "tokens a pair is truncated to; None: the model's own")
-    query_max_length: int | None = flag(
-        None, "tokens of the query and a prompt before it, without special ones; None: all that fit"
-    )
+    model_name_or_path: str = flag("", "Hub id or folder")
+    trust_remote_code: bool = flag(False, "run the code that a model's folder contains: SECURITY.md", may_change=True)
+    max_length: int | None = flag(None, "tokens a pair is truncated to; None: the model's own", above_zero=True)
     template: str | None = flag(None, "text around {query} and {document}, special tokens included; None: the model's")
     dropout: float | None = flag(None, "dropout probability of the transformer; None: the model's own")
     lora_rank: int = flag(0, "train LoRA adapters of this rank instead of all weights; 0: train all weights")
-    lora_alpha: int | None = flag(None, "adapters are scaled by this over the rank; None: twice the rank")
-    lora_dropout: float = flag(0.0, "dropout probability of the adapters' inputs")
-    lora_target_modules: list[str] = flag([], "layers that get adapters, such as q_proj; none: all linear ones")
-    lora_adapter: str | None = flag(None, "folder of adapters to train on, such as model/adapter of an earlier run")
-    attn_implementation: str | None = flag(None, "attention kernels: sdpa, flash_attention_2, ...; None: the default")
-    prompts: list[str] = flag(
-        [], "prefix of queries, or one per source; of a model with a chat template, its instruction; none: its own"
+    lora_kwargs: json_object = flag({}, "JSON: further options of peft.LoraConfig, such as lora_alpha, target_modules")
+    attn_implementation: str | None = flag(None, "attention: sdpa, flash_attention_2, ...", may_change=True)
+    query_prompt: list[str] = flag(
+        [], "prefix of queries (of a chat template: its instruction), or one for each source; none: the model's own"
     )
     # step
-    batch_size: int = flag(64, "rows of a batch, over all processes")
-    micro_batch_tokens: int | None = flag(None, "tokens of a forward pass; None: 2,048 on a CPU, else 16,384")
-    gradient_accumulation_steps: int = flag(1, "batches per optimizer step, each with its own drawn negatives")
-    grad_cache: Literal["auto", "true", "false"] = flag(
-        "auto",
-        "hold the graph of one micro-batch at a time; auto: if a process has more tokens than 4 full ones (CPU: 16)",
-        alone="true",
+    batch_size: int = flag(64, "rows of a batch, over all processes", above_zero=True)
+    micro_batch_tokens: int | None = flag(
+        None, "tokens per forward; None: 2,048 (CPU), 16,384 (GPU)", may_change=True, above_zero=True
     )
-    gradient_checkpointing: bool = flag(False, "recompute each layer's activations in backward; for long texts")
+    gradient_accumulation_steps: int = flag(1, "batches of a step, each with its own drawn negatives", above_zero=True)
+    grad_cache: bool | None = flag(
+        None, "hold one micro-batch's graph at a time; None: of more than 4 full ones (CPU: 16)", may_change=True
+    )
+    gradient_checkpointing: bool = flag(False, "recompute activations in backward, for long texts", may_change=True)
     loss: Loss | None = flag(None, "None: bce if a row has one label, else listwise_ce over the documents of a query")
-    loss_kwargs: str = flag(
-        "{}",
-        "JSON; bce: pos_weight; ranknet: sigma; lambdaloss: sigma, k, mu; margin_mse, kl: temperature, "
-        "teacher_temperature",
+    loss_kwargs: json_object = flag(
+        {},
+        "JSON; bce: pos_weight; ranknet: sigma; lambdaloss: sigma, k, mu; margin_mse, kl: teacher_temperature, "
+        "temperature",
     )
     # schedule
-    learning_rate: float = flag(2e-5, "peak learning rate")
+    learning_rate: float = flag(2e-5, "peak learning rate", above_zero=True)
     weight_decay: float = flag(0.01, "weight decay of matrices; biases and norms have none")
     warmup_ratio: float = flag(0.1, "fraction of the steps over which the learning rate rises from 0")
     lr_scheduler_type: str = flag("linear", "schedule of transformers.get_scheduler: linear, cosine, constant, ...")
     max_grad_norm: float = flag(1.0, "clip the gradient to this norm; 0: do not")
-    num_train_epochs: float = flag(1.0, "passes over the rows")
+    num_train_epochs: float = flag(1.0, "passes over the rows", above_zero=True)
     rows_per_epoch: int = flag(0, "rows of an epoch, a fresh sample each; 0: all")
     max_steps: int = flag(0, "stop after this many optimizer steps; 0: after --num_train_epochs")
     seed: int = flag(0, "seed of the row order, new weights and dropout")
-    full_determinism: bool = flag(False, "use deterministic kernels, so that a resumed run on a GPU is bit-identical")
+    full_determinism: bool = flag(False, "deterministic kernels: bit-identical resume on a GPU", may_change=True)
     # run
-    output_dir: str = flag("runs/cross_encoder", "folder for everything the run writes")
-    resume: bool = flag(False, "resume from the newest intact checkpoint in --output_dir, or start if there is none")
-    accept_changed_data: bool = flag(False, "resume although sources have changed: rows may be repeated or missed")
-    accept_changed_schedule: bool = flag(False, "resume although flags of the schedule have changed; the card says so")
-    eval_steps: int = flag(0, "steps between evaluations; 0: a tenth of the run")
+    output_dir: str = flag("runs/cross_encoder", "folder for everything the run writes", may_change=True)
+    resume: bool = flag(False, "resume from the newest intact checkpoint, or start if none", may_change=True)
+    accept_changes: bool = flag(False, "resume although flags or sources have changed", may_change=True)
+    eval_steps: int = flag(0, "steps between evaluations; 0: a tenth of the run", may_change=True)
     metric_for_best_model: str | None = flag(None, "save the model that evaluates best by this measure; None: last")
-    metrics: list[str] = flag([], "your own metrics, scripts of the library evaluate; their measures are reported too")
-    early_stopping_patience: int = flag(0, "stop after this many evaluations without a new best; 0: never")
-    save_steps: int = flag(500, "steps between checkpoints; 0: only at the end")
-    save_total_limit: int = flag(2, "checkpoints kept")
-    logging_steps: int = flag(10, "steps between lines of metrics.jsonl")
-    report_to: list[str] = flag([], "trackers of Accelerate: tensorboard, wandb, ...")
-
-
-# Flags that a resume may change: they change neither the data nor, but for rounding, what a step computes from it.
-# A resume refuses a change of any other flag.
-MAY_CHANGE = """output_dir on_bad_row attn_implementation micro_batch_tokens grad_cache gradient_checkpointing
-full_determinism eval_steps metrics early_stopping_patience save_steps save_total_limit logging_steps report_to"""
-# Flags that it may change by --accept_changed_schedule: no single command then gives the same model, and the model's
-# card says so.
-SCHEDULE = """learning_rate weight_decay warmup_ratio lr_scheduler_type max_grad_norm num_train_epochs rows_per_epoch
-max_steps stopping_strategy"""
-# Flags that must be above 0; numbers of all others may be 0.
-ABOVE_ZERO = """batch_size micro_batch_tokens gradient_accumulation_steps length_window max_length save_total_limit
-query_max_length logging_steps num_train_epochs learning_rate mixing_weights matryoshka_dims"""
+    early_stopping_patience: int = flag(0, "evaluations without a new best to stop after; 0: never", may_change=True)
+    save_steps: int = flag(500, "steps between checkpoints; 0: only at the end", may_change=True)
+    save_total_limit: int = flag(2, "checkpoints kept", may_change=True, above_zero=True)
+    logging_steps: int = flag(10, "steps between lines of metrics.jsonl", may_change=True, above_zero=True)
+    report_to: list[str] = flag([], "trackers of Accelerate: tensorboard, wandb, ...", may_change=True)
 
 
 def check_flags(args):
-    """Fill in the demo corpus if no data is given; raise UserError for flags that exclude or require each other."""
-    if not args.train_data:
-        args.train_data = [f"{DEMO}/train/stdlib-*.parquet", f"{DEMO}/train/packages-*.parquet"]
-        args.eval_data = args.eval_data or [f"{DEMO}/heldout/*.parquet"]
-        if not Path(DEMO).is_dir():
-            raise UserError(f"--train_data: not given, and no demo corpus in {DEMO}: run python prepare_corpus.py")
+    """Raise UserError for flags that are missing, or that exclude or require each other."""
+    if not (args.train_data and args.model_name_or_path):
+        raise UserError("--train_data and --model_name_or_path are required")
     if len(args.mixing_weights) not in (0, len(args.train_data)):
         raise UserError(f"--mixing_weights: give {len(args.train_data)} numbers, one for each source")
     if args.streaming and not (args.max_steps or args.rows_per_epoch):
         raise UserError("--streaming requires --max_steps or --rows_per_epoch: the length of a stream is unknown")
     if args.loss in TEACHER_LOSSES and not args.label_column:
         raise UserError(f"--loss {args.loss} requires teacher scores: set --label_column")
+    if args.loss in TEACHER_LOSSES and "teacher_temperature" not in args.loss_kwargs:
+        raise UserError(
+            f'--loss {args.loss}: --loss_kwargs must have "teacher_temperature": 1 for logits; for cosines and '
+            "probabilities the temperature that the teacher was trained with, such as 0.05"
+        )
     if args.early_stopping_patience and not args.metric_for_best_model:
         raise UserError("--early_stopping_patience requires --metric_for_best_model, such as nDCG@10")
-    if args.length_window > 1 and (args.queries or args.corpus):
-        raise UserError("--length_window requires rows that contain texts, not ids")
-    if args.eval_run and len(args.eval_run) != len(args.eval_beir):
-        raise UserError("--eval_run requires one run file for each of --eval_beir")
+    if len(args.query_prompt) not in (0, 1, len(args.train_data)):
+        raise UserError("--query_prompt takes one, or one for each source")
     if args.template and not (args.template.count("{query}") == args.template.count("{document}") == 1):
         raise UserError("--template must contain {query} and {document} once each")
-    if len(args.prompts) not in (0, 1, len(args.train_data)):
-        raise UserError("--prompts takes one, or one for each source")
-    set_lora_rank(args)
-    for name, value in args.loss_kwargs.items():
-        if not (isinstance(value, int | float) and 0 < value < math.inf):
-            raise UserError(f"--loss_kwargs {name} {value}: must be a number above 0")
+
+
+class Parser(transformers.HfArgumentParser):
+    def add_argument(self, *names, may_change=None, above_zero=None, **options):
+        """Leave out the metadata of flag(), which argparse does not know, and aliases with dashes."""
+        return super().add_argument(*[name for name in names if "-" not in name[2:]], **options)
 
 
 def make_parser():
     """Return the parser of the flags of Args."""
-    usage = "%(prog)s [FILE.yaml] [FLAGS]"
-    parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], usage=usage, allow_abbrev=False)
-    for action in parser._actions:  # --help prints each flag once, without its alias with dashes
-        action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
+    parser = Parser(Args, description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("file", nargs="?", help="YAML or JSON file of flags, such as args.yaml of a run")
     return parser
-
-
-def check_flag_names(parser, argv):
-    """Exit if a flag of the command line is unknown, and name the nearest one, or if it is given twice."""
-    known, seen = parser._option_string_actions, set()
-    for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
-        if name not in known:
-            nearest = get_close_matches(name, known, 1) or ["--help"]
-            parser.error(f"{name}: no such flag; did you mean {nearest[0]}?")
-        if known[name] in seen:
-            advice = "; list all values after one flag" * (known[name].nargs == "+")
-            parser.error(f"{known[name].option_strings[0]}: given twice{advice}")
-        seen.add(known[name])
 
 
 # ---- libraries
 
 if __name__ == "__main__":  # --help and mistyped flags are answered now: what follows takes ten seconds to load
-    parser = make_parser()
-    check_flag_names(parser, sys.argv[1:])
-    parser.parse_known_args()
-    if os.environ.get("RANK", "0") == "0":
-        print("loading libraries", file=sys.stderr)
+    make_parser().parse_args()
 
 import datasets
 import fsspec
+import ir_measures
 import numpy as np
 import pandas as pd
+import psutil
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 import torch.nn.functional as F
 import yaml
-from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
-from evaluate import CombinedEvaluations, Metric, MetricInfo, combine
-from evaluate import load as load_metric
-from filelock import FileLock
+from accelerate.utils.memory import should_reduce_batch_size
+from datasets.formatting import PythonFormatter
+from filelock import FileLock, Timeout
 from matplotlib.figure import Figure
 from pyarrow.dataset import ParquetFragmentScanOptions
 from safetensors.torch import load_file, save_file
@@ -269,129 +228,122 @@ from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.sentence_transformer.evaluation import BinaryClassificationEvaluator
 from sklearn.metrics import average_precision_score
 from tokenizers.processors import TemplateProcessing
-from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributions import Categorical
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from tqdm.auto import tqdm
 
 # ---- main
 
 
-def main(args):
+def main(given):
     # ---- set up
-    accelerator = start(args)
-    run = Run(args, accelerator)  # finds the checkpoint to resume from
+    accelerator = start(given)
     device = accelerator.device
     is_main = accelerator.is_main_process
     sharded = accelerator.distributed_type == DistributedType.FSDP
-    accumulation = args.gradient_accumulation_steps
+    _lock = lock_output(given.output_dir, accelerator)  # held until the process ends
+    checkpoint, saved = find_checkpoint(given, accelerator)
+    model = load_model(given)
+    args = resolve_args(given, model, accelerator)
 
     # ---- data
-    args.loss = args.loss or choose_loss(args)
-    data = open_data(args)
-    if args.loss in TEACHER_LOSSES:
-        set_teacher_temperature(read_first_rows(data, args), args)
-    run.check_changes(data)
+    data = open_data(args, partial(draw_negatives, replace(args, num_negatives=CANDIDATES - 1)))
+    check_changes(saved, given, data, accelerator)
+    eval_sets = open_eval_sets(data.held_out, args)
+    accumulation = args.gradient_accumulation_steps
     steps = args.max_steps or math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
-    eval_steps = args.eval_steps or max(1, steps // 10)
+    eval_steps = args.eval_steps or math.ceil(steps / 10)
 
-    # ---- model, held-out rows, loss, optimizer and schedule
-    loss_fn = make_loss(args)
-    model = load_model(args, run.checkpoint)
-    check_attention(model, accelerator)
-    args.prompts = args.prompts or own_prompts(model)
-    draw_candidates = partial(draw_negatives, replace(args, num_negatives=CANDIDATES - 1))
-    held_out = read_held_out(data, args, accelerator, draw_candidates)
-    eval_sets = open_eval_sets(held_out, model, args)
-    run.collections = list(eval_sets)
+    # ---- model, loss, optimizer and schedule
+    # predict() applies this: bce trains a probability, any other loss the logit itself.
+    model.activation_fn = torch.nn.Sigmoid() if args.loss == "bce" else torch.nn.Identity()
     model_to_save = copy.deepcopy(model) if sharded and is_main else model  # FSDP will shard `model`
     model = model.to(device).train()
-    args.micro_batch_tokens = args.micro_batch_tokens or (2048 if device.type == "cpu" else 16_384)
     check_predict(model, args, accelerator)
-    features, _ = make_micro_batches([], model, args, device).parts[0]
-    freeze_unused(model, score(model, features, accelerator))
+    loss_fn = make_loss(args)
     optimizer = make_optimizer(model, args)
     peak_rates = [group["lr"] for group in optimizer.param_groups]  # before get_scheduler changes them
     schedule = make_schedule(optimizer, steps, args)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    if sharded:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    else:  # without DDP: reduce_gradients needs no wrapper
+        optimizer = accelerator.prepare(optimizer)
 
     # ---- resume, and evaluate before the first step
-    run.begin(data, model, [optimizer], model_to_save, steps)  # a list: checkpoints hold the state of each
-    to_batch = partial(make_batch, model=run.model, args=args, accelerator=accelerator)
-    if run.step == 0 and args.loss in TEACHER_LOSSES:
-        tables = row_batches(data.sources, data.weights, args)
-        first = next(read_batches(tables, to_batch, data, args, accelerator))
-        report_entropies(run.model, first, args, accelerator)
-    if run.step == 0 and eval_sets:
-        run.log(evaluate(model, eval_sets, args, accelerator))
-    run.check_metric()
+    extra = {}  # {name: tensor} of your own, equal on all processes: checkpoints hold and restore it
+    optimizers = [optimizer.optimizer]  # checkpoints hold the state of each
+    checkpoints = Checkpoints(given, accelerator, data.description, model, optimizers, model_to_save, extra)
+    progress = checkpoints.restore(checkpoint, saved)
+    log = Log(given, accelerator, progress.metrics)
+    log.begin()
+    announce(model, data, progress, steps, args, accelerator)
+    signals = receive_signals()
+    if progress.step == 0 and eval_sets:
+        log.write(0, evaluate_model(model, eval_sets, args, accelerator))
+    best_step, out_of_patience = log.find_best()
+    finished = out_of_patience or progress.step >= steps
 
-    # ---- train
-    tables = row_batches(data.sources, data.weights, args, run.data_state)
-    batches = prefetch(read_batches(tables, to_batch, data, args, accelerator, partial(draw_negatives, args)))
-    bar = tqdm(total=steps, initial=run.step, disable=not is_main, unit="step", mininterval=1)
-    while not run.finished:
+    # ---- train: row_batches draws the rows of all processes, local_batches prepares those of this one
+    tables = row_batches(data.sources, data.weights, args, progress.data_state)
+    draw = partial(draw_negatives, args)
+    batches = prefetch(local_batches(tables, progress.step * accumulation, model, data, args, accelerator, draw))
+    bar = tqdm(total=steps, initial=progress.step, disable=not is_main, unit="step", mininterval=1)
+    meter = Meter()
+    error = None
+    while not finished:
         # one optimizer step
         started = time.perf_counter()
         for group, rate in zip(optimizer.param_groups, peak_rates):
-            group["lr"] = rate * schedule(run.step)
-        loss = 0.0
-        step_batches = []
-        for number in range(accumulation):
-            batch = next(batches)
-            step_batches.append(batch)
-            sync = number == accumulation - 1
-            seed = [args.seed, run.step, number]
-            loss += forward_backward(model, batch, loss_fn, seed, sync, args, accelerator)
-        loss /= accumulation  # as accelerator.backward does with the gradient
+            group["lr"] = rate * schedule(progress.step)
+        step_batches = [next(batches) for _ in range(accumulation)]
+        losses_of_batches = [forward_backward(model, batch, loss_fn, args, accelerator) for batch in step_batches]
+        loss = sum(losses_of_batches) / accumulation  # as accelerator.backward does with the gradient
+        reduce_gradients(model, accelerator)
         norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         norm = norm.full_tensor() if sharded else norm
-        run.check_step(loss, norm, step_batches)  # one collective; raises what any process has found wrong
-        if run.stopping:  # not after the step: an evaluation may follow, and a cluster kills soon after SIGTERM
+        loss, norm, skipped, stopping, error = agree(loss, norm, step_batches, signals, progress.step, accelerator)
+        if stopping:  # not after the step: an evaluation may follow, and a cluster kills soon after SIGTERM
             break
         optimizer.step()
         optimizer.zero_grad()
-        run.count_step(step_batches, time.perf_counter() - started)
-        run.finished = run.step == steps
+        progress.count(loss, skipped, step_batches[-1].state)  # change `extra` after this line, not in the step
+        meter.count(args.batch_size * accumulation - skipped, step_batches, time.perf_counter() - started)
+        finished = progress.step == steps
         bar.update()
 
         # metrics, evaluation, checkpoint
         record = {}
-        evaluated = run.step % eval_steps == 0 or run.finished
+        evaluated = progress.step % eval_steps == 0 or finished
         if evaluated:
-            with run.clock("evaluation"):
-                record = evaluate(model, eval_sets, args, accelerator)
-        if run.step % args.logging_steps == 0 or run.finished:
-            record |= run.training_record()
+            record = evaluate_model(model, eval_sets, args, accelerator)
+        if progress.step % args.logging_steps == 0 or finished:
+            record |= {"loss": progress.mean_loss(), "grad_norm": norm, "learning_rate": group["lr"]}
+            record |= meter.read(accelerator)
             bar.set_postfix_str("loss {loss:.4f}, {rows_per_second:,.0f} rows/s".format(**record), refresh=False)
-        if record:
-            run.log(record)
+        log.write(progress.step, record)
         if evaluated:
-            run.find_best()  # sets run.best_step, and run.finished if patience has ended
-        due = args.save_steps and run.step % args.save_steps == 0
-        if run.finished or due or run.step == run.best_step:
-            with run.clock("checkpoint"):
-                run.save()
+            best_step, out_of_patience = log.find_best()
+            finished = finished or out_of_patience
+        if finished or progress.step == best_step or (args.save_steps and progress.step % args.save_steps == 0):
+            checkpoints.save(progress, best_step)
 
     # ---- save
     bar.close()
     batches.close()
-    if not run.finished:
-        run.save()
-        accelerator.print(f"stopped after step {run.step:,} of {steps:,}: rerun with --resume to continue")
+    if not finished:
+        checkpoints.save(progress, best_step)
+        if error:
+            raise AgreedError(error)
+        accelerator.print(f"stopped after step {progress.step:,} of {steps:,}: rerun with --resume to continue")
     elif is_main:
-        if run.best_step:
-            model_to_save = load_model(args, run.best_checkpoint())
-        run.write_model(model_to_save, model_card(args, run, len(held_out)))
-        plot_metrics(run.metrics, run.measures(), run.output / "training.png")
-        if run.skipped + data.skipped:
-            print(f"{run.skipped + data.skipped:,} bad rows skipped")
-    interrupted = signal.SIGINT in run.signals and not run.finished
-    del eval_sets  # and their temporary files
-    del model, run  # delete DDP before its process group: else one exit in fifty deadlocks (torch 2.13)
-    accelerator.free_memory()
+        step = best_step or progress.step
+        write_model(checkpoints.model_of(step), log, step)
+        plot_metrics(log.metrics, log.measures(), Path(args.output_dir, "training.png"))
+        if progress.skipped + data.skipped:
+            print(f"{progress.skipped + data.skipped:,} bad rows skipped")
     accelerator.end_training()
-    if interrupted:
+    if signal.SIGINT in signals and not finished:
         raise KeyboardInterrupt
 
 
@@ -401,138 +353,127 @@ def main(args):
 def score(model, features, accelerator):
     """Return (pairs,) float logits of one micro-batch."""
     features = transformers.BatchEncoding(features).to(accelerator.device, non_blocking=True).data
-    with accelerator.autocast():  # gives flash attention its dtype; prepare() does not wrap FSDP2's forward
+    with accelerator.autocast():  # gives flash attention its dtype
         return model(features)["scores"].float().squeeze(1)
 
 
-def forward_backward(model, batch, loss_fn, seed, sync, args, accelerator):
-    """Add the gradient of the batch's loss to the model's; return the part of the loss that is due to this process'
-    rows. `seed`: integers that identify this batch. `sync`: reduce gradients over processes in the last backward
-    pass."""
+def forward_backward(model, batch, loss_fn, args, accelerator):
+    """Add the gradient of this process' pairs to that of the model; return the part of the batch's loss that is due
+    to this process' rows. Each adds up to that of the batch over all processes."""
     parts, tokens = equalize_micro_batches(batch.micro_batches, accelerator)
-    last = len(parts) - 1
-    keep_graphs = keeps_graphs(tokens, args, accelerator.device)  # alike everywhere: DDP's first forward is collective
-    batch.passes += args.gradient_checkpointing + (not keep_graphs and args.loss not in POINTWISE)
+    keep_graphs = keeps_graphs(tokens, args, accelerator.device)
 
     def forward(number):  # (pairs,)
-        seed_dropout(*seed, accelerator.process_index, number)  # the same in a second forward pass
+        seeds = np.random.SeedSequence([args.seed, batch.number, accelerator.process_index, number])
+        torch.manual_seed(int(seeds.generate_state(1)[0]))  # dropout is the same in a second forward pass
         features, indices = parts[number]
-        with accelerator.no_sync(model):
-            return score(model, features, accelerator)[: len(indices)]
-
-    def backward(number, value):
-        # DDP reduces gradients over processes once, with those of the last micro-batch; FSDP2 in each backward pass.
-        with accelerator.trigger_sync_in_backward(model) if sync and number == last else nullcontext():
-            accelerator.backward(value)
+        return score(model, features, accelerator)[: len(indices)]
 
     labels = batch.labels.to(accelerator.device, non_blocking=True)  # (n, L)
     slots = batch.micro_batches.slots(accelerator)
     sizes = [len(indices) for _, indices in parts]
     if args.loss in POINTWISE:
-        return pointwise_backward(forward, backward, loss_fn, labels[slots].split(sizes), accelerator)
-
+        return pointwise_backward(forward, labels[slots].split(sizes), batch.step, loss_fn, accelerator)
     # One autocast around all micro-batches: they share its half-precision copies of the weights, which graphs keep.
     with accelerator.autocast(), torch.set_grad_enabled(keep_graphs):
-        outputs = [forward(number) for number in range(last + 1)]
-    # The documents of a row lie in several micro-batches: first the gradient of all scores, a leaf, then one
-    # micro-batch at a time.
+        outputs = [forward(number) for number in range(len(parts))]
+    # The graph is cut here, as the documents of a row lie in several micro-batches: the loss gives the gradient of the
+    # scores, which is then passed on by hand.
     scores = torch.zeros_like(labels)  # (n, L)
     scores[slots] = torch.cat(outputs).detach()
-    scores.requires_grad_()
-    total, count = loss_fn(scores, labels)
-    loss = total / accelerator.reduce(count).clamp(min=1)
-    loss.backward()
+    total, terms = loss_fn(scores.requires_grad_(), Targets(labels, batch.step))
+    loss = total / accelerator.reduce(terms).clamp(min=1)
+    accelerator.backward(loss)  # scaled, so that weights of a loss, if there are any, are trained like the model's
 
-    # Multiply by the number of processes: DDP averages over them, but each has the gradient of its own pairs only.
-    gradients = (scores.grad[slots] * accelerator.num_processes).split(sizes)
+    gradients = scores.grad[slots].split(sizes)
     for number, gradient in enumerate(gradients):  # a micro-batch at a time, so that gradients add up in float32
         # If graphs are not kept, there is one at a time (Gao et al. 2021, section 3.2).
         output = outputs[number] if keep_graphs else forward(number)
-        backward(number, (output * gradient).sum())
+        (output * gradient).sum().backward()
     return loss.detach()
 
 
-def pointwise_backward(forward, backward, loss_fn, labels, accelerator):
-    """Do as forward_backward does, for a loss in POINTWISE: backward after each micro-batch, so that there is
-    one graph at a time and one forward pass; labels: (pairs,) of each micro-batch."""
+def pointwise_backward(forward, labels, step, loss_fn, accelerator):
+    """Do as forward_backward does, for a loss in POINTWISE: backward after each micro-batch, so that there is one
+    graph at a time and one forward pass. labels: (pairs,) of each micro-batch."""
+    terms = accelerator.reduce(sum(part.isfinite().sum() for part in labels)).clamp(min=1)
     loss = torch.zeros((), device=accelerator.device)
-    count = accelerator.reduce(sum(part.isfinite().sum() for part in labels)).clamp(min=1)
     for number, part in enumerate(labels):
         scores = forward(number)
-        total, _ = loss_fn(scores[:, None], part[:, None])
-        backward(number, total / count * accelerator.num_processes)
-        loss += total.detach() / count
+        total, _ = loss_fn(scores[:, None], Targets(part[:, None], step))
+        accelerator.backward(total / terms)
+        loss += total.detach() / terms
     return loss
-
-
-@torch.no_grad()
-def score_slots(model, micro_batches, shape, accelerator):
-    """Return the (P n, L) logits of all processes, without gradients; shape: (n, L), the slots of each process."""
-    parts, _ = equalize_micro_batches(micro_batches, accelerator)
-    bar = tqdm(parts, "scoring", delay=2, leave=False, disable=not accelerator.is_main_process)
-    with accelerator.autocast():
-        outputs = [score(model, features, accelerator)[: len(indices)] for features, indices in bar]
-    return gather_slots(outputs, micro_batches, shape, accelerator)
-
-
-def report_entropies(model, batch, args, accelerator):
-    """Print the mean entropies of model and teacher over the documents of a batch's rows."""
-    labels = pad_columns(batch.labels, math.nan, accelerator)
-    scores = score_slots(model, batch.micro_batches, labels.shape, accelerator)
-    labels = accelerator.gather(labels)
-    present = labels.isfinite().any(1)
-    scores = scores[present] / args.loss_kwargs.get("temperature", 1.0)
-    print_entropies(scores, labels[present] / args.loss_kwargs["teacher_temperature"], args, accelerator)
 
 
 # ---- losses
 #
-# A loss takes the (n, L) scores and labels of this process' rows, a row a query and its documents; where there is no
-# document, the score is 0 and the label NaN. It returns the sum of its terms and their number, tensors: the loss of
-# the batch is the sum over all processes, divided by the number over all processes. Options are --loss_kwargs. A new
-# loss is a function, and its name in Loss, LOSSES and REQUIRED (of a teacher's scores, in TEACHER_LOSSES). Those in
-# POINTWISE get (pairs, 1) at a time. An option that depends on the step is a partial of loss_fn in main.
+# A loss in LOSSES has the form
+#
+#     def my_loss(scores, targets, option=1.0):
+#         return total, terms  # tensors: the sum of its terms, and their number
+#
+# scores: (n, L) of this process' rows, a row a query and its documents; 0 where there is no document. The loss of the
+# batch is the sum of the totals over all processes, divided by the number of terms over all processes. Those in
+# POINTWISE get the pairs of a micro-batch, (pairs, 1), at a time. Options are --loss_kwargs. A new loss is also a name
+# in Loss and REQUIRED and, of a teacher's scores, in TEACHER_LOSSES.
 
 
-def bce(scores, labels, pos_weight=1.0):
-    """Return the binary cross-entropy of each pair; `pos_weight`: weight of positives."""
-    given = labels.isfinite()
-    weight = torch.tensor(float(pos_weight)).to(scores.device, non_blocking=True)
-    losses = F.binary_cross_entropy_with_logits(scores, labels.nan_to_num(), pos_weight=weight, reduction="none")
+@dataclass
+class Targets:
+    """What a loss compares scores with."""
+
+    labels: torch.Tensor  # (n, L) float; NaN where there is no document
+    step: int  # optimizer steps before this one, for options that depend on it
+
+
+def bce(scores, targets, pos_weight=1.0):
+    """Return the binary cross-entropy of each pair (Nogueira and Cho 2019, equation 1); `pos_weight`: weight of
+    positives."""
+    given = targets.labels.isfinite()
+    labels = targets.labels.nan_to_num()
+    weight = scores.new_full((), pos_weight)
+    losses = F.binary_cross_entropy_with_logits(scores, labels, pos_weight=weight, reduction="none")
     return (losses * given).sum(), given.sum()
 
 
-def mse(scores, labels):
-    """Return the squared error of each pair."""
-    given = labels.isfinite()
-    return ((scores - labels.nan_to_num()).square() * given).sum(), given.sum()
+def mse(scores, targets):
+    """Return the squared error of each pair, also of a teacher's logits (Ba and Caruana 2014, equation 1)."""
+    errors = scores - targets.labels.nan_to_num()
+    given = targets.labels.isfinite()
+    return (errors.square() * given).sum(), given.sum()
 
 
-def listwise_ce(scores, labels):
+def listwise_ce(scores, targets):
     """Return the cross-entropy of positives (labels above 0) against their row, mean over a row's positives: LCE (Gao
     et al. 2021, equation 2); with several, ListNet (Cao et al. 2007) with equal targets."""
-    positive = labels > 0
-    log_probabilities = scores.masked_fill(labels.isnan(), -1e9).log_softmax(1)
+    positive = targets.labels > 0
+    log_probabilities = scores.masked_fill(targets.labels.isnan(), -1e9).log_softmax(1)
     losses = -log_probabilities.where(positive, 0.0)
     means = losses.sum(1) / positive.sum(1).clamp(min=1)  # 0 for an empty slot
     return means.sum(), positive.any(1).sum()
 
 
-def ranknet(scores, labels, weights=1.0, kept=True, /, sigma=1.0):  # weights, kept: not of --loss_kwargs
-    """Return the cross-entropy in bits of ordering two documents of a row with different labels (Burges et al. 2005,
-    equation 3). weights (n, L, L): factor of each two documents; kept: which of them to include."""
+def ordering_loss(scores, labels, weights, kept, sigma):
+    """Return the cross-entropy in bits of ordering two documents of a row with different labels. weights (n, L, L):
+    factor of each two documents; kept: which of them to include."""
     ordered = (labels[:, :, None] > labels[:, None, :]) & kept
     differences = scores[:, :, None] - scores[:, None, :]
     bits = -F.logsigmoid(sigma * differences) / math.log(2)
     return (bits * weights).where(ordered, 0.0).sum(), ordered.sum()
 
 
-def lambdaloss(scores, labels, k=None, sigma=1.0, mu=10.0):
+def ranknet(scores, targets, sigma=1.0):
+    """Return RankNet: the cross-entropy of the order of two documents (Burges et al. 2005, equation 3), in bits."""
+    return ordering_loss(scores, targets.labels, weights=1.0, kept=True, sigma=sigma)
+
+
+def lambdaloss(scores, targets, k=None, sigma=1.0, mu=10.0):
     """Return LambdaLoss with weights NDCG-Loss2++ (Wang et al. 2018, equations 13 to 17), truncated at k (18)."""
-    given_scores = scores.detach().masked_fill(labels.isnan(), -torch.inf)
+    given_scores = scores.detach().masked_fill(targets.labels.isnan(), -torch.inf)
     order = given_scores.argsort(dim=1, descending=True, stable=True)
     scores = scores.gather(1, order)
-    labels = labels.gather(1, order)
+    labels = targets.labels.gather(1, order)
     ranks = torch.arange(1, scores.shape[1] + 1, device=scores.device)  # (L,)
     top = ranks <= (k or len(ranks))
     discounts = torch.log2(1.0 + ranks)
@@ -545,77 +486,70 @@ def lambdaloss(scores, labels, k=None, sigma=1.0, mu=10.0):
     by_rank = (1 / discounts[:, None] - 1 / discounts).abs()
     by_gain = (gains[:, :, None] - gains[:, None, :]).abs()  # (n, L, L)
     weights = (mu * by_distance + by_rank) * by_gain
-    return ranknet(scores, labels, weights, top[:, None] | top, sigma=sigma)
+    return ordering_loss(scores, labels, weights, kept=top[:, None] | top, sigma=sigma)
 
 
-def margin_mse(scores, labels, temperature=1.0, teacher_temperature=1.0):
-    """Return the squared error of margins to a row's first document (Hofstätter et al. 2020, Margin-MSE)."""
-    errors = scores / temperature - labels.nan_to_num() / teacher_temperature
-    given = labels[:, 1:].isfinite()
+def margin_mse(scores, targets, teacher_temperature, temperature=1.0):
+    """Return the squared error of the margins of a row's first document over the others (Hofstätter et al. 2020,
+    Margin-MSE)."""
+    errors = scores / temperature - targets.labels.nan_to_num() / teacher_temperature
     errors = errors[:, :1] - errors[:, 1:]  # of the margins
+    given = targets.labels[:, 1:].isfinite()
     return (errors.square() * given).sum(), given.sum()
 
 
-def kl(scores, labels, temperature=1.0, teacher_temperature=1.0):
+def kl(scores, targets, teacher_temperature, temperature=1.0):
     """Return KL(teacher || model) of the softmax over a row's documents (Hinton et al. 2015, section 2; the factor
     T**2 keeps the size of the gradient)."""
-    missing = labels.isnan()
+    missing = targets.labels.isnan()
     student = (scores / temperature).masked_fill(missing, -1e9).log_softmax(1)
-    teacher = (labels / teacher_temperature).masked_fill(missing, -1e9).log_softmax(1)
+    teacher = (targets.labels / teacher_temperature).masked_fill(missing, -1e9).log_softmax(1)
     divergence = F.kl_div(student, teacher, reduction="none", log_target=True) * temperature**2
     return divergence.where(~missing, 0.0).sum(), (~missing).any(1).sum()
 
 
-POINTWISE = {"bce": bce, "mse": mse}  # each term depends on one document: none that compares documents
-LOSSES = POINTWISE | {
-    "listwise_ce": listwise_ce,
-    "ranknet": ranknet,
-    "lambdaloss": lambdaloss,
-    "margin_mse": margin_mse,
-    "kl": kl,
-}
-
-
-def set_teacher_temperature(rows, args):
-    """Set teacher_temperature in args.loss_kwargs, if it is not given, by the range of the teacher's scores of `rows`:
-    0.05 for probabilities and cosines (from -1 to 1), else the model's."""
-    default = 0.05 if are_similarities(rows) else args.loss_kwargs.get("temperature", 1.0)
-    args.loss_kwargs = {"teacher_temperature": default} | args.loss_kwargs
+LOSSES = {loss.__name__: loss for loss in (bce, mse, listwise_ce, ranknet, lambdaloss, margin_mse, kl)}
+POINTWISE = ("bce", "mse")  # each term depends on one document: none that compares documents
 
 
 def choose_loss(args):
     """Return "bce" if the first row has one label, else "listwise_ce"."""
     if len(args.label_column) == 1:
-        with user_errors(f"{args.train_data[0]}: --label_column {args.label_column[0]}"):
-            files = list_files(args.train_data[0])
-            rows = open_files(files[:1]).select_columns(args.label_column)
-            label = next(rows.iter(1))[0][0]
-        if not str(label).startswith("["):
+        name = args.train_data[0]
+        with user_errors(f"{name}: --label_column {args.label_column[0]}"):
+            first = next(open_files(find_files(name)[:1]).select_columns(args.label_column).iter(1))
+        if not str(first[0][0]).startswith("["):  # a list, or JSON of one
             return "bce"
     return "listwise_ce"
 
 
 def make_loss(args):
-    """Return the loss function, with --loss_kwargs."""
+    """Return loss(scores, targets): one of LOSSES, with --loss_kwargs."""
     loss = partial(LOSSES[args.loss], **args.loss_kwargs)
-    with user_errors(f"--loss_kwargs of {args.loss}"):
-        inspect.signature(loss).bind("scores", "labels")
+    with user_errors(f"--loss_kwargs of {args.loss}", TypeError):
+        inspect.signature(loss).bind("scores", "targets")
     return loss
 
 
 # ---- rows
 #
-# For each batch read_batches takes this process' rows, calls read_row and draw_negatives, replaces ids by texts, and
+# For each batch local_batches takes this process' rows, calls read_row and draw_negatives, replaces ids by texts, and
 # calls make_batch.
 
-NUM_NEGATIVES = 4  # drawn for a row that has none, unless --num_negatives is given
-REQUIRED = {  # {loss: (what the labels of a row must be, check)}; others would give a wrong or NaN loss
-    "bce": ("from 0 to 1 (or use mse)", lambda labels: min(labels) >= 0 and max(labels) <= 1),
-    "mse": ("at least one", bool),
-    "listwise_ce": ("at least one above 0 and one not above 0", lambda labels: min(labels) <= 0 < max(labels)),
-    "ranknet": ("not all equal", lambda labels: min(labels) < max(labels)),
-    "lambdaloss": ("from 0 to 100, not all equal", lambda labels: 0 <= min(labels) < max(labels) <= 100),
-} | dict.fromkeys(TEACHER_LOSSES, ("two or more", lambda labels: len(labels) > 1))
+
+def find_files(name):
+    """Return the files of a source. Their names, sizes and both ends tell a resume whether the source has changed; of
+    a stream, their order changes in each epoch. For a source that is none of files, return [name]."""
+    return list_files(name)
+
+
+def open_source(files, args):
+    """Return the rows in these files of a source: a Dataset or, with --streaming, an IterableDataset, that yields
+    pyarrow Tables. Edit it for rows from elsewhere, such as IterableDataset.from_generator(f).with_format("arrow"):
+    they must be the same, in the same order, each time it is called, as a resume seeks a row (of a stream: loads its
+    state_dict), and they must have the columns of --columns and --label_column, and no others."""
+    names = dict.fromkeys([*args.columns, *args.label_column])
+    return open_files(files, args.streaming).select_columns(list(names))
 
 
 @dataclass
@@ -628,18 +562,32 @@ class Row:
     cells: dict = field(default_factory=dict)  # the row as read
 
 
-def read_row(cells, random, args):
+NUM_NEGATIVES = 4  # drawn for a row that has none, unless --num_negatives is given
+REQUIRED = {  # {loss: (what the labels of a row must be, check)}; others would give a wrong or NaN loss
+    "bce": ("from 0 to 1 (or use mse)", lambda labels: min(labels) >= 0 and max(labels) <= 1),
+    "mse": ("at least one", bool),
+    "listwise_ce": ("at least one above 0 and one not above 0", lambda labels: min(labels) <= 0 < max(labels)),
+    "ranknet": ("not all equal", lambda labels: min(labels) < max(labels)),
+    "lambdaloss": ("from 0 to 100, not all equal", lambda labels: 0 <= min(labels) < max(labels) <= 100),
+} | dict.fromkeys(TEACHER_LOSSES, ("two or more", lambda labels: len(labels) > 1))
+
+
+def read_row(cells, random, step, args):
     """Return the Row that {column: value} means. Edit this function if your rows have another form.
 
     cells: those of --columns and --label_column, as Python objects; a list that is null is empty. Raise ValueError for
     a bad row: " in the row {...}" will follow its text. `random` is None unless a column holds lists; its draws are
-    the same for a row on any number of processes, and others in each epoch."""
+    the same for a row on any number of processes, and others in each epoch. `step`: the optimizer steps before that of
+    the row's batch, for whatever changes during a run; 0 for held-out rows."""
     query_column, *document_columns = args.columns
-    query = read_text(cells[query_column], query_column, args, is_id=args.queries)
-    groups = read_documents(cells, document_columns, args)
+    query = read_text(cells[query_column], query_column, args.queries)
+    groups = []
+    for column in document_columns:
+        values = cells[column] if isinstance(cells[column], list) else [cells[column]]
+        groups.append([read_text(value, column, args.corpus) for value in values])
+    if not groups[0]:
+        raise ValueError(f"{document_columns[0]!r} has no text")
     labels = read_labels(cells, args)
-    if args.loss == "margin_mse" and len(labels) == sum(map(len, groups)) - 1:  # margins of the first over the others
-        labels = [0.0, *(-margin for margin in labels)]
     one_list = len(groups) == 1 and len(labels) == len(groups[0])
     if one_list and args.num_negatives is not None and args.loss not in TEACHER_LOSSES:
         best = labels.index(max(labels))  # choose_documents keeps the first, and draws from the others
@@ -654,45 +602,78 @@ def read_row(cells, random, args):
     return Row(query, documents, labels)
 
 
-def draw_negatives(args, table, rows):
+def read_text(value, column, is_id=False):
+    """Return a text, or an id as a text. Raise ValueError if there is none, and UserError, which --on_bad_row does not
+    skip, if it is a value of another type: the column is wrong, not the row."""
+    if is_id and isinstance(value, int | float):
+        return str(value).removesuffix(".0")  # whole numbers are read as floats where some are missing
+    if not isinstance(value, str | None):
+        raise UserError(f"{column!r} holds {type(value).__name__}, not texts: choose other columns, or edit read_row")
+    if value is None or not value.strip():
+        raise ValueError(f"{column!r} has no text")
+    return value
+
+
+def read_labels(cells, args):
+    """Return the labels of a row: those of all --label_column, each a number, a list of numbers, or JSON of them."""
+    labels = []
+    with suppress(ValueError, TypeError):
+        for column in args.label_column:
+            value = cells[column]
+            value = json.loads(value) if isinstance(value, str) else value
+            labels += map(float, value if isinstance(value, list) else [value])
+        if all(map(math.isfinite, labels)) and (labels or not args.label_column):
+            return labels
+    raise ValueError(f"{' '.join(args.label_column)!r} has missing, extra or non-finite numbers")
+
+
+def choose_documents(groups, labels, random, args):
+    """Return (documents, labels) of a row, the positive first; groups: the documents of each column. From lists, draw
+    one positive and --num_negatives of the other documents."""
+    documents = list(chain.from_iterable(groups))
+    num_positives = len(groups[0]) if len(groups) > 1 else 1
+    negatives = range(num_positives, len(documents))
+    limit = len(negatives) if args.num_negatives is None else min(args.num_negatives, len(negatives))
+    draws = random is not None and (len(groups) > 1 or args.num_negatives is not None)
+    if len(labels) not in (0, len(documents)) and (draws or limit < len(negatives)):
+        raise ValueError(f"{' '.join(args.label_column)!r} has missing, extra or non-finite numbers")
+    if not draws:
+        kept = num_positives + limit
+        return documents[:kept], labels[:kept] if len(labels) == len(documents) else labels
+    chosen = [random.randrange(num_positives), *sorted(random.sample(negatives, limit))]
+    return [documents[index] for index in chosen], [labels[index] for index in chosen if labels]
+
+
+def draw_negatives(args, table, rows, step):
     """Add up to --num_negatives documents of other rows, as negatives, to each of `rows` that has only one document;
-    never one that another row has for the same query. table: all rows of the batch; rows: those of this process. Rows
-    with labels stay as they are."""
+    never one that another row has for the same query. table: all rows of the batch; rows: those of this process; step:
+    that of the batch. Rows with labels stay as they are."""
     if args.label_column or all(len(row.documents) > 1 for row in rows):
         return
-    count = NUM_NEGATIVES if args.num_negatives is None else args.num_negatives
-    query_column, document_column = args.columns[:2]
-    texts = {}
+    limit = NUM_NEGATIVES if args.num_negatives is None else args.num_negatives
     listed = defaultdict(set)  # {query: its documents}
-    for query, documents in zip(to_python(table[query_column]), to_python(table[document_column])):
-        documents = documents if isinstance(documents, list) else [documents]
-        try:
-            query = read_text(query, query_column, args, is_id=args.queries)
-            documents = [read_text(document, document_column, args, is_id=args.corpus) for document in documents]
-        except ValueError:  # a bad row
-            continue
-        listed[query].update(documents)
-        texts.update(dict.fromkeys(documents))
-    pool = list(texts)
+    pool = {}  # of documents, in the order of the batch
+    columns = to_python(table)
+    for values in zip(*columns.values()):
+        with suppress(ValueError):  # a bad row
+            row = read_row(dict(zip(columns, values)), None, step, replace(args, num_negatives=None))
+            listed[row.query].update(row.documents)
+            pool.update(dict.fromkeys(row.documents))
     for row in rows:
         if len(row.documents) == 1:  # draw more than needed, as listed ones are dropped
             random = Random(f"{args.seed} {row.cells[SOURCE]} {row.cells[NUMBER]} negatives")
-            own = listed[row.query]
-            drawn = random.sample(pool, min(len(pool), count + len(own)))
-            drawn = [document for document in drawn if document not in own][:count]
+            drawn = random.sample(list(pool), min(len(pool), limit + len(listed[row.query])))
+            drawn = [document for document in drawn if document not in listed[row.query]][:limit]
             row.documents += drawn
             row.labels += [0.0] * len(drawn)
     if max(len(row.documents) for row in rows) == 1:
         raise UserError("no other row has a negative to draw: raise --num_negatives, --batch_size or --eval_rows")
 
 
-def add_prompts(rows, model, args):
-    """Prepend --prompts to queries: that of the row's source (the n-th of --eval_data has that of the n-th source), or
-    the only one; not if a chat template has it."""
-    if not args.prompts or has_chat_template(model):
-        return
+def add_prompts(rows, args):
+    """Prepend --query_prompt, that of the row's source if there are several."""
     for row in rows:
-        row.query = args.prompts[min(row.cells[SOURCE], len(args.prompts) - 1)] + row.query
+        row.query = args.query_prompt[min(row.cells[SOURCE], len(args.query_prompt) - 1)] + row.query
 
 
 @dataclass
@@ -702,31 +683,32 @@ class Batch:
     rows: list  # of Row, at most n
     labels: torch.Tensor  # (n, L) float; NaN if missing
     micro_batches: "MicroBatches"  # of the pairs
+    number: int  # batches before this one
+    step: int  # optimizer steps before that of this batch
     state: dict | None = None  # of row_batches, after this batch
     skipped: int = 0  # bad rows
     waited: float = 0.0  # seconds that training has waited for the batch
-    passes: int = 3  # of the model, for its FLOPs: a backward pass counts twice
     error: "UserError | None" = None  # what ends the run; there are no rows then
 
 
-def make_batch(rows, model, args, accelerator):
+def make_batch(rows, number, model, args, accelerator):
     """Return the Batch of this process' rows."""
-    add_prompts(rows, model, args)
+    device = accelerator.device
     slots = math.ceil(args.batch_size / accelerator.num_processes)
-    labels = pad_lists([row.labels for row in rows], slots, np.nan, np.float32)
-    micro_batches = make_micro_batches(rows, model, args, accelerator.device)
-    return Batch(rows, pinned(labels, accelerator.device), micro_batches)
+    add_prompts(rows, args)
+    labels = pinned(pad_lists([row.labels for row in rows], slots, np.nan, np.float32), device)
+    micro_batches = make_micro_batches(rows, model, args, device)
+    return Batch(rows, labels, micro_batches, number, number // args.gradient_accumulation_steps)
 
 
 def make_micro_batches(rows, model, args, device):
     """Return the MicroBatches of the pairs of rows."""
     pairs = []
     places = []
-    for number, row in enumerate(rows):
-        query = truncate_query(row.query, model, args)
-        pairs += [(query, document) for document in row.documents]
-        places += [(number, column) for column in range(len(row.documents))]
-    if not pairs:  # a stand-in, in an empty slot: forward passes and collectives must match those of other processes
+    for place, row in enumerate(rows):
+        pairs += [(row.query, document) for document in row.documents]
+        places += [(place, column) for column in range(len(row.documents))]
+    if not pairs:  # forward passes and collectives must match those of other processes
         pairs = [("a query", "a document")]
         places = [(0, 0)]
     encodings = tokenize_pairs(pairs, model)
@@ -753,10 +735,15 @@ def tokenize_pairs(pairs, model):
         return model.tokenizer.backend_tokenizer.encode_batch_fast(pairs)
     prompt = model.prompts.get(model.default_prompt_name)
     encodings = []
-    for first in range(0, len(pairs), 64):  # padded to the longest
+    for first in range(0, len(pairs), 64):
         features = model.preprocess(pairs[first : first + 64], prompt=prompt)
-        for ids, mask in zip(features["input_ids"], features["attention_mask"]):
-            encodings.append(Tokens(ids[mask > 0].tolist()))
+        ids = features["input_ids"]
+        if "attention_mask" in features:
+            mask = features["attention_mask"]
+            ids, lengths = ids[mask > 0], mask.sum(1)
+        else:  # concatenated for flash attention
+            ids, lengths = ids[0], features["cu_seq_lens_q"].diff()
+        encodings += [Tokens(part.tolist()) for part in ids.split(lengths.tolist())]
     return encodings
 
 
@@ -783,9 +770,67 @@ def make_schedule(optimizer, steps, args):
 # ---- model
 
 
+def has_chat_template(model):
+    """Return whether sentence-transformers puts pairs into a chat template."""
+    return "message" in model[0].modality_config
+
+
+def is_causal(model):
+    """Return whether the score is that of a word such as "yes", a causal model's next token, and not of a head."""
+    return isinstance(model[-1], LogitScore)
+
+
+def load_model(args):
+    """Return the CrossEncoder of the flags. A resume builds the same one, and then loads its weights."""
+    torch.manual_seed(args.seed)  # for a new head, adapters, and weights that the folder lacks
+    with user_errors(f"--model_name_or_path {args.model_name_or_path}"):
+        check_exists(args.model_name_or_path)
+        model = CrossEncoder(
+            args.model_name_or_path,
+            device="cpu",
+            model_kwargs={"use_safetensors": True, "attn_implementation": args.attn_implementation},  # never a pickle
+            trust_remote_code=args.trust_remote_code,
+        )
+        if model.num_labels != 1:
+            raise UserError(f"has {model.num_labels} scores of a pair, not 1")
+        if args.template:
+            model[0].processor = set_template(model.tokenizer, args.template)
+            model[0].modality_config.pop("message", None)  # a chat template
+        if has_chat_template(model) and len(args.query_prompt) > 1:
+            raise UserError("has a chat template: --query_prompt takes one instruction")
+        set_up_transformer(model, args.max_length, "max_length")
+        check_template(model)
+    if args.query_prompt:
+        prompts = {f"query_{number}": prompt for number, prompt in enumerate(args.query_prompt, 1)}
+        model.prompts = model.prompts | prompts
+        model.default_prompt_name = "query_1"
+    _, *head = model
+    task = "CAUSAL_LM" if is_causal(model) else None if head else "SEQ_CLS"  # of that, peft trains the head
+    model = finish_model(model, args, task)
+    for module in head:
+        module.requires_grad_(True)  # also with adapters
+    return model
+
+
+def check_template(model):
+    """Raise UserError if the input of a causal model, or of one with a chat template, lacks the query or the document,
+    or if that of a causal model does not end where the answer begins, but with the document or the end of its turn."""
+    if not (is_causal(model) or has_chat_template(model)):
+        return
+    text = ""
+    with suppress(ValueError):  # sentence-transformers found no such roles in the chat template
+        (encoding,) = tokenize_pairs([("zq", "qz")], model)
+        text = model.tokenizer.decode(encoding.ids)
+    *_, between, end = ["", *re.split("zq|qz", text.rstrip())]
+    end_token = model.tokenizer.eos_token or "<none>"
+    is_asked = not between.startswith(end) and not end.endswith(end_token)
+    if not ("zq" in text and "qz" in text and (is_asked or not is_causal(model))):
+        raise UserError("its input must contain query and document, and end where an answer begins: set --template")
+
+
 def set_template(tokenizer, template):
-    """Return a tokenizer that puts pairs into a template, whose own tokens are never truncated. It is saved with the
-    model, for predict(), as a PreTrainedTokenizerFast: other classes would replace the template when loaded."""
+    """Return a tokenizer that puts pairs into a template, whose own tokens are never truncated. It is saved so with
+    the model, for predict()."""
     pair = []
     tokens = []
     type_id = 0
@@ -801,231 +846,170 @@ def set_template(tokenizer, template):
     return as_fast_tokenizer(tokenizer)
 
 
-def has_chat_template(model):
-    """Return whether sentence-transformers puts pairs into a chat template."""
-    return "message" in model[0].modality_config
-
-
-def is_causal(model):
-    """Return whether the score is that of a word such as "yes", a causal model's next token, and not of a head."""
-    return isinstance(model[-1], LogitScore)
-
-
-def load_model(args, checkpoint=None):
-    """Return the CrossEncoder of the flags, with the weights of the checkpoint if one is given."""
-    path = str(checkpoint) if checkpoint and not args.lora_rank else args.model_name_or_path
-    options = {
-        "use_safetensors": True,  # never a pickle
-        "attn_implementation": args.attn_implementation,
-    }
-    torch.manual_seed(args.seed)  # for a new head, and adapters
-    with user_errors(f"--model_name_or_path {path}"):
-        check_exists(path)
-        model = CrossEncoder(path, device="cpu", model_kwargs=options, trust_remote_code=False)
-        if (found := (len(model) - is_causal(model), model.num_labels)) != (1, 1):
-            raise UserError("has {} modules and {} labels: must be 1 and 1".format(*found))
-        if has_chat_template(model) and not args.template and model[0].input_formatter.pair_roles_failure():
-            raise UserError("its chat template is not for a query and a document: set --template")
-        if has_chat_template(model) and len(args.prompts) > 1 and not args.template:
-            raise UserError("has a chat template: --prompts takes one instruction")
-        if args.template:
-            model[0].processor = set_template(model.tokenizer, args.template)
-            model[0].modality_config.pop("message", None)  # a chat template
-        set_up_transformer(model, args.max_length, "max_length")
-        if args.gradient_checkpointing:
-            model[0].model.activation_checkpointing_enable({"use_reentrant": False})
-    # predict() applies this: bce trains a probability, any other loss the logit itself.
-    model.activation_fn = torch.nn.Sigmoid() if args.loss == "bce" else torch.nn.Identity()
-    if args.dropout is not None:
-        set_dropout(model, args.dropout)
-    if args.prompts and args.prompts != own_prompts(model):
-        model.prompts = model.prompts | {f"query_{n}": prompt for n, prompt in enumerate(args.prompts, 1)}
-        model.default_prompt_name = "query_1"
-    if args.lora_rank:
-        task = "CAUSAL_LM" if is_causal(model) else "SEQ_CLS"  # peft trains the whole head
-        add_lora(model, args, checkpoint, task)
-    else:
-        model.float()  # with autocast, too, the weights updated are float32
-    own_memory(model)
-    return model
-
-
-def own_prompts(model):
-    """Return a list of the prompt that predict() uses, "" if there is none."""
-    return [model.prompts.get(model.default_prompt_name) or ""]
-
-
 def check_predict(model, args, accelerator):
     """Raise UserError if the model's own `predict` has other scores of two pairs, one of them long, than training: it
     would be trained for other inputs than it gets later."""
     path = f"--model_name_or_path {args.model_name_or_path}"
     pairs = [("a query", text) for text in SAMPLE]
     with user_errors(path), accelerator.autocast():
-        expected = model.predict(pairs, activation_fn=torch.nn.Identity(), convert_to_tensor=True)
-    model.tokenizer.backend_tokenizer.no_padding()  # predict() has changed this
-    rows = [Row(query, [text], [], {SOURCE: 0}) for query, text in pairs]
-    add_prompts(rows, model, args)
-    found = score_rows(model, rows, replace(args, query_max_length=None), accelerator)
+        expected = model.predict(pairs, activation_fn=torch.nn.Identity(), convert_to_tensor=True)  # (2,)
+        model.tokenizer.backend_tokenizer.no_padding()  # predict() has changed this
+        rows = [Row(query, [text], [], {SOURCE: 0}) for query, text in pairs]
+        add_prompts(rows, args)
+        found = torch.tensor(score_rows(model, rows, args, accelerator))
+    check_outputs(path, found, expected, model, accelerator)
     model.train()
-    check_outputs(path, torch.tensor(found), expected, model, accelerator)
+
+
+def resolve_args(args, model, accelerator):
+    """Return Args with what is not given: the value of the first source, the model or the launch."""
+    own_prompt = model.prompts.get(model.default_prompt_name) or ""
+    return replace(
+        args,
+        columns=args.columns or find_columns(args),
+        loss=args.loss or choose_loss(args),
+        query_prompt=[""] if has_chat_template(model) else args.query_prompt or [own_prompt],  # the template has it
+        micro_batch_tokens=args.micro_batch_tokens or (2048 if accelerator.device.type == "cpu" else 16_384),
+        gradient_accumulation_steps=accelerator.gradient_accumulation_steps,  # a launch may set it
+    )
 
 
 # ---- evaluation
 
-HELD_OUT = "held_out"  # name of the held-out rows among the collections
 EVAL_ROWS = 200  # held out by default
 CANDIDATES = 50  # documents to rank for a held-out query if negatives are drawn: 200 rows make 10,000 pairs
-RANKING = ["MRR@10", "nDCG@10"]  # higher is better, as --metric_for_best_model requires
+# Higher is better, as --metric_for_best_model requires; names of ir_measures, of the first 10 documents or fewer.
+RANKING = ["nDCG@10", "RR@10"]
+CORRELATIONS = ["Spearman", "Pearson"]
 
 
-def open_eval_sets(rows, model, args):
+def open_eval_sets(rows, args):
     """Return {name: EvalSet} of the held-out rows and of --eval_beir."""
-    add_prompts(rows, model, args)
-    eval_sets = {HELD_OUT: held_out_set(rows, args)} if rows else {}
-    for name, run in zip_longest(args.eval_beir, args.eval_run):
-        prompt = "" if has_chat_template(model) else args.prompts[0]
-        with user_errors(f"--eval_beir {name}"):
-            eval_set = open_beir(name, args.eval_split, ("", ""))
+    eval_sets = {}
+    if rows:
+        add_prompts(rows, args)
+        eval_sets["held_out"] = held_out_set(rows, args)
+    collections = read_collections(args, "", "")
+    runs = args.eval_run or [None] * len(collections)
+    if len(runs) != len(collections):
+        raise UserError(f"--eval_run requires one run file for each of {', '.join(collections) or '--eval_beir'}")
+    for eval_set, run in zip(collections.values(), runs):
         eval_set.candidates = find_candidates(eval_set, run, args)  # by the queries without prompt
-        eval_set.queries = {query: prompt + text for query, text in eval_set.queries.items()}
-        short = Path(name).name
-        eval_sets[name if short in eval_sets else short] = eval_set
-    add_metrics(eval_sets, args)
-    return eval_sets
+        eval_set.queries = {query: args.query_prompt[0] + text for query, text in eval_set.queries.items()}
+    return eval_sets | collections
 
 
 def held_out_set(rows, args):
-    """Return the EvalSet in which each held-out query ranks the documents of its row, by their labels. Of a
-    teacher's scores, or if no label of any row is above 0, the highest is relevant."""
-    pairs = all(len(row.documents) == 1 for row in rows)
-    no_grades = args.loss in TEACHER_LOSSES or (not pairs and all(max(row.labels) <= 0 for row in rows))
+    """Return the EvalSet in which each held-out query ranks the documents of its row. If labels are not grades, as
+    those of a teacher, the highest of a row is relevant. If each row has one document, pairs are scored instead."""
+    scored = all(len(row.documents) == 1 for row in rows)
+    labels = [label for row in rows for label in row.labels]
+    graded = args.loss not in TEACHER_LOSSES and max(labels) > 0 and all(map(float.is_integer, labels))
     queries = {}
     documents = {}
     qrels = []
-    for row in rows:
-        query = f"{len(queries)}"
-        queries[query] = row.query
+    for number, row in enumerate(rows):
+        queries[f"{number}"] = row.query
         for document, label in zip(row.documents, row.labels):
             name = f"document {len(documents)}"
             documents[name] = document
-            if no_grades:
-                label = label == max(row.labels)
-            qrels.append([query, "0", name, float(label)])
-    qrels = pd.DataFrame(qrels, columns=["query", "q0", "docid", "rel"])
-    return EvalSet(queries, documents, qrels, pairs, qrels[["query", "docid"]])
+            relevance = label if scored else int(label if graded else label == max(row.labels))
+            qrels.append((f"{number}", name, relevance))
+    qrels = pd.DataFrame(qrels, columns=["query_id", "doc_id", "relevance"])
+    return EvalSet(queries, documents, qrels, scored, candidates=qrels)
 
 
-def rank_bm25(eval_set, count):
-    """Return a DataFrame (query, docid, score) of the `count` best documents of each query by BM25 (Robertson and
-    Zaragoza 2009; bm25s' default)."""
-    with user_errors("--eval_beir without --eval_run requires the package bm25s, and words in the collection"):
-        import bm25s  # optional
+def rank_bm25(eval_set, depth):
+    """Return (query_id, doc_id, score) of the `depth` best documents of each query by BM25 (Robertson and Zaragoza
+    2009; bm25s' default), a DataFrame."""
+    import bm25s  # optional
 
-        ids = np.array(list(eval_set.documents), object)
-        options = {"stopwords": "en", "return_ids": False, "show_progress": False}
-        documents = bm25s.tokenize(list(eval_set.documents.values()), **options)
-        queries = bm25s.tokenize(list(eval_set.queries.values()), **options)
-        index = bm25s.BM25()
-        index.index(documents, show_progress=False)
-        depth = min(count, len(ids))
-        found, scores = index.retrieve(queries, corpus=ids, k=depth, show_progress=False)
-    queries = np.repeat(list(eval_set.queries), depth)
-    ranked = pd.DataFrame({"query": queries, "docid": found.ravel(), "score": scores.ravel()})
+    documents = bm25s.tokenize([*eval_set.documents.values()], show_progress=False)
+    queries = bm25s.tokenize([*eval_set.queries.values()], show_progress=False)
+    index = bm25s.BM25()
+    index.index(documents, show_progress=False)
+    ids = np.array([*eval_set.documents], object)
+    found, scores = index.retrieve(queries, corpus=ids, k=min(depth, len(ids)), show_progress=False)  # (queries, k)
+    query_ids = np.repeat([*eval_set.queries], scores.shape[1])
+    ranked = pd.DataFrame({"query_id": query_ids, "doc_id": found.ravel(), "score": scores.ravel()})
     return ranked[ranked["score"] > 0]
 
 
 def find_candidates(eval_set, run, args):
-    """Return a DataFrame (query, docid) of the first documents of each judged query in the TREC run file, or by BM25
-    if `run` is None."""
-    if run is None:
-        ranked = rank_bm25(eval_set, args.eval_rerank_k + 1)
-    else:
-        with user_errors(f"--eval_run {run}"):
-            ranked = pd.read_csv(
-                run,
-                sep=r"\s+",
-                header=None,
-                usecols=[0, 2, 4],  # query, document, score
-                dtype={0: str, 2: str},
-                quoting=3,
-                keep_default_na=False,
-            )
-            ranked = ranked.set_axis(["query", "docid", "score"], axis=1)
-            ranked = ranked.sort_values("score", ascending=False, kind="stable")
-    ranked = ranked[["query", "docid"]].drop_duplicates()
-    ranked = ranked[ranked["query"].isin(eval_set.queries) & ranked["docid"].isin(eval_set.documents)]
-    ranked = ranked[ranked["query"] != ranked["docid"]]  # as in BEIR
-    if ranked.empty:
-        raise UserError(f"--eval_run {run or '(none: BM25)'}: no document of the collection for any judged query")
-    return ranked.groupby("query").head(args.eval_rerank_k)
+    """Return (query_id, doc_id) of the first documents of each judged query in the TREC run file or, if it is None, by
+    BM25, a DataFrame."""
+    with user_errors(f"--eval_run {run or '(none: BM25 by the package bm25s)'}"):
+        depth = args.eval_rerank_k + 1
+        ranked = pd.DataFrame(ir_measures.read_trec_run(run)) if run else rank_bm25(eval_set, depth)
+        ranked = ranked[ranked["query_id"].isin(eval_set.queries) & ranked["doc_id"].isin(eval_set.documents)]
+        ranked = ranked[args.keep_same_id | (ranked["query_id"] != ranked["doc_id"])]
+        if ranked.empty:
+            raise UserError("no document of the collection for any judged query")
+    ranked = ranked.sort_values("score", ascending=False, kind="stable")
+    return ranked[["query_id", "doc_id"]].drop_duplicates().groupby("query_id").head(args.eval_rerank_k)
 
 
+@torch.no_grad()
 def score_rows(model, rows, args, accelerator):
-    """Return (rows,) scores of rows of one document each, on every process; each process scores its part of them."""
-    order, own = deal([len(row.documents[0]) for row in rows], accelerator)
-    own_rows = [rows[index] for index in own]
-    local = make_micro_batches(own_rows, model, args, accelerator.device)
-    slots = math.ceil(len(rows) / accelerator.num_processes)
-    scores = score_slots(model, local, (slots, 1), accelerator)[:, 0]
-    return undo_deal(order, scores, accelerator).tolist()
+    """Return the scores of rows of one document each, a list, on all processes; each process scores every P-th row."""
+    processes = accelerator.num_processes
+    mine = rows[accelerator.process_index :: processes]
+    micro_batches = make_micro_batches(mine, model, args, accelerator.device)
+    parts, _ = equalize_micro_batches(micro_batches, accelerator)
+    bar = tqdm(parts, "scoring", delay=2, leave=False, disable=not accelerator.is_main_process)
+    with accelerator.autocast():
+        outputs = [score(model, features, accelerator)[: len(indices)] for features, indices in bar]
+    slots = math.ceil(len(rows) / processes)
+    scores = gather_slots(outputs, micro_batches, (slots, 1), accelerator)  # (P slots, 1)
+    scores = scores.unflatten(0, (processes, slots)).transpose(0, 1).flatten()  # in the order of the rows
+    return scores[: len(rows)].tolist()
 
 
-def rank_candidates(scores, eval_set):
-    """Return the run of the candidates, by their scores. Of equal scores the worse document ranks first."""
-    ranked = eval_set.candidates.assign(score=scores).merge(eval_set.qrels, "left", ["query", "docid"])
-    ranked = ranked.fillna({"rel": 0}).sort_values(["score", "rel"], ascending=[False, True])
-    return to_trec(ranked[["query", "docid", "score"]])
-
-
-def evaluate(model, eval_sets, args, accelerator):
-    """Return {measure: mean over held-out rows and collections}, and the value of each if there are several; the same
-    on every process. Rows of several documents are evaluated as rankings, rows of one document by classification if
-    all labels are 0 or 1, else by correlation."""
-    model = accelerator.unwrap_model(model).eval()
+def evaluate_model(model, eval_sets, args, accelerator):
+    """Return {measure: mean over held-out rows and --eval_beir}, and the value of each if there are several. Held-out
+    rows with one document each are measured as pairs. Edit it to measure something else."""
+    model.eval()
     found = {}
     for name, eval_set in eval_sets.items():
+        candidates = eval_set.candidates
         rows = []
-        for query, document in eval_set.candidates.values:
+        for query, document in zip(candidates["query_id"], candidates["doc_id"]):
             rows.append(Row(eval_set.queries[query], [eval_set.documents[document]], []))
         scores = score_rows(model, rows, args, accelerator)
         if eval_set.scored:
-            predictions = scores
-            references = eval_set.qrels["rel"].tolist()
-        else:
-            predictions = [rank_candidates(scores, eval_set)]
-            references = [eval_set.qrels.to_dict("list")]
-        eval_set.metric.add_batch(predictions=predictions, references=references)
-        found[name] = eval_set.metric.compute()
+            found[name] = measure_pairs(scores, eval_set.qrels["relevance"])
+        else:  # of equal scores the worse document ranks first
+            ranking = candidates.assign(score=scores).merge(eval_set.qrels, "left")
+            ranking = ranking.sort_values(["score", "relevance"], ascending=[False, True], na_position="first")
+            found[name] = measure_ranking(ranking[["query_id", "doc_id", "score"]], eval_set.qrels)
     model.train()
-    return average(found, eval_sets)
+    return average(found)
+
+
+def measure_ranking(ranking, qrels):
+    """Return {measure: mean over queries} of a ranking (query_id, doc_id, score); of equal scores the first counts as
+    the higher."""
+    order = -ranking.groupby("query_id").cumcount()
+    parsed = {measure: ir_measures.parse_measure(measure) for measure in RANKING}
+    values = ir_measures.calc_aggregate(parsed.values(), qrels, ranking.assign(score=order.astype(float)))
+    return {measure: values[parsed[measure]] for measure in RANKING}
 
 
 def correlate(scores, labels):
     """Return {measure: correlation} of scores and labels, (pairs,) each."""
-    frame = pd.DataFrame({"score": scores, "label": labels})
-    return {name: float(frame.corr(name.lower()).iloc[0, 1]) for name in ("Spearman", "Pearson")}
+    pairs = pd.DataFrame({"score": scores, "label": labels})
+    return {measure: float(pairs.corr(measure.lower()).iloc[0, 1]) for measure in CORRELATIONS}
 
 
-def pair_measures(scores, labels):
+def measure_pairs(scores, labels):
     """Return measures of classification if all labels are 0 or 1, else correlations; scores, labels: (pairs,)."""
     if not set(labels) <= {0, 1}:
         return correlate(scores, labels)
+    labels = labels.tolist()
     accuracy, _ = BinaryClassificationEvaluator.find_best_acc_and_threshold(scores, labels, True)
     f1, *_ = BinaryClassificationEvaluator.find_best_f1_and_threshold(scores, labels, True)
-    precision = float(average_precision_score(labels, scores))
-    return {"accuracy": float(accuracy), "F1": float(f1), "average precision": precision}
-
-
-def model_card(args, run, held_out):
-    """Return the README.md of the saved model: what it is, how it was trained, what was measured."""
-    return f"""---
-{{library_name: sentence-transformers, pipeline_tag: text-ranking, base_model: {args.model_name_or_path}}}
----
-{run.describe(held_out)}
-
-    model = sentence_transformers.CrossEncoder("path/of/this/folder")
-    scores = model.predict([("a query", "a document")])
-"""
+    precision = average_precision_score(labels, scores)
+    return {"accuracy": float(accuracy), "F1": float(f1), "average_precision": float(precision)}
 
 
 # ==== machinery: from here to the end identical in train_bi_encoder.py
@@ -1035,89 +1019,102 @@ class UserError(ValueError):
     """Something the user can fix; printed as one line, without a traceback."""
 
 
-def is_out_of_memory(error):
-    """Return whether torch could not allocate memory on a device, or of the CPU."""
-    return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "DefaultCPUAllocator" in str(error))
+class AgreedError(UserError):
+    """What all processes raise together, after a collective; printed by the main process alone."""
+
+
+def stop_together(error):
+    """Raise AgreedError on all processes if any has an error, a text, not None: the first. Every process calls it."""
+    error = next(filter(None, gather_object([error])), None)
+    if error:
+        raise AgreedError(error)
+
+
+# Errors of code, such as an edited function: they keep their traceback.
+BUGS = (KeyError, IndexError, TypeError, AttributeError, NameError)
 
 
 @contextmanager
-def user_errors(name):
-    """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause."""
+def user_errors(name, *expected):
+    """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause.
+    expected: types of errors that are the user's here, although they are of code elsewhere."""
     try:
         yield
     except Exception as error:
-        if is_out_of_memory(error):  # not the data's fault, or the model's
+        is_bug = isinstance(error, BUGS) and not isinstance(error, expected)
+        if is_bug or should_reduce_batch_size(error):  # out of memory: not the data's fault, or the model's
             raise
         cause = error
         while cause.__cause__ and not isinstance(cause, UserError):
             cause = cause.__cause__
         reason = "contains no row" if isinstance(cause, StopIteration) else str(cause).strip() or repr(cause)
-        reason = reason.splitlines()[0][:500].replace("set 'local_files_only' to False", "unset HF_HUB_OFFLINE")
-        if "Couldn't cast" in reason:  # `datasets` takes the type of a column from its first rows
-            reason += "; prepare_corpus.py can rewrite rows of irregular types"
+        reason = reason.splitlines()[0][:500]
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
 
 
-def print_error(error, again, memory):
-    """Print why a run ended, and return its exit status: a UserError and Ctrl-C in one line, any other error with its
-    traceback. again: how to continue after Ctrl-C; memory: what to do if it ran out of memory."""
+def print_error(error):
+    """Print why a run ended: UserError and Ctrl-C in one line, others with a traceback. Return the exit status."""
     if isinstance(error, KeyboardInterrupt):  # at once: background threads may wait for data
-        print(f"\ninterrupted: {again}", file=sys.stderr)
+        print("\ninterrupted: --resume continues from the newest checkpoint, if there is one", file=sys.stderr)
         return 130
     traceback.clear_frames(error.__traceback__)  # deletes main's progress bar, which ends its line
-    if isinstance(error, UserError):
-        # Every process raises the same error. Rank 0 reports it; the others do so only if they still run 5 s later.
-        time.sleep(5 if int(os.environ.get("RANK", 0)) else 0)
+    is_main = os.environ.get("RANK", "0") == "0"
+    if isinstance(error, AgreedError):
+        if is_main:
+            print(f"error: {error}", file=sys.stderr)
+        PartialState().wait_for_everyone()  # once a process has ended, a launcher ends the others
+    elif isinstance(error, UserError):
+        if not is_main:  # of this process alone, or of each: a launcher then ends this one while it waits
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(5)
         print(f"error: {error}", file=sys.stderr)
     else:
         traceback.print_exception(error)
-        if is_out_of_memory(error):
-            print(f"out of memory: {memory}", file=sys.stderr)
+        if should_reduce_batch_size(error):
+            advice = "lower --micro_batch_tokens, or set --grad_cache true, then --gradient_checkpointing"
+            print(f"out of memory: {advice}", file=sys.stderr)
     return 1
 
 
-def as_words(flags):
-    """Return the words of a command line that sets {flag: value}."""
+def words_of(path):
+    """Return the words of a command line that a YAML or JSON file of flags stands for."""
     words = []
-    for name, value in flags.items():
-        if isinstance(value, dict | bool):
-            value = json.dumps(value)
-        values = value if isinstance(value, list) else [value]
-        if values not in ([], [None]):
-            words += [f"--{name}", *map(str, values)]
+    with user_errors(f"{path}: not a file of flags", TypeError):
+        for name, value in dict(yaml.safe_load(Path(path).read_text())).items():
+            values = value if isinstance(value, list) else [value]
+            if name == "trust_remote_code":
+                raise UserError("--trust_remote_code: only on the command line, as a file may have been downloaded")
+            if values not in ([], [None]):  # else the default
+                words.append(f"--{name}")
+                words += [json.dumps(part) if isinstance(part, dict | bool) else str(part) for part in values]
     return words
 
 
-def check_credentials(parser, args):
-    """Exit if a URL of the flags contains a password, token or signature: the flags are written to files."""
-    secret = re.compile(r"://[^/@]*:[^/]*@|://.*[?&][\w-]*(sig|signature|token|key|secret|password|credential)=", re.I)
-    for name, values in asdict(args).items():
-        for value in values if isinstance(values, list) else [values]:
-            if isinstance(value, str) and secret.search(value):
-                parser.error(
-                    f"--{name}: a URL with a credential, which files would show; use the environment or ~/.netrc"
-                )
+SECRET = re.compile(r"://[^/@]*:[^/@]*@|://.*[?&][\w-]*(sig|signature|token|key|secret|password|credential)=", re.I)
 
 
 def parse_args(argv):
     """Return Args from flags, or from a YAML or JSON file and flags that override it; exit on a wrong value."""
     parser = make_parser()
-    check_flag_names(parser, argv)
-    if argv and argv[0].endswith((".yaml", ".yml", ".json")):
-        with user_errors(f"{argv[0]}: not a file of flags"):
-            words = as_words(dict(yaml.safe_load(Path(argv[0]).read_text())))
-        check_flag_names(parser, words)
-        argv = words + argv[1:]
-    with user_errors("flags"):
-        (args,) = parser.parse_args_into_dataclasses(argv)
-    with user_errors("--loss_kwargs: not a JSON object"):
-        args.loss_kwargs = dict(json.loads(args.loss_kwargs))
-    check_credentials(parser, args)
-    for name, value in asdict(args).items():
-        low, relation = (1e-12, "above 0") if name in ABOVE_ZERO.split() else (0, "0 or more")
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, int | float) and not low <= number < math.inf:
-                parser.error(f"--{name} {number}: must be finite, and {relation}")
+    lists = {name for name, option in parser._option_string_actions.items() if option.nargs == "+"}
+    names = [word.partition("=")[0] for word in argv]
+    for name in lists.intersection(names):
+        if names.count(name) > 1:  # argparse would ignore the first list; of any other flag, the last value counts
+            parser.error(f"{name}: given twice; list all values after one flag")
+    if path := parser.parse_args(argv).file:
+        argv = [path, *words_of(path), *(word for word in argv if word != path)]
+    flags = vars(parser.parse_args(argv))
+    del flags["file"]
+    args = Args(**flags)
+    for option in fields(args):
+        given = flags[option.name]
+        least = 1e-12 if option.metadata["above_zero"] else 0
+        for value in given if isinstance(given, list) else [given]:
+            if isinstance(value, str) and SECRET.search(value):
+                parser.error(f"--{option.name}: a URL with a credential, which files would show; use ~/.netrc")
+            if isinstance(value, int | float) and not least <= value < math.inf:
+                relation = "above 0" if least else "0 or more"
+                parser.error(f"--{option.name} {value}: must be finite, and {relation}")
     try:
         check_flags(args)
     except UserError as error:
@@ -1131,7 +1128,7 @@ FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": 
            ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
 
 
-UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst; prepare_corpus.py converts .orc"
+UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst"
 
 
 def file_suffix(file):
@@ -1141,10 +1138,15 @@ def file_suffix(file):
 
 
 def check_exists(name):
-    """Raise UserError if `name` is not on disk and cannot be a Hub id: NAME or ORG/NAME, without a folder ORG here."""
+    """Raise UserError if `name` is not on disk and cannot be a Hub id: NAME or ORG/NAME, without a folder ORG here; or
+    if it is the folder of a model without safetensors."""
     may_be_id = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not os.path.isdir(os.path.dirname(name))
     if not (may_be_id or "://" in name or os.path.exists(name)):
         raise UserError("no such file or folder")
+    if os.path.exists(f"{name}/pytorch_model.bin") and not os.path.exists(f"{name}/model.safetensors"):
+        raise UserError(
+            "A pickle can run code; convert one you trust: SentenceTransformer('OLD').save_pretrained('NEW')"
+        )
 
 
 def list_files(source):
@@ -1155,7 +1157,7 @@ def list_files(source):
         return [os.path.join(path, file["filename"]) for file in files]
     if suffix := file_suffix(path):  # decided by suffix, so that a missing file is not mistaken for a Hub id
         builder = datasets.load_dataset_builder(FORMATS[suffix], data_files=path)
-    elif path.endswith(".orc") or os.path.isfile(path) or any(Path(path).glob("*.orc")):
+    elif os.path.isfile(path):
         raise UserError(UNSUPPORTED)
     else:
         if path.count(":") == 2:
@@ -1164,15 +1166,15 @@ def list_files(source):
         builder = datasets.load_dataset_builder(path, name=config or None)
     files = builder.config.data_files
     if not files.get(split):
-        found = [str(name) for name in files if files[name]]
-        raise UserError(f"no split {split!r} with files; available: {', '.join(found) or 'none'}")
+        available = ", ".join(str(part) for part in files if files[part]) or "none"
+        raise UserError(f"no split {split!r} with files; available: {available}")
     if not file_suffix(files[split][0]):
         raise UserError(f"{files[split][0]}: {UNSUPPORTED}")
     return list(files[split])
 
 
 def open_files(files, streaming=True):
-    """Return a Dataset or IterableDataset that yields pyarrow Tables."""
+    """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables."""
     suffix = file_suffix(files[0])
     # A mapped table keeps a list of its record batches: write few, large ones.
     kind, options = FORMATS[suffix], {"split": "train", "writer_batch_size": 20_000}
@@ -1187,8 +1189,8 @@ def open_files(files, streaming=True):
         first = datasets.load_dataset(kind, data_files=files[:1], streaming=True, **options).with_format("arrow")
         schema = next(first.iter(1)).schema
         if pa.null() in schema.types:
-            fields = [field.with_type(pa.string()) if pa.types.is_null(field.type) else field for field in schema]
-            options["features"] = datasets.Features.from_arrow_schema(pa.schema(fields))
+            texts = [part.with_type(pa.string()) if pa.types.is_null(part.type) else part for part in schema]
+            options["features"] = datasets.Features.from_arrow_schema(pa.schema(texts))
     return datasets.load_dataset(kind, data_files=files, streaming=streaming, **options).with_format("arrow")
 
 
@@ -1197,10 +1199,9 @@ def data_fingerprint(files):
     digest = hashlib.sha256()
     for number, file in enumerate(files):
         fs, path = fsspec.core.url_to_fs(file)
-        name = os.path.basename(path)
-        digest.update(f"{name} {fs.size(path)} ".encode())
+        digest.update(f"{os.path.basename(path)} {fs.size(path) if fs.exists(path) else 'no file'} ".encode())
         if number in (0, len(files) - 1):
-            with suppress(ValueError, TypeError):  # a web server that sends whole files only
+            with suppress(OSError, ValueError, TypeError):  # no file, or a web server that sends whole files only
                 digest.update(fs.head(path, 2**16))
                 digest.update(fs.tail(path, 2**16))
     return digest.hexdigest()[:16]
@@ -1213,16 +1214,14 @@ NUMBER = "<number>"  # column added to rows: the number of the row in its source
 
 
 def is_list(column):
-    return pa.types.is_nested(column.type) and not pa.types.is_struct(column.type)
+    return pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
 
 
 def count_bytes(column):
-    """Return (rows,) bytes of text in each row of an Array, also in lists and structs."""
+    """Return (rows,) bytes of text in each row of an Array, also in lists."""
     if is_list(column):
         rows = pc.list_parent_indices(column)
         return np.bincount(rows, count_bytes(pc.list_flatten(column)), minlength=len(column))
-    if pa.types.is_struct(column.type):
-        return sum(count_bytes(part) for part in column.flatten())
     if column.type in (pa.string(), pa.large_string()):
         return pc.fill_null(pc.binary_length(column), 0).to_numpy()
     return np.zeros(len(column))
@@ -1233,160 +1232,66 @@ def row_lengths(table, args):
     return sum(count_bytes(table[name].combine_chunks()) for name in dict.fromkeys(args.columns))
 
 
-def deal(lengths, accelerator):
-    """Return (indices by length, longest first; those of this process). Each process takes every P-th, so the lengths
-    of two processes add up to the same but for the longest item."""
-    order = np.argsort(-np.array(lengths), kind="stable")
-    return order, order[accelerator.process_index :: accelerator.num_processes]
+def to_python(table):
+    """Return {column: list of values} of a Table; a list that is null is empty."""
+    columns = PythonFormatter(datasets.Features.from_arrow_schema(table.schema)).format_batch(table)
+    for name, values in columns.items():
+        if is_list(table[name]):
+            columns[name] = [value or [] for value in values]
+    return columns
 
 
-def undo_deal(order, gathered, accelerator):
-    """Return the outputs of dealt items in their original order; gathered: (P n, ...), n slots of each process."""
-    by_length = gathered.unflatten(0, (accelerator.num_processes, -1)).transpose(0, 1).flatten(0, 1)
-    return by_length[np.argsort(order)]
+def find_columns(args):
+    """Return the columns of the first source but those of labels."""
+    name = args.train_data[0]
+    with user_errors(f"--train_data {name}"):
+        first = next(open_files(find_files(name)[:1]).iter(1))
+    columns = [column for column in first.column_names if column not in args.label_column]
+    if len(columns) < 2:
+        raise UserError(f"--columns: two or more are required, {name} has {columns}")
+    return columns
 
 
-def parse_json(values):
-    return [value and json.loads(value) for value in values]
-
-
-def to_python(column):
-    """Return the values of a column, or of the JSON that `datasets` makes of values of several types, also in lists; a
-    list that is null is empty."""
-    values = column.to_pylist()
-    if isinstance(column.type, pa.JsonType):
-        return parse_json(values)
-    if is_list(column):
-        parse = parse_json if isinstance(column.type.field(0).type, pa.JsonType) else list
-        return [parse(value or ()) for value in values]
-    return values
-
-
-def read_text(value, column, args, is_id=False):
-    """Return a text, an id as a text, or the fields of a struct, joined; raise ValueError if there is no text, and
-    UserError, which --on_bad_row does not skip, if it is a value of another type: the column is wrong, not the row."""
-    if isinstance(value, dict):
-        names = [name for name in args.corpus_columns[1:] if name in value]
-        if not names:
-            flags = f"--corpus_columns {args.corpus_columns[0]} {' '.join(value)}"
-            raise UserError(f"column {column!r} holds structs: to read its fields, set {flags}")
-        for name in names:
-            check_text(value[name], name)
-        value = " ".join(value[name] or "" for name in names).strip()
-    if is_id and isinstance(value, (int, float)):
-        return str(value).removesuffix(".0")  # whole numbers are read as floats where some are missing
-    check_text(value, column)
-    if value is None or not value.strip():
-        raise ValueError(f"{column!r} has no text")
-    return value
-
-
-def check_text(value, column):
-    """Raise UserError if a value is neither a text nor missing."""
-    if value is None or isinstance(value, str):
-        return
-    advice = f"choose other columns, rewrite it by prepare_corpus.py or, to train on it, set --label_column {column}"
-    if isinstance(value, (dict, list)):
-        advice = "write its texts as a column of their own; Dataset.flatten() of `datasets` does so for structs"
-    raise UserError(f"column {column!r} holds {type(value).__name__}, not texts: {advice}")
-
-
-def read_documents(cells, columns, args):
-    """Return a list of texts, or of ids, for each of `columns`, whose cells are texts or lists of texts."""
-    groups = []
-    for column in columns:
-        values = cells[column] if isinstance(cells[column], list) else [cells[column]]
-        groups.append([read_text(value, column, args, is_id=args.corpus) for value in values])
-    if not groups[0]:
-        raise ValueError(f"{columns[0]!r} has no text")
-    return groups
-
-
-def read_labels(cells, args):
-    """Return the labels of a row: those of all --label_column, each a number, a list of numbers, or JSON of them."""
-    labels = []
-    with suppress(ValueError, TypeError):
-        for column in args.label_column:
-            value = cells[column]
-            value = json.loads(value) if isinstance(value, str) else value
-            labels += map(float, value if isinstance(value, list) else [value])
-        if all(map(math.isfinite, labels)) and (labels or not args.label_column):
-            return labels
-    raise ValueError(f"{' '.join(args.label_column)!r} has missing, extra or non-finite numbers")
-
-
-def choose_documents(groups, labels, random, args):
-    """Return (documents, labels) of a row, the positive first; groups: the documents of each column. From lists, draw
-    one positive and --num_negatives of the other documents."""
-    documents = list(chain.from_iterable(groups))
-    num_positives = len(groups[0]) if len(groups) > 1 else 1
-    negatives = range(num_positives, len(documents))
-    limit = len(negatives) if args.num_negatives is None else min(args.num_negatives, len(negatives))
-    if random is None or (len(groups) == 1 and args.num_negatives is None):
-        kept = num_positives + limit
-        if len(labels) == len(documents):
-            labels = labels[:kept]
-        return documents[:kept], labels
-    if len(labels) not in (0, len(documents)):
-        raise ValueError(f"{' '.join(args.label_column)!r} has missing, extra or non-finite numbers")
-    chosen = [random.randrange(num_positives), *sorted(random.sample(negatives, limit))]
-    return [documents[index] for index in chosen], [labels[index] for index in chosen if labels]
-
-
-def read_rows(table, sources, lookups, args, add_documents=None):
+def read_rows(table, sources, lookups, step, args, add_documents=None):
     """Return (list of Row, number of bad rows) of a Table, with texts in place of ids; raise UserError for a bad row
-    unless --on_bad_row is skip. sources: those that the column SOURCE counts; add_documents(rows) may add documents of
-    other rows, with labels, before ids are looked up."""
-    columns = {name: to_python(table[name]) for name in table.column_names}
-    may_be_lists = (is_list(table[name]) or isinstance(table[name].type, pa.JsonType) for name in args.columns)
-    random = Random() if any(may_be_lists) else None
+    unless --on_bad_row is skip. sources: those that the column SOURCE counts; step: that of the rows' batch;
+    add_documents(rows, step) may add documents of other rows, with labels, before ids are looked up."""
+    columns = to_python(table)
+    random = Random() if any(is_list(table[name]) for name in args.columns) else None
     rows = []
-    bad = []  # (cells, what is wrong)
     for values in zip(*columns.values()):
         cells = dict(zip(columns, values))
         if random:  # seeding takes 5 µs
             random.seed(f"{args.seed} {cells[SOURCE]} {cells[NUMBER]}")
         try:
-            rows.append(read_row(cells, random, args))
+            rows.append(read_row(cells, random, step, args))
             rows[-1].cells = cells
-        except UserError as error:  # not of this row alone
-            raise UserError(f"{sources[cells[SOURCE]].name}: {error}") from error
         except ValueError as error:
-            bad.append((cells, error))
-    counts = [len(row.documents) for row in rows]
+            reject(error, cells, sources, args)
+    sizes = [len(row.documents) for row in rows]
     if add_documents:
-        add_documents(rows)
+        add_documents(rows, step)
     resolve_ids(rows, lookups)
     known = []
-    for row, count in zip(rows, counts):
-        if row.query is None:
-            bad.append((row.cells, f"no text has the id in {args.columns[0]!r}"))
-        elif None in row.documents[:count]:
-            bad.append((row.cells, f"no text has the id in {' or '.join(map(repr, args.columns[1:]))}"))
+    for row, size in zip(rows, sizes):
+        if row.query is None or None in row.documents[:size]:
+            reject("no text has its id", row.cells, sources, args)
         else:
             known.append(row)
             while None in row.documents:  # added from another row: that one is bad, not this one
                 place = row.documents.index(None)
                 del row.documents[place], row.labels[place]
-    if bad and args.on_bad_row == "error":
-        raise bad_row_error(bad, columns[SOURCE], sources, args)
-    return known, len(bad)
+    return known, len(table) - len(known)
 
 
-def bad_row_error(bad, numbers, sources, args):
-    """Return the UserError of the first bad row; bad: (cells, what is wrong) of each; numbers: that of the source of
-    each row read. If most rows of its source have the same problem, the column is wrong: to skip them is no help."""
-    cells, problem = bad[0]
+def reject(problem, cells, sources, args):
+    """Raise UserError for a bad row, unless --on_bad_row is skip and nothing but the row is wrong."""
     source = sources[cells[SOURCE]].name
-    shown = str({name: cells[name] for name in (*args.columns, *args.label_column)})[:200]
-    alike = [(other[SOURCE], str(text)) for other, text in bad].count((cells[SOURCE], str(problem)))
-    num_rows = numbers.count(cells[SOURCE])
-    if alike > max(1, num_rows / 2):
-        advice = "convert this column to texts (numbers for a label), or choose others: --columns, --label_column"
-        if str(problem).startswith("--loss"):
-            advice = "choose another --loss or --label_column, or leave such rows out: prepare_corpus.py --filter"
-        return UserError(f"{source}: {problem} in {alike} of {num_rows} rows, as in {shown}; {advice}")
-    return UserError(f"{source}: {problem} in the row {shown}; fix the row, or pass --on_bad_row skip")
+    if isinstance(problem, UserError):
+        raise UserError(f"{source}: {problem}") from problem
+    if args.on_bad_row == "error":
+        shown = str({name: cells[name] for name in (*args.columns, *args.label_column)})[:200]
+        raise UserError(f"{source}: {problem} in the row {shown}; fix it, edit read_row, or --on_bad_row skip")
 
 
 def resolve_ids(rows, lookups):
@@ -1401,23 +1306,25 @@ def resolve_ids(rows, lookups):
             row.documents = [next(texts) for _ in row.documents]
 
 
-def read_batches(tables, make_batch, data, args, accelerator, add_documents=None):
-    """Yield this process' Batch of each (Table, state) without end; runs in a background thread. An error of the data
-    becomes the `error` of a batch without rows, so that all processes can stop at the same step."""
+def local_batches(tables, first, model, data, args, accelerator, add_documents=None):
+    """Yield this process' Batch of each (Table, state) without end; runs in a background thread. `first`: the number
+    of the first one. An error of the data becomes the `error` of a batch without rows, so that all processes can stop
+    at the same step."""
     state = error = None
-    while True:
+    for number in count(first):
+        rows = []
         skipped = 0
         try:
             if error is None:
                 table, state = next(tables)
-                _, own = deal(row_lengths(table, args), accelerator)
+                by_length = np.argsort(-row_lengths(table, args), kind="stable")  # each process takes every P-th row
+                mine = np.sort(by_length[accelerator.process_index :: accelerator.num_processes])
                 hook = add_documents and partial(add_documents, table)
-                rows, skipped = read_rows(table.take(np.sort(own)), data.sources, data.lookups, args, hook)
-                batch = make_batch(rows)
+                step = number // args.gradient_accumulation_steps
+                rows, skipped = read_rows(table.take(mine), data.sources, data.lookups, step, args, hook)
         except UserError as caught:
             error = caught
-        if error:
-            batch = make_batch([])
+        batch = make_batch(rows, number, model, args, accelerator)
         batch.state = state
         batch.skipped = skipped
         batch.error = error
@@ -1427,46 +1334,60 @@ def read_batches(tables, make_batch, data, args, accelerator, add_documents=None
 # ---- sources and the order of their rows
 
 BLOCK = 100  # neighbouring rows of a mapped table that are read together; a shuffle window mixes many blocks
-START = {"taken": 0, "epoch": 0, "window": 0, "used": 0, "stream": None}  # position of a Source
+
+
+@dataclass
+class Position:
+    """Where a Source is: that of its next row."""
+
+    taken: int = 0  # rows so far, over all epochs
+    epoch: int = 0
+    window: int = 0  # of the epoch
+    used: int = 0  # rows of the window
+    stream: dict | None = None  # state of a stream before the window
 
 
 class Source:
     """The rows of a source, epoch after epoch, in windows that are shuffled as a whole: a pure function of the files,
-    the seed and `number`. `position` (JSON) is that of the next row: rows taken in all, epoch, window, rows used of
-    the window, and the state of a stream before the window."""
+    the seed and `number`."""
 
     def __init__(self, name, number, args):
         self.name = name
         self.number = number
         self.args = args
-        self.files = list_files(name)
         self.window = args.shuffle_buffer or 1000  # rows
         self.block = min(BLOCK, self.window)
-        self.held_out = 0
+        self.held_out = 0  # rows
+        self.held_blocks = []  # of a mapped source: (first row, end) of each block of them
         self.leading = 0  # files of a stream with the held-out rows; not permuted, so that skip() skips these rows
-        self.dataset = None if args.streaming else self.open(self.files)
-        self.seek(None)
+        with user_errors(name):
+            self.files = find_files(name)
+            self.dataset = None if args.streaming else open_source(self.files, args)
+        self.seek(Position())
 
     def __len__(self):  # unknown for a stream: 1, so that streams are mixed equally by default
         return 1 if self.args.streaming else len(self.dataset) - self.held_out
 
-    def open(self, files):
-        names = dict.fromkeys([*self.args.columns, *self.args.label_column])
-        return open_files(files, self.args.streaming).select_columns(list(names))
-
     def hold_out(self, count):
-        """Return a Table of the first `count` rows, and exclude them from training."""
-        table = [] if self.args.streaming else self.dataset[:count]
-        while self.args.streaming and len(table) < count and self.leading < len(self.files):
-            self.leading += 1
-            stream = self.open(self.files[: self.leading])
-            table = pa.concat_tables(stream.take(count).iter(count))
+        """Return a Table of at most `count` rows, and exclude them from training: of a mapped source, blocks of
+        neighbours spread over it, as rows are often sorted; of a stream, the first rows."""
+        table = []
+        with user_errors(self.name):
+            if self.dataset:
+                self.held_blocks = spread_blocks(len(self.dataset), min(count, len(self.dataset)))
+                table = self.dataset[list(chain.from_iterable(range(*block) for block in self.held_blocks))]
+            while self.args.streaming and len(table) < count and self.leading < len(self.files):
+                self.leading += 1
+                stream = open_source(self.files[: self.leading], self.args)
+                table = next(stream.take(count).iter(count), [])
+            if not len(table):
+                raise UserError("contains no row")
         self.held_out = len(table)
         return self.add_numbers(table, 0)
 
     def seek(self, position):
-        """Continue at a position, or from the beginning if it is None."""
-        self.position = dict(position or START)
+        """Continue at a Position."""
+        self.position = position
         self.table = []
         self.windows = self.read_windows()
 
@@ -1476,12 +1397,12 @@ class Source:
         parts = []
         with user_errors(self.name):
             while count:
-                if position["used"] >= len(self.table):
+                if position.used >= len(self.table):
                     self.table = next(self.windows)
-                part = self.table.slice(position["used"], count)
-                parts.append(self.add_numbers(part, position["taken"]))
-                position["used"] += len(part)
-                position["taken"] += len(part)
+                part = self.table.slice(position.used, count)
+                parts.append(self.add_numbers(part, position.taken))
+                position.used += len(part)
+                position.taken += len(part)
                 count -= len(part)
         return pa.concat_tables(parts)
 
@@ -1494,29 +1415,33 @@ class Source:
         """Yield the windows of all epochs from `position` on, and update it with each."""
         position = self.position
         while True:
-            found = position["window"] or position["used"]
+            found = position.window or position.used
             for table, stream in self.read_stream() if self.args.streaming else self.read_blocks():
                 table.validate(full=True)  # offsets of a damaged Arrow file may be out of bounds
                 if self.args.shuffle_buffer:
-                    table = table.take(self.random(position["window"]).permutation(len(table)))
-                position["stream"] = stream
+                    table = table.take(self.random(position.window).permutation(len(table)))
+                position.stream = stream
                 found = True
                 yield table.combine_chunks()
-                position.update(window=position["window"] + 1, used=0)
+                vars(position).update(window=position.window + 1, used=0)
             if not found:
-                raise UserError(f"no row is left to train on after --eval_rows {self.args.eval_rows}")
-            position.update(epoch=position["epoch"] + 1, window=0, used=0, stream=None)
+                raise UserError("no row is left to train on after those that are held out: lower --eval_rows")
+            vars(position).update(epoch=position.epoch + 1, window=0, used=0, stream=None)
 
     def read_blocks(self):
         """Yield (Table, None) for each window of an epoch from `position` on: random blocks of neighbouring rows."""
-        blocks = np.arange(math.ceil(len(self) / self.block))
-        count = self.window // self.block
+        held_out = [(0, 0), *self.held_blocks, (len(self.dataset), 0)]
+        blocks = []
+        for (_, begin), (end, _) in pairwise(held_out):
+            blocks += [(first, min(self.block, end - first)) for first in range(begin, end, self.block)]
+        order = np.arange(len(blocks))
         if self.args.shuffle_buffer:
-            self.random().shuffle(blocks[: len(self) // self.block])  # a short last block stays last
-        for first in range(self.position["window"] * count, len(blocks), count):
-            starts = (self.held_out + blocks[first : first + count] * self.block).tolist()
-            # As dataset[start : start + block] does, without the 70 µs that formatting takes.
-            yield pa.concat_tables([self.dataset.data.fast_slice(start, self.block) for start in starts]), None
+            self.random().shuffle(order[: len(blocks) - (blocks[-1][1] < self.block)])  # a short last block stays last
+        count = self.window // self.block
+        for window in range(self.position.window * count, len(blocks), count):
+            chosen = [blocks[number] for number in order[window : window + count]]
+            # As dataset[first : first + size] does, without the 70 µs that formatting takes.
+            yield pa.concat_tables([self.dataset.data.fast_slice(first, size) for first, size in chosen]), None
 
     def read_stream(self):
         """Yield (Table, state of the stream before it) for each window of an epoch; a resume loads that state to read
@@ -1524,8 +1449,8 @@ class Source:
         files = self.files[self.leading :]
         if self.args.shuffle_buffer:
             files = [files[index] for index in self.random().permutation(len(files))]
-        stream = self.open(self.files[: self.leading] + files).skip(self.held_out)
-        before = self.position["stream"]
+        stream = open_source(self.files[: self.leading] + files, self.args).skip(self.held_out)
+        before = self.position.stream
         if before:
             stream.load_state_dict(before)
         before = before or stream.state_dict()  # does not reflect a loaded state before the first row
@@ -1535,37 +1460,45 @@ class Source:
 
     def random(self, *keys):
         """Return the random generator of this source, its epoch and `keys`."""
-        return np.random.default_rng([self.args.seed, self.number, self.position["epoch"], *keys])
+        return np.random.default_rng([self.args.seed, self.number, self.position.epoch, *keys])
+
+
+def spread_blocks(rows, count):
+    """Return [(first row, end)] of blocks of neighbours, spread evenly: `count` of `rows` rows in all."""
+    size = min(BLOCK, math.ceil(count / 10))
+    number = math.ceil(count / size)
+    firsts = [place * size + place * (rows - count) // number for place in range(number)]
+    return [(first, first + min(size, count - place * size)) for place, first in enumerate(firsts)]
 
 
 def apportion(drawn, weights, count):
-    """Return how many of the next `count` rows each source gives, so that it stays within a row of its share of all
-    rows; drawn: rows of each source so far."""
+    """Return how many of the next `count` rows each source gives, to stay within a row of its share of all rows;
+    drawn: rows of each source so far."""
     shares = np.array(weights) / sum(weights)
     missing = shares * (sum(drawn) + count) - drawn
-    counts = np.maximum(missing.astype(int) - 1, 0)
-    if counts.sum() > count:  # the weights have changed, by a resume: catch up over several calls
-        counts[:] = 0
-    for _ in range(count - counts.sum()):
-        counts[np.argmax(missing - counts)] += 1
-    return counts.tolist()
+    given = np.maximum(missing.astype(int) - 1, 0)
+    if given.sum() > count:  # the weights have changed, by a resume: catch up over several calls
+        given[:] = 0
+    for _ in range(count - given.sum()):
+        given[np.argmax(missing - given)] += 1
+    return given.tolist()
 
 
 def row_batches(sources, weights, args, state=None):
     """Yield (Table of a batch's rows, state after it) without end: a pure function of sources, seed and batch size.
     Each batch has its own state (JSON), so prefetching loses no row: the position of each source before the length
     window, and "cut", the batches taken from that window."""
-    state = state or {"sources": [None] * len(sources), "cut": 0}
+    state = state or {"sources": [{} for _ in sources], "cut": 0}
     for source, position in zip(sources, state["sources"]):
-        source.seek(position)
+        source.seek(Position(**position))
     cut = state["cut"]
     window = args.batch_size * args.length_window
     unit = 1 if args.mix_by == "row" else window  # rows that are taken together from a source
     while True:
-        before = [dict(source.position) for source in sources]
-        drawn = [position["taken"] for position in before]
-        counts = apportion([rows // unit for rows in drawn], weights, window // unit)
-        tables = [source.take(count * unit) for source, count in zip(sources, counts) if count]
+        before = [asdict(source.position) for source in sources]
+        drawn = [source.position.taken for source in sources]
+        units = apportion([rows // unit for rows in drawn], weights, window // unit)
+        tables = [source.take(count * unit) for source, count in zip(sources, units) if count]
         with user_errors("columns of different sources have different types"):
             table = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
         order = np.arange(args.length_window)
@@ -1575,7 +1508,7 @@ def row_batches(sources, weights, args, state=None):
         for number in range(cut, len(order)):
             rows = table.slice(order[number] * args.batch_size, args.batch_size)
             done = number + 1 == len(order)
-            positions = [dict(source.position) for source in sources] if done else before
+            positions = [asdict(source.position) for source in sources] if done else before
             yield rows, {"sources": positions, "cut": 0 if done else number + 1}
         cut = 0
 
@@ -1590,6 +1523,8 @@ class TextLookup:
         self.fingerprint = data_fingerprint(files)
         self.id_column, *self.text_columns = columns
         self.dataset = open_files(files, streaming=False).select_columns(columns)
+        if isinstance(self.dataset.features[self.id_column], datasets.Json):
+            raise UserError(f"{self.id_column!r} holds values of several types: make all of them texts")
         os.makedirs(datasets.config.HF_DATASETS_CACHE, exist_ok=True)
         path = f"{datasets.config.HF_DATASETS_CACHE}/evenstep-{self.fingerprint}-{self.id_column}.npy"
         with FileLock(f"{path}.lock"):  # one process builds the index, the others wait
@@ -1613,15 +1548,13 @@ class TextLookup:
         """Return the text of each id of a list; None for an unknown id, or one without a text."""
         if not ids:
             return []
-        with user_errors(self.name):
+        with user_errors(f"{self.name}: {' '.join(self.text_columns)}"):
             places = np.searchsorted(self.index[0], self.hashes(np.array(ids, object)))
             rows = self.index[1, places.clip(max=len(self.dataset) - 1)]
             table = self.dataset[rows.tolist()].combine_chunks()  # else one chunk for each row
-            columns = [to_python(table[name]) for name in self.text_columns]
+            columns = to_python(table.select(self.text_columns))
             texts = []
-            for wanted, found, *parts in zip(ids, self.ids(table), *columns):
-                for name, part in zip(self.text_columns, parts):
-                    check_text(part, name)
+            for wanted, found, *parts in zip(ids, self.ids(table), *columns.values()):
                 text = " ".join(part or "" for part in parts).strip()
                 texts.append(text if text and found == wanted else None)
             return texts
@@ -1629,12 +1562,7 @@ class TextLookup:
     def ids(self, table):
         """Return (rows,) object array of str."""
         table.validate(full=True)
-        column = table[self.id_column]
-        if isinstance(column.type, pa.JsonType):
-            raise UserError(
-                f"column {self.id_column!r} holds values of several types: rewrite it by prepare_corpus.py"
-            )
-        return np.asarray(column.cast(pa.large_string()), object)
+        return np.asarray(table[self.id_column].cast(pa.large_string()), object)
 
     def hashes(self, ids):
         return pd.util.hash_array(ids, categorize=False)  # uint64, the same in every process
@@ -1645,142 +1573,68 @@ class Data:
     """What a run trains and evaluates on."""
 
     sources: list  # of Source
-    eval_sources: list  # of Source: those of the held-out rows
-    held_out: list  # Table of each that has some
+    held_out: list  # of Row
+    skipped: int  # bad rows among those held out
     lookups: list  # TextLookup of queries and of documents; None where rows contain texts
     weights: list  # share of each source
     epoch_rows: float  # mixed rows of an epoch
     description: list  # [name, rows, fingerprint] of each source and table of texts
-    skipped: int = 0  # bad rows among those held out
 
 
-def open_lookup(sources, columns):
-    """Return the TextLookup of --queries or --corpus, None if it is not given."""
-    with user_errors(" ".join(sources)):
-        return TextLookup(sources, columns) if sources else None
+def open_data(args, add_documents=None):
+    """Return the Data of the flags; `add_documents`: as in local_batches."""
+    with user_errors("--train_data"):
+        sources = [Source(name, number, args) for number, name in enumerate(args.train_data)]
+    with user_errors("--eval_data"):
+        eval_sources = [Source(name, number, args) for number, name in enumerate(args.eval_data)]
+    lookups = []
+    for names, columns in (args.queries, args.query_columns), (args.corpus, args.corpus_columns):
+        with user_errors(" ".join(names)):
+            lookups.append(TextLookup(names, columns) if names else None)
+    description = [[source.name, len(source), data_fingerprint(source.files)] for source in (*sources, *eval_sources)]
+    description += [[lookup.name, len(lookup.dataset), lookup.fingerprint] for lookup in filter(None, lookups)]
 
-
-def open_sources(names, use, args):
-    """Return the list of Source of --train_data or --eval_data."""
-    sources = []
-    for number, name in enumerate(names):
-        with user_errors(f"--{use}_data {name}"):
-            sources.append(Source(name, number, args))
-    return sources
-
-
-def open_data(args):
-    """Return the Data of the flags; set args.columns and args.eval_rows if they are not given."""
-    if not args.columns:
-        with user_errors(f"--train_data {args.train_data[0]}"):
-            files = list_files(args.train_data[0])
-            first = next(open_files(files[:1]).iter(1))
-            for name in first.column_names:
-                if len(name) > 40:  # the first row of a CSV file without a line of names
-                    raise UserError(f"column {name!r}: if this is a row, insert a line of names; else list --columns")
-        args.columns = [name for name in first.column_names if name not in args.label_column]
-    if len(args.columns) < 2:
-        raise UserError(f"--columns: two or more are required, found {args.columns}")
-    lookups = [open_lookup(args.queries, args.query_columns), open_lookup(args.corpus, args.corpus_columns)]
-    sources = open_sources(args.train_data, "train", args)
-    eval_sources = open_sources(args.eval_data, "eval", args)
-    description = []
-    for source in (*sources, *eval_sources):
-        description.append([source.name, len(source), data_fingerprint(source.files)])
-    for lookup in filter(None, lookups):
-        description.append([lookup.name, len(lookup.dataset), lookup.fingerprint])
-
-    if args.eval_rows is None:
-        args.eval_rows = EVAL_ROWS
-        if not args.streaming and not args.eval_data:
-            args.eval_rows = min(EVAL_ROWS, sum(map(len, sources)) // 10)
-    weights = args.mixing_weights or list(map(len, sources))
-    shares = list(map(len, eval_sources)) or weights
-    counts = apportion([0] * len(shares), shares, args.eval_rows)
+    eval_rows = args.eval_rows
+    if eval_rows is None:
+        unlimited = args.streaming or args.eval_data
+        eval_rows = EVAL_ROWS if unlimited else min(EVAL_ROWS, sum(map(len, sources)) // 10)
+    shares = list(map(len, eval_sources)) or args.mixing_weights or list(map(len, sources))
+    eval_sources = eval_sources or sources
     held_out = []
-    for source, count in zip(eval_sources or sources, counts):
-        if count:
-            with user_errors(source.name):
-                held_out.append(source.hold_out(count))
+    skipped = 0
+    if eval_rows:
+        counts = apportion([0] * len(shares), shares, eval_rows)
+        tables = [source.hold_out(count) for source, count in zip(eval_sources, counts) if count]
+        table = pa.concat_tables(tables, promote_options="permissive")
+        hook = add_documents and partial(add_documents, table)
+        held_out, skipped = read_rows(table, eval_sources, lookups, 0, args, hook)
     for source in sources:
         if not len(source):
-            raise UserError(f"{source.name}: no row is left to train on after --eval_rows {args.eval_rows}")
+            raise UserError(f"{source.name}: no row is left to train on after --eval_rows {eval_rows}")
 
-    if not args.mixing_weights:
-        weights = list(map(len, sources))  # without the rows held out
+    weights = args.mixing_weights or list(map(len, sources))  # without the rows held out
     ends = [len(source) * sum(weights) / weight for source, weight in zip(sources, weights)]  # of each, in mixed rows
     end = min(ends) if args.stopping_strategy == "first_exhausted" else max(ends)
-    return Data(sources, eval_sources or sources, held_out, lookups, weights, args.rows_per_epoch or end, description)
-
-
-def read_first_rows(data, args):
-    """Return the list of Row of the first batch, of all processes: the same after a resume."""
-    table, _ = next(row_batches(data.sources, data.weights, args))
-    return read_rows(table, data.sources, data.lookups, args)[0]
-
-
-def are_similarities(rows):
-    """Return whether the teacher's scores of rows are probabilities or cosines, from -1 to 1."""
-    largest = max((abs(label) for row in rows for label in row.labels), default=0)
-    return largest < 1.001  # a cosine may be rounded to above 1
-
-
-def print_entropies(scores, teacher, args, accelerator):
-    """Print the mean entropies of the softmax of `scores` and `teacher` over a row's documents: (n, L) each, divided
-    by their temperatures, `teacher` NaN where there is no document. Warn if the teacher's is near that of equal scores
-    but the model's is not: the loss would fall while the model's scores become equal."""
-    missing = teacher.isnan()
-    parts = (scores, teacher, torch.zeros_like(teacher))
-    parts = (Categorical(logits=part.masked_fill(missing, -torch.inf)) for part in parts)
-    model, teacher, equal = (part.entropy().mean().item() for part in parts)
-    accelerator.print(
-        f"teacher_temperature {args.loss_kwargs['teacher_temperature']}; mean entropy over a row's "
-        f"documents: teacher {teacher:.3f}, model {model:.3f}, equal scores {equal:.3f}"
-    )
-    if equal - teacher < 0.1 * (equal - model):
-        accelerator.print(
-            "warning: the teacher's scores hardly differ beside the model's, which would become equal: "
-            "lower teacher_temperature in --loss_kwargs"
-        )
-
-
-def read_held_out(data, args, accelerator, add_documents=None):
-    """Return the list of Row that are held out; `add_documents`: as in read_batches."""
-    if not data.held_out:
-        return []
-    table = pa.concat_tables(data.held_out, promote_options="permissive")
-    add_documents = add_documents and partial(add_documents, table)
-    rows, data.skipped = read_rows(table, data.eval_sources, data.lookups, args, add_documents)
-    if 0 < len(rows) < accelerator.num_processes:
-        raise UserError(f"--eval_rows {len(rows)}: too few for {accelerator.num_processes} processes")
-    return rows
+    return Data(sources, held_out, skipped, lookups, weights, args.rows_per_epoch or end, description)
 
 
 # ---- micro-batches
 
 
-def truncate_query(text, model, args):
-    """Return a query cut where the last token ends that --query_max_length allows."""
-    if not args.query_max_length:
-        return text
-    tokenizer = getattr(model.tokenizer, "backend_tokenizer", model.tokenizer)
-    ends = tokenizer.encode(text, add_special_tokens=False).offsets[: args.query_max_length]
-    return text[: ends[-1][1]] if ends else ""
-
-
 def cut_micro_batches(lengths, max_tokens):
     """Return index arrays, longest text first, each of at most `max_tokens` with padding; a longer text is alone.
 
-    Minimize the tokens with padding plus a cost for each forward pass: 32 tokens if `max_tokens` is 2,048 (12 to 35
-    measured on CPUs), 1,024 if it is 16,384 (GPUs). Cuts are tried where the length changes and after every 1/16 of
-    `max_tokens`; trying all of them saves at most 0.3 % of the tokens and takes 30 times as long."""
+    Minimize the tokens with padding plus a cost for each forward pass: 1/64 of `max_tokens` up to 2,048 (12 to 35
+    tokens measured on CPUs), 1/16 above (an estimate for GPUs, not measured). Cuts are tried where the length changes
+    and after every 1/16 of `max_tokens`; trying all of them saves at most 0.3 % of the tokens and takes 30 times as
+    long."""
     order = np.argsort(-lengths, kind="stable")
     sizes = np.maximum(lengths[order], 1)
     sixteenths = np.cumsum(sizes) * 16 // max_tokens
     begins = np.flatnonzero(np.diff(sizes, prepend=0) | np.diff(sixteenths, prepend=0))
     widths = sizes[begins].tolist()
     begins = [*begins.tolist(), len(order)]
-    cost_of_a_pass = 32 * (max_tokens / 2048) ** (5 / 3)
+    cost_of_a_pass = max_tokens / (64 if max_tokens <= 2048 else 16)
     best = {len(widths): (0.0, None)}  # {number of a begin: (lowest cost from it on, number of the next begin)}
     for first in reversed(range(len(widths))):
         limit = bisect_right(begins, begins[first] + max_tokens // widths[first])
@@ -1806,7 +1660,6 @@ class MicroBatches:
     places: torch.Tensor  # (2, texts) row and column of each in the (n, C) slots, in the order of the parts
     tokens: int  # without padding
     padded: int  # with padding
-    squares: int  # sum of the squared lengths, for the FLOPs of attention
 
     def slots(self, accelerator):
         """Return (rows, columns), to index a tensor of slots, (n, C, ...)."""
@@ -1820,7 +1673,7 @@ def collect(parts, places, lengths, device):
     places = torch.tensor(places)[order].T.contiguous()
     for features, _ in parts:
         features.update({name: pinned(value, device) for name, value in features.items()})
-    return MicroBatches(parts, pinned(places, device), int(lengths.sum()), padded, int((lengths**2).sum()))
+    return MicroBatches(parts, pinned(places, device), int(lengths.sum()), padded)
 
 
 def pinned(value, device):
@@ -1888,14 +1741,13 @@ def prefetch(batches, depth=2):
 
 
 def equalize_micro_batches(micro_batches, accelerator):
-    """Return (parts of the MicroBatches, the most tokens of a process, with padding). Under FSDP, whose forwards are
-    collective, the last part is repeated, for no text, until all ranks run equally many."""
+    """Return (parts of the MicroBatches, their tokens with padding). Under FSDP, whose forwards are collective, the
+    last part is repeated, for no text, until all ranks run equally many; the tokens are then the most of a rank."""
     parts = micro_batches.parts
-    if accelerator.num_processes == 1:
-        return parts, micro_batches.padded
-    sizes = torch.tensor([[len(parts), micro_batches.padded]], device=accelerator.device)
-    most, tokens = accelerator.gather(sizes).amax(0).tolist()
+    tokens = micro_batches.padded
     if accelerator.distributed_type == DistributedType.FSDP:
+        sizes = torch.tensor([[len(parts), tokens]], device=accelerator.device)
+        most, tokens = accelerator.gather(sizes).amax(0).tolist()
         features, _ = parts[-1]  # the shortest texts; the output is discarded
         parts = parts + [(features, ())] * (most - len(parts))
     return parts, tokens
@@ -1912,26 +1764,40 @@ def gather_slots(outputs, micro_batches, shape, accelerator):
 def pad_columns(tensor, fill, accelerator):
     """Return a process' (n, C) tensor on the device, with as many columns as that of the process with most."""
     tensor = tensor.to(accelerator.device, non_blocking=True)
-    if accelerator.num_processes == 1:
+    if accelerator.num_processes == 1:  # else waits for the device to compare the shape with itself
         return tensor
     return accelerator.pad_across_processes(tensor, dim=1, pad_index=fill)
 
 
-def seed_dropout(*numbers):
-    """Seed dropout by integers: the same in a second forward pass, and after a resume."""
-    torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
-
-
 def keeps_graphs(tokens, args, device):
     """Return whether the graphs of this many tokens are kept until the loss (--grad_cache)."""
-    if args.grad_cache == "auto":
-        kept = 16 if device.type == "cpu" else 4  # full micro-batches
-        return tokens <= args.micro_batch_tokens * kept
-    return args.grad_cache == "false"
+    if args.grad_cache is not None:
+        return not args.grad_cache
+    return tokens <= args.micro_batch_tokens * (16 if device.type == "cpu" else 4)
+
+
+BUCKET = 2**23  # numbers of which gradients are summed at once, by one collective
+
+
+def reduce_gradients(model, accelerator):
+    """Sum the gradients of all micro-batches of a step over processes, once. All processes visit the same weights in
+    the same order: one that has no gradient here, as no text of this process needs it, may have one elsewhere."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    if accelerator.distributed_type == DistributedType.FSDP:  # each backward pass has taken the mean
+        for grad in filter(torch.is_tensor, (weight.grad for weight in weights)):
+            grad.mul_(accelerator.num_processes)
+    elif accelerator.num_processes > 1:
+        found = torch.tensor([weight.grad is not None for weight in weights], device=accelerator.device)
+        used = [weight for weight, anywhere in zip(weights, accelerator.reduce(found.int()).tolist()) if anywhere]
+        for weight in used:
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        places = np.cumsum([weight.numel() for weight in used]) // BUCKET
+        for place in np.unique(places):
+            grads = [used[number].grad for number in np.flatnonzero(places == place)]
+            vector_to_parameters(accelerator.reduce(parameters_to_vector(grads)), grads)
 
 
 # ---- model
-
 
 SAMPLE = ["a text", "a longer text, which a model for short texts truncates " * 30]
 
@@ -1949,99 +1815,68 @@ def check_outputs(path, found, expected, model, accelerator):
         )
 
 
-def set_lora_rank(args):
-    """Set --lora_rank to that of --lora_adapter."""
-    if not args.lora_adapter:
-        return
-    with user_errors(f"--lora_adapter {args.lora_adapter}: not a folder of adapters"):
-        rank = json.loads(Path(args.lora_adapter, "adapter_config.json").read_text())["r"]
-    if args.lora_rank not in (0, rank) or args.lora_alpha or args.lora_dropout or args.lora_target_modules:
-        raise UserError("--lora_adapter: its rank, alpha, dropout and layers are kept: leave out the flags for them")
-    args.lora_rank = rank
-
-
 def set_dropout(model, probability):
     """Set the dropout probability of Dropout modules and of all dropout numbers in modules and their configs."""
     found = 0
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = probability
-            found += 1
-        for holder in (module, vars(module).get("config")):
-            for name, value in list(vars(holder).items()) if holder is not None else ():
-                if "dropout" in name and type(value) in (int, float):
+        for holder in filter(None, (module, vars(module).get("config"))):
+            for name, value in list(vars(holder).items()):
+                is_probability = "dropout" in name or (name == "p" and isinstance(holder, torch.nn.Dropout))
+                if is_probability and type(value) in (int, float):
                     setattr(holder, name, probability)
                     found += 1
     if probability and not found:
         raise UserError(f"--dropout {probability}: the model has no dropout")
 
 
-def add_lora(model, args, checkpoint, task=None):
-    """Freeze the transformer and add adapters to its linear layers (Hu et al. 2021, section 4), new ones or those of
-    --lora_adapter or a checkpoint. `task`: peft's task type, which decides what other layers are trained."""
-    with user_errors("--lora_rank and other flags of adapters (they require a transformer, and pip install peft)"):
-        from peft import LoraConfig, PeftModel, get_peft_model  # optional
-
-        model.requires_grad_(False)  # other modules, too: the adapters contain all that is trained
-        if folder := checkpoint or args.lora_adapter:
-            options = {"is_trainable": True, "torch_device": "cpu"}
-            model[0].model = PeftModel.from_pretrained(model[0].model, folder, **options)
-            return
-        config = LoraConfig(
-            r=args.lora_rank,
-            lora_alpha=args.lora_alpha or 2 * args.lora_rank,
-            lora_dropout=args.lora_dropout,
-            target_modules=args.lora_target_modules or "all-linear",
-            task_type=task,
-        )
-        model[0].model = get_peft_model(model[0].model, config)
-
-
-def freeze_unused(model, output):
-    """Freeze the parameters on which an `output` of the model does not depend, such as BERT's pooler under mean
-    pooling. DDP waits for every parameter's gradient: if one has none, no gradient is reduced, without an error."""
-    output.sum().backward()
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter.grad is not None)
-    model.zero_grad()
-
-
-def check_attention(model, accelerator):
-    """Raise UserError for flash attention in a run that computes in float32."""
-    kernels = str(getattr(model.config, "_attn_implementation", None))
-    if "flash" in kernels and accelerator.mixed_precision == "no":
-        raise UserError(f"{kernels} requires half precision: accelerate launch --mixed_precision bf16")
-
-
-def own_memory(model):
-    """Copy all parameters and buffers. Loaded ones are views of a mapped file, at addresses that depend on its header;
-    kernels choose their order of summation by alignment, so the last bits would depend on the file."""
+def finish_model(model, args, task=None):
+    """Return the model with --dropout, --gradient_checkpointing and --lora_rank, in float32, in torch's own memory."""
+    if args.gradient_checkpointing:
+        model[0].model.gradient_checkpointing_enable({"use_reentrant": False})
+    if args.dropout is not None:
+        set_dropout(model, args.dropout)
+    if args.lora_rank:
+        add_lora(model, args, task)
+    else:
+        model.float()  # with autocast, too, the weights updated are float32
+    # Loaded tensors are views of a mapped file, at addresses that depend on its header; kernels choose their order of
+    # summation by alignment, so the last bits would depend on the file. Copies do not.
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
+    return model
+
+
+def add_lora(model, args, task):
+    """Freeze the transformer and add adapters to its linear layers (Hu et al. 2021, section 4). `task`: peft's task
+    type, which decides what other layers are trained."""
+    with user_errors("--lora_rank (it requires a transformer, and pip install peft)", AttributeError):
+        from peft import LoraConfig, get_peft_model  # optional
+
+        model.requires_grad_(False)  # other modules, too: the adapters contain all that is trained
+        defaults = {"lora_alpha": 2 * args.lora_rank, "target_modules": "all-linear", "task_type": task}
+        with user_errors("--lora_kwargs", TypeError):
+            config = LoraConfig(r=args.lora_rank, **(defaults | args.lora_kwargs))
+        model[0].model = get_peft_model(model[0].model, config)
 
 
 def set_up_transformer(model, length, flag_name):
     """Let the tokenizer truncate texts to `length` tokens or the model's limit, in pairs the longer text first, as
     predict() does, and add no padding: once, not at each call, as two threads use it. Let the embeddings of all tokens
-    be trained. Raise UserError for quantized weights."""
-    if getattr(model.config, "quantization_config", None):
-        raise UserError("its weights are quantized, which no test covers: use the model that they were made of")
+    be trained."""
     tokenizer = model.tokenizer
     if tokenizer.pad_token is None:  # of a decoder; what is padded is masked
         tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.pad_token is None:
-        raise UserError("its tokenizer has neither a padding token nor an end token")
     if getattr(model.config, "pad_token_id", 0) is None:
         model.config.pad_token_id = tokenizer.pad_token_id  # where a classification head looks for the last token
-    for module in model.modules():
+    limit = getattr(model.config, "max_position_embeddings", None) or 2**31
+    for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding):
+            if name.endswith("position_embeddings") and module.padding_idx is not None:
+                limit -= module.padding_idx + 1  # RoBERTa's positions begin after it
             module.padding_idx = None  # else an end token that is also padding would not be trained
-    limit = getattr(model.config, "max_position_embeddings", None) or math.inf
     model.max_seq_length = length or model.max_seq_length
-    if model.max_seq_length > 2**31:
-        raise UserError(f"has no limit of its own: set --{flag_name}")
     if model.max_seq_length > limit:
-        raise UserError(f"--{flag_name} {model.max_seq_length}: the model has positions for {limit} tokens")
+        raise UserError(f"has positions for {limit} tokens: set --{flag_name} to that or less")
     tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
     tokenizer.backend_tokenizer.no_padding()
 
@@ -2062,107 +1897,91 @@ class EvalSet:
 
     queries: dict  # {id: text}
     documents: dict  # {id: text}
-    qrels: pd.DataFrame  # query, q0, docid, rel: the layout of trec_eval
-    scored: bool = False  # rel is a label of the pair, not a grade
-    candidates: pd.DataFrame = None  # query, docid: the pairs that a cross-encoder scores
-    metric: CombinedEvaluations = None  # set by add_metrics
+    qrels: pd.DataFrame  # query_id, doc_id, relevance: the layout of ir_measures
+    scored: bool = False  # relevance is a label of the pair, not a grade
+    candidates: pd.DataFrame | None = None  # query_id, doc_id: the pairs that a cross-encoder scores
 
 
-def open_beir(name, split, prompts):
-    """Return the EvalSet of a folder or Hub id in the layout of BEIR or NanoBEIR.
-    prompts: (prefix of documents, prefix of queries)."""
-    sources = [f"{name}/corpus.jsonl", f"{name}/queries.jsonl", f"{name}/qrels/{split}.tsv"]
-    if not os.path.exists(sources[0]):
+def read_collections(args, query_prompt, document_prompt):
+    """Return {name: EvalSet} of --eval_beir."""
+    eval_sets = {}
+    for name in args.eval_beir:
+        with user_errors(f"--eval_beir {name}"):
+            for collection, files in collections_of(name, args.eval_split).items():
+                short = Path(collection).name
+                eval_set = open_beir(*files, query_prompt, document_prompt)
+                eval_sets[collection if short in ("held_out", *eval_sets) else short] = eval_set
+    return eval_sets
+
+
+def average(found):
+    """Return {measure: mean over collections}, and the value of each if there are several; found: {collection:
+    {measure: value}}."""
+    means = pd.DataFrame(found).mean(axis=1).to_dict()
+    if len(found) > 1:
+        for name, values in found.items():
+            means |= {f"{name} {measure}": value for measure, value in values.items()}
+    return means
+
+
+def collections_of(name, split):
+    """Return {collection: (files of documents, of queries, of judgments)} of a folder or Hub id in the layout of BEIR,
+    NanoBEIR or MTEB. split: of the judgments. If each split is a collection, as in sentence-transformers/NanoBEIR-en,
+    it chooses one of them; "test" stands for all, unless one has that name."""
+    if os.path.exists(f"{name}/corpus.jsonl"):
+        documents = {"all": [f"{name}/corpus.jsonl"]}
+        queries = {"all": [f"{name}/queries.jsonl"]}
+        judgments = {path.stem: [str(path)] for path in sorted(Path(name, "qrels").glob("*.tsv"))}
+    else:
         check_exists(name)
-        sources = [f"{name}:corpus:corpus", f"{name}:queries:queries", f"{name}-qrels::{split}"]
-        if "qrels" in datasets.get_dataset_config_names(name):  # NanoBEIR
-            sources = [f"{name}:{config}:train" for config in ("corpus", "queries", "qrels")]
-    *files, judgments = map(list_files, sources)
-    texts = []
-    for part, prompt in zip(files, prompts):
-        frame = open_files(part, streaming=False)[:].to_pandas()
-        frame = frame.reindex(columns=["_id", "title", "text"], fill_value="").fillna("").astype(str)
-        joined = (frame["title"] + " " + frame["text"]).str.strip()
-        texts.append(dict(zip(frame["_id"], prompt + joined)))
+        configs = datasets.get_dataset_config_names(name)
+        if not {"corpus", "queries"} <= set(configs):
+            raise UserError("neither a file corpus.jsonl nor configurations corpus and queries")
+        judged = [(name, config) for config in ("qrels", "default") if config in configs]  # of NanoBEIR, MTEB
+        parts = []
+        for source, config in [(name, "corpus"), (name, "queries"), *judged, (f"{name}-qrels", None)][:3]:
+            found = datasets.load_dataset_builder(source, config).config.data_files
+            parts.append({str(part): list(files) for part, files in found.items() if files})
+        documents, queries, judgments = parts
+    chosen = [split]
+    if split == "test" and split not in judgments and documents.keys() == judgments.keys():
+        chosen = list(judgments)
+    collections = {}
+    for part in chosen:
+        if part not in judgments:
+            raise UserError(f"no judgments of split {part!r}; available: {', '.join(judgments) or 'none'}")
+        files = []
+        for splits in (documents, queries):
+            (only,) = splits if len(splits) == 1 else [part]  # a single split, of any name, serves all judgments
+            if only not in splits:
+                raise UserError(f"no documents or queries of split {only!r}; available: {', '.join(splits)}")
+            files.append(splits[only])
+        collections[f"{name}/{part}" if len(documents) > 1 else name] = (*files, judgments[part])
+    return collections
+
+
+def open_beir(corpus, queries, judgments, query_prompt, document_prompt):
+    """Return the EvalSet of the files of a collection: its judged queries, and all documents."""
     if judgments[0].endswith(".tsv"):  # read ids as texts: they may begin with zeros
         qrels = pd.read_csv(judgments[0], sep="\t", dtype=str, quoting=3, keep_default_na=False)
     else:
         qrels = open_files(judgments, streaming=False)[:].to_pandas().astype(str)
-    qrels = qrels.rename(columns={"query-id": "query", "corpus-id": "docid"})
-    qrels = qrels.drop_duplicates(["query", "docid"], keep="last")
-    qrels = qrels[qrels["query"].isin(texts[1])]
+    qrels = qrels.rename(columns={"query-id": "query_id", "corpus-id": "doc_id"})
+    qrels = qrels.drop_duplicates(["query_id", "doc_id"], keep="last")
+    texts = read_collection(queries, query_prompt)
+    qrels = qrels[qrels["query_id"].isin(texts)]
     if qrels.empty:
-        raise UserError(f"no judgment of split {split!r} has a query of {files[1][0]}")
-    qrels = qrels.assign(q0="0", rel=qrels["score"].astype(int) if "score" in qrels else 1)  # NanoBEIR has no grades
-    queries = {query: texts[1][query] for query in qrels["query"].unique()}
-    return EvalSet(queries, texts[0], qrels[["query", "q0", "docid", "rel"]])
+        raise UserError(f"no judgment of {judgments[0]} has a query of {queries[0]}")
+    qrels["relevance"] = qrels["score"].astype(int) if "score" in qrels else 1  # NanoBEIR has no grades
+    judged = {query: texts[query] for query in qrels["query_id"].unique()}
+    return EvalSet(judged, read_collection(corpus, document_prompt), qrels[["query_id", "doc_id", "relevance"]])
 
 
-class BuiltIn(Metric):
-    """The built-in measures, of rankings in the layout of evaluate's metric trec_eval, or of scores and labels."""
-
-    def _info(self):
-        return MetricInfo("", "", datasets.Features(predictions=datasets.Json(), references=datasets.Json()))
-
-    def _compute(self, predictions, references):
-        if not isinstance(predictions[0], dict):
-            return pair_measures(predictions, references)
-        judged = pd.DataFrame(references[0]).sort_values("rel", ascending=False)
-        judged["rel"] = judged["rel"].clip(0)  # the gain; a document is relevant if it is above 0
-        run = pd.DataFrame(predictions[0]).merge(judged, "left", ["query", "docid"])
-        run = run[run["rank"] <= 10]
-        ideal = judged.groupby("query").head(10)
-        reciprocal = ((run["rel"] > 0) / run["rank"]).groupby(run["query"]).max()
-        values = {"MRR@10": reciprocal, "nDCG@10": dcg(run) / dcg(ideal), "accuracy@1": reciprocal // 1}
-        means = pd.DataFrame(values).fillna(0).mean()  # a query without documents or relevant ones counts as 0
-        return means[RANKING].to_dict()
-
-
-def dcg(ranked):
-    """Return {query: DCG}; ranked: DataFrame of query and rel, best first."""
-    ranks = 1 + ranked.groupby("query").cumcount()
-    return (ranked["rel"] / np.log2(1 + ranks)).groupby(ranked["query"]).sum()
-
-
-def to_trec(ranked):
-    """Return {column: list} in the layout of trec_eval; ranked: DataFrame of query, docid and score, best first."""
-    ranks = 1 + ranked.groupby("query").cumcount()
-    return ranked.assign(q0="Q0", rank=ranks, system="evenstep").to_dict("list")
-
-
-def add_metrics(eval_sets, args):
-    """Give each EvalSet its metric: the built-in measures, and those of --metrics for data of its layout."""
-    files = TemporaryDirectory()  # each process has its own: none waits for another's locks
-    own = []
-    for path in args.metrics:
-        with user_errors(f"--metrics {path}"):
-            # An absolute path is never taken for a name of the Hub, whose code would be downloaded and run.
-            own.append(load_metric(os.path.abspath(path), cache_dir=files.name))
-    for eval_set in eval_sets.values():
-        chosen = [metric for metric in own if ("docid" in str(metric.features)) != eval_set.scored]
-        eval_set.metric = combine([BuiltIn(cache_dir=files.name), *chosen])
-        eval_set.metric.files = files  # deleted with it
-    for path, metric in zip(args.metrics, own):
-        if not any(metric in eval_set.metric.evaluation_modules for eval_set in eval_sets.values()):
-            raise UserError(f"--metrics {path}: no held-out data is of its kind, rankings or pairs of score and label")
-
-
-def average(found, eval_sets):
-    """Return {measure: mean over collections}, and the value of each if there are several, as the main process has
-    computed them. found: {collection: {measure: number, {query id: number} or a text, which is left out}}."""
-    numbers = {}
-    for name, values in found.items():
-        numbers[name] = {}
-        for measure, value in values.items():
-            if isinstance(value, dict):  # a query without a value counts as 0
-                value = sum(value.values()) / len(eval_sets[name].queries)
-            if not isinstance(value, str):
-                # combine() adds a prefix to names that several metrics have
-                numbers[name][measure.removeprefix("built_in_")] = value
-    means = pd.DataFrame(numbers).mean(axis=1).to_dict()
-    for name, values in numbers.items() if len(numbers) > 1 else ():
-        means |= {f"{name} {measure}": value for measure, value in values.items()}
-    return broadcast_object_list([means])[0]
+def read_collection(files, prompt):
+    """Return {id: prompt, title and text} of the queries or documents of a collection."""
+    frame = open_files(files, streaming=False)[:].to_pandas()
+    frame = frame.reindex(columns=["_id", "title", "text"], fill_value="").fillna("").astype(str)
+    return dict(zip(frame["_id"], prompt + (frame["title"] + " " + frame["text"]).str.strip()))
 
 
 # ---- checkpoints
@@ -2187,17 +2006,6 @@ def save_atomically(folder):
             shutil.rmtree(part, ignore_errors=True)
 
 
-def load_optimizers(path, model, optimizers):
-    """Restore the tensors of optimizers, sharded like their parameters; hyperparameters are not restored but kept."""
-    found = dcp.get_optimizer_state_dict(model, optimizers)
-    tensors = load_file(path / "optimizer.safetensors")
-    if tensors:  # plain SGD has none
-        for name, state in found["state"].items():
-            found["state"][name] = {key: tensors[f"{name}.{key}"].clone() for key in state}  # as in own_memory
-        options = dcp.StateDictOptions(full_state_dict=True)
-        dcp.set_optimizer_state_dict(model, optimizers, found, options=options)
-
-
 def checksums(folder):
     """Return the lines of SHA256SUMS, as `sha256sum` prints them, for all other files in a folder."""
     lines = []
@@ -2208,175 +2016,228 @@ def checksums(folder):
     return "".join(lines)
 
 
-def save_checkpoint(folder, model, tensors, state, keep, best):
-    """Write `folder` (model, optimizer's tensors, state as JSON, checksums), then remove all checkpoints but the
-    newest `keep` and that of step `best`."""
-    if is_intact(folder):  # saved already; a kill while it is replaced would lose it
-        return
-    with save_atomically(folder) as part:
-        model.save_pretrained(str(part), create_model_card=False)
-        save_file(tensors, part / "optimizer.safetensors")
-        (part / "state.json").write_text(json.dumps(state))
-        (part / "SHA256SUMS").write_text(checksums(part))
-    steps = sorted(folder.parent.glob("step_*"))
-    kept = [path for path in steps if path <= folder][-keep:]  # later ones are damaged: a resume did not use them
-    kept.append(folder.with_name(f"step_{best:08}"))
-    partial_ones = folder.parent.glob(".step_*")
-    for path in {*steps, *partial_ones} - {*kept}:
-        shutil.rmtree(path)
-
-
 def is_intact(path):
-    """Return whether the files of a checkpoint match its checksums."""
+    """Return whether the files of a checkpoint match its checksums; report it if not."""
     with suppress(OSError, ValueError):
-        return (path / "SHA256SUMS").read_text() == checksums(path)
+        if (path / "SHA256SUMS").read_text() == checksums(path):
+            return True
+    if path.exists():
+        print(f"{path}: damaged", file=sys.stderr)
     return False
 
 
-def best_evaluation(metrics, name):
-    """Return (step of the best evaluation by the measure `name`, of which more is better; number of evaluations after
-    it), without the evaluation before the first step; (0, 0) if there is none."""
-    values = {record["step"]: record[name] for record in metrics if record["step"] and name in record}
-    values = pd.Series(values, dtype=float).fillna(-math.inf)
-    best = int(values.idxmax()) if len(values) else 0
-    return best, int((values.index > best).sum())
+def lock_output(folder, accelerator):
+    """Return a lock on --output_dir, which the main process holds until it ends, be it by SIGKILL. Raise AgreedError
+    if another run holds it: each would write over the other's checkpoints."""
+    lock = FileLock(Path(folder, ".lock"), is_singleton=True)  # a process may run main() again
+    error = None
+    if accelerator.is_main_process:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            lock.acquire(timeout=0)
+        except Timeout:
+            error = f"--output_dir {folder}: another run is writing to it"
+        except OSError as caught:
+            error = f"--output_dir {folder}: {caught}"
+    stop_together(error)
+    return lock
 
 
-def newest_checkpoint(folder):
-    """Return (folder, state) of the newest intact checkpoint, (newest folder, None) if none is intact, or (None, None)
-    if there is no checkpoint; report and skip damaged ones."""
-    found = sorted(folder.glob("step_*"), reverse=True)
-    for path in found:
-        with suppress(ValueError):  # the text of a file that was edited, checksum included
-            if is_intact(path):
-                return path, json.loads((path / "state.json").read_text())
-        print(f"{path}: skipped, it is damaged", file=sys.stderr)
-    return next(iter(found), None), None
+def find_checkpoint(args, accelerator):
+    """Return (folder, state) of the newest intact checkpoint, to resume from; (None, None) if there is none."""
+    output = Path(args.output_dir)
+    if (output / "args.yaml").exists() and not args.resume:
+        raise UserError(f"--output_dir {output} contains a run: --resume it, or choose another folder")
+    folders = sorted(output.glob("checkpoints/step_*"), reverse=True) if args.resume else []
+    intact = next(filter(is_intact, folders), None) if accelerator.is_main_process else None
+    folders, intact = broadcast_object_list([(folders, intact)])[0]  # as the main process sees them
+    if not intact and folders:
+        raise AgreedError(f"{output}/checkpoints: no checkpoint is intact; remove the folder to start anew")
+    return intact, json.loads((intact / "state.json").read_text()) if intact else None
 
 
 def flags_of_run(args):
     """Return {flag: value} without those of one launch, which a resume or a rerun must not inherit."""
-    launch = ("resume", "accept_changed_data", "accept_changed_schedule")
+    launch = ("resume", "accept_changes", "trust_remote_code")
     return {name: value for name, value in asdict(args).items() if name not in launch}
 
 
-def find_changes(saved, args, sources):
-    """Return what has changed since the checkpoint, [step, name, old, new] of each flag and source; raise UserError if
-    it may not change."""
+def unchanging(args, sources):
+    """Return {flag or source: value} of all that a resume must not change. sources: description of Data."""
+    options = [option.name for option in fields(args) if not option.metadata["may_change"]]
+    return {f"--{name}": getattr(args, name) for name in options} | {name: shape for name, *shape in sources}
+
+
+def check_changes(saved, args, data, accelerator):
+    """Raise UserError if flags or sources have changed since the checkpoint; with --accept_changes, print it."""
     changes = []
-    refused = []
-    then = asdict(Args()) | saved["args"]  # a flag may be newer than the checkpoint
-    for name, value in flags_of_run(args).items():
-        if value == then[name]:
-            continue
-        changes.append([saved["step"], f"--{name}", then[name], value])
-        if name in SCHEDULE.split():
-            if not args.accept_changed_schedule:
-                refused.append(f"--{name} {value} (was {then[name]}; --accept_changed_schedule allows it)")
-        elif name not in MAY_CHANGE.split():
-            refused.append(f"--{name} {value} (was {then[name]})")
-    for old, new in zip(saved["data"], sources):
-        if old != new:
-            changes.append([saved["step"], new[0], old[1:], new[1:]])
-            if not args.accept_changed_data:
-                refused.append(f"{new[0]} has changed (--accept_changed_data allows it)")
-    if refused:
-        raise UserError(f"--resume: {'; '.join(refused)}; restore it, or start a new --output_dir")
-    return changes
+    for name, value in unchanging(args, data.description).items():
+        if saved and saved["unchanging"].get(name) != value:
+            changes.append(f"{name}: {saved['unchanging'].get(name)} -> {value}")
+    if changes and not args.accept_changes:
+        raise UserError(f"--resume: {'; '.join(changes)}: restore it, --accept_changes, or start a new --output_dir")
+    for change in changes:
+        accelerator.print(f"changed after step {saved['progress']['step']:,}: {change}")
 
 
-def describe_change(step, name, old, new):
-    """Return a line of the model card, for people, of what find_changes returns."""
-    return f"after step {step:,}: {name} {old} -> {new}"
+@dataclass
+class Progress:
+    """How far a run is: what the state.json of a checkpoint contains besides the flags and the sources."""
+
+    step: int = 0  # optimizer steps done
+    data_state: dict | None = None  # of row_batches, after the last step
+    skipped: int = 0  # bad rows
+    losses: list = field(default_factory=list)  # of the steps since the last line of metrics.jsonl with a loss
+    metrics: list = field(default_factory=list)  # the lines of metrics.jsonl
+    scaler: dict | None = None  # state of the gradient scaler (fp16)
+
+    def count(self, loss, skipped, data_state):
+        """Count an optimizer step."""
+        self.step += 1
+        self.losses.append(loss)
+        self.skipped += skipped
+        self.data_state = data_state
+
+    def mean_loss(self):
+        """Return the mean loss since the last call."""
+        mean = sum(self.losses) / len(self.losses)
+        self.losses = []
+        return mean
+
+
+LOWER_RATE = "lower --learning_rate, then --resume --accept_changes"
+
+
+def full_copies(tensors, accelerator):
+    """Return {name: tensor} with unsharded copies in the CPU's memory, on the main process; {} on all others. Under
+    FSDP every process must call it."""
+    copies = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else torch.as_tensor(tensor)
+        if accelerator.is_main_process:
+            copies[name] = tensor.detach().to("cpu", copy=True)
+    return copies
+
+
+def copy_like(weight, tensor):
+    """Return a copy of a tensor, sharded like a weight of its shape. A loaded tensor is a view of a mapped file."""
+    if isinstance(weight, DTensor) and tensor.shape == weight.shape:
+        return distribute_tensor(tensor, weight.device_mesh, weight.placements)
+    return tensor.clone()
+
+
+@dataclass
+class Checkpoints:
+    """Saves and restores the state of a run: weights, state of the optimizers, `extra`, and the Progress."""
+
+    args: Args
+    accelerator: Accelerator
+    sources: list  # description of Data
+    model: torch.nn.Module  # which is trained
+    optimizers: list
+    model_to_save: torch.nn.Module  # `model`, or under FSDP a copy of it, on the main process
+    extra: dict
+
+    def path(self, step):
+        return Path(self.args.output_dir, f"checkpoints/step_{step:08}")
+
+    def weights(self):
+        """Return {name: tensor} of the model's buffers and of the weights of an optimizer: what training changes."""
+        groups = chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers)
+        trained = set(chain.from_iterable(group["params"] for group in groups))
+        parameters = self.model.named_parameters(remove_duplicate=False)
+        frozen = {name for name, weight in parameters if weight not in trained}  # such as those under adapters
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name not in frozen}
+
+    def restore(self, path, saved):
+        """Return the Progress of a checkpoint, and load its tensors; hyperparameters of optimizers are not restored
+        but kept. Without a checkpoint, return the Progress of a new run."""
+        if not saved:
+            return Progress()
+        loaded = load_file(path / "model.safetensors")
+        weights = self.weights()
+        if loaded.keys() != weights.keys():
+            raise UserError(f"{path}: not of this model: {sorted(loaded.keys() ^ weights.keys())[:3]}")
+        for name, weight in weights.items():
+            weight.copy_(copy_like(weight, loaded[name]))
+        self.restore_optimizers(load_file(path / "optimizer.safetensors"))
+        for name, tensor in load_file(path / "extra.safetensors").items():
+            self.extra[name] = tensor.clone().to(self.accelerator.device)
+        progress = Progress(**saved["progress"])
+        if self.accelerator.scaler and progress.scaler:  # else the checkpoint is not of fp16
+            self.accelerator.scaler.load_state_dict(progress.scaler)
+        return progress
+
+    def restore_optimizers(self, tensors):
+        """Load {"parameter.key": tensor} into the optimizers. A weight that had no gradient yet has no state."""
+        states = defaultdict(dict)
+        for path, tensor in tensors.items():
+            name, _, key = path.rpartition(".")
+            states[name][key] = tensor
+        names = {weight: name for name, weight in self.model.named_parameters()}
+        for optimizer in self.optimizers:
+            state = optimizer.state_dict()
+            weights = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+            for index, weight in enumerate(weights):  # in the order of state_dict()
+                found = states[names[weight]]
+                state["state"][index] = {key: copy_like(weight, tensor) for key, tensor in found.items()}
+            optimizer.load_state_dict(state)
+
+    def collect(self):
+        """Return {file: {name: tensor}} of a checkpoint, as full_copies does."""
+        states = {}
+        for name, weight in self.model.named_parameters():
+            for optimizer in self.optimizers:
+                states |= {f"{name}.{key}": value for key, value in optimizer.state.get(weight, {}).items()}
+        files = {"model": self.weights(), "optimizer": states, "extra": self.extra}
+        return {name: full_copies(tensors, self.accelerator) for name, tensors in files.items()}
+
+    def save(self, progress, best_step):
+        """Write a checkpoint (tensors, state as JSON, checksums), then remove all but the newest --save_total_limit
+        and that of `best_step`; every process must call it."""
+        folder = self.path(progress.step)
+        exists = broadcast_object_list([progress.step == 0 or is_intact(folder)])[0]
+        if exists:  # a kill while it is replaced would lose it
+            return
+        files = self.collect()
+        is_finite = all(weight.isfinite().all() for weight in files["model"].values())
+        stop_together(None if is_finite else f"step {progress.step}: a weight is not finite: {LOWER_RATE}")
+        if self.accelerator.is_main_process:
+            progress.scaler = self.accelerator.scaler and self.accelerator.scaler.state_dict()
+            state = {"progress": asdict(progress), "unchanging": unchanging(self.args, self.sources)}
+            with save_atomically(folder) as part:
+                for name, tensors in files.items():
+                    save_file(tensors, part / f"{name}.safetensors")
+                (part / "state.json").write_text(json.dumps(state))
+                (part / "SHA256SUMS").write_text(checksums(part))
+            steps = sorted(folder.parent.glob("step_*"))
+            kept = [path for path in steps if path <= folder]  # later ones are damaged: a resume did not use them
+            kept = kept[-self.args.save_total_limit :] + [self.path(best_step)]
+            for path in {*steps, *folder.parent.glob(".step_*")} - {*kept}:
+                shutil.rmtree(path)
+        self.accelerator.wait_for_everyone()
+
+    def model_of(self, step):
+        """Return the model with the weights of a step's checkpoint; raise UserError if that is not intact."""
+        if not is_intact(self.path(step)):
+            raise UserError(f"{self.path(step)}: damaged or gone; model/ is not written")
+        self.model_to_save.load_state_dict(load_file(self.path(step) / "model.safetensors"), strict=False)
+        return self.model_to_save
 
 
 # ---- a run
 
-LOWER_RATE = "lower --learning_rate, then --resume --accept_changed_schedule"
-# What lines of metrics.jsonl contain besides measures of evaluations.
-TRAINING = """step loss grad_norm learning_rate rows_per_second tokens_per_second padding_fraction data_wait_fraction
-skipped_steps flops_per_second mfu peak_memory_gb evaluation_seconds checkpoint_seconds"""
-
-
-# {pattern of a GPU's name: its dense TFLOPS by precision}, of the makers' data sheets; without sparsity, and without
-# TF32, which float32 runs do not use. The figure of an H100 is that of SXM.
-PEAK_TFLOPS = {
-    r"A100": {"bf16": 312, "fp16": 312, "no": 19.5},
-    r"H100 80GB HBM3": {"bf16": 989, "fp16": 989, "no": 67},
-    r"H200": {"bf16": 989, "fp16": 989, "no": 67},
-    r"L4$": {"bf16": 121, "fp16": 121, "no": 30.3},
-    r"RTX 4090$": {"bf16": 165, "fp16": 165, "no": 82.6},
-    r"T4$": {"fp16": 65, "no": 8.1},
-}
-
-
-def find_peak(device, precision):
-    """Return the peak FLOPs per second of a device, None if it is not known."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    for pattern, tflops in PEAK_TFLOPS.items():
-        if re.search(rf"\b{pattern}", name) and precision in tflops:
-            return tflops[precision] * 1e12
-    return None
-
-
-class FlopCounter:
-    """The floating-point operations of a transformer's training step: 6 N T of its N weights and T tokens (Kaplan et
-    al. 2020, section 2.1), and 12 L H Q S**2 of attention in L layers of H heads of Q dimensions, for each text of S
-    tokens (Chowdhery et al. 2022, appendix B). Padding is not counted, and neither are embeddings. Recomputed forward
-    passes are; with adapters, gradients of frozen weights are not."""
-
-    def __init__(self, model):
-        transformer = model.transformers_model
-        if transformer is None:  # a static embedding model: only lookups
-            self.weights = self.trained = self.attention = 0
-            return
-        config = transformer.config.get_text_config()
-        heads = getattr(config, "num_attention_heads", 1)
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        self.attention = config.num_hidden_layers * heads * size  # L H Q
-        self.weights = transformer.num_parameters(exclude_embeddings=True)  # N
-        self.trained = transformer.num_parameters(exclude_embeddings=True, only_trainable=True)
-
-    def __call__(self, micro_batches, passes):
-        """Return the FLOPs of a step; passes: 3 (a backward pass counts twice), and 1 for each recomputation."""
-        dense = 2 * micro_batches.tokens * (self.weights * (passes - 1) + self.trained)
-        return dense + 4 * micro_batches.squares * self.attention * passes
-
-
-def peak_memory(device):
-    """Return the bytes that this process has used at most: of the GPU or, on a CPU, in all."""
-    if device.type == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kB on Linux
-    with suppress(RuntimeError):  # of an allocator that does not count, as that of MPS
-        return torch.accelerator.max_memory_allocated(device)
-    return 0
-
 
 def start(args):
     """Return the Accelerator of the launch; raise UserError for launches that would train wrongly."""
-    # DDP would broadcast buffers in each forward pass, but processes run different numbers of them.
-    ddp = DistributedDataParallelKwargs(broadcast_buffers=False)
     with user_errors("--report_to, or the launch"):
         accelerator = Accelerator(
             cpu=not torch.accelerator.is_available(),  # else processes on CPUs would not form one group
             gradient_accumulation_steps=args.gradient_accumulation_steps,
             log_with=args.report_to or None,
             project_dir=args.output_dir,
-            kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=timedelta(minutes=30))],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=30))],
         )
-    check_launch(accelerator, args)
-    if accelerator.mixed_precision == "bf16":
-        torch.set_float32_matmul_precision("high")  # TF32 for the loss, which is not autocast
-    if args.full_determinism:
-        transformers.enable_full_determinism(args.seed)
-    transformers.utils.logging.disable_progress_bar()  # else one for each file loaded or saved
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else loading a local file contacts the Hub
-    args.gradient_accumulation_steps = accelerator.gradient_accumulation_steps  # a launch may set it
-    return accelerator
-
-
-def check_launch(accelerator, args):
-    """Raise UserError for launch configurations that are not supported: some would train wrongly."""
     kind = accelerator.distributed_type
     unsupported = kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or accelerator.parallelism_config
     if kind == DistributedType.FSDP:
@@ -2385,277 +2246,166 @@ def check_launch(accelerator, args):
         unsupported = unsupported or plugin.fsdp_version != 2 or offload or accelerator.scaler
     if unsupported:
         raise UserError(f"unsupported launch, {kind.value}: use accelerate_configs/fsdp2.yaml (no offload, no fp16)")
-    if args.batch_size < accelerator.num_processes:
-        raise UserError(f"--batch_size {args.batch_size}: too few rows for {accelerator.num_processes} processes")
+    if accelerator.mixed_precision == "bf16":
+        torch.set_float32_matmul_precision("high")  # TF32 for the loss, which is not autocast
+    if args.full_determinism:
+        transformers.enable_full_determinism(args.seed)
+    transformers.utils.logging.disable_progress_bar()  # else one for each file loaded or saved
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else loading a local file contacts the Hub
+    return accelerator
 
 
-class Run:
-    """The progress of a run, and what it writes: metrics.jsonl, trackers and checkpoints."""
+def announce(model, data, progress, steps, args, accelerator):
+    """Print what is trained, on what, and how far it is."""
+    rows = "a stream" if args.streaming else f"{sum(map(len, data.sources)):,} rows"
+    parameters = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    accelerator.print(
+        f"{parameters:,} parameters, {rows} of {', '.join(args.columns)}, {len(data.held_out):,} held out\n"
+        f"step {progress.step:,} of {steps:,}: {args.gradient_accumulation_steps} x {args.batch_size:,} rows on "
+        f"{accelerator.num_processes} x {accelerator.device}, in micro-batches of {args.micro_batch_tokens:,} tokens"
+    )
 
-    # What the state.json of a checkpoint contains, besides the flags and the sources.
-    SAVED = ("step", "data_state", "losses", "metrics", "skipped", "scaler", "changes", "finished")
 
-    def __init__(self, args, accelerator):
-        self.args = args
-        self.accelerator = accelerator
-        self.output = Path(args.output_dir)
-        self.step = 0  # optimizer steps done
-        self.data_state = None  # of row_batches, after the last step
-        self.losses = []  # of the steps since the last line of metrics.jsonl
-        self.metrics = []  # the lines of metrics.jsonl
-        self.skipped = 0  # bad rows
-        self.collections = []  # names of what is evaluated on
-        self.scaler = None  # state of the gradient scaler (fp16)
-        self.changes = []  # of flags and sources by resumes: [step, name, old, new]
-        self.finished = False
-        self.meter = Counter()  # sums of this process since the last line of metrics.jsonl
-        self.signals = []  # received: SIGTERM, SIGINT
-        self.find_checkpoint()
+def receive_signals():
+    """Return a list to which SIGTERM and SIGINT are added when they arrive. Another Ctrl-C ends the run at once."""
+    received = []
 
-    def find_checkpoint(self):
-        """Set `checkpoint`, the folder to resume from, and `saved`, its state; None if there is none."""
-        if (self.output / "args.yaml").exists() and not self.args.resume:
-            raise UserError(f"--output_dir {self.output} contains a run: --resume it, or choose another folder")
-        found = None, None
-        if self.args.resume and self.accelerator.is_main_process:
-            found = newest_checkpoint(self.output / "checkpoints")
-        self.checkpoint, self.saved = broadcast_object_list([found])[0]
-        if self.checkpoint and not self.saved:
-            raise UserError(f"{self.output}/checkpoints: no checkpoint is intact; remove the folder to start anew")
-        path = self.checkpoint and self.output / "checkpoints" / self.checkpoint.name
-        if not all(gather_object([not path or path.exists()])):
-            raise UserError(f"--resume: some process cannot find {self.checkpoint}: it must be on a shared disk")
-
-    def check_changes(self, data):
-        """Find what has changed since the checkpoint; raise UserError if it may not change."""
-        self.sources = data.description
-        self.flags = flags_of_run(self.args)
-        if self.saved and not set(self.SAVED) <= set(self.saved):
-            raise UserError(f"{self.checkpoint}: of another version of this script: start a new --output_dir")
-        self.new_changes = find_changes(self.saved, self.args, self.sources) if self.saved else []
-
-    def begin(self, data, model, optimizers, model_to_save, steps):
-        """Restore what the checkpoint contains, if there is one, write args.yaml and metrics.jsonl, print what is
-        trained on, and let signals stop the run. `steps`: those of the run."""
-        self.model = self.accelerator.unwrap_model(model)
-        self.count_flops = FlopCounter(self.model)
-        self.optimizers = [optimizer.optimizer for optimizer in optimizers]
-        self.model_to_save = model_to_save
-        if self.saved:
-            with user_errors(f"{self.checkpoint}: not of this model and optimizer"):
-                load_optimizers(self.checkpoint, self.model, self.optimizers)
-            vars(self).update({name: self.saved[name] for name in self.SAVED})
-            if self.accelerator.scaler and self.scaler:  # else the checkpoint is not of fp16
-                self.accelerator.scaler.load_state_dict(self.scaler)
-        was_finished = self.finished
-        self.finished = self.step >= steps
-        self.find_best()
-        if was_finished and self.finished:  # no step is left under the flags given now: keep those of the run
-            self.flags |= self.saved["args"]
-            self.accelerator.print(f"the run is finished, after step {self.step:,}: no step is left")
-        else:
-            self.changes += self.new_changes
-            for change in self.new_changes:
-                self.accelerator.print(describe_change(*change))
-        with user_errors(f"--output_dir {self.output}"):
-            self.output.mkdir(parents=True, exist_ok=True)  # after all checks: a refused run leaves no folder
-            if self.accelerator.is_main_process:
-                lines = [json.dumps(line) + "\n" for line in self.metrics]
-                (self.output / "metrics.jsonl").write_text("".join(lines))
-                (self.output / "args.yaml").write_text(yaml.safe_dump(self.flags, sort_keys=False))
-        config = {name: str(value) for name, value in asdict(self.args).items()}
-        self.accelerator.init_trackers("evenstep", config)
-        self.announce(data, steps)
-        signal.signal(signal.SIGTERM, self.receive)
-        signal.signal(signal.SIGINT, self.receive)
-
-    def announce(self, data, steps):
-        """Print what is trained, on what, and how far it is."""
-        args = self.args
-        rows = "streamed" if args.streaming else f"{sum(map(len, data.sources)):,}"
-        held_out = sum(map(len, data.held_out)) - data.skipped
-        parameters = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
-        devices = f"{self.accelerator.num_processes} x {self.accelerator.device}"
-        self.accelerator.print(
-            f"{rows} rows of {', '.join(args.columns)}; {held_out:,} held out; {parameters:,} parameters"
-        )
-        self.accelerator.print(
-            f"step {self.step:,} of {steps:,}: {args.gradient_accumulation_steps} x "
-            f"{args.batch_size:,} rows on {devices}, in micro-batches of {args.micro_batch_tokens:,} tokens"
-        )
-
-    def receive(self, number, _):
-        """Let the loop stop after this signal. After Ctrl-C, another Ctrl-C ends the run at once."""
-        self.signals.append(number)
+    def receive(number, _):
+        received.append(number)
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def check_step(self, loss, norm, batches):
-        """Agree on a step among all processes, by one collective and one wait for the device. Set `stopping` if any
-        has received a signal. If any has an error, or the loss is not finite, save the steps already done, and raise
-        UserError on all."""
-        error = next((str(batch.error) for batch in batches if batch.error), None)
-        counts = [len(self.signals), error is not None, sum(batch.skipped for batch in batches)]
-        counts = [torch.full_like(loss, count) for count in counts]
-        sums = self.accelerator.reduce(torch.stack([loss, *counts]))
-        self.loss, stopping, failed, skipped, self.norm = torch.stack([*sums, norm]).tolist()
-        self.stopping = stopping > 0
-        self.skipped_now = int(skipped)
-        if failed:
-            error = next(filter(None, gather_object([error])))
-        elif self.step == 0 and skipped == self.args.batch_size * len(batches):
-            sources = ", ".join(self.args.train_data)
-            error = f"{sources}: every row of the first step is bad; choose other --columns or --label_column"
-        elif not math.isfinite(self.loss) or not (math.isfinite(self.norm) or self.accelerator.scaler):
-            path = self.output / "nonfinite_batch.json"
-            rows = gather_object([row.cells for batch in batches for row in batch.rows])
-            if self.accelerator.is_main_process:
-                path.write_text(json.dumps(rows, indent=1, default=str))
-            error = (
-                f"step {self.step + 1}: loss {self.loss}, gradient norm {self.norm}: fix the rows (they are in "
-                f"{path}) or {LOWER_RATE}"
-            )
-        if error:
-            self.save()
-            raise UserError(error)
+    signal.signal(signal.SIGTERM, receive)
+    signal.signal(signal.SIGINT, receive)
+    return received
 
-    def count_step(self, batches, seconds):
-        """Count an optimizer step of this process' batches, which took `seconds`."""
-        self.step += 1
-        self.data_state = batches[-1].state
-        self.losses.append(self.loss)
-        self.skipped += self.skipped_now
-        self.meter["seconds"] += seconds
-        self.meter["skipped_steps"] += not math.isfinite(self.norm)  # by the scaler, inside of fused AdamW
-        self.meter["rows"] += self.args.batch_size * len(batches) - self.skipped_now
+
+def agree(loss, norm, batches, signals, step, accelerator):
+    """Return (loss, gradient norm, skipped rows, whether to stop, what is wrong or None) of a step, the same on all
+    processes, by one collective and one wait for the device."""
+    error = next((str(batch.error) for batch in batches if batch.error), None)
+    numbers = [len(signals), error is not None, sum(batch.skipped for batch in batches)]
+    numbers = torch.stack([loss, *(torch.full_like(loss, number) for number in numbers)])
+    loss, received, failed, skipped, norm = torch.stack([*accelerator.reduce(numbers), norm]).tolist()
+    if failed:
+        error = next(filter(None, gather_object([error])))
+    elif step == 0 and skipped and loss == 0:
+        error = "every row of the first step is bad: choose other --columns or --label_column, or edit read_row"
+    elif not math.isfinite(loss) or not (math.isfinite(norm) or accelerator.scaler):
+        error = f"step {step + 1}: loss {loss}, gradient norm {norm}: fix the data, or {LOWER_RATE}"
+    return loss, norm, int(skipped), bool(received or error), error
+
+
+@dataclass
+class Meter:
+    """What this process has done since the last line of metrics.jsonl with a loss."""
+
+    seconds: float = 0.0  # of optimizer steps
+    waited: float = 0.0  # of these, for data
+    rows: int = 0  # of all processes
+    tokens: int = 0  # without padding
+    padded: int = 0  # with padding
+
+    def count(self, rows, batches, seconds):
+        """Count an optimizer step of this process' batches."""
+        self.rows += rows
+        self.seconds += seconds
         for batch in batches:
-            self.meter["waited"] += batch.waited
-            self.meter.update(tokens=batch.micro_batches.tokens, padded=batch.micro_batches.padded)
-            self.meter["flops"] += self.count_flops(batch.micro_batches, batch.passes)
+            self.waited += batch.waited
+            self.tokens += batch.micro_batches.tokens
+            self.padded += batch.micro_batches.padded
 
-    @contextmanager
-    def clock(self, name):
-        """Add the seconds that the block takes to the next line of metrics.jsonl."""
-        started = time.perf_counter()
-        yield
-        self.meter[f"{name}_seconds"] += time.perf_counter() - started
-
-    def training_record(self):
-        """Return the record of the steps since the last one."""
-        meter = self.meter
-        device = self.accelerator.device
-        counts = [meter["tokens"], meter["padded"], meter["flops"] // 10**6, peak_memory(device)]
-        counts = self.accelerator.gather(torch.tensor([counts], device=device))  # (P, 4)
-        tokens, padded, megaflops, _ = counts.sum(0).tolist()
-        seconds = meter["seconds"]
+    def read(self, accelerator):
+        """Return speeds and memory of all processes, and start anew."""
+        if accelerator.device.type == "cpu":
+            peak = psutil.Process().memory_info().rss  # now: not every system counts the peak
+        else:
+            peak = torch.accelerator.max_memory_allocated()
+        counts = accelerator.gather(torch.tensor([[self.tokens, self.padded, peak]], device=accelerator.device))
+        tokens, padded, _ = counts.sum(0).tolist()
         record = {
-            "loss": sum(self.losses) / len(self.losses),
-            "grad_norm": self.norm,
-            "learning_rate": self.optimizers[0].param_groups[0]["lr"],
-            "rows_per_second": meter["rows"] / seconds,
-            "tokens_per_second": tokens / seconds,
+            "rows_per_second": self.rows / self.seconds,
+            "tokens_per_second": tokens / self.seconds,
             "padding_fraction": 1 - tokens / padded,
-            "data_wait_fraction": meter["waited"] / seconds,
-            "flops_per_second": megaflops * 1e6 / seconds,
-            "peak_memory_gb": counts[:, 3].max().item() / 1e9,
+            "data_wait_fraction": self.waited / self.seconds,
+            "peak_memory_gb": counts[:, 2].max().item() / 1e9,
         }
-        if peak := find_peak(device, self.accelerator.mixed_precision):
-            record["mfu"] = record["flops_per_second"] / (peak * len(counts))
-        record |= {name: value for name, value in meter.items() if name.endswith("_seconds")}
-        if self.accelerator.scaler:  # of fp16
-            record["skipped_steps"] = meter["skipped_steps"]
-        self.losses = []
-        self.meter = Counter()
+        vars(self).update(vars(Meter()))
         return record
 
-    def log(self, record):
-        """Append the record of a step to metrics.jsonl and the trackers."""
-        self.metrics.append({"step": self.step, **record})
-        self.accelerator.log(record, step=self.step)
+
+@dataclass
+class Log:
+    """metrics.jsonl, args.yaml and the trackers."""
+
+    args: Args
+    accelerator: Accelerator
+    metrics: list  # the lines of metrics.jsonl
+
+    def begin(self):
+        """Write args.yaml and the lines so far, and open the trackers."""
+        output = Path(self.args.output_dir)
+        with user_errors(f"--output_dir {output}"):
+            output.mkdir(parents=True, exist_ok=True)  # where the disk is not shared with the main process
+            if self.accelerator.is_main_process:
+                lines = [json.dumps(line) + "\n" for line in self.metrics]
+                (output / "metrics.jsonl").write_text("".join(lines))
+                (output / "args.yaml").write_text(yaml.safe_dump(flags_of_run(self.args), sort_keys=False))
+        self.accelerator.init_trackers("evenstep", {name: str(value) for name, value in asdict(self.args).items()})
+
+    def write(self, step, record):
+        """Append the record of a step, unless it is empty, to metrics.jsonl and the trackers."""
+        if not record:
+            return
+        self.metrics.append({"step": step, **record})
+        self.accelerator.log(record, step=step)
         if self.accelerator.is_main_process:
-            with open(self.output / "metrics.jsonl", "a") as file:
+            with open(Path(self.args.output_dir, "metrics.jsonl"), "a") as file:
                 file.write(json.dumps(self.metrics[-1]) + "\n")
-            measures = {name: round(record[name], 4) for name in self.measures() if name in record}
-            if measures:
-                tqdm.write(f"step {self.step:,}: {measures}")
+            measured = {name: round(record[name], 4) for name in self.measures() if name in record}
+            if measured:
+                tqdm.write(f"step {step:,}: {measured}")
 
     def measures(self):
-        """Return the names of what evaluations measure, without those of single collections."""
-        prefixes = tuple(f"{name} " for name in self.collections)
-        names = dict.fromkeys(chain.from_iterable(self.metrics))
-        return [name for name in names if name not in TRAINING.split() and not name.startswith(prefixes)]
+        """Return the names of what evaluations measure, without those of single collections, which have a space."""
+        first = self.metrics[0] if self.metrics else {"step": None}
+        return [name for name in first if name != "step" and " " not in name] if first["step"] == 0 else []
 
     def find_best(self):
-        """Set `best_step`, that of the best evaluation, and `finished` if patience has ended. The main process
-        decides, should an edited evaluate() differ between processes."""
-        found = best_evaluation(self.metrics, self.args.metric_for_best_model)
-        self.best_step, since_best = broadcast_object_list([found])[0]
-        self.finished = self.finished or 0 < self.args.early_stopping_patience <= since_best
-
-    def best_checkpoint(self):
-        """Return the folder of the best evaluation's checkpoint; raise UserError if it is not intact."""
-        path = self.output / f"checkpoints/step_{self.best_step:08}"
-        if not is_intact(path):
-            raise UserError(f"{path}: the best checkpoint is damaged or gone; model/ is not written")
-        return path
-
-    def check_metric(self):
-        """Raise UserError if the evaluations do not measure --metric_for_best_model."""
-        measured = [name for line in self.metrics if not line["step"] for name in line if name != "step"]
+        """Return (step of the best evaluation by --metric_for_best_model, of which more is better; whether patience
+        has ended), without the evaluation before the first step; step 0 if there is none. The measures of the main
+        process decide."""
         name = self.args.metric_for_best_model
-        if name not in [None, *measured]:
-            choices = ", ".join(measured) or "none, as there is nothing to evaluate on"
+        if name is None:
+            return 0, False
+        if not self.metrics or name not in self.metrics[0]:
+            choices = ", ".join(self.measures()) or "none, as there is nothing to evaluate on"
             raise UserError(f"--metric_for_best_model {name} is not measured by evaluations: choose one of {choices}")
+        values = {record["step"]: record[name] for record in self.metrics if record["step"] and name in record}
+        values = pd.Series(values, dtype=float).fillna(-math.inf)
+        best = int(values.idxmax()) if len(values) else 0
+        out_of_patience = 0 < self.args.early_stopping_patience <= (values.index > best).sum()
+        return broadcast_object_list([(best, out_of_patience)])[0]
 
-    def save(self):
-        """Write a checkpoint; every process must call it."""
-        if self.step == 0:
-            return
-        options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # unsharded, on the main process only
-        weights, states = dcp.get_state_dict(self.model, self.optimizers, options=options)
-        if self.accelerator.is_main_process:
-            if not all(weight.isfinite().all() for weight in weights.values()):
-                raise UserError(f"step {self.step}: a weight is not finite: {LOWER_RATE}")
-            if self.model_to_save is not self.model:  # FSDP
-                self.model_to_save.load_state_dict(weights)
-            tensors = {}
-            for name, state in states["state"].items():  # of the optimizer, by parameter
-                tensors |= {f"{name}.{key}": tensor for key, tensor in state.items()}
-            self.scaler = self.accelerator.scaler and self.accelerator.scaler.state_dict()
-            state = {name: getattr(self, name) for name in self.SAVED} | {"args": self.flags, "data": self.sources}
-            folder = self.output / f"checkpoints/step_{self.step:08}"
-            save_checkpoint(folder, self.model_to_save, tensors, state, self.args.save_total_limit, self.best_step)
-        self.accelerator.wait_for_everyone()
 
-    def write_model(self, model, card):
-        """Write model/, and print where it is; card: the text of its README.md."""
-        with save_atomically(self.output / "model") as part:
-            if self.args.lora_rank:
-                model[0].model.save_pretrained(str(part / "adapter"))  # --lora_adapter trains it on
-                model[0].model = model[0].model.merge_and_unload()  # loads without peft
-            model.save_pretrained(str(part), create_model_card=False)
-            (part / "README.md").write_text(card)
-        print(f"the model is in {self.output / 'model'}")
-
-    def describe(self, held_out):
-        """Return what the card of the model says of the run; held_out: number of held-out rows."""
-        args = self.args
-        steps = self.best_step or self.step
-        last = {}
-        for line in self.metrics:
-            if line["step"] <= steps:
-                last |= line
-        measured = ", ".join(f"{name} {last[name]:.4f}" for name in self.measures() if name in last)
-        defaults = asdict(Args()) | {"loss_kwargs": {}}
-        words = as_words({name: value for name, value in self.flags.items() if value != defaults[name]})
-        rows = args.batch_size * args.gradient_accumulation_steps
-        on = ", ".join([f"{held_out} held-out rows", *args.eval_beir])
-        lines = [f"Trained for {steps:,} steps of {rows:,} rows, by the command below."]
-        lines += [f"On {on}: {measured or 'not evaluated'}"]
-        lines += ["", f"    {shlex.join(['python', sys.argv[0], *words])}"]
-        if self.changes:
-            lines += ["", "What resumes changed:", "", *(f"- {describe_change(*change)}" for change in self.changes)]
-        return "\n".join(lines)
+def write_model(model, log, step):
+    """Write model/, with args.yaml, the card of sentence-transformers, and in that the measures up to `step`."""
+    output = Path(log.args.output_dir)
+    measured = {}
+    for line in log.metrics:
+        if line["step"] <= step:
+            measured |= {name: line[name] for name in log.measures() if name in line}
+    with save_atomically(output / "model") as part:
+        if log.args.lora_rank:
+            model[0].model = model[0].model.merge_and_unload()  # loads without peft
+        model._model_card_text = None  # that of the model before training
+        model.model_card_data.local_files_only = os.path.isdir(log.args.model_name_or_path)  # else it asks the Hub
+        with log.accelerator.autocast():  # the card embeds examples, which flash attention refuses in float32
+            model.save_pretrained(str(part))
+        shutil.copy(output / "args.yaml", part)
+        with open(part / "README.md", "a") as card:
+            card.write(f"\nTrained for {step:,} steps by `{Path(sys.argv[0]).name} args.yaml`: {measured}\n")
+    print(f"the model is in {output / 'model'}")
 
 
 def plot_metrics(metrics, measures, path):
@@ -2668,12 +2418,16 @@ def plot_metrics(metrics, measures, path):
     figure.savefig(path, dpi=110)
 
 
+def exit_now(status):
+    """End the process: pyarrow threads that still read ahead can hang or abort a normal exit (apache/arrow 45214)."""
+    sys.stdout.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    status = 0
     try:
         main(parse_args(sys.argv[1:]))
+        status = 0
     except (Exception, KeyboardInterrupt) as error:
-        memory = "lower --micro_batch_tokens, or set --grad_cache, then --gradient_checkpointing"
-        status = print_error(error, "--resume continues from the newest checkpoint, if there is one", memory)
-    sys.stdout.flush()
-    os._exit(status)  # pyarrow threads that still read ahead can hang or abort a normal exit (apache/arrow 45214)
+        status = print_error(error)
+    exit_now(status)

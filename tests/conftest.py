@@ -27,8 +27,7 @@ os.environ["MATPLOTLIBRC"] = str(ROOT / "tests/matplotlibrc")
 sys.path.insert(0, str(ROOT))
 TRAINERS = ["train_bi_encoder", "train_cross_encoder"]
 # What two equal runs measure differently, in metrics.jsonl.
-RATES = {"rows_per_second", "tokens_per_second", "data_wait_fraction", "flops_per_second", "peak_memory_gb",
-         "evaluation_seconds", "checkpoint_seconds"}  # fmt: skip
+RATES = {"rows_per_second", "tokens_per_second", "data_wait_fraction", "peak_memory_gb"}
 CHAOS = int(os.environ.get("CHAOS", 0))  # kills of each script in tests/chaos; 0: the short form
 
 

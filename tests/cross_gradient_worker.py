@@ -4,12 +4,13 @@ accelerate launch tests/cross_gradient_worker.py MODEL SOURCE OUTPUT
 """
 
 import sys
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train_cross_encoder as script
@@ -23,13 +24,13 @@ CASES = {
     "lists": "--columns docstring code lists --num_negatives 2",
     "ranknet": f"{LISTS} grades --loss ranknet",
     "lambdaloss": f'{LISTS} grades --loss lambdaloss --loss_kwargs {{"k":3}}',
-    "margin_mse": f"{LISTS} scores --loss margin_mse",
-    "kl": f"{LISTS} scores --loss kl",
+    "margin_mse": f'{LISTS} scores --loss margin_mse --loss_kwargs {{"teacher_temperature":1}}',
+    "kl": f'{LISTS} scores --loss kl --loss_kwargs {{"teacher_temperature":0.5}}',
 }
 MEAN_OVER_ROWS = "--columns docstring code --label_column label --loss bce"
 
 model_path, source, output = sys.argv[1:]
-accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+accelerator = Accelerator(cpu=True)
 
 
 def parse(*flags):
@@ -46,31 +47,27 @@ def gradients_of(flags, settings, accumulation=1):
 
     settings: [(micro_batch_tokens, grad_cache)]. The step accumulates the first `accumulation` batches.
     """
-    args = parse(*flags)
-    args.loss = args.loss or script.choose_loss(args)
+    accelerator.gradient_accumulation_steps = accumulation
+    args = script.resolve_args(parse(*flags), model, accelerator)
     loss_fn = script.make_loss(args)
     data = script.open_data(args)
     tables = list(islice(script.row_batches(data.sources, data.weights, args), accumulation))
-    accelerator.gradient_accumulation_steps = accumulation
-    for args.micro_batch_tokens, args.grad_cache in settings:
+    for max_tokens, cache in settings:
+        args = replace(args, micro_batch_tokens=max_tokens, grad_cache=cache == "true")
         model.zero_grad()
-        make_batch = partial(script.make_batch, model=model, args=args, accelerator=accelerator)
         draw = partial(script.draw_negatives, args)
-        batches = script.read_batches(iter(tables), make_batch, data, args, accelerator, draw)
-        for number, batch in enumerate(islice(batches, accumulation)):
-            sync = number == accumulation - 1
-            loss = script.forward_backward(prepared, batch, loss_fn, [0, 0, number], sync, args, accelerator)
-        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+        batches = script.local_batches(iter(tables), 0, model, data, args, accelerator, draw)
+        for batch in islice(batches, accumulation):
+            loss = script.forward_backward(model, batch, loss_fn, args, accelerator)
+        script.reduce_gradients(model, accelerator)
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         yield gradient, accelerator.reduce(loss).item(), len(batch.micro_batches.parts), pairs_of(batch)
 
 
-model = script.load_model(parse())
+model = script.load_model(parse()).eval()  # no dropout: its masks depend on the micro-batches
 with torch.no_grad():  # with fresh weights, scores hardly differ, and the gradient of a group cancels to 0.0005
     for parameter in model.parameters():
         parameter.mul_(10 if parameter.ndim > 1 else 1)
-features, _ = script.make_micro_batches([], model, parse("--micro_batch_tokens", "100"), accelerator.device).parts[0]
-script.freeze_unused(model, script.score(model, features, accelerator))
-prepared = accelerator.prepare(model).eval()  # no dropout: its masks depend on the micro-batches
 settings = [(max_tokens, cache) for max_tokens in (300, 700, 10**6) for cache in ("false", "true")]
 gradients = {}
 for name, flags in CASES.items():

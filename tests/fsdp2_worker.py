@@ -2,8 +2,8 @@
 
 accelerate launch --config_file FSDP2 tests/fsdp2_worker.py SCRIPT FLAGS
 
-Accelerate shards only on GPUs and uses DDP on CPUs. If `distributed_type` is MULTI_GPU, it shards over gloo with the
-code that it runs on GPUs.
+Accelerate shards only on GPUs, not on CPUs. If `distributed_type` is MULTI_GPU, it shards over gloo with the code that
+it runs on GPUs.
 """
 
 import importlib
@@ -20,15 +20,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 script = importlib.import_module(Path(sys.argv[1]).stem)
 PartialState(cpu=True)
 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-get_state_dict, equalize, sharded, repeated = script.dcp.get_state_dict, script.equalize_micro_batches, [], []
+collect, equalize, sharded, repeated = script.Checkpoints.collect, script.equalize_micro_batches, [], []
 
 
-def record_state_dict(model, optimizers, options):
-    (optimizer,) = optimizers
-    states = [model.state_dict(), *optimizer.state_dict()["state"].values()]
+def record_collect(checkpoints):
+    states = [checkpoints.model.state_dict()]
+    states += [state for optimizer in checkpoints.optimizers for state in optimizer.state.values()]
     tensors = [tensor for state in states for tensor in state.values() if tensor.ndim]
     sharded.extend(isinstance(tensor, DTensor) and tensor.to_local().numel() < tensor.numel() for tensor in tensors)
-    return get_state_dict(model, optimizers, options=options)
+    return collect(checkpoints)
 
 
 def record_equalize(micro_batches, accelerator):
@@ -61,7 +61,7 @@ def record_autocast(module, _):
         autocast.append(torch.is_autocast_enabled("cpu"))
 
 
-script.dcp.get_state_dict, script.equalize_micro_batches = record_state_dict, record_equalize
+script.Checkpoints.collect, script.equalize_micro_batches = record_collect, record_equalize
 script.load_model, script.copy, torch.nn.Module.to = record_load, SimpleNamespace(deepcopy=record_copy), record_to
 torch.nn.modules.module.register_module_forward_pre_hook(record_autocast)
 script.main(script.parse_args(sys.argv[2:]))

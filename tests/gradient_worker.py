@@ -5,16 +5,14 @@ accelerate launch tests/gradient_worker.py MODEL SOURCE OUTPUT
 
 import json
 import sys
-from dataclasses import replace
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train_bi_encoder as script
@@ -26,9 +24,8 @@ CASES = {
     "negatives": "--columns docstring code wrong",
     "matryoshka": "--columns docstring code --matryoshka_dims 32 8",
     "lists": '--columns docstring code lists --num_negatives 2 --loss_kwargs {"mask_margin":0.001}',
-    "guide": "--columns docstring code --guide_model GUIDE",
-    "margin_mse": f"{TEACHER} margin_mse",
-    "kl": f'{TEACHER} kl --loss_kwargs {{"infonce":0.5}}',
+    "margin_mse": f'{TEACHER} margin_mse --loss_kwargs {{"teacher_temperature":0.05}}',
+    "kl": f'{TEACHER} kl --loss_kwargs {{"teacher_temperature":0.05,"infonce":0.5}}',
     "CoSENTLoss": "--columns docstring code --label_column label --loss CoSENTLoss",
     "TripletLoss": "--columns docstring code wrong --loss TripletLoss",
 }
@@ -36,12 +33,14 @@ ALL_ROWS = ("negatives", "kl", "CoSENTLoss")  # tested with all rows of a proces
 MEAN_OVER_ROWS = "--columns docstring code --label_column label --loss CosineSimilarityLoss"
 
 model_path, source, output = sys.argv[1:]
-accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+accelerator = Accelerator(cpu=True)
+script.BUCKET = 2000  # gradients of this model are summed by many collectives, as those of a large one are
 
 
 def open_rows(flags):
     """Return (Args, Data, endless iterator over the batches of rows) for flags."""
-    args = script.parse_args(["--model_name_or_path", model_path, "--train_data", source, "--eval_rows", "0", *flags])
+    common = ["--model_name_or_path", model_path, "--train_data", source, "--eval_rows", "0", "--query_prompt", ""]
+    args = script.parse_args([*common, "--document_prompt", "", *flags])
     data = script.open_data(args)
     return args, data, script.row_batches(data.sources, data.weights, args)
 
@@ -50,8 +49,7 @@ def choose_rows(table, which, args):
     """Return the indices of two rows, or of all rows that the second of two processes reads."""
     if which == "two rows":
         return np.array([0, 13])
-    _, own = script.deal(script.row_lengths(table, args), SimpleNamespace(num_processes=2, process_index=1))
-    return own
+    return np.argsort(-script.row_lengths(table, args), kind="stable")[1::2]
 
 
 def make_bad(table, which, args):
@@ -66,6 +64,13 @@ def leave_out(table, which, args):
     return table.take(np.setdiff1d(np.arange(len(table)), choose_rows(table, which, args)))
 
 
+def mark_a_row(table, args):
+    """Return a Table in which the longest row, which the first process reads, has a mark in "code"."""
+    longest = script.row_lengths(table, args).argmax()
+    values = [f"[MASK] {text}" if i == longest else text for i, text in enumerate(table["code"].to_pylist())]
+    return table.set_column(table.column_names.index("code"), "code", pa.array(values))
+
+
 def gradients_of(flags, settings, accumulation=1, change=None):
     """Yield (gradient of a step, loss of its last batch, micro-batches of that on this process, bad rows of that) for
     each setting.
@@ -78,41 +83,61 @@ def gradients_of(flags, settings, accumulation=1, change=None):
     if change:
         tables = [(change(table, args=args), state) for table, state in tables]
     loss_fn = script.make_loss(args, model)
-    # Not cls pooling: its similarities differ by less than rounding errors, which would decide what is masked.
-    guide = script.load_model(replace(args, pooling="max")).eval() if args.guide_model else None
-    accelerator.gradient_accumulation_steps = accumulation
+    accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps = accumulation
     for args.micro_batch_tokens, args.grad_cache in settings:
         model.zero_grad()
-        make_batch = partial(script.make_batch, model=model, guide=guide, args=args, accelerator=accelerator)
-        batches = script.read_batches(iter(tables), make_batch, data, args, accelerator)
-        for number, batch in enumerate(islice(batches, accumulation)):
-            sync = number == accumulation - 1
-            loss = script.forward_backward(prepared, batch, loss_fn, [0, 0, number], sync, args, accelerator, guide)
-        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+        batches = script.local_batches(iter(tables), 0, model, data, args, accelerator)
+        for batch in islice(batches, accumulation):
+            loss = script.forward_backward(model, batch, loss_fn, args, accelerator)
+        script.reduce_gradients(model, accelerator)
         skipped = accelerator.reduce(torch.tensor(batch.skipped)).item()
-        yield gradient, accelerator.reduce(loss).item(), len(batch.micro_batches.parts), skipped
+        yield gradient_of(model), accelerator.reduce(loss).item(), len(batch.micro_batches.parts), skipped
+
+
+def gradient_of(model):
+    """Return the gradients that there are as one vector."""
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def without_gradient(model):
+    """Return the names of the weights without a gradient, not even 0."""
+    return [name for name, weight in model.named_parameters() if weight.grad is None]
+
+
+def encode_marked(model, features, accelerator):
+    """Return the embeddings of a micro-batch; those of texts with [MASK] pass `rare`, a second encoder that no
+    other text uses. No text uses `head`."""
+    found = encode(model, features, accelerator)
+    marked = (features["input_ids"] == model.tokenizer.mask_token_id).any(1)
+    return torch.where(marked[:, None], model[0].rare(found), found) if marked.any() else found
 
 
 columns = ["--columns", "docstring", "code"]
-model = script.load_model(open_rows(columns)[0])
-one_text = ["a text"], [(0, 0)], model, script.Args(micro_batch_tokens=100), accelerator.device
-features, _ = script.make_micro_batches(*one_text).parts[0]
-script.freeze_unused(model, script.encode(model, features, accelerator))
-prepared = accelerator.prepare(model).eval()  # no dropout: its masks depend on the micro-batches
-settings = [(max_tokens, cache) for max_tokens in (128, 700, 10**6) for cache in ("false", "true")]
+model = script.load_model(open_rows(columns)[0]).eval()  # no dropout: its masks depend on the micro-batches
+settings = [(max_tokens, cache) for max_tokens in (128, 700, 10**6) for cache in (False, True)]
 gradients = {}
 for name, flags in CASES.items():
-    found = gradients_of([*flags.replace("GUIDE", model_path).split(), "--batch_size", "21"], settings)
+    found = gradients_of([*flags.split(), "--batch_size", "21"], settings)
     gradients |= {(name, *setting): gradient for setting, gradient in zip(settings, found)}
     for which, change in product(("two rows", "all rows of a process"), (make_bad, leave_out)):
         if (change is leave_out and accelerator.num_processes > 1) or (which != "two rows" and name not in ALL_ROWS):
             continue
-        skip = [*flags.replace("GUIDE", model_path).split(), "--batch_size", "21", "--on_bad_row", "skip"]
-        (gradient,) = gradients_of(skip, [(700, "false")], change=partial(change, which=which))
+        skip = [*flags.split(), "--batch_size", "21", "--on_bad_row", "skip"]
+        (gradient,) = gradients_of(skip, [(700, False)], change=partial(change, which=which))
         gradients[name, which, change.__name__] = gradient
 mean = MEAN_OVER_ROWS.split()
-(gradients["one batch of 64"],) = gradients_of([*mean, "--batch_size", "64"], [(700, "false")])
-(gradients["four batches of 16"],) = gradients_of([*mean, "--batch_size", "16"], [(700, "false")], accumulation=4)
+(gradients["one batch of 64"],) = gradients_of([*mean, "--batch_size", "64"], [(700, False)])
+(gradients["four batches of 16"],) = gradients_of([*mean, "--batch_size", "16"], [(700, False)], accumulation=4)
+
+# Weights that are used by some processes, by none, or not any more.
+encode, script.encode = script.encode, encode_marked
+torch.manual_seed(0)
+model[0].rare, model[0].head = (torch.nn.Linear(32, 32) for _ in range(2))
+for frozen in (False, True):
+    model[0].model.encoder.layer[1].requires_grad_(not frozen)
+    for cache in (False, True):
+        (gradient,) = gradients_of([*columns, "--batch_size", "21"], [(700, cache)], change=mark_a_row)
+        gradients["frozen" if frozen else "marked", cache] = (*gradient, without_gradient(model))
 torch.save(gradients, f"{output}.{accelerator.process_index}.pt")
 _, _, tables = open_rows(columns)
 batches = [table.to_pylist() for table, _ in islice(tables, 40)]

@@ -207,6 +207,7 @@ class StrictDevice(TorchDispatchMode):
             (cuda, "is_bf16_supported", lambda *_, **__: True), (cuda, "manual_seed_all", lambda *_: None),
             (cuda, "manual_seed", lambda *_: None), (cuda.amp.common, "amp_definitely_not_available", lambda: False),
             (torch.accelerator, "is_available", lambda: True), (torch.accelerator, "current_device_index", lambda: 0),
+            (torch.accelerator, "max_memory_allocated", lambda *_: 0),
             (torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda")),
             (dist.Logger, "set_runtime_stats_and_log", lambda _: None),  # DDP's timer of CUDA is not in a CPU build
             (torch, "tensor", self.tensor), (torch, "manual_seed", self.manual_seed),
@@ -242,6 +243,7 @@ class StrictDevice(TorchDispatchMode):
         import transformers
 
         write, owners = safetensors.torch.save_file, [transformers.PreTrainedModel]
+        write_model = safetensors.torch.save_model
 
         def to_cpu(tensors):
             return {name: on_cpu(tensor.detach()).contiguous() for name, tensor in tensors.items()}
@@ -256,11 +258,15 @@ class StrictDevice(TorchDispatchMode):
         def save_file(tensors, *args, **options):
             return write(to_cpu(tensors), *args, **options)
 
+        def save_model(model, *args):
+            return write(to_cpu(model.state_dict()), *args)
+
         modules = [name for name in sys.modules if name.startswith(("sentence_", "safetensors.t"))]
         for module in map(sys.modules.get, modules):
             for name, value in list(vars(module).items()):
-                if value is write:
-                    self.patches.append(mock.patch.object(module, name, save_file))
+                if value is write or value is write_model:
+                    replacement = save_file if value is write else save_model
+                    self.patches.append(mock.patch.object(module, name, replacement))
         if importlib.util.find_spec("peft"):
             owners.append(importlib.import_module("peft").PeftModel)
         for owner in owners:
@@ -323,7 +329,9 @@ class StrictDevice(TorchDispatchMode):
             ("_process_with_kvcache_kwargs_fn", dict), ("_loaded_implementation", "flash_attention_2"),
         ]:  # fmt: skip
             self.patches.append(mock.patch.object(utils, name, value))
-        self.patches.append(mock.patch.object(PreTrainedModel, "_flash_attn_can_dispatch", lambda *_, **__: True))
+        for name in ("_flash_attn_can_dispatch", "_flash_attn_2_can_dispatch"):  # of newer and of older transformers
+            patch = mock.patch.object(PreTrainedModel, name, lambda *_, **__: True, create=True)
+            self.patches.append(patch)
 
     def check_flash(self, q, k, v):  # flash-attention 2.8, csrc/flash_attn/flash_api.cpp, mha_fwd and mha_varlen_fwd
         where = self.place()

@@ -81,7 +81,6 @@ def run(job):
         result["error"] = str(error)
         traceback.print_exc()
     lines = (output / "metrics.jsonl").read_text().splitlines() if (output / "metrics.jsonl").exists() else []
-    del outputs[:1]  # that of freeze_unused
     result |= {"metrics": list(map(json.loads, lines)), "syncs": device.syncs, "reports": device.reports}
     if "--grad_cache" in job["flags"]:  # in one step
         pairs = zip(outputs[: len(outputs) // 2], outputs[len(outputs) // 2 :])

@@ -6,7 +6,7 @@ import shutil
 import signal
 
 import pytest
-from conftest import RATES, ROOT, TRAINERS, few_or_all, launch, metrics, train, write_jsonl
+from conftest import RATES, ROOT, TRAINERS, few_or_all, launch, metrics, train, weights, write_jsonl
 from forked import Forked
 from test_resume import signal_when
 
@@ -86,11 +86,13 @@ def test_the_saved_model_is_that_of_the_best_evaluation(undisturbed, name):
     best, _ = naive_best(found)
     assert found[0]["step"] == 0 and 2 < best < STEPS - 6
     assert kept_steps(output) == [best, STEPS]
-    assert saved_weights(output / "model") == saved_weights(output / f"checkpoints/step_{best:08}")
-    assert saved_weights(output / "model") != saved_weights(output / f"checkpoints/step_{STEPS:08}")
+    saved = weights(output / "model")  # names in a checkpoint begin with that of the module
+    assert saved.equal(weights(output / f"checkpoints/step_{best:08}"))
+    assert not saved.equal(weights(output / f"checkpoints/step_{STEPS:08}"))
     line, card = next(line for line in found if line["step"] == best), (output / "model/README.md").read_text()
-    assert f"Trained for {best} steps" in card
-    assert f"MRR@10 {line['MRR@10']:.4f}, nDCG@10 {line['nDCG@10']:.4f}" in card
+    measured = {name: line[name] for name in found[0] if name != "step"}
+    assert {"nDCG@10", "RR@10"} <= set(measured)
+    assert card.endswith(f"\nTrained for {best} steps by `{name}.py args.yaml`: {measured}\n")
 
 
 STOPPED = [("train_bi_encoder", 2, signal.SIGTERM, 5), ("train_cross_encoder", 1, signal.SIGKILL, 10)]
@@ -133,7 +135,7 @@ import os, sys
 sys.path.insert(0, {0!r})
 import {1} as script
 measured = iter([[0, 1, 2, 3, 1], [0, 3, 1, 1, 1]][int(os.environ["RANK"])])
-script.evaluate = lambda *_: {{"nDCG@10": next(measured)}}
+script.evaluate_model = lambda *_: {{"nDCG@10": next(measured)}}
 script.main(script.parse_args(sys.argv[1:]))
 os._exit(0)
 """
@@ -165,8 +167,8 @@ def test_unknown_measures(settings, tmp_path, name):
     """Refused with a list of the measures, also if nothing is evaluated; the training loss is none of them."""
     error = importlib.import_module(name).UserError
     for measure, more, measured in (
-        ("nDCG@5", [], "MRR@10, nDCG@10(, accuracy@1)?"),
-        ("loss", [], "MRR@10, nDCG@10(, accuracy@1)?"),
+        ("nDCG@5", [], "nDCG@10, RR@10(, Success@1)?"),
+        ("loss", [], "nDCG@10, RR@10(, Success@1)?"),
         ("loss", ["--eval_rows", 0], "none, as there is nothing to evaluate on"),
     ):
         flags = [*settings[name], "--metric_for_best_model", measure, "--output_dir", tmp_path / f"{measure}{more}"]
@@ -185,28 +187,38 @@ def test_a_damaged_best_checkpoint(undisturbed, settings, tmp_path, name):
     shutil.rmtree(output / "model")
     with pytest.raises(importlib.import_module(name).UserError) as error:
         train(name, *settings[name], "--output_dir", output, "--resume")
-    assert str(error.value) == f"{path}: the best checkpoint is damaged or gone; model/ is not written"
+    assert str(error.value) == f"{path}: damaged or gone; model/ is not written"
     assert not (output / "model").exists()
 
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_patience_without_a_measure(name, capsys):
     with pytest.raises(SystemExit):
-        importlib.import_module(name).parse_args(["--train_data", "x", "--early_stopping_patience", "2"])
+        importlib.import_module(name).parse_args(
+            ["--train_data", "x", "--model_name_or_path", "y", "--early_stopping_patience", "2"]
+        )
     assert "--early_stopping_patience requires --metric_for_best_model" in capsys.readouterr().err
 
 
-def test_best_evaluation():
-    """Step 0 and records without the measure are ignored; of equal values the first is best; NaN is worst."""
-    best = importlib.import_module("train_bi_encoder").best_evaluation
+@pytest.mark.parametrize("name", TRAINERS)
+def test_best_evaluation(name):
+    """Step 0 and records without the measure are ignored; of equal values the first is best; NaN is worst. Patience
+    counts the evaluations after the best."""
+    script = importlib.import_module(name)
+
+    def best(records, measure="a", patience=1):
+        args = script.Args(metric_for_best_model=measure, early_stopping_patience=patience)
+        return script.Log(args, None, records).find_best()
 
     def records(*values):
         return [{"step": step, "a": value, "other": 5.0, "loss": value} for step, value in enumerate(values)]
 
-    assert best(records(9.0, 1.0, 3.0, 2.0), "a") == (2, 1)
-    assert best(records(0.0, 1.0, 3.0, 1.0), "loss") == (2, 1)  # more is better, whatever the name
-    assert best(records(0.0, 1.0, 3.0, 3.0), "a") == (2, 1)
-    assert best([*records(0.0, 3.0), {"step": 2, "other": 9.0}, {"step": 3, "a": 2.0}], "a") == (1, 1)
-    assert best(records(0.0, math.nan, 3.0, math.nan), "a") == (2, 1)
-    assert best(records(0.0, math.nan), "a") == (1, 0)
-    assert best(records(9.0), "a") == best(records(1.0, 2.0), "b") == best(records(1.0, 2.0), None) == (0, 0)
+    assert best(records(9.0, 1.0, 3.0, 2.0)) == (2, True)
+    assert best(records(9.0, 1.0, 3.0, 2.0), patience=2) == best(records(9.0, 1.0, 3.0, 2.0), patience=0) == (2, False)
+    assert best(records(0.0, 1.0, 3.0, 1.0), "loss") == (2, True)  # more is better, whatever the name
+    assert best(records(0.0, 1.0, 3.0, 3.0)) == (2, True)
+    assert best([*records(0.0, 3.0), {"step": 2, "other": 9.0}, {"step": 3, "a": 2.0}]) == (1, True)
+    assert best([*records(0.0, 3.0), {"step": 2, "other": 9.0}]) == (1, False)
+    assert best(records(0.0, math.nan, 3.0, math.nan)) == (2, True)
+    assert best(records(0.0, math.nan)) == (1, False)
+    assert best(records(9.0)) == best(records(1.0, 2.0), None) == (0, False)

@@ -1,48 +1,22 @@
 """What several scripts share is the same text in each: the machinery of the trainers, and functions of equal name."""
 
-import ast
 import re
 
-from conftest import ROOT, TRAINERS
+import pytest
+from copies import OWN, SCRIPTS, TOOLS, TRAINERS, copy, definitions, machinery, read_scripts
 
-SCRIPTS = [*TRAINERS, "eval_incremental", "mine_negatives", "prepare_corpus"]
-MARK = re.compile(r"^# ==== machinery: from here to the end identical in (\w+\.py)$", re.M)
-# Each trainer has its own version of these: the same purpose, for another kind of row, model or output.
-OWN = {"main", "Args", "check_flags", "forward_backward", "report_entropies", "margin_mse", "kl",
-       "set_teacher_temperature", "make_loss", "read_row", "Batch", "make_batch", "make_micro_batches", "load_model",
-       "own_prompts", "add_prompts", "open_eval_sets", "held_out_set", "evaluate", "pair_measures",
-       "model_card"}  # fmt: skip
-# The other scripts have their own versions of these as well.
-OWN_OF_OTHERS = OWN | {"flag", "parse_args", "encode", "score", "pad_micro_batches", "prefetch", "Run"}  # fmt: skip
 HEADING = re.compile(r"^# -+ (.+?)(?: \(same in (.+)\))?$", re.M)
+TEXT = """X = 1
 
 
-def read_scripts():
-    """Return {file name: text} of the scripts."""
-    return {f"{name}.py": (ROOT / f"{name}.py").read_text() for name in SCRIPTS}
+# ==== machinery: from here to the end identical in {}
+FORMATS = 1
+LIMIT = 2
 
 
-def definitions(text):
-    """Return [(name or None, source)] of the top-level statements of a script, with their decorators."""
-    lines, found = text.splitlines(), []
-    for node in ast.parse(text).body:
-        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
-        name = node.name if isinstance(node, ast.FunctionDef | ast.ClassDef) else None
-        found.append((name, "\n".join(lines[first - 1 : node.end_lineno])))
-    return found
-
-
-def drifted(texts):
-    """Return [(name, script, other script)] of top-level definitions that differ in `texts`, {script: source}."""
-    seen, found = {}, []
-    for script, text in texts.items():
-        own = OWN if script.startswith("train_") else OWN_OF_OTHERS
-        for name, source in definitions(text):
-            if name and name not in own:
-                other, where = seen.setdefault(name, (source, script))
-                if source != other:
-                    found.append((name, where, script))
-    return found
+def cut(x):
+    return x
+"""
 
 
 def missing_sections(texts):
@@ -59,31 +33,29 @@ def missing_sections(texts):
     return found
 
 
-def machinery(text):
-    """Return (the other trainer that a trainer names at its mark, the text from there to its end)."""
-    (mark,) = MARK.finditer(text)
-    return mark[1], text[mark.end() :]
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_copies_are_equal(script):
+    scripts = read_scripts()
+    assert copy(scripts)[script] == scripts[script], "run `make copies`"
 
 
-def test_the_machinery_of_the_trainers_is_equal():
-    first, second = (machinery((ROOT / f"{name}.py").read_text()) for name in TRAINERS)
-    assert first[1] == second[1] and [first[0], second[0]] == [f"{name}.py" for name in TRAINERS[::-1]]
-    assert len(first[1].splitlines()) > 1000 and "\nclass Run:" in first[1] and "__main__" in first[1]
+def test_the_trainers_name_each_other():
+    scripts = read_scripts()
+    parts = [machinery(scripts[name]) for name in TRAINERS]
+    assert [part[0] for part in parts] == TRAINERS[::-1]
+    assert parts[0][2] == parts[1][2] and "\nclass Checkpoints:" in parts[0][2] and "__main__" in parts[0][2]
 
 
-def test_definitions_of_the_same_name_are_equal():
-    assert drifted(read_scripts()) == []
-
-
-def test_each_version_of_ones_own_is_needed():
-    """A name leaves OWN once its versions are equal, or only one is left."""
+def test_each_exception_is_needed():
+    """A name leaves OWN or TOOLS once its versions are equal, or only one is left."""
     versions = {}
     for script, text in read_scripts().items():
         for name, source in definitions(text):
             versions.setdefault(name, {})[script] = source
-    for name in OWN_OF_OTHERS:
-        found = {script: text for script, text in versions[name].items() if name not in OWN or "train_" in script}
-        assert len(set(found.values())) > 1, name
+    for name in OWN | TOOLS:
+        assert len(set(versions[name].values())) > 1, name
+    for name in TOOLS:
+        assert len({source for script, source in versions[name].items() if script in TRAINERS}) == 1, name
 
 
 def test_marked_sections_are_equal():
@@ -92,17 +64,25 @@ def test_marked_sections_are_equal():
     assert "(same in train_bi_encoder.py)" in scripts["eval_incremental.py"]
 
 
-def test_drift_is_detected():
-    a, b = "def cut(x):\n    return x\n", "def cut(x):\n    return -x\n"
-    assert drifted({"a.py": a, "b.py": a}) == []
-    assert drifted({"a.py": a, "b.py": b}) == [("cut", "a.py", "b.py")]
-    assert drifted({"a.py": "@cache\n" + a, "b.py": a}) == [("cut", "a.py", "b.py")]
-    assert drifted({"a.py": a.replace("cut", "main"), "b.py": b.replace("cut", "main")}) == []
-    flags = {name: text.replace("cut", "flag") for name, text in {"train_x.py": a, "train_y.py": b, "z.py": b}.items()}
-    assert drifted(flags) == [("flag", "train_x.py", "train_y.py")]
-    head, tail = "# ----- data (same in b.py)\nX = 1\n\n\n" + a, "# ----- step\nY = 2\n"
-    assert missing_sections({"a.py": head + tail, "b.py": "X = 1\n\n\n" + a + "Z = 3\n"}) == []
-    assert missing_sections({"a.py": head + tail, "b.py": a + "\n\nX = 1\n"}) == []  # in another order
-    assert missing_sections({"a.py": head + tail, "b.py": "X = 2\n\n\n" + a}) == [("data", "a.py", "b.py")]
-    assert missing_sections({"a.py": head + tail, "b.py": "X = 1\n\n\n" + b}) == [("data", "a.py", "b.py")]
+def test_differences_are_copied():
+    first = TEXT.format(TRAINERS[1])
+    second = TEXT.format(TRAINERS[0]).replace("return x", "return -x").replace("X = 1", "X = 3")
+    tool = "FORMATS = 5\nLIMIT = 3\nX = 4\n\n\n@cache\ndef cut(x):\n    return 0\n\n\ndef score(x):\n    return 1\n"
+    texts = {
+        TRAINERS[0]: first,
+        TRAINERS[1]: second,
+        "tool.py": tool,
+        "other.py": tool.replace("return 1", "return 2"),
+    }
+    found = copy(texts)
+    assert found[TRAINERS[0]] == first
+    assert found[TRAINERS[1]] == second.replace("return -x", "return x")  # X stays
+    expected = tool.replace("LIMIT = 3", "LIMIT = 2").replace(
+        "@cache\ndef cut(x):\n    return 0", "def cut(x):\n    return x"
+    )
+    assert found["tool.py"] == found["other.py"] == expected
+    assert copy(found) == found
+    head, tail = "# ----- data (same in b.py)\nX = 1\n\n\n", "# ----- step\nY = 2\n"
+    assert missing_sections({"a.py": head + tail, "b.py": "X = 1\nZ = 3\n"}) == []
+    assert missing_sections({"a.py": head + tail, "b.py": "X = 2\n"}) == [("data", "a.py", "b.py")]
     assert missing_sections({"a.py": head + tail, "c.py": ""}) == []  # b.py is not given

@@ -11,6 +11,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ["train_bi_encoder", "train_cross_encoder", "eval_incremental", "mine_negatives", "prepare_corpus"]
@@ -35,7 +36,7 @@ def flags_page():
         lines += ["| flag | default | |", "|---|---|---|"]
         for action in parser._actions[1:]:
             flag = action.option_strings[0] if action.option_strings else action.dest.upper()
-            values = "" if action.default in (None, [], "") else action.default
+            values = "" if action.default in (None, [], {}, "") else action.default
             values = " ".join(map(str, values)) if isinstance(values, list) else values
             choices = f"{', '.join(map(str, action.choices))}: " if action.choices and action.choices != [True] else ""
             text = choices + (action.help % vars(action) if action.help else "")
@@ -87,6 +88,17 @@ def test_dependency_header(name):
     needed = {packages[module][0].lower().replace("_", "-") for module in modules - set(sys.stdlib_module_names)}
     listed = {re.match(r"[\w-]+", line)[0].lower().replace("_", "-") for line in stated["dependencies"]}
     assert needed <= listed and listed - needed <= {"zstandard", "fsspec"}  # `datasets` needs them for .zst and URLs
+
+
+def test_constraints():
+    """Each requirement has one lowest version, which `make test-lowest` installs, and a pin in its range."""
+    lines = [line for name in ("requirements", "requirements-dev") for line in (ROOT / f"{name}.txt").open()]
+    required = [Requirement(line.partition("#")[0].strip()) for line in lines if line[0].isalpha()]
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines()[1:])
+    assert [requirement.name for requirement in required] == list(pins)
+    for requirement in required:
+        (lowest,) = (part.version for part in requirement.specifier if part.operator == ">=")
+        assert pins[requirement.name] in requirement.specifier and lowest in requirement.specifier, requirement
 
 
 if __name__ == "__main__":

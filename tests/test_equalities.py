@@ -8,8 +8,7 @@ import pytest
 import torch
 from conftest import ROOT, launch
 
-LOSSES = ["infonce", "symmetric", "negatives", "matryoshka", "lists", "guide", "margin_mse", "kl", "CoSENTLoss",
-          "TripletLoss"]  # fmt: skip
+LOSSES = ["infonce", "symmetric", "negatives", "matryoshka", "lists", "margin_mse", "kl", "CoSENTLoss", "TripletLoss"]
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +41,11 @@ def assert_close(found, expected):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradients_equal_those_of_one_process_and_one_pass(launched, loss):
-    expected = launched[1, 0][0][loss, 10**6, "false"]
+    expected = launched[1, 0][0][loss, 10**6, False]
     assert expected[2] < 3  # forward passes: one, or two if that pads less
     for gradients, _ in launched.values():
         for max_tokens in (128, 700, 10**6):
-            for cache in ("false", "true"):
+            for cache in (False, True):
                 assert_close(gradients[loss, max_tokens, cache], expected)
 
 
@@ -57,7 +56,7 @@ def test_gradients_equal_those_of_one_process_and_one_pass(launched, loss):
 def test_a_batch_with_skipped_rows_equals_the_batch_without_them(launched, loss, which, count):
     """Skipped rows are counted, and have no part in loss and gradient, even if a process is left without rows."""
     expected = launched[1, 0][0][loss, which, "leave_out"]
-    whole = launched[1, 0][0][loss, 10**6, "false"]
+    whole = launched[1, 0][0][loss, 10**6, False]
     assert (expected[0] - whole[0]).norm() > 0.01 * whole[0].norm()
     for gradients, _ in launched.values():
         found = gradients[loss, which, "make_bad"]
@@ -65,15 +64,26 @@ def test_a_batch_with_skipped_rows_equals_the_batch_without_them(launched, loss,
         assert_close(found, expected)
 
 
-def test_the_guide_changes_the_gradient(launched):
-    """Without this, the test of "guide" above would prove little."""
-    unguided, guided = (launched[1, 0][0][name, 10**6, "false"][0] for name in ("infonce", "guide"))
-    assert (guided - unguided).norm() > 0.01 * unguided.norm()
+@pytest.mark.parametrize("case", ["marked", "frozen"])
+def test_weights_without_a_gradient_on_some_processes(launched, case):
+    """A second encoder, whose only text is on the first process, and which has no gradient on the others; a head that
+    no text uses; a layer that is frozen after some steps. They have no gradient on all processes, or on none."""
+    expected = launched[1, 0][0][case, False]
+    pooler = {"0.model.pooler.dense.weight", "0.model.pooler.dense.bias"}
+    layer = {name for name in expected[4] if "encoder.layer.1." in name}
+    assert set(expected[4]) == pooler | layer | {"0.head.weight", "0.head.bias"}
+    assert len(layer) == (16 if case == "frozen" else 0)
+    for gradients, _ in launched.values():
+        for cache in (False, True):
+            assert gradients[case, cache][4] == expected[4]
+            assert_close(gradients[case, cache], expected)
+    unmarked = launched[1, 0][0]["infonce", 10**6, False]
+    assert abs(expected[1] - unmarked[1]) > 1e-3  # the second encoder was used
 
 
 def test_processes_ran_different_numbers_of_passes(launched):
     """Without this, the test above would prove little: only unequal numbers can desynchronize the collectives."""
-    settings = [(loss, max_tokens, "false") for loss in LOSSES for max_tokens in (128, 700)]
+    settings = [(loss, max_tokens, False) for loss in LOSSES for max_tokens in (128, 700)]
     assert any(launched[2, 0][0][name][2] != launched[2, 1][0][name][2] for name in settings)
 
 

@@ -164,10 +164,3 @@ def test_slurm_job_stopped_and_requeued_is_bit_identical(two_machines, hosts, fo
     assert (output / "metrics.jsonl").read_text().startswith(before)  # with its speeds: resumed, not restarted
     found, expected = ((run / "model/model.safetensors").read_bytes() for run in (output, two_machines))
     assert found == expected
-
-
-def test_machines_without_a_shared_disk_are_refused(two_machines, hosts, folder, flags):
-    """Otherwise, one process would resume from the checkpoint, and the other would start anew."""
-    status, errors = fork_on(hosts, folder, [*flags, "--resume"], "two_machines", "a_disk_of_its_own")
-    assert status == 1 and "it must be on a shared disk" in errors
-    assert not (folder / "a_disk_of_its_own/args.yaml").exists()

@@ -49,7 +49,8 @@ def test_nightly(tmp_path, rows, bert):
         assert len(distinct) - 2 <= encoded[today] <= len(distinct)
         if yesterday:
             assert encoded[yesterday[0]] <= 100
-            assert "p = " in done.stdout and "changed" in (tmp_path / "runs/nightly/model/README.md").read_text()
+            changed = [line.split(": ")[1] for line in done.stdout.splitlines() if line.startswith("changed after ")]
+            assert "p = " in done.stdout and changed == ["--max_steps", "pairs/*.parquet"]
         yesterday = [today]
     weights = {(tmp_path / f"models/{today}/model.safetensors").read_bytes() for today in NIGHTS}
     assert len(weights) == 2

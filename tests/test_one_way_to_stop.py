@@ -1,12 +1,14 @@
 """Whatever goes wrong with the data of one process, all stop at the same step, save what is done, and say why once."""
 
 import os
+import subprocess
+import sys
 import time
 
 import pyarrow as pa
 import pytest
 import yaml
-from conftest import ROOT, TRAINERS, few_or_all, metrics, write_jsonl
+from conftest import ROOT, TRAINERS, few_or_all, launch, metrics, write_jsonl
 from forked import Forked, launcher_environment
 
 # The last process cannot look up texts after its eighth time. Accelerate shards only on GPUs, as in fsdp2_worker.py.
@@ -26,14 +28,13 @@ def hashes(lookup, ids, real=script.TextLookup.hashes):
         raise OSError("Stale file handle")
     return real(lookup, ids)
 
-def check_step(run, *given, real=script.Run.check_step):
-    try:
-        real(run, *given)
-    except script.UserError:
-        print(f"stopped after {{run.step}} steps {{run.accelerator.distributed_type.name}}\\n", end="", flush=True)
-        raise
+def agree(loss, norm, batches, signals, step, accelerator, real=script.agree):
+    found = real(loss, norm, batches, signals, step, accelerator)
+    if found[-1]:
+        print(f"stopped after {{step}} steps {{accelerator.distributed_type.name}}\\n", end="", flush=True)
+    return found
 
-script.TextLookup.hashes, script.Run.check_step = hashes, check_step
+script.TextLookup.hashes, script.agree = hashes, agree
 if {sharded}:
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -41,7 +42,7 @@ try:
     script.main(script.parse_args(sys.argv[1:]))
     status = 0
 except Exception as error:
-    status = script.print_error(error, "", "")
+    status = script.print_error(error)
 os._exit(status)
 """
 
@@ -69,7 +70,16 @@ def failing_lookup(folder, rows, last):
     ids = [{"docstring": row["docstring"], "code": f"d{i}"} for i, row in enumerate(rows)]
     write_jsonl(folder / "rows.jsonl", ids)
     flags = ["--train_data", folder / "rows.jsonl", "--corpus", folder / "texts.jsonl"]
-    return [*flags, "--corpus_columns", "_id", "text"], [[]] * (last + 1), f"{folder}/texts.jsonl: Stale file handle"
+    return (
+        [*flags, "--corpus_columns", "_id", "text"],
+        [[]] * (last + 1),
+        f"{folder}/texts.jsonl: text: Stale file handle",
+    )
+
+
+def assert_one_error(stderr, message):
+    (line,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: {message}")
 
 
 CAUSES = [bad_row, unreadable_file, failing_lookup]
@@ -114,3 +124,49 @@ def test_all_processes_stop_together(rows, bert, tmp_path, report, name, cause, 
     assert "Traceback" not in run.read("stderr") and not (output / "model").exists()
     report(f"{cause.__name__.replace('_', ' ')} of one of {processes} processes of `{name}.py`, {kind}", 1,
            f"all stopped after step {step}, saved as step_{step:08}, in {seconds:.1f} s: {message}")  # fmt: skip
+
+
+@pytest.fixture
+def busy():
+    """Load the machine by two processes for each of its cores."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * os.cpu_count())]
+    yield
+    for loop in loops:
+        loop.kill()
+        loop.wait()
+
+
+@pytest.mark.parametrize("loss", ["infonce", "CoSENTLoss"])
+def test_what_all_processes_find_is_printed_once(rows, bert, tmp_path, busy, loss):
+    """A bad row, on which all agree, or a loss that each finds to be unusable. Once a process has ended, the launcher
+    ends the others, by a SIGTERM that a training process takes for a wish to stop."""
+    given, _, message = bad_row(tmp_path, rows, 0)
+    message = "--loss CoSENTLoss: " if loss == "CoSENTLoss" else message
+    flags = ["--model_name_or_path", bert, "--columns", "docstring", "code", "--batch_size", 16, "--eval_rows", 0,
+             "--max_steps", 30, "--max_length", 32, "--shuffle_buffer", 0, "--loss", loss]  # fmt: skip
+    flags += ["--output_dir", tmp_path / "out", *given]
+    done = launch(ROOT / "train_bi_encoder.py", *flags, processes=2, use_launcher=True, check=False)
+    assert done.returncode
+    assert_one_error(done.stderr, message)
+
+
+def test_the_error_of_one_process_is_printed_by_it(corpus, bert, tmp_path):
+    flags = ["--model_name_or_path", bert, "--max_steps", 1, "--output_dir", tmp_path / "out"]
+    sources = [["--train_data", corpus], ["--train_data", tmp_path / "absent.jsonl"]]
+    run = Forked(ROOT / "train_bi_encoder.py", flags, 2, per_rank=sources)
+    assert run.wait() == 1
+    assert f"error: --train_data {tmp_path}/absent.jsonl: " in run.read("stderr")
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_all_stop_at_a_weight_that_is_not_finite(corpus, bert, tmp_path, name):
+    """Only the main process has the weights that it saves; nothing is saved, and no other process waits for it."""
+    flags = ["--train_data", corpus, "--model_name_or_path", bert, "--batch_size", 16, "--eval_rows", 0,
+             "--max_length", 32, "--max_steps", 2, "--save_steps", 1, "--num_negatives", 2, "--warmup_ratio", 0,
+             "--learning_rate", 1e38, "--weight_decay", 1e3, "--output_dir", tmp_path / "out"]  # fmt: skip
+    run = Forked(ROOT / f"{name}.py", flags, 2)
+    for process in run.processes:
+        process.join(60)
+        assert process.exitcode == 1
+    assert_one_error(run.read("stderr"), "step 1: a weight is not finite: lower --learning_rate")
+    assert "Traceback" not in run.read("stderr") and not (tmp_path / "out/checkpoints").exists()

@@ -9,8 +9,10 @@ import signal
 import time
 
 import pytest
+import torch
 from conftest import RATES, ROOT, TRAINERS, few_or_all, launch, metrics, train, unaligned, write_jsonl
 from forked import Forked, merge_flags
+from safetensors.torch import load_file
 
 STEPS = 400  # of a run that is stopped before its end
 
@@ -31,8 +33,9 @@ def losses(output_dir):
     return {line["step"]: line["loss"] for line in metrics(output_dir) if "loss" in line}
 
 
-def state(output_dir, step):
-    return json.loads((output_dir / f"checkpoints/step_{step:08}/state.json").read_text())
+def progress(output_dir, step):
+    """Return the Progress in a checkpoint, as JSON."""
+    return json.loads((output_dir / f"checkpoints/step_{step:08}/state.json").read_text())["progress"]
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +61,14 @@ def test_resumed_on_another_process_count(settings, tmp_path, name, way):
     flags = [*settings[way], *few, "--max_steps", 9, "--save_steps", 4, "--save_total_limit", 3, "--dropout", 0]
     flags += ["--output_dir", tmp_path]
     launch(script, *flags, processes=1)
-    data_state, before = state(tmp_path, 9)["data_state"], losses(tmp_path)
+    data_state, before = progress(tmp_path, 9)["data_state"], losses(tmp_path)
     for step in (8, 9):
         shutil.rmtree(tmp_path / f"checkpoints/step_{step:08}")
     launch(script, *flags, "--resume", processes=2)
     after = losses(tmp_path)
     assert list(after) == list(before) == list(range(1, 10))
     assert list(after.values()) == pytest.approx(list(before.values()), rel=1e-3)
-    for one, two in zip(data_state["sources"], state(tmp_path, 9)["data_state"]["sources"]):
+    for one, two in zip(data_state["sources"], progress(tmp_path, 9)["data_state"]["sources"]):
         assert one | {"stream": None} == two | {"stream": None}  # a position in a stream has several forms
 
 
@@ -86,11 +89,11 @@ def test_resumed_past_a_bad_row_by_skipping_it(rows, bert, tmp_path, name, proce
     launch(script, *flags, "--output_dir", out, "--on_bad_row", "skip", "--resume", processes=processes)
     lines = [[(line["step"], line.get("loss")) for line in metrics(folder)] for folder in (out, whole)]
     assert lines[0] == lines[1]  # each step once
-    last = f"checkpoints/step_{len(rows) // 32:08}"
-    states = [json.loads((folder / last / "state.json").read_text()) for folder in (out, whole)]
+    states = [progress(folder, len(rows) // 32) for folder in (out, whole)]
     assert states[0]["data_state"] == states[1]["data_state"]
     assert states[0]["skipped"] == states[1]["skipped"] == 1
-    assert (out / last / "model.safetensors").read_bytes() == (whole / last / "model.safetensors").read_bytes()
+    last = f"checkpoints/step_{len(rows) // 32:08}/model.safetensors"
+    assert (out / last).read_bytes() == (whole / last).read_bytes()
 
 
 @pytest.mark.parametrize("way, processes, ranks", [("mapped", 1, slice(None)), ("streaming", 2, slice(1, 2))],
@@ -107,14 +110,14 @@ def test_sigterm_saves_and_exits_cleanly(settings, tmp_path, name, way, processe
     assert 3 <= last < STEPS
     assert [folder.name for folder in (output / "checkpoints").iterdir()] == [f"step_{last:08}"]
     assert not (output / "model").exists() and "--resume" in process.read("stdout")
-    more = ["--max_steps", last + 2, "--accept_changed_schedule"]
+    more = ["--max_steps", last + 2, "--accept_changes"]
     launch(script, *flags, *more, "--resume", processes=processes)
     assert metrics(output)[-1]["step"] == last + 2 and (output / "model").exists()
 
 
 def run_with_signals(name, flags, monkeypatch, step=None, numbers=()):
     """Run a trainer in this process and send it signals in the middle of a step; return how often it evaluated."""
-    script, calls = importlib.import_module(name), {"evaluate": 0, "forward_backward": 0}
+    script, calls = importlib.import_module(name), {"evaluate_model": 0, "forward_backward": 0}
 
     def count(function):
         real = getattr(script, function)
@@ -134,8 +137,8 @@ def run_with_signals(name, flags, monkeypatch, step=None, numbers=()):
         try:
             script.main(script.parse_args(merge_flags(flags)))
         except KeyboardInterrupt as error:
-            assert signal.SIGINT in numbers and script.print_error(error, "rerun", "") == 130
-    return calls["evaluate"]
+            assert signal.SIGINT in numbers and script.print_error(error) == 130
+    return calls["evaluate_model"]
 
 
 def trajectory(output):
@@ -153,7 +156,7 @@ def test_a_signal_does_not_wait_for_an_evaluation(settings, tmp_path, monkeypatc
         given = [*flags, "--output_dir", tmp_path / f"{numbers}"]
         assert run_with_signals(name, given, monkeypatch, 3, numbers) == 1
         found = capsys.readouterr()
-        assert "Traceback" not in found.err and ("interrupted: rerun" in found.err) == (signal.SIGINT in numbers)
+        assert "Traceback" not in found.err and ("interrupted: --resume" in found.err) == (signal.SIGINT in numbers)
         kept = sorted(path.name for path in (tmp_path / f"{numbers}").glob("checkpoints/*"))
         assert kept == ["step_00000002"] * (len(numbers) == 1)
         assert ("stopped after step 2 of 6" in found.out) == (len(numbers) == 1)
@@ -175,14 +178,12 @@ def move_tensors(checkpoint, spaces):
 
 @pytest.mark.parametrize("way, moves", [("mapped", [4, 20]), ("streaming", [12])], ids=["mapped", "streaming"])
 @pytest.mark.parametrize("name", TRAINERS)
-def test_resumed_from_tensors_at_other_addresses(settings, bert, tmp_path, monkeypatch, name, way, moves):
+def test_resumed_from_tensors_at_other_addresses(settings, tmp_path, monkeypatch, name, way, moves):
     """Kernels choose their order of summation by alignment: all that is loaded must lie where torch allocates it."""
-    script, models, optimizers = importlib.import_module(name), [], []
-    load_model, load_optimizers = script.load_model, script.load_optimizers
-    monkeypatch.setattr(script, "load_model", lambda *args: models.append(load_model(*args)) or models[-1])
-    monkeypatch.setattr(script, "load_optimizers", lambda *args: optimizers.extend(args[2]) or load_optimizers(*args))
-    guide = ["--guide_model", bert] * (name == "train_bi_encoder")
-    flags = [*settings[way], *guide, "--eval_rows", 0, "--batch_size", 8, "--max_length", 48, "--max_steps", 4,
+    Checkpoints, restored = importlib.import_module(name).Checkpoints, []
+    restore = Checkpoints.restore
+    monkeypatch.setattr(Checkpoints, "restore", lambda self, *given: restored.append(self) or restore(self, *given))
+    flags = [*settings[way], "--eval_rows", 0, "--batch_size", 8, "--max_length", 48, "--max_steps", 4,
              "--save_steps", 2]  # fmt: skip
     train(name, *flags, "--output_dir", tmp_path / "whole")
     for spaces in moves:
@@ -197,17 +198,88 @@ def test_resumed_from_tensors_at_other_addresses(settings, bert, tmp_path, monke
         for file in ("model", "optimizer"):
             contents = [(folder / last.format(file)).read_bytes() for folder in (output, tmp_path / "whole")]
             assert contents[0] == contents[1]
-    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-    tensors += [tensor for optimizer in optimizers for state in optimizer.state.values() for tensor in state.values()]
-    assert len(models) == (1 + len(moves)) * (1 + bool(guide)) and len(optimizers) == len(moves) and len(tensors) > 200
+    tensors = [tensor for run in restored for tensor in (*run.model.parameters(), *run.model.buffers())]
+    states = [state for run in restored for optimizer in run.optimizers for state in optimizer.state.values()]
+    tensors += [tensor for state in states for tensor in state.values()]
+    assert len(restored) == 1 + len(moves) and len(states) > 30 * len(restored) and len(tensors) > 200
     assert unaligned(*tensors) == 0
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_adapters_and_the_weights_below_are_aligned(bert, tmp_path, name):
+def test_adapters_and_the_weights_below_are_aligned(bert, name):
     script = importlib.import_module(name)
     args = script.parse_args(["--train_data", "x", "--model_name_or_path", str(bert), "--lora_rank", "2"])
-    script.load_model(args).save_pretrained(str(tmp_path))
-    model = script.load_model(args, tmp_path)
+    model = script.load_model(args)
     tensors = [*model.parameters(), *model.buffers()]
     assert len(tensors) > 50 and unaligned(*tensors) == 0
+
+
+class Scaled(torch.nn.Module):
+    """A layer of one's own: another one, with a weight for each of its outputs."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.scale = torch.nn.Parameter(torch.rand(layer.out_features))
+
+    def forward(self, inputs):
+        return self.layer(inputs) * self.scale
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_module_of_ones_own_is_restored(settings, tmp_path, monkeypatch, name):
+    """Put into load_model, it is in the model of a resume as well, with its weights and the moments of AdamW."""
+    script = importlib.import_module(name)
+    load_model = script.load_model
+
+    def load_own_model(args):
+        model = load_model(args)
+        transformer = model[0].model
+        path = next(path for path, _ in transformer.named_modules() if path.endswith("layer.0.output.dense"))
+        transformer.set_submodule(path, Scaled(transformer.get_submodule(path)))
+        return model
+
+    monkeypatch.setattr(script, "load_model", load_own_model)
+    flags = [*settings["mapped"], "--eval_rows", 0, "--batch_size", 8, "--max_steps", 4, "--save_steps", 2]
+    train(name, *flags, "--output_dir", tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "out")
+    shutil.rmtree(tmp_path / "out/checkpoints/step_00000004")
+    train(name, *flags, "--output_dir", tmp_path / "out", "--resume")
+    assert trajectory(tmp_path / "out") == trajectory(tmp_path / "whole")
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        kept, last = (load_file(tmp_path / f"out/checkpoints/step_0000000{step}/{file}") for step in (2, 4))
+        whole = load_file(tmp_path / f"whole/checkpoints/step_00000004/{file}")
+        (own, *_) = [key for key in last if ".scale" in key]
+        assert not torch.equal(kept[own], last[own]) and torch.equal(whole[own], last[own])
+
+
+# A rate that falls with the norms of the last three gradients, which a resume must know.
+RATE = 'group["lr"] = rate * schedule(progress.step)\n'
+OWN_RATE = 'group["lr"] = rate * schedule(progress.step) / (1 + extra["norms"].mean().item())\n'
+OPTIMIZERS = "    optimizers = [optimizer.optimizer]"
+OWN_EXTRA = '    extra["norms"] = torch.zeros(3)\n'
+COUNT = "        progress.count(loss, skipped, step_batches[-1].state)"
+OWN_COUNT = '        extra["norms"] = torch.cat([extra["norms"][1:], torch.tensor([norm])])\n'
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_tensors_of_ones_own_survive_a_sigterm(settings, tmp_path, name, processes):
+    """What an edited script keeps in `extra` is that of the last step done, whenever the signal arrives."""
+    text, script = (ROOT / f"{name}.py").read_text(), tmp_path / f"{name}.py"
+    assert all(text.count(line) == 1 for line in (RATE, OPTIMIZERS, COUNT))
+    text = text.replace(RATE, OWN_RATE).replace(OPTIMIZERS, OWN_EXTRA + OPTIMIZERS)
+    script.write_text(text.replace(COUNT, OWN_COUNT + COUNT))
+    flags = [*settings["mapped"], "--eval_rows", 0, "--batch_size", 8, "--save_steps", 0, "--max_steps", 12]
+    launch(script, *flags, "--output_dir", tmp_path / "whole", processes=processes)
+    flags += ["--output_dir", tmp_path / "out"]
+    for step in (2, 6):
+        process = Forked(script, [*flags, "--resume"], processes, timeout=120)
+        assert signal_when(process, tmp_path / "out", step, signal.SIGTERM) == 0
+        assert step <= metrics(tmp_path / "out")[-1]["step"] < 12
+    launch(script, *flags, "--resume", processes=processes)
+    assert trajectory(tmp_path / "out") == trajectory(tmp_path / "whole")
+    extra = [
+        load_file(tmp_path / folder / "checkpoints/step_00000012/extra.safetensors") for folder in ("out", "whole")
+    ]
+    assert torch.equal(extra[0]["norms"], extra[1]["norms"]) and extra[0]["norms"].min() > 0

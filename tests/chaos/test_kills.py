@@ -40,7 +40,18 @@ def settings(tmp_path_factory, rows, bert):
             lines.writelines(json.dumps(row) + "\n" for row in short)
     common = ["--model_name_or_path", bert, "--train_data", *files, "--max_steps", STEPS, "--logging_steps", 1,
               "--save_steps", 2, "--eval_steps", 8, "--micro_batch_tokens", 600, "--learning_rate", 1e-3]  # fmt: skip
-    drawn = ["--columns", "docstring", "code", "neg", "--num_negatives", 2, "--grad_cache", "--length_window", 2]
+    drawn = [
+        "--columns",
+        "docstring",
+        "code",
+        "neg",
+        "--num_negatives",
+        2,
+        "--grad_cache",
+        "true",
+        "--length_window",
+        2,
+    ]
     mixed = ["--mixing_weights", 0.4, 0.6, "--mix_by", "batch"]
     ways = {
         "mapped": [*common, *drawn],
@@ -69,7 +80,7 @@ def undisturbed(tmp_path_factory, settings):
 def final_state(output):
     """Return what a resumed run must reproduce: losses and measures of every step, data state and weights."""
     lines = [{name: value for name, value in line.items() if name not in RATES} for line in metrics(output)]
-    state = json.loads((output / f"checkpoints/step_{STEPS:08}/state.json").read_text())
+    state = json.loads((output / f"checkpoints/step_{STEPS:08}/state.json").read_text())["progress"]
     for source in state["data_state"]["sources"]:
         source.pop("stream")  # a position in a stream has several forms
     return lines, state["data_state"], (output / "model/model.safetensors").read_bytes()

@@ -1,0 +1,195 @@
+"""What an edited script may rely on: weights that only some texts need, tensors of one's own in checkpoints, the step,
+and the traceback of one's own errors."""
+
+import importlib
+import shutil
+
+import pytest
+import torch
+from conftest import RATES, ROOT, TRAINERS, launch, metrics, train, weights, write_jsonl
+from safetensors.torch import load_file
+
+FLAGS = ["--batch_size", 8, "--max_length", 32, "--dropout", 0, "--eval_rows", 0, "--logging_steps", 1,
+         "--learning_rate", 1e-3, "--micro_batch_tokens", 200]  # fmt: skip
+EDITS = {
+    # A head that no text needs, and a second encoder of texts with [MASK].
+    "    return finish_model(model, args)\n": """
+    model[0].head = torch.nn.Linear(32, 32)
+    model[0].rare = torch.nn.Linear(32, 32)
+    return finish_model(model, args)
+""",
+    '        return model(features)["sentence_embedding"].float()\n': """
+        found = model(features)["sentence_embedding"].float()
+        marked = (features["input_ids"] == model.tokenizer.mask_token_id).any(1)
+        return torch.where(marked[:, None], model[0].rare(found), found) if marked.any() else found
+""",
+    # A queue of the last four losses, and a count.
+    "    extra = {}": """
+    extra = {"queue": torch.zeros(4, 2, device=device), "count": torch.zeros((), dtype=torch.int64)}
+""",
+    "        meter.count(": """
+        extra["queue"] = torch.cat([extra["queue"][1:], extra["queue"].new_full((1, 2), loss)])
+        extra["count"] += 1
+        if os.environ.get("STOP_AT") == str(progress.step) and is_main:
+            os.kill(os.getpid(), signal.SIGTERM)
+        meter.count(""",
+    "    # ---- save\n": """
+    torch.save(extra, f"{args.output_dir}/extra.{accelerator.process_index}.pt")
+""",
+}
+
+
+def tensors(output, step, name):
+    return load_file(output / f"checkpoints/step_{step:08}/{name}.safetensors")
+
+
+@pytest.fixture(scope="module")
+def edited(tmp_path_factory, rows, bert):
+    """(edited script, flags): of six batches the fourth alone has a text with [MASK], in its longest row, which the
+    first process reads."""
+    folder = tmp_path_factory.mktemp("edited")
+    text = (ROOT / "train_bi_encoder.py").read_text()
+    for old, new in EDITS.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (folder / "edited.py").write_text(text)
+    short = [{name: text[:60] for name, text in row.items()} for row in rows[:48]]
+    short[27] = {"docstring": rows[27]["docstring"], "code": "[MASK] " + "a long text " * 20}
+    write_jsonl(folder / "rows.jsonl", short)
+    flags = ["--train_data", folder / "rows.jsonl", "--model_name_or_path", bert, "--shuffle_buffer", 0, *FLAGS]
+    return folder / "edited.py", [*flags, "--max_steps", 6, "--save_steps", 0]
+
+
+def state(output, processes):
+    """Return all that a resumed run must reproduce to the bit: metrics, and {name: tensor} of all files."""
+    lines = [{name: value for name, value in line.items() if name not in RATES} for line in metrics(output)]
+    found = {name: tensors(output, 6, name) for name in ("model", "optimizer", "extra")}
+    found |= {rank: torch.load(output / f"extra.{rank}.pt") for rank in range(processes)}
+    return lines, {(file, name): tensor for file, part in found.items() for name, tensor in part.items()}
+
+
+@pytest.fixture(scope="module")
+def whole(edited, tmp_path_factory):
+    """{processes: output folder} of runs that were not stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    for processes in (1, 2):
+        launch(edited[0], *edited[1], "--output_dir", folder / f"{processes}", processes=processes)
+    return {processes: folder / f"{processes}" for processes in (1, 2)}
+
+
+def test_weights_of_some_texts_are_trained_alike_on_two_processes(whole):
+    """A weight without a gradient is not changed, not even by weight decay, and the optimizer has no state of it."""
+    one, two = ([line[name] for line in metrics(whole[number]) for name in ("loss", "grad_norm")] for number in (1, 2))
+    assert two == pytest.approx(one, rel=1e-5) and len(one) == 12
+    files = [tensors(whole[number], 6, "model") for number in (1, 2)]
+    found, expected = (torch.cat([part[name].flatten() for name in sorted(part)]) for part in files)
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+    for number in (1, 2):
+        kept = {name.rpartition(".")[0] for name in tensors(whole[number], 6, "optimizer")}
+        assert {"0.rare.weight", "0.rare.bias"} < kept
+        missing = tensors(whole[number], 6, "model").keys() - kept
+        assert missing == {"0.head.weight", "0.head.bias", "0.model.pooler.dense.weight", "0.model.pooler.dense.bias"}
+
+
+@pytest.mark.parametrize("stop", [3, 5])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sigterm_and_resume_are_bit_identical(edited, whole, tmp_path, monkeypatch, processes, stop):
+    """Weights that have no state yet, or not any more a gradient, and tensors of one's own, on all processes."""
+    monkeypatch.setenv("STOP_AT", str(stop))
+    printed = launch(edited[0], *edited[1], "--output_dir", tmp_path, processes=processes).stdout
+    assert f"stopped after step {stop} of 6" in printed
+    losses = torch.tensor([line["loss"] for line in metrics(tmp_path)])
+    extra = tensors(tmp_path, stop, "extra")
+    assert extra["count"] == stop and torch.equal(extra["queue"][4 - min(stop, 4) :, 1], losses[-4:])
+    assert ("0.rare.weight.exp_avg" in tensors(tmp_path, stop, "optimizer")) == (stop == 5)
+    monkeypatch.delenv("STOP_AT")
+    launch(edited[0], *edited[1], "--output_dir", tmp_path, "--resume", processes=processes)
+    lines, found = state(tmp_path, processes)
+    expected_lines, expected = state(whole[processes], processes)
+    assert lines == expected_lines and found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert torch.equal(weights(tmp_path / "model"), weights(whole[processes] / "model"))
+
+
+# ---- the step
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_rows_batches_and_losses_get_their_step(name, corpus, bert, tmp_path, monkeypatch):
+    """Though they are prepared ahead; with two batches a step, and after a resume. Held-out rows have step 0."""
+    script = importlib.import_module(name)
+    read_row, forward_backward, make_loss = script.read_row, script.forward_backward, script.make_loss
+    read, seen, of_loss = {}, [], []
+
+    def recorded_row(cells, random, step, args):
+        read.setdefault((cells[script.SOURCE], cells[script.NUMBER]), step)  # a cross-encoder reads negatives again
+        return read_row(cells, random, step, args)
+
+    def recorded_step(model, batch, *args):
+        seen.append({batch.step} | {read[row.cells[script.SOURCE], row.cells[script.NUMBER]] for row in batch.rows})
+        return forward_backward(model, batch, *args)
+
+    def recorded_loss(*args):
+        loss = make_loss(*args)
+        return lambda outputs, whole: of_loss.append(whole.step) or loss(outputs, whole)
+
+    monkeypatch.setattr(script, "read_row", recorded_row)
+    monkeypatch.setattr(script, "forward_backward", recorded_step)
+    monkeypatch.setattr(script, "make_loss", recorded_loss)
+    flags = ["--train_data", corpus, "--model_name_or_path", bert, *FLAGS, "--gradient_accumulation_steps", 2,
+             "--max_steps", 5, "--save_steps", 3, "--output_dir", tmp_path, "--eval_rows", 5]  # fmt: skip
+    if name == "train_cross_encoder":
+        flags += ["--num_negatives", 1]
+    train(name, *flags)
+    assert list(read.values())[:5] == [0] * 5 and max(read.values()) >= 4
+    expected = [number // 2 for number in range(10)]
+    assert seen == [{step} for step in expected] and of_loss == expected
+    shutil.rmtree(tmp_path / "checkpoints/step_00000005")
+    train(name, *flags, "--resume")
+    assert seen[10:] == [{step} for step in expected[6:]] and of_loss[10:] == expected[6:]
+
+
+# ---- bugs
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_errors_of_code_keep_their_type(name):
+    """An error of a file, or of the types that are named, becomes a UserError; one of code does not."""
+    script = importlib.import_module(name)
+    for kind in (KeyError, IndexError, TypeError, AttributeError, NameError):
+        with pytest.raises(kind, match="^'?attention_mask'?$") as raised, script.user_errors("--flag"):
+            raise kind("attention_mask")
+        assert not isinstance(raised.value, script.UserError)
+        with pytest.raises(script.UserError, match="^--flag: '?attention_mask"), script.user_errors("--flag", kind):
+            raise kind("attention_mask")
+    for kind in (ValueError, OSError, RuntimeError):
+        with pytest.raises(script.UserError, match="^--flag: no such file"), script.user_errors("--flag"):
+            raise kind("no such file")
+
+
+PLACES = {"train_bi_encoder": ["read_row", "open_source", "finish_model", "encode", "make_batch"],
+          "train_cross_encoder": ["read_row", "open_source", "finish_model", "make_batch"]}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, place", [(name, place) for name, places in PLACES.items() for place in places])
+def test_bugs_of_edited_functions_are_raised(name, place, corpus, bert, tmp_path, monkeypatch):
+    def broken(*_, **__):
+        return {}["attention_mask"]
+
+    monkeypatch.setattr(importlib.import_module(name), place, broken)
+    flags = ["--train_data", corpus, "--model_name_or_path", bert, *FLAGS, "--output_dir", tmp_path / "x"]
+    with pytest.raises(KeyError, match="attention_mask"):
+        train(name, *flags, "--max_steps", 2)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_bug_prints_its_traceback(processes, corpus, bert, tmp_path):
+    """One that a single process meets in the middle of a run ends all processes."""
+    text = (ROOT / "train_bi_encoder.py").read_text()
+    old = "    query = read_text(cells[query_column], query_column, args.queries)\n"
+    assert text.count(old) == 1
+    new = '    if step == 2 and os.environ.get("RANK", "0") == "0":\n        cells["no such column"]\n'
+    (tmp_path / "edited.py").write_text(text.replace(old, new + old))
+    flags = ["--train_data", corpus, "--model_name_or_path", bert, *FLAGS, "--output_dir", tmp_path / "x"]
+    done = launch(tmp_path / "edited.py", *flags, "--max_steps", 9, processes=processes, check=False, timeout=60)
+    assert done.returncode == 1 and "KeyError: 'no such column'" in done.stderr and "in read_row" in done.stderr

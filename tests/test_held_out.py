@@ -1,0 +1,75 @@
+"""Held-out rows: of a mapped source, blocks spread over it; of a stream, the first. All others are trained on."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import train_bi_encoder as script
+
+ROWS = 20_000
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """A Parquet file of sorted rows, as a log by date."""
+    path = tmp_path_factory.mktemp("sorted") / "rows.parquet"
+    texts = [f"text {number}" for number in range(ROWS)]
+    pq.write_table(pa.table({"query": texts, "document": texts}), path)
+    return path
+
+
+def open_source(path, *flags):
+    required = ["--model_name_or_path", "none", "--train_data", str(path), "--columns", "query", "document"]
+    return script.Source(str(path), 0, script.parse_args([*required, *flags]))
+
+
+def numbers(table):
+    """Return the row numbers in a Table, of its texts."""
+    return np.array([int(text.split()[1]) for text in table["query"].to_pylist()])
+
+
+@pytest.mark.parametrize("count", [1, 7, 20, 250, 1003, ROWS])
+def test_blocks_are_spread_evenly(count):
+    blocks = script.spread_blocks(ROWS, count)
+    rows = np.concatenate([np.arange(*block) for block in blocks])
+    assert len(np.unique(rows)) == len(rows) == count and rows.max() < ROWS
+    assert max(end - first for first, end in blocks) <= max(script.BLOCK, count // 10)
+    if 10 <= count < ROWS:
+        assert len(blocks) >= 10
+        tenths = np.histogram(rows, bins=10, range=(0, ROWS))[0]
+        assert tenths.max() <= count / 10 + script.BLOCK
+
+
+@pytest.mark.parametrize("count", [20, 250, 1003])
+@pytest.mark.parametrize("buffer", [0, 64, 3000])
+def test_every_row_is_either_held_out_or_trained_on(table, count, buffer):
+    source = open_source(table, "--shuffle_buffer", str(buffer))
+    held_out = numbers(source.hold_out(count))
+    trained = numbers(source.take(len(source)))
+    assert len(held_out) == count and len(trained) == ROWS - count
+    assert sorted([*held_out, *trained]) == list(range(ROWS))
+    assert (np.diff(trained) > 0).all() == (buffer == 0)  # 0: the order of the file
+    assert held_out.min() < ROWS / 10 and held_out.max() > ROWS * 0.8
+
+
+@pytest.mark.parametrize("taken", [1, 2999, 3000, 15_000, 18_996, 25_000])
+def test_a_position_continues_where_it_was(table, taken):
+    sources = [open_source(table, "--shuffle_buffer", "3000") for _ in range(2)]
+    for source in sources:
+        source.hold_out(1003)
+    sources[0].take(taken)
+    sources[1].seek(script.Position(**script.asdict(sources[0].position)))
+    assert sources[0].take(5000) == sources[1].take(5000)
+
+
+def test_a_stream_holds_out_its_first_rows(table):
+    source = open_source(table, "--streaming", "--max_steps", "1")
+    assert numbers(source.hold_out(250)).tolist() == list(range(250))
+    assert sorted(numbers(source.take(ROWS - 250))) == list(range(250, ROWS))
+
+
+def test_a_small_table_is_held_out_whole(tmp_path):
+    pq.write_table(pa.table({"query": ["text 0", "text 1"], "document": ["a", "b"]}), tmp_path / "rows.parquet")
+    source = open_source(tmp_path / "rows.parquet")
+    assert numbers(source.hold_out(1000)).tolist() == [0, 1] and len(source) == 0

@@ -1,0 +1,105 @@
+"""Two processes that write to one output folder at once: each result is that of one of them, and whole."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, launch, read_run
+from forked import Forked
+
+STEPS = 200
+
+
+def wait_for_checkpoint(process, output):
+    while not list(output.glob("checkpoints/step_*")):
+        assert process.poll() is None, process.read("stderr")[-2000:]
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("name, processes", [("train_bi_encoder", 1), ("train_cross_encoder", 2)])
+def test_a_second_run_in_one_folder_is_refused(corpus, bert, tmp_path, name, processes):
+    """With --resume and without, on one process and two, until the first has ended, here by SIGKILL."""
+    script, output = ROOT / f"{name}.py", tmp_path / "out"
+    flags = ["--train_data", corpus, "--model_name_or_path", bert, "--batch_size", 8, "--eval_rows", 0,
+             "--max_length", 32, "--save_steps", 2, "--num_negatives", 2, "--max_steps", STEPS,
+             "--output_dir", output]  # fmt: skip
+    first = Forked(script, flags, processes)
+    wait_for_checkpoint(first, output)
+    for number, more in (processes, ["--resume"]), (3 - processes, []):
+        second = launch(script, *flags, *more, processes=number, check=False)
+        errors = [line for line in second.stderr.splitlines() if line.startswith("error: ")]
+        assert second.returncode == 1 and errors == [f"error: --output_dir {output}: another run is writing to it"]
+        assert "Traceback" not in second.stderr
+    assert first.poll() is None
+    first.send(signal.SIGKILL)
+    first.wait()
+    more = ["--resume", "--accept_changes", "--max_steps", int(max(output.glob("checkpoints/step_*")).name[5:]) + 12]
+    launch(script, *flags, *more, processes=processes)
+    assert (output / "model").exists()
+
+
+def test_two_runs_that_start_together(corpus, bert, tmp_path):
+    """In a folder that neither has made yet."""
+    flags = ["--train_data", corpus, "--model_name_or_path", bert, "--max_steps", 30, "--eval_rows", 0, "--max_length",
+             32, "--batch_size", 8, "--save_steps", 1, "--output_dir", tmp_path / "new/out"]  # fmt: skip
+    runs = [Forked(ROOT / "train_bi_encoder.py", flags) for _ in range(2)]
+    assert sorted(run.wait() for run in runs) == [0, 1]
+    (error,) = [run.read("stderr") for run in runs if run.poll()]
+    assert f"error: --output_dir {tmp_path}/new/out: another run is writing to it" in error
+
+
+def test_two_evaluations_in_one_folder(beir, bert, static, tmp_path):
+    """The folder has the results of one of two models; the other evaluation ends in an error, its vectors cached."""
+    output, runs = tmp_path / "out", []
+    for model in (bert, static):
+        flags = [
+            "--model_name_or_path",
+            model,
+            "--beir",
+            beir,
+            "--cache_dir",
+            tmp_path / "cache",
+            "--output_dir",
+            output,
+        ]
+        runs.append(Forked(ROOT / "eval_incremental.py", flags))
+    statuses = [run.wait() for run in runs]
+    assert sorted(statuses) == [0, 1]
+    won = [bert, static][statuses.index(0)]
+    assert json.loads((output / "metrics.json").read_text())["args"]["model_name_or_path"] == [str(won)]
+    alone = ["--model_name_or_path", won, "--beir", beir, "--cache_dir", tmp_path / "cache"]
+    launch(ROOT / "eval_incremental.py", *alone, "--output_dir", tmp_path / "alone")
+    assert read_run(output / "run.trec") == read_run(tmp_path / "alone/run.trec")
+    assert f"--output_dir {output}: contains the results of" in runs[statuses.index(1)].read("stderr")
+
+
+WRITER = """
+import sys
+from types import SimpleNamespace
+sys.path.insert(0, {root!r})
+import mine_negatives
+mine_negatives.write_rows([{{"row": 3}}], SimpleNamespace(output={path!r}))
+"""
+
+
+def test_two_miners_of_one_file(tmp_path):
+    """The last one to end replaces the whole file of the other."""
+    from types import SimpleNamespace
+
+    import mine_negatives
+
+    path, driver = tmp_path / "mined.jsonl", tmp_path / "driver.py"
+    driver.write_text(WRITER.format(root=str(ROOT), path=str(path)))
+
+    def rows():
+        yield {"row": 1}
+        launch(driver)
+        assert path.read_text() == '{"row": 3}\n'
+        yield {"row": 2}
+
+    assert mine_negatives.write_rows(rows(), SimpleNamespace(output=str(path))) == 2
+    assert path.read_text() == '{"row": 1}\n{"row": 2}\n'
+    assert os.listdir(tmp_path).count("mined.jsonl") == 1 and not list(Path(tmp_path).glob("*.part"))
