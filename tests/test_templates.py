@@ -1,0 +1,152 @@
+"""The templates: equal to the trainers on the same rows, killed and resumed, and alone in a folder."""
+
+import json
+import shutil
+import signal
+import time
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import ROOT, launch, metrics
+from forked import Forked
+from sentence_transformers import CrossEncoder, SentenceTransformer
+
+STEPS = 10
+KINDS = ["bi_encoder", "cross_encoder"]
+# At 1e-3, rounding grows faster in the cross-encoder, in its trainer as well.
+RATES = {"bi_encoder": 1e-3, "cross_encoder": 2e-5}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, rows, bert, reranker):
+    """Folder with two models without dropout, rows of three texts in two files, and an epoch of a third."""
+    folder = tmp_path_factory.mktemp("templates")
+    for name, model in zip(KINDS, (bert, reranker)):
+        shutil.copytree(model, folder / name)
+        config = json.loads((folder / name / "config.json").read_text())
+        config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        (folder / name / "config.json").write_text(json.dumps(config))
+    codes = [
+        f"# {number}\n{row['code']}" for number, row in enumerate(rows)
+    ]  # distinct: measures rank ties differently
+    triples = [
+        {"docstring": row["docstring"], "code": code, "wrong": wrong}
+        for row, code, wrong in zip(rows, codes, codes[7:] + codes[:7])
+    ]
+    triples[70]["code"] = triples[74]["code"]  # equal texts in a batch, and none among the first 60 rows
+    triples[71]["docstring"] = triples[77]["docstring"]
+    pq.write_table(pa.Table.from_pylist(triples), folder / "a.parquet")
+    (folder / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in triples[::-1]))
+    return folder
+
+
+def flags(kind, folder, output, *more):
+    return ["--model_name_or_path", folder / kind, "--train_data", folder / "a.parquet", "--columns", "docstring",
+            "code", "wrong", "--shuffle_buffer", 0, "--eval_rows", 0, "--batch_size", 31, "--max_length", 48,
+            "--micro_batch_tokens", 500, "--learning_rate", RATES[kind], "--max_steps", STEPS, "--output_dir", output,
+            *more]  # fmt: skip
+
+
+def assert_equal_runs(kind, output, expected):
+    """Compare losses, and gradient norms: those of the cross-encoder nearly cancel out between positive and negatives,
+    so that another --micro_batch_tokens changes its trainer's by 5e-6 to 2e-5."""
+    found, expected = ([line for line in metrics(path) if "loss" in line] for path in (output, expected))
+    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-5 if kind == "bi_encoder" else 5e-5)):
+        assert [line[name] for line in found] == pytest.approx([line[name] for line in expected], rel=tolerance)
+
+
+@pytest.fixture(scope="module")
+def trained(folder, tmp_path_factory):
+    """Return a function that runs a trainer on one process, once for each setting, and returns its folder."""
+    done = {}
+
+    def run(kind, *more):
+        if (kind, more) not in done:
+            output = tmp_path_factory.mktemp("trainer") / "out"
+            launch(ROOT / f"train_{kind}.py", *flags(kind, folder, output, "--logging_steps", 1, *more))
+            done[kind, more] = output
+        return done[kind, more]
+
+    return run
+
+
+@pytest.mark.parametrize("processes, max_graphs", [(1, 100), (1, 0), (2, 0)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_norms_equal_the_trainers(folder, trained, tmp_path, kind, processes, max_graphs):
+    """On 1 and 2 processes, which do not divide the batch; with and without gradient cache."""
+    more = ["--max_graphs", max_graphs]
+    launch(ROOT / f"templates/{kind}.py", *flags(kind, folder, tmp_path / "out", *more), processes=processes)
+    assert_equal_runs(kind, tmp_path / "out", trained(kind))
+
+
+def test_bce_equals_the_trainers(folder, trained, tmp_path):
+    """On 2 processes without gradient cache; the saved model predicts probabilities."""
+    more = flags("cross_encoder", folder, tmp_path / "out", "--loss", "bce", "--max_graphs", 100)
+    launch(ROOT / "templates/cross_encoder.py", *more, processes=2)
+    assert_equal_runs("cross_encoder", tmp_path / "out", trained("cross_encoder", "--loss", "bce"))
+    assert isinstance(CrossEncoder(str(tmp_path / "out/model"), device="cpu").activation_fn, torch.nn.Sigmoid)
+
+
+def test_streamed_with_held_out_rows(folder, trained, tmp_path):
+    """On 2 processes without gradient cache. The first rows are held out, and measured as by the trainer, before and
+    after; the others are trained on."""
+    more = ["--streaming", "--eval_rows", 60, "--eval_steps", STEPS]
+    launch(ROOT / "templates/bi_encoder.py", *flags("bi_encoder", folder, tmp_path / "out", *more), processes=2)
+    output = trained("bi_encoder", *more)
+    assert_equal_runs("bi_encoder", tmp_path / "out", output)
+    found = [line["RR@10"] for line in metrics(tmp_path / "out") if "RR@10" in line]
+    expected = [line["RR@10"] for line in metrics(output) if "RR@10" in line]
+    assert found == pytest.approx(expected, abs=1e-6) and len(found) == 2
+
+
+@pytest.mark.parametrize("kind, way", [("bi_encoder", ["--streaming"]), ("cross_encoder", [])])
+def test_killed_and_resumed(folder, bert, reranker, tmp_path, kind, way):
+    """Two shuffled sources, drawn negatives, dropout: the same bits, and each step once in metrics.jsonl."""
+    common = flags(kind, folder, tmp_path / "out", *way, "--train_data", folder / "a.parquet", folder / "b.jsonl")
+    common += ["--columns", "docstring", "code", "--mixing_weights", 0.3, 0.7, "--shuffle_buffer", 50]
+    common += ["--save_steps", 4, "--max_steps", 17, "--eval_rows", 20, "--eval_steps", 7, "--batch_size", 12]
+    common += ["--model_name_or_path", bert if kind == "bi_encoder" else reranker]
+    script, whole = ROOT / f"templates/{kind}.py", tmp_path / "whole"
+    launch(script, *common, "--output_dir", whole)
+    process = Forked(script, common)
+    while process.poll() is None and not (tmp_path / "out/checkpoint.pt").exists():
+        time.sleep(0.001)
+    while process.poll() is None and metrics(tmp_path / "out")[-1]["step"] < 6:
+        time.sleep(0.001)
+    process.send(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL and not (tmp_path / "out/model").exists()
+    launch(script, *common, "--resume")
+    found, expected = metrics(tmp_path / "out"), metrics(whole)
+    for line in found + expected:
+        line.pop("rows_per_second", None)
+    assert found == expected and len(found) == 18
+    one, two = ((path / "model/model.safetensors").read_bytes() for path in (tmp_path / "out", whole))
+    assert one == two
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_alone_in_an_empty_folder(folder, tmp_path, kind):
+    """One of the two by Accelerate's launcher; the saved model loads in sentence-transformers, and has changed."""
+    shutil.copy(ROOT / f"templates/{kind}.py", tmp_path / "mine.py")
+    more = ["--columns", "docstring", "code", "--max_steps", 3, "--eval_rows", 30]
+    use_launcher = kind == "bi_encoder"
+    launch(tmp_path / "mine.py", *flags(kind, folder, "out", *more), cwd=tmp_path, use_launcher=use_launcher)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.py", "out"]
+    if kind == "bi_encoder":
+        models = [SentenceTransformer(str(path), device="cpu") for path in (tmp_path / "out/model", folder / kind)]
+        new, old = (model.encode_query(["a text"], convert_to_tensor=True) for model in models)
+    else:
+        models = [CrossEncoder(str(path), device="cpu") for path in (tmp_path / "out/model", folder / kind)]
+        new, old = (model.predict([("a", "text")], convert_to_tensor=True) for model in models)
+    assert new.isfinite().all() and (new - old).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_size_and_imports(kind):
+    """At most 300 lines; nothing of this project is imported."""
+    text = (ROOT / f"templates/{kind}.py").read_text()
+    assert len(text.splitlines()) <= 300
+    assert not any(path.stem in text.replace(kind, "") for path in ROOT.glob("*.py"))
