@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ROWS = "--train_data data/python_code/train/packages-*.parquet --columns docstring code"  # one source: the same rows
 CASES = {  # {name: (script, flags)}
-    "demo, static": ("train_bi_encoder.py", "--batch_size 2048 --learning_rate 5e-3 --max_steps 25"),
+    "demo, static": ("train_bi_encoder.py", "STATIC --batch_size 2048 --learning_rate 5e-3 --max_steps 25"),
     "bi-encoder": ("train_bi_encoder.py", "MODEL --batch_size 64 --max_length 256 --dropout 0 --max_steps 5"),
     "cross-encoder": ("train_cross_encoder.py", "MODEL --batch_size 16 --max_length 256 --dropout 0 --max_steps 5"),
 }
@@ -50,6 +50,7 @@ def main():
     print("|---|---|---|---|---|", flush=True)
     for name in args.only:
         script, flags = CASES[name]
+        flags = flags.replace("STATIC", "--model_name_or_path data/python_code/bi_encoder")
         flags = flags.replace("MODEL", f"--model_name_or_path {Path(args.model).resolve()}").split()
         rates = []
         for number in range(args.rounds):

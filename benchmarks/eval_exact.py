@@ -102,7 +102,7 @@ def main():
     evaluator = pytrec_eval.RelevanceEvaluator(qrels, set(names.values()))
     for name, theirs in names.items():
         value = np.mean([v[theirs] for v in evaluator.evaluate(plain).values()])
-        say(f"{name}, ours minus plain (ours float16)", first["metrics"][name]["mean"] - value)
+        say(f"{name}, ours minus plain", first["metrics"][name]["mean"] - value)
     written = {}
     for line in (work / "first/run.trec").read_text().splitlines():
         query, _, document, _, score, _ = line.split()

@@ -28,7 +28,6 @@ VARIANTS = {  # name: (rows, flags)
     "lists": ("lists", ["--num_negatives", 1]),
     "two": ("lists", ["--num_negatives", 2]),
     "mask": ("lists", ["--num_negatives", 2, *MASK]),
-    "guide": ("lists", ["--num_negatives", 2, "--guide_model", "MODEL"]),
     "symmetric": ("lists", ["--num_negatives", 2, "--loss_kwargs", '{"symmetric": true}']),
 }
 
