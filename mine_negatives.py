@@ -19,7 +19,7 @@ Left out on purpose: models (any system can write the run file), merging runs, d
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["datasets>=5.2,<6", "fsspec[http]>=2025.3", "numpy>=2.2,<3", "pandas>=2.2.3,<4", "pyarrow>=24,<27",
-#   "tqdm>=4.67,<5", "transformers>=5.12,<6", "zstandard>=0.23,<1"]
+#   "tqdm>=4.67,<5", "transformers>=5.18,<6", "zstandard>=0.23,<1"]
 # ///
 
 import csv

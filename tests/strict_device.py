@@ -328,7 +328,7 @@ class StrictDevice(TorchDispatchMode):
             ("_pad_fn", utils._pad_input), ("_unpad_fn", utils._unpad_input), ("_process_flash_kwargs_fn", process),
             ("_process_with_kvcache_kwargs_fn", dict), ("_loaded_implementation", "flash_attention_2"),
         ]:  # fmt: skip
-            self.patches.append(mock.patch.object(utils, name, value))
+            self.patches.append(mock.patch.object(utils, name, value, create=True))  # older ones lack some
         for name in ("_flash_attn_can_dispatch", "_flash_attn_2_can_dispatch"):  # of newer and of older transformers
             patch = mock.patch.object(PreTrainedModel, name, lambda *_, **__: True, create=True)
             self.patches.append(patch)

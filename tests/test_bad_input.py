@@ -211,7 +211,7 @@ def test_source_that_cannot_be_opened(flags, refusal, monkeypatch, source):
     for name in ("x.xlsx", "x", "x.gz"):
         Path(name).touch()
     assert f"--train_data: {source}: " in refusal(flags, "--train_data", source, "--output_dir", "new/out")
-    assert os.listdir("new/out") == [".lock"]
+    assert set(os.listdir("new/out")) <= {".lock"}  # which filelock 3 removes
 
 
 NOT_ON_DISK = ["data/minned", "data/minned/", "./minned", "/data/minned", "~/minned", "runs/x/model",
