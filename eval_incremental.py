@@ -2287,14 +2287,17 @@ def pad_lists(lists, size, fill, dtype=np.int64, width=1, side="right"):
     return torch.from_numpy(padded)
 
 
-def pad_texts(encodings, width, tokenizer):
-    """Return the features of tokenized texts or pairs, (texts, width) each."""
+def pad_texts(encodings, width, tokenizer, needs_mask=False):
+    """Return the features of tokenized texts or pairs, (texts, width) each; the mask if it masks anything, or if it is
+    needed all the same."""
     pad = partial(pad_lists, size=len(encodings), width=width, side=tokenizer.padding_side)
     features = {"input_ids": pad([encoding.ids for encoding in encodings], fill=tokenizer.pad_token_id)}
     if "token_type_ids" in tokenizer.model_input_names:
         types = [encoding.type_ids for encoding in encodings]
         features["token_type_ids"] = pad(types, fill=tokenizer.pad_token_type_id)
-    if min(map(len, encodings)) < width:  # else transformers waits for the device to see that nothing is masked
+    if (
+        needs_mask or min(map(len, encodings)) < width
+    ):  # else transformers waits for the device to see that nothing is masked
         features["attention_mask"] = pad([[1] * len(encoding) for encoding in encodings], fill=0)
     return features
 

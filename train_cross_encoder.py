@@ -318,7 +318,11 @@ def main(given):
         if evaluated:
             record = evaluate_model(model, eval_sets, args, accelerator)
         if progress.step % args.logging_steps == 0 or finished:
-            record |= {"loss": progress.mean_loss(), "grad_norm": norm, "learning_rate": group["lr"]}
+            record |= {
+                "loss": progress.mean_loss(),
+                "grad_norm": norm,
+                "learning_rate": optimizer.param_groups[0]["lr"],
+            }
             record |= meter.read(accelerator)
             bar.set_postfix_str("loss {loss:.4f}, {rows_per_second:,.0f} rows/s".format(**record), refresh=False)
         log.write(progress.step, record)
@@ -1697,25 +1701,31 @@ def pad_micro_batches(encodings, places, model, max_tokens, device):
     widths = lengths
     if device.type != "cpu":  # fast kernels require multiples of 8
         widths = np.maximum(lengths, np.minimum(-(-lengths // 8) * 8, model.max_seq_length))
+    # Models of these libraries do without a mask of ones; a module of one's own, or remote code, may read it.
+    known = ("sentence_transformers.", "transformers.", "peft.")
+    needs_mask = any(not type(module).__module__.startswith(known) for module in (*model, model[0].model))
     parts = []
     for indices in cut_micro_batches(widths, max_tokens):
         chosen = [encodings[index] for index in indices]
         if model[0].can_flatten_inputs:
             features = flatten_texts(chosen, model[0])
         else:
-            features = pad_texts(chosen, int(widths[indices[0]]), model.tokenizer)
+            features = pad_texts(chosen, int(widths[indices[0]]), model.tokenizer, needs_mask)
         parts.append((features, indices))
     return collect(parts, places, lengths, device)
 
 
-def pad_texts(encodings, width, tokenizer):
-    """Return the features of tokenized texts or pairs, (texts, width) each."""
+def pad_texts(encodings, width, tokenizer, needs_mask=False):
+    """Return the features of tokenized texts or pairs, (texts, width) each; the mask if it masks anything, or if it is
+    needed all the same."""
     pad = partial(pad_lists, size=len(encodings), width=width, side=tokenizer.padding_side)
     features = {"input_ids": pad([encoding.ids for encoding in encodings], fill=tokenizer.pad_token_id)}
     if "token_type_ids" in tokenizer.model_input_names:
         types = [encoding.type_ids for encoding in encodings]
         features["token_type_ids"] = pad(types, fill=tokenizer.pad_token_type_id)
-    if min(map(len, encodings)) < width:  # else transformers waits for the device to see that nothing is masked
+    if (
+        needs_mask or min(map(len, encodings)) < width
+    ):  # else transformers waits for the device to see that nothing is masked
         features["attention_mask"] = pad([[1] * len(encoding) for encoding in encodings], fill=0)
     return features
 
@@ -2183,7 +2193,7 @@ class Checkpoints:
                 state["state"][index] = {key: copy_like(weight, tensor) for key, tensor in found.items()}
             optimizer.load_state_dict(state)
 
-    def collect(self):
+    def gather_tensors(self):
         """Return {file: {name: tensor}} of a checkpoint, as full_copies does."""
         states = {}
         for name, weight in self.model.named_parameters():
@@ -2199,7 +2209,7 @@ class Checkpoints:
         exists = broadcast_object_list([progress.step == 0 or is_intact(folder)])[0]
         if exists:  # a kill while it is replaced would lose it
             return
-        files = self.collect()
+        files = self.gather_tensors()
         is_finite = all(weight.isfinite().all() for weight in files["model"].values())
         stop_together(None if is_finite else f"step {progress.step}: a weight is not finite: {LOWER_RATE}")
         if self.accelerator.is_main_process:

@@ -561,3 +561,21 @@ def test_positions_of_roberta(name, bert, tmp_path):
     model.transformers_model(**tokens)
     with pytest.raises(script.UserError, match="positions for 128 tokens: set --max_length"):
         script.load_model(script.parse_args([*flags, "129"]))
+
+
+class Own(torch.nn.Module):
+    """A module of one's own."""
+
+    def forward(self, features):
+        return features
+
+
+def test_a_module_of_ones_own_gets_the_attention_mask(bert):
+    """Also where nothing is padded; without such a module it is left out there."""
+    args = train_bi_encoder.Args(micro_batch_tokens=100)
+    for own in (False, True):
+        model = load(bert)
+        if own:
+            model.append(Own())
+        batches = train_bi_encoder.make_micro_batches(["a text"], [(0, 0)], model, args, torch.device("cpu"))
+        assert ("attention_mask" in batches.parts[0][0]) == own
