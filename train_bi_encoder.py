@@ -309,7 +309,7 @@ def main(given):
             record |= {
                 "loss": progress.mean_loss(),
                 "grad_norm": norm,
-                "learning_rate": optimizer.param_groups[0]["lr"],
+                "learning_rate": optimizer.param_groups[-1]["lr"],
             }
             record |= meter.read(accelerator)
             bar.set_postfix_str("loss {loss:.4f}, {rows_per_second:,.0f} rows/s".format(**record), refresh=False)
