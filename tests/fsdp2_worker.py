@@ -20,15 +20,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 script = importlib.import_module(Path(sys.argv[1]).stem)
 PartialState(cpu=True)
 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-collect, equalize, sharded, repeated = script.Checkpoints.collect, script.equalize_micro_batches, [], []
+gather, equalize, sharded, repeated = script.Checkpoints.gather_tensors, script.equalize_micro_batches, [], []
 
 
-def record_collect(checkpoints):
+def record_gather(checkpoints):
     states = [checkpoints.model.state_dict()]
     states += [state for optimizer in checkpoints.optimizers for state in optimizer.state.values()]
     tensors = [tensor for state in states for tensor in state.values() if tensor.ndim]
     sharded.extend(isinstance(tensor, DTensor) and tensor.to_local().numel() < tensor.numel() for tensor in tensors)
-    return collect(checkpoints)
+    return gather(checkpoints)
 
 
 def record_equalize(micro_batches, accelerator):
@@ -61,7 +61,7 @@ def record_autocast(module, _):
         autocast.append(torch.is_autocast_enabled("cpu"))
 
 
-script.Checkpoints.collect, script.equalize_micro_batches = record_collect, record_equalize
+script.Checkpoints.gather_tensors, script.equalize_micro_batches = record_gather, record_equalize
 script.load_model, script.copy, torch.nn.Module.to = record_load, SimpleNamespace(deepcopy=record_copy), record_to
 torch.nn.modules.module.register_module_forward_pre_hook(record_autocast)
 script.main(script.parse_args(sys.argv[2:]))
