@@ -1371,9 +1371,10 @@ class EmbeddingCache:
                 sqlite_cache_size=2**11,  # pages, 8 MB
             )
             self.index = TextIndex(self.folder / "index")
-            ((newest,),) = self.sql("SELECT coalesce(max(rowid), 0) FROM Cache")
+            ((oldest, newest),) = self.sql("SELECT coalesce(min(rowid), 1), coalesce(max(rowid), 0) FROM Cache")
+            self.index.load(oldest)
             if newest < self.index.last:  # the database was lost and counts from 1 again: the index is of other blocks
-                self.index.clear()
+                self.index.clear(oldest)
             (self.folder / "model.json").write_text(json.dumps(metadata))  # for --cache_info
 
     def close(self):
@@ -1460,7 +1461,6 @@ class EmbeddingCache:
             for number, key in new:
                 hashes, _ = self.read_block(key, verify=False) or (np.zeros(0, "V16"), None)
                 self.index.add(number, short_hashes(hashes))
-            self.index.save()
 
     def store(self, hashes, rows):
         """Store the (n, bytes) rows of n texts atomically: if the process is killed, all or none."""
@@ -1490,7 +1490,8 @@ class EmbeddingCache:
             file = str(path.relative_to(self.folder))
             if file not in kept:
                 self.cache.disk.remove(file)
-        self.index.clear()  # made again from the blocks
+        ((oldest,),) = self.sql("SELECT min(rowid) FROM Cache")
+        self.index.clear(oldest)
         self.recent_block.cache_clear()  # a mapped file would keep its space on the disk
         self.removed += oldest
 
@@ -1513,39 +1514,39 @@ def block_key(hashes):
 
 
 MAX_ROWS = np.uint64(2**32)  # of a block; the place of a text is the number of its block * MAX_ROWS + its row there
+SPAN = 256  # blocks of a file of the index
 
 
 class TextIndex:
-    """Find the place of a text by its 64-bit hash, without memory for each text: sorted segments that are merged as
-    they grow (a log-structured merge tree, O'Neil et al. 1996).
+    """Find the place of a text by its 64-bit hash, without memory for each text.
 
-    A segment is a (2, n) uint64 array of hashes, in order, and places. The latest are in memory, until they are saved;
-    older ones are memory-mapped files, named by the numbers of their first and last block. Blocks that no file covers,
-    because a process was killed or a file is damaged, are read again."""
+    A segment is a (2, n) uint64 array of hashes, in order, and places. Each SPAN of consecutive block numbers has one
+    in a memory-mapped file, named by the number of the span; those of later blocks are in memory. A file depends only
+    on its blocks: one that is lost, damaged or not written before a kill is made again from them."""
 
     def __init__(self, folder):
         self.folder = folder
         folder.mkdir(exist_ok=True)
-        self.load()
+        self.load(1)
 
-    def load(self):
-        """Map the files, from block 1 on up to the first gap. A kill can leave files that a merge has replaced."""
-        self.files = []  # (path, segment), oldest first
-        self.last = 0  # block
-        ranges = []
-        for path in self.folder.glob("*.npy"):
-            first, last = map(int, path.stem.split("-"))
-            ranges.append((first, -last, path))
-        for first, negative, path in sorted(ranges):  # of those with the same first block the longest comes first
-            if first == self.last + 1:
-                with suppress(OSError, ValueError, EOFError):  # removed by another process, or damaged
-                    self.files.append((path, np.load(path, mmap_mode="r")))
-                    self.last = -negative
+    def load(self, oldest):
+        """Map the files from that of the oldest block on, up to the first that is missing or damaged."""
+        self.saved = []  # segments in files
         self.recent = []  # segments in memory
-        self.saved = self.last
+        self.last = (oldest - 1) // SPAN * SPAN  # block
+        with suppress(OSError, ValueError, EOFError):
+            while True:
+                self.saved.append(np.load(self.path(self.last), mmap_mode="r"))
+                self.last += SPAN
+        self.end = self.last + SPAN  # the last block of the span that is in memory
+
+    def path(self, first):
+        return self.folder / f"{first // SPAN:08}.npy"
 
     def add(self, block, hashes):
-        """Add the texts of a block, by their (n,) uint64 hashes."""
+        """Add the texts of a block, by their (n,) uint64 hashes; blocks come in order."""
+        while block > self.end:
+            self.save()
         rows = np.arange(len(hashes), dtype=np.uint64)
         segment = merge([np.stack([hashes, np.uint64(block) * MAX_ROWS + rows])])
         while self.recent and self.recent[-1].shape[1] <= 2 * segment.shape[1]:
@@ -1553,12 +1554,24 @@ class TextIndex:
         self.recent.append(segment)
         self.last = block
 
+    def save(self):
+        """Move the segments of a complete span into its file."""
+        path = self.path(self.end - SPAN)
+        segment = merge([np.zeros((2, 1), np.uint64), *self.recent])  # an empty file could not be mapped
+        with FileLock(self.folder / "save.lock"):
+            with open(f"{path}.part", "wb") as file:
+                np.save(file, segment)
+            self.saved.append(np.load(f"{path}.part", mmap_mode="r"))  # before another process may remove it
+            os.replace(f"{path}.part", path)
+        self.recent = []
+        self.end += SPAN
+
     def find(self, hashes):
         """Return (n,) places of (n,) hashes, the latest of each; 0: not found."""
         order = np.argsort(hashes)  # neighbours share pages
         ordered = hashes[order]
         places = np.zeros(len(hashes), np.uint64)
-        for segment in [segment for _, segment in self.files] + self.recent:
+        for segment in self.saved + self.recent:
             if segment.shape[1]:
                 found = np.searchsorted(segment[0], ordered)
                 found = found.clip(max=segment.shape[1] - 1)
@@ -1566,67 +1579,17 @@ class TextIndex:
                 places[order[same]] = segment[1][found[same]]
         return places
 
-    def save(self):
-        """Save the segments in memory as one file, merged with the latest files of at most twice their length. Do
-        nothing before 256 blocks or 2**20 texts are new."""
-        texts = sum(segment.shape[1] for segment in self.recent)
-        if self.last - self.saved < 256 and texts < 2**20:
-            return
-        with FileLock(self.folder / "save.lock"):
-            if TextIndex(self.folder).last != self.saved:  # another process has saved or removed blocks
-                return self.load()  # update_index() then adds the blocks after the last saved one
-            segments = list(self.recent)
-            first = self.saved + 1
-            while self.files and self.files[-1][1].shape[1] <= 2 * texts:
-                path, segment = self.files.pop()
-                segments.insert(0, segment)
-                texts += segment.shape[1]
-                first = int(path.stem.split("-")[0])
-            path = self.folder / f"{first:012}-{self.last:012}.npy"
-            write_merged(f"{path}.part", segments)
-            os.rename(f"{path}.part", path)
-            self.load()
-            kept = [self.folder / "save.lock", *(path for path, _ in self.files)]
-            for path in set(self.folder.iterdir()) - set(kept):  # merged now, or left by killed processes
-                path.unlink(missing_ok=True)  # clear() of another process may be removing it
-
-    def clear(self):
+    def clear(self, oldest):
+        """Remove all files; they are made again from the blocks, of which the first has the number `oldest`."""
         for path in self.folder.glob("*.npy"):
             path.unlink(missing_ok=True)
-        self.load()
+        self.load(oldest)
 
 
 def merge(segments):
     """Return the merge of segments, given oldest first. Of equal hashes the latest comes first."""
-    return np.concatenate(list(merge_parts(segments)), axis=1)
-
-
-def merge_parts(segments):
-    """Yield the merge of segments, given oldest first, one range of hashes after the other."""
-    count = 1 + sum(segment.shape[1] for segment in segments) // 2**20
-    width = np.uint64((2**64 - 1) // count)
-    bounds = np.arange(1, count, dtype=np.uint64) * width
-    parts = []
-    for segment in reversed(segments):
-        parts.append(np.split(segment, np.searchsorted(segment[0], bounds), axis=1))
-    for same_range in zip(*parts):
-        joined = np.concatenate(same_range, axis=1)
-        yield joined[:, np.argsort(joined[0], kind="stable")]
-
-
-def write_merged(path, segments):
-    """Write the merge of segments as a .npy file. (With a mapped file, a full disk would kill the process.)"""
-    texts = sum(segment.shape[1] for segment in segments)
-    with open(path, "wb") as file:
-        header = {"descr": "<u8", "fortran_order": False, "shape": (2, texts)}
-        np.lib.format.write_array_header_1_0(file, header)
-        hashes_at = file.tell()
-        places_at = hashes_at + 8 * texts
-        for hashes, places in merge_parts(segments):
-            file.seek(hashes_at)
-            hashes_at += file.write(np.ascontiguousarray(hashes))
-            file.seek(places_at)
-            places_at += file.write(np.ascontiguousarray(places))
+    joined = np.concatenate(segments[::-1], axis=1)
+    return joined[:, np.argsort(joined[0], kind="stable")]
 
 
 def manage_cache(args):
