@@ -5,7 +5,6 @@
     python eval_incremental.py --query "read a gzip file"              # search instead; fast once the corpus is cached
     python eval_incremental.py --beir scifact --run bm25.run --cross_encoder runs/cross_encoder/model   # rerank
     python eval_incremental.py --corpus docs.parquet --export_vectors vectors       # for an index or a vector database
-    python eval_incremental.py --compare runs/monday/metrics.json runs/today/metrics.json
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml eval_incremental.py args.yaml
 
 A collection is --pairs, or a corpus, queries and judgments (qrels), each by its own flag or in BEIR's layout:
@@ -43,7 +42,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -56,7 +54,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from difflib import get_close_matches
 from functools import lru_cache, partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
@@ -120,7 +118,6 @@ class Args:
     metrics: list[str] = flag(
         ["nDCG@10", "RR@10", "R@100", "AP"], "measures, by their names in ir_measures; or scripts of `evaluate`: my.py"
     )
-    compare: list[str] = flag([], "metrics.json of several evaluations: test their differences, and exit")
     judged: bool = flag(False, "also write judged.trec: scores of judged documents, for mine_negatives.py --judged")
     export_vectors: str | None = flag(None, "write the corpus vectors to this folder as Parquet shards instead")
     output_dir: str = flag("runs/eval", "folder for the results")
@@ -135,8 +132,6 @@ def check_flags(args):
         is_deeper = not is_script(name) and check_measure(name) > args.top_k
         if is_deeper and not (searching or exporting or only_files):
             raise UserError(f"--metrics {name}: deeper than --top_k {args.top_k}; raise --top_k")
-    if sum(map(bool, (args.compare, args.cache_info, args.cache_clear))) > 1:
-        raise UserError("--compare, --cache_info, --cache_clear: give only one of them")
     if sum(map(bool, (args.beir, args.corpus, args.pairs))) > 1:
         raise UserError("--beir, --corpus, --pairs: give only one of them")
     if args.corpus and not (searching or exporting or (args.queries and args.qrels)):
@@ -149,7 +144,7 @@ def check_flags(args):
         raise UserError("--columns takes two names, of queries and documents")
     if 1 in (len(args.corpus_columns), len(args.query_columns)):
         raise UserError("--corpus_columns and --query_columns take an id column and text columns")
-    if not (args.beir or args.corpus or args.pairs or args.cache_info or args.cache_clear or args.compare):
+    if not (args.beir or args.corpus or args.pairs or args.cache_info or args.cache_clear):
         args.pairs = [f"{DEMO}/heldout/*.parquet"]
         if searching or exporting:  # the whole demo corpus
             args.pairs.append(f"{DEMO}/train/*.parquet")
@@ -250,10 +245,8 @@ from tqdm.auto import tqdm
 
 
 def main(args):
-    if args.cache_info or args.cache_clear or args.compare:
-        if os.environ.get("RANK", "0") != "0":
-            return None
-        return compare(args) if args.compare else manage_cache(args)
+    if args.cache_info or args.cache_clear:
+        return manage_cache(args) if os.environ.get("RANK", "0") == "0" else None
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),  # else several processes on CPUs would not find one another
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=30))],
@@ -293,7 +286,7 @@ def main(args):
         scorer.close()
 
     # ---- results
-    origin = provenance(collections, runs, accelerator)
+    origin = provenance(collections, accelerator)
     is_main = accelerator.is_main_process
     accelerator.end_training()  # so that no process waits for the report
     if not is_main:
@@ -1045,7 +1038,7 @@ def summarize(measured):
 
 def short_names(paths):
     """Return distinct short names of models, run files or collections: A for A/model, A/run.trec or A/*.x."""
-    parts = [re.sub(r"/(model|run\.trec|metrics\.json|\*[^/]*)?$", "", path).split("/") for path in paths]
+    parts = [re.sub(r"/(model|run\.trec|\*[^/]*)?$", "", path).split("/") for path in paths]
     names = [part[-1] for part in parts]
     if len(set(names)) < len(names):
         names = ["_".join(part[-2:]) for part in parts]
@@ -1074,36 +1067,24 @@ def check_output(args):
             raise UserError(f"contains the results of {other}: choose another folder")
 
 
-PACKAGES = """accelerate datasets evaluate ir_measures numpy pytrec-eval-terrier scipy sentence-transformers tokenizers
-torch transformers"""
+PACKAGES = "accelerate datasets ir_measures numpy pytrec-eval-terrier scipy sentence-transformers torch transformers"
 
 
-def provenance(collections, runs, accelerator):
-    """Return what results depend on, for metrics.json: a diff of two such files helps to explain different results."""
+def provenance(collections, accelerator):
+    """Return what results depend on beside the flags and models, for metrics.json: a diff of two such files helps to
+    explain different results."""
     device = accelerator.device.type
     if device == "cpu":
         device = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
     elif device == "cuda":
         device = torch.cuda.get_device_name()
-    packages = {}
-    for name in PACKAGES.split():
-        with suppress(PackageNotFoundError):
-            packages[name] = version(name)
-    commit = ""
-    with suppress(OSError):  # no git
-        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        options = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
-        commit = subprocess.run(command, **options).stdout.strip()
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
-        "commit": commit or None,
-        "python": platform.python_version(),
-        "packages": packages,
+        "packages": {name: version(name) for name in PACKAGES.split()},
         "device": device,
         "processes": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,
-        "models": {run.name: run.metadata.get("fingerprint") for run in runs[0]},
         "collections": {collection.name: collection.fingerprints for collection in collections},
     }
 
@@ -1258,62 +1239,6 @@ def print_hits(run, collection):
         for name, score in zip(part["doc_id"][:10], part["score"]):
             text = " ".join(run.texts[name].split())
             print(f"  {score:6.3f}  {name:>8}  {text}"[:width])
-
-
-def compare(args):
-    """Print the measures of earlier evaluations, --compare, with paired tests against the first ranking, over their
-    common queries. Print what else differs in their metrics.json. Collections that one of them lacks, and measures
-    without values per query, are left out."""
-    records = {}
-    tables = {}  # {collection: {ranking: values per query}}
-    pairs = {}  # {collection: fingerprints of --pairs, whose queries are numbered}
-    for path, short in zip(args.compare, short_names(args.compare)):
-        with user_errors(f"--compare {path}"):
-            record = json.loads(Path(path).read_text())
-            if "provenance" not in record:
-                raise UserError("was written by an earlier release: evaluate again")
-            records[short] = record
-            for collection, sources in record["provenance"]["collections"].items():
-                pairs.setdefault(collection, set()).add(sources.get("pairs"))
-            for result in record["results"]:
-                file = Path(path).parent / result["folder"] / "per_query.csv"
-                table = pd.read_csv(file, dtype={"query": str}, keep_default_na=False).set_index("query")
-                tables.setdefault(result["collection"], {})[f"{short} {result['name']}"] = table
-    names = list(dict.fromkeys(chain.from_iterable(tables.values())))
-    shared = {collection: found for collection, found in tables.items() if len(found) == len(names)}
-    measured = []
-    for collection, found in shared.items():
-        if len(pairs[collection]) > 1:
-            raise UserError(f"--compare: the --pairs of {collection} have changed, and with them the queries")
-        joined = pd.concat(found, axis=1, join="inner")  # columns: (ranking, measure)
-        measures = [name for name in found[names[0]] if all(name in table for table in found.values())]
-        if joined.empty or not measures:
-            raise UserError(f"--compare: no query or no measure of {collection} is in all of them")
-        measured.append([(joined[name][measures], {}) for name in names])
-        print(f"{collection}: {len(joined):,} queries in common")
-    if not measured:
-        raise UserError(f"--compare: no collection is in all of {', '.join(args.compare)}")
-    summaries = {collection: summarize([values]) for collection, values in zip(shared, measured)}
-    if len(summaries) > 1:
-        summaries["mean"] = summarize(measured)
-    print_table(summaries, names)
-    print_differences(records)
-
-
-def print_differences(records):
-    """Print the flags and the provenance in which metrics.json files differ from the first; records: {name: json}."""
-    settings = {}
-    for name, record in records.items():
-        flat = pd.json_normalize({"args": record["args"], "provenance": record["provenance"]})
-        settings[name] = flat.iloc[0].to_dict()
-    first, *others = settings
-    for other in others:
-        print(f"\nDifferences from {first} in {other}:")
-        for key in settings[first] | settings[other]:
-            before = settings[first].get(key)
-            after = settings[other].get(key)
-            if before != after:
-                print(f"  {key}: {before} -> {after}")
 
 
 # ==== machinery: the cache, encoding, models; then what other scripts contain as well
