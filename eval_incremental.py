@@ -905,42 +905,12 @@ def write_shard(path, ids, vectors):
 # ---- measures
 
 
-class RankingMeasures(evaluate.Metric):
-    """Compute measures of ir_measures, by trec_eval's code where it has them. The prediction is a ranking, and the
-    reference a set of judgments, both in the layout of evaluate's own metric trec_eval."""
-
-    def __init__(self, measures, **options):
-        self.measures = measures
-        super().__init__(**options)
-
-    def _info(self):
-        features = datasets.Features(predictions=datasets.Json(), references=datasets.Json())
-        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
-
-    def _compute(self, predictions, references):
-        """Return {measure: {query: value}} of one ranking."""
-        run = pd.DataFrame(predictions[0]).rename(columns={"query": "query_id", "docid": "doc_id"})
-        run["score"] = -run["rank"].astype(float)  # some providers of ir_measures break ties unlike trec_eval
-        qrels = pd.DataFrame(references[0])
-        qrels = qrels.rename(columns={"query": "query_id", "docid": "doc_id", "rel": "relevance"})
-        parsed = {name: ir_measures.parse_measure(name) for name in self.measures}  # two names may mean one measure
-        values = {measure: {} for measure in parsed.values()}
-        for value in ir_measures.iter_calc(list(values), qrels, run):
-            values[value.measure][value.query_id] = value.value
-        return {name: values[measure] for name, measure in parsed.items()}
-
-
 def load_metrics(names, cache_dir):
-    """Return the `evaluate` metrics of --metrics, combined; cache_dir: where `evaluate` stores what is added."""
-    names = list(dict.fromkeys(names))
-    measures = [name for name in names if not is_script(name)]
-    metrics = []
+    """Return {name: measure of ir_measures, or metric of `evaluate`, which stores in cache_dir what is added}."""
+    metrics = {}
     for name in names:
-        if is_script(name):
-            metrics.append(load_script(name, cache_dir))
-        elif name == measures[0]:  # one metric for all measures of ir_measures
-            metrics.append(RankingMeasures(measures, cache_dir=cache_dir))
-    return evaluate.combine(metrics)
+        metrics[name] = load_script(name, cache_dir) if is_script(name) else ir_measures.parse_measure(name)
+    return metrics
 
 
 def load_script(path, cache_dir):
@@ -959,22 +929,29 @@ def load_script(path, cache_dir):
 def compute_metrics(ranking, collection, metrics):
     """Return (DataFrame of values, a row for each query and a column for each measure; {measure: value} of measures
     with one value only). As in trec_eval, a document without judgment is not relevant, and equal scores rank by
-    document id, descending."""
+    document id, descending. A script gets the layout of the metric trec_eval of `evaluate`."""
     ranking = ranking.sort_values(["score", "doc_id"], ascending=False)
-    ranks = 1 + ranking.groupby("query_id").cumcount()
-    run = ranking[[*PAIR, "score"]].set_axis(["query", "docid", "score"], axis=1)
-    run = run.assign(q0="Q0", rank=ranks, system="evenstep")
-    qrels = collection.qrels.set_axis(["query", "docid", "rel"], axis=1).assign(q0="0")
-    with user_errors("--metrics: a script does not take these rankings"):  # such as ids that are not numbers
-        metrics.add_batch(predictions=[run.to_dict("list")], references=[qrels.to_dict("list")])
+    ranking = ranking[[*PAIR, "score"]].assign(rank=1 + ranking.groupby("query_id").cumcount())
+    ranked = ranking.assign(score=-ranking["rank"].astype(float))  # providers of ir_measures break ties differently
+    names = {"query_id": "query", "doc_id": "docid", "relevance": "rel"}
+    prediction = ranking.rename(columns=names).assign(q0="Q0", system="evenstep").to_dict("list")
+    reference = collection.qrels.rename(columns=names).assign(q0="0").to_dict("list")
     columns = {}
     values = {}
-    for name, found in metrics.compute().items():
-        name = name.removeprefix("ranking_measures_")  # which combine() adds if a script has the same name
-        if isinstance(found, dict):
-            columns[name] = [float(found.get(query, 0.0)) for query in collection.queries]
-        elif pd.api.types.is_number(found):  # not a name, as trec_eval returns
-            values[name] = float(found)
+    for name, metric in metrics.items():
+        if isinstance(metric, evaluate.Metric):
+            with user_errors(f"--metrics {name}: does not take these rankings"):  # such as ids that are not numbers
+                metric.add_batch(predictions=[prediction], references=[reference])
+            results = metric.compute()
+        else:
+            found = metric.iter_calc(collection.qrels, ranked)
+            results = {name: {value.query_id: value.value for value in found}}
+        for key, found in results.items():
+            key = f"{metric.name}_{key}" if key in columns else key
+            if isinstance(found, dict):
+                columns[key] = [float(found.get(query, 0.0)) for query in collection.queries]
+            elif pd.api.types.is_number(found):  # not a name, as trec_eval returns
+                values[key] = float(found)
     if not (columns or values):
         raise UserError("--metrics: the scripts return no number")
     return pd.DataFrame(columns, pd.Index(collection.queries, name="query")), values
