@@ -119,7 +119,7 @@ class Args:
         ["nDCG@10", "RR@10", "R@100", "AP"], "measures, by their names in ir_measures; or scripts of `evaluate`: my.py"
     )
     judged: bool = flag(False, "also write judged.trec: scores of judged documents, for mine_negatives.py --judged")
-    export_vectors: str | None = flag(None, "write the corpus vectors to this folder as Parquet shards instead")
+    export_vectors: str | None = flag(None, "write the corpus vectors to this new folder as Parquet shards instead")
     output_dir: str = flag("runs/eval", "folder for the results")
 
 
@@ -842,9 +842,10 @@ def search_bm25(collection, args):
 
 
 def export_vectors(encoder, collection, args, accelerator):
-    """Write a Parquet shard of (_id, vector) for each chunk, and at the end _vectors.json, which describes them. The
-    underscore hides it from readers of Parquet folders. A killed export starts again, with cached vectors."""
-    folder = Path(args.export_vectors)
+    """Write a Parquet shard of (_id, vector) for each chunk, and _vectors.json, which describes them; the underscore
+    hides it from readers of Parquet folders. The folder has the name *.part until it is complete; a killed export
+    starts again, with cached vectors."""
+    folder = Path(f"{args.export_vectors}.part")
     corpus = collection.corpus
     similarity = encoder.model.similarity_fn_name
     metadata = {
@@ -860,46 +861,31 @@ def export_vectors(encoder, collection, args, accelerator):
         "corpus": args.corpus or args.pairs or args.beir,
         "columns": [corpus.id_column, *corpus.text_columns],
     }
-    not_written = f"--export_vectors {folder}: not written, choose an empty folder"
+    not_written = f"--export_vectors {args.export_vectors}: not written, choose a new folder"
     with user_errors(not_written):
+        if os.path.exists(args.export_vectors):
+            raise UserError("it exists")
         folder.mkdir(parents=True, exist_ok=True)
         if accelerator.is_main_process:
-            clear_export(folder, metadata)
+            for shard in folder.glob("vectors-*.parquet"):  # of a killed export
+                shard.unlink()
     accelerator.wait_for_everyone()
     encoder.open_bar(encoder.path, corpus.rows)
     for chunk in encoder.read(corpus):
         vectors = encoder.for_search(encoder(chunk)).cpu().numpy()
+        flat = pa.FixedSizeListArray.from_arrays(vectors.reshape(-1), vectors.shape[1])
+        table = pa.table({"_id": chunk.ids.cast(pa.string()), "vector": flat})
+        path = folder / f"vectors-{chunk.first:012}.parquet"
+        options = {"compression": "none", "use_dictionary": False, "write_statistics": False}  # of no use for vectors
         with user_errors(not_written):
-            write_shard(folder / f"vectors-{chunk.first:012}.parquet", chunk.ids, vectors)
+            pq.write_table(table, path, **options)
     texts = encoder.metadata()["texts"]
     if accelerator.is_main_process:
         metadata |= {"rows": texts["total"], "command": shlex.join(sys.argv)}
         with user_errors(not_written):
             (folder / "_vectors.json").write_text(json.dumps(metadata, indent=1))
-        print(f"{texts['encoded']:,} of {texts['total']:,} texts encoded; their vectors are in {folder}")
-
-
-def clear_export(folder, metadata):
-    """Remove an earlier export of the same vectors; raise UserError for any other file, and remove none then."""
-    paths = sorted(folder.iterdir())
-    for path in paths:
-        if not re.fullmatch(r"vectors-\d{12}\.parquet(\.part)?|_vectors\.json", path.name):
-            raise UserError(f"{path.name} does not belong to an export")
-        if path.suffix == ".json":
-            before = json.loads(path.read_text())
-            if other := [name for name in metadata if before.get(name) != metadata[name]]:
-                raise UserError(f"it contains an export of another {', another '.join(other)}")
-    for path in paths:
-        path.unlink()
-
-
-def write_shard(path, ids, vectors):
-    """Write a Parquet file of ids, (n,), and vectors, (n, D) float32; a killed process leaves a .part at most."""
-    flat = pa.FixedSizeListArray.from_arrays(vectors.reshape(-1), vectors.shape[1])
-    table = pa.table({"_id": ids.cast(pa.string()), "vector": flat})
-    # vectors cannot be compressed
-    pq.write_table(table, f"{path}.part", compression="none", use_dictionary=False, write_statistics=False)
-    os.rename(f"{path}.part", path)
+            folder.rename(args.export_vectors)
+        print(f"{texts['encoded']:,} of {texts['total']:,} texts encoded; vectors are in {args.export_vectors}")
 
 
 # ---- measures
