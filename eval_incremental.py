@@ -52,7 +52,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
-from difflib import get_close_matches
 from functools import lru_cache, partial
 from importlib.metadata import version
 from itertools import chain, islice
@@ -96,9 +95,9 @@ class Args:
     run: list[str] = flag([], "rankings to evaluate or rerank, in TREC format: query Q0 document rank score tag")
     bm25: bool = flag(False, "also rank by BM25 (requires bm25s, and the corpus in memory)")
     cross_encoder: str | None = flag(None, "model that reranks the rankings of the bi-encoders, --run and --bm25")
-    rerank_k: int | None = flag(None, "documents to rerank per query; the others rank below; None: 100, or --top_k")
+    rerank_k: int | None = flag(None, "documents to rerank per query, 100 if there are as many; the others rank below")
     rerank_max_length: int | None = flag(None, "tokens a pair is truncated to; None: the model's own")
-    top_k: int = flag(100, "documents ranked for each query")
+    top_k: int = flag(100, "documents ranked for each query; more if --metrics or --rerank_k require it")
     query: list[str] = flag([], "print the best documents for these texts instead of evaluating")
     trust_remote_code: bool = flag(False, "run the code that a model's folder or repository contains: SECURITY.md")
     # embeddings
@@ -125,19 +124,20 @@ class Args:
 
 def check_flags(args):
     """Fill in defaults that depend on other flags; raise UserError for flags that exclude or require each other."""
-    searching = bool(args.query)
-    exporting = args.export_vectors is not None
-    only_files = bool(args.run) and not (args.model_name_or_path or args.bm25)  # not cut at --top_k
-    for name in args.metrics:
-        is_deeper = not is_script(name) and check_measure(name) > args.top_k
-        if is_deeper and not (searching or exporting or only_files):
-            raise UserError(f"--metrics {name}: deeper than --top_k {args.top_k}; raise --top_k")
+    tasks = [name for name in ("query", "export_vectors") if getattr(args, name)]
+    if len(tasks) > 1:
+        raise UserError("--query, --export_vectors: give only one of them")
+    if tasks and (args.run or args.bm25 or args.judged or len(args.model_name_or_path) > 1):
+        raise UserError(f"--{tasks[0]} takes one --model_name_or_path, and neither --run nor --bm25 nor --judged")
+    depths = [check_measure(name) for name in args.metrics if not is_script(name)]
+    if not tasks:
+        args.top_k = max([args.top_k, args.rerank_k or 0, *depths])
+    args.rerank_k = args.rerank_k or 100
     if sum(map(bool, (args.beir, args.corpus, args.pairs))) > 1:
         raise UserError("--beir, --corpus, --pairs: give only one of them")
-    if args.corpus and not (searching or exporting or (args.queries and args.qrels)):
-        raise UserError("--corpus: requires --queries and --qrels, or --query or --export_vectors")
-    if (args.queries or args.qrels) and not args.corpus:
-        raise UserError("--queries, --qrels: require --corpus")
+    judged = args.queries and args.qrels
+    if (args.queries or args.qrels or (args.corpus and not tasks)) and not (args.corpus and judged):
+        raise UserError("--corpus, --queries and --qrels belong together, except to --query and --export_vectors")
     if len(args.prompts) > 2:
         raise UserError("--prompts takes one text, or one of queries and one of documents; quote texts with spaces")
     if len(args.columns) not in (0, 2):
@@ -146,19 +146,12 @@ def check_flags(args):
         raise UserError("--corpus_columns and --query_columns take an id column and text columns")
     if not (args.beir or args.corpus or args.pairs or args.cache_info or args.cache_clear):
         args.pairs = [f"{DEMO}/heldout/*.parquet"]
-        if searching or exporting:  # the whole demo corpus
+        if tasks:  # the whole demo corpus
             args.pairs.append(f"{DEMO}/train/*.parquet")
         if not Path(DEMO).is_dir():
             raise UserError(f"no --beir, --corpus or --pairs, and no demo corpus in {DEMO}: run prepare_corpus.py")
     if not (args.model_name_or_path or args.run or args.bm25):
         args.model_name_or_path = ["runs/bi_encoder/model"]
-    if bool(args.run) + searching + exporting > 1:
-        raise UserError("--run, --query, --export_vectors: give only one of them")
-    if (searching or exporting) and (args.bm25 or args.judged or len(args.model_name_or_path) > 1):
-        raise UserError("--query, --export_vectors: take one --model_name_or_path, and neither --bm25 nor --judged")
-    if (args.rerank_k or 0) > args.top_k and not only_files:
-        raise UserError(f"--rerank_k {args.rerank_k}: more than --top_k {args.top_k}; raise --top_k, too")
-    args.rerank_k = args.rerank_k or (100 if args.run else min(100, args.top_k))
 
 
 def is_script(metric):
@@ -168,13 +161,7 @@ def is_script(metric):
 
 def check_measure(name):
     """Return the cutoff of a measure, 1 if it has none; raise UserError if ir_measures cannot compute it."""
-    known = ir_measures.measures.registry
     with user_errors(f"--metrics {name}"):
-        kind, parameters = re.fullmatch(r"(\w*)(.*)", name).groups()
-        if kind not in known:
-            measures = {key.lower(): key for key in reversed(known)}  # nDCG, not NDCG
-            (nearest,) = get_close_matches(kind.lower(), measures, 1, cutoff=0)
-            raise UserError(f"no such measure; the nearest is {measures[nearest]}{parameters}")
         measure = ir_measures.parse_measure(name)
         cutoff = int(measure.params.get("cutoff", 1))
         if cutoff < 1:  # crashes trec_eval
@@ -186,32 +173,17 @@ def check_measure(name):
 
 def make_parser():
     """Return the parser of the flags of Args."""
-    usage = "%(prog)s [FILE.yaml] [FLAGS]"
-    parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], usage=usage, allow_abbrev=False)
+    parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], allow_abbrev=False)
     for action in parser._actions:  # --help prints each flag once, without its alias with dashes
         action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
+    parser.add_argument("file", nargs="?", help="YAML or JSON file of flags")
     return parser
-
-
-def check_flag_names(parser, argv):
-    """Exit if a flag of the command line is unknown, and name the nearest one, or if it is given twice."""
-    known, seen = parser._option_string_actions, set()
-    for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
-        if name not in known:
-            nearest = get_close_matches(name, known, 1) or ["--help"]
-            parser.error(f"{name}: no such flag; did you mean {nearest[0]}?")
-        if known[name] in seen:
-            advice = "; list all values after one flag" * (known[name].nargs == "+")
-            parser.error(f"{known[name].option_strings[0]}: given twice{advice}")
-        seen.add(known[name])
 
 
 # ---- libraries
 
 if __name__ == "__main__":  # --help and mistyped flags are answered now: what follows takes ten seconds to load
-    parser = make_parser()
-    check_flag_names(parser, sys.argv[1:])
-    parser.parse_known_args()
+    make_parser().parse_args()
     if os.environ.get("RANK", "0") == "0":
         print("loading libraries", file=sys.stderr)
 
@@ -1946,29 +1918,6 @@ def print_error(error, again, memory):
     return 1
 
 
-def as_words(flags):
-    """Return the words of a command line that sets {flag: value}."""
-    words = []
-    for name, value in flags.items():
-        if isinstance(value, dict | bool):
-            value = json.dumps(value)
-        values = value if isinstance(value, list) else [value]
-        if values not in ([], [None]):
-            words += [f"--{name}", *map(str, values)]
-    return words
-
-
-def check_credentials(parser, args):
-    """Exit if a URL of the flags contains a password, token or signature: the flags are written to files."""
-    secret = re.compile(r"://[^/@]*:[^/]*@|://.*[?&][\w-]*(sig|signature|token|key|secret|password|credential)=", re.I)
-    for name, values in asdict(args).items():
-        for value in values if isinstance(values, list) else [values]:
-            if isinstance(value, str) and secret.search(value):
-                parser.error(
-                    f"--{name}: a URL with a credential, which files would show; use the environment or ~/.netrc"
-                )
-
-
 # ---- files (same in train_bi_encoder.py)
 
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".ndjson": "json",
@@ -2272,25 +2221,42 @@ def is_causal(model):
 # ---- the command line
 
 
+def read_words(path):
+    """Return the words of a command line that a YAML or JSON file of flags stands for."""
+    words = []
+    with user_errors(f"{path}: not a file of flags"):
+        for name, value in dict(yaml.safe_load(Path(path).read_text())).items():
+            values = value if isinstance(value, list) else [value]
+            if name == "trust_remote_code":
+                raise UserError("--trust_remote_code: only on the command line, as a file may have been downloaded")
+            if values not in ([], [None]):  # else the default
+                words += [f"--{name}", *map(str, values)]
+    return words
+
+
+SECRET = re.compile(r"://[^/@]*:[^/@]*@|://.*[?&][\w-]*(sig|signature|token|key|secret|password|credential)=", re.I)
+
+
 def parse_args(argv):
     """Return Args from flags, or from a YAML or JSON file and flags that override it; exit on a wrong value."""
     parser = make_parser()
-    check_flag_names(parser, argv)
-    trusted = any(word.replace("-", "_").startswith("__trust_remote_code") for word in argv)
-    if argv and argv[0].endswith((".yaml", ".yml", ".json")):
-        with user_errors(f"{argv[0]}: not a file of flags"):
-            words = as_words(dict(yaml.safe_load(Path(argv[0]).read_text())))
-        check_flag_names(parser, words)
-        argv = words + argv[1:]
-    with user_errors("flags"):
-        (args,) = parser.parse_args_into_dataclasses(argv)
-    if args.trust_remote_code and not trusted:
-        parser.error("--trust_remote_code: only on the command line, as a file of flags may have been downloaded")
-    check_credentials(parser, args)
-    for name, value in asdict(args).items():
-        low = 1 if name in ABOVE_ZERO.split() else 0
-        if isinstance(value, int | float) and not low <= value < math.inf:
-            parser.error(f"--{name} {value}: must be finite, and {'above 0' if low else '0 or more'}")
+    lists = {name for name, option in parser._option_string_actions.items() if option.nargs == "+"}
+    names = [word.partition("=")[0] for word in argv]
+    for name in lists.intersection(names):
+        if names.count(name) > 1:  # argparse would ignore the first list; of any other flag, the last value counts
+            parser.error(f"{name}: given twice; list all values after one flag")
+    if path := parser.parse_args(argv).file:
+        argv = [path, *read_words(path), *(word for word in argv if word != path)]
+    flags = vars(parser.parse_args(argv))
+    del flags["file"]
+    args = Args(**flags)
+    for name, given in flags.items():
+        least = 1 if name in ABOVE_ZERO.split() else 0
+        for value in given if isinstance(given, list) else [given]:
+            if isinstance(value, str) and SECRET.search(value):
+                parser.error(f"--{name}: a URL with a credential, which files would show; use ~/.netrc")
+            if isinstance(value, int | float) and not least <= value < math.inf:
+                parser.error(f"--{name} {value}: must be finite, and {'above 0' if least else '0 or more'}")
     try:
         check_flags(args)
     except UserError as error:

@@ -106,7 +106,7 @@ def test_scripts_that_cannot_be_used(evaluate, beir, tmp_path, content, message)
 def test_names_of_the_hub_are_not_loaded(capsys):
     with pytest.raises(SystemExit):
         script.parse_args(["--beir", "x", "--metrics", "trec_eval"])
-    assert "--metrics trec_eval: no such measure" in capsys.readouterr().err
+    assert "--metrics trec_eval: measure not found" in capsys.readouterr().err
 
 
 def test_an_error_in_a_script_loses_no_ranking(evaluate, beir, tmp_path):

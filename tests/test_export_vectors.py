@@ -244,7 +244,7 @@ def test_again_and_after_a_change(export, tmp_path, beir, bert):
 def test_usage(flags, capsys):
     with pytest.raises(SystemExit):
         script.parse_args(["--corpus", "c.jsonl", "--export_vectors", "v", "--queries", "q", "--qrels", "r", *flags])
-    assert "--query, --export_vectors: " in capsys.readouterr().err
+    assert "--export_vectors" in capsys.readouterr().err
 
 
 def test_a_file_instead_of_the_folder(evaluate, beir, tmp_path):

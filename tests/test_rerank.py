@@ -330,11 +330,7 @@ def test_length_of_pairs(evaluate, beir, run_file, reranker):
 def test_usage(capsys):
     for flags, message in (
         (["--beir", "b", "--rerank_k", "0"], "--rerank_k 0: must be finite, and above 0"),
-        (
-            ["--beir", "b", "--top_k", "20", "--rerank_k", "30", "--metrics", "AP"],
-            "--rerank_k 30: more than --top_k 20",
-        ),
-        (["--beir", "b", "--run", "r", "--query", "q"], "--run, --query, --export_vectors: give only one of them"),
+        (["--beir", "b", "--run", "r", "--query", "q"], "--query takes one --model_name_or_path, and neither --run "),
     ):
         with pytest.raises(SystemExit):
             script.parse_args(flags)
