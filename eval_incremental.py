@@ -201,7 +201,7 @@ import torch
 import torch.nn.functional as F
 import xxhash
 import yaml
-from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
+from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import broadcast_object_list, gather_object
 from filelock import FileLock
 from matplotlib.figure import Figure
@@ -240,7 +240,6 @@ def main(args):
         runs[0].append(read_run(path, names[path], collections[0]))
     encoders = [CachedEncoder(path, args, accelerator) for path in args.model_name_or_path]
     scorer = CachedScorer(args.cross_encoder, args, accelerator) if args.cross_encoder else None
-    lengths = {names[encoder.path]: encoder.max_length for encoder in encoders}
     for encoder in encoders:
         encoder.open(args)
         if args.export_vectors is not None:
@@ -267,9 +266,6 @@ def main(args):
         warnings = chain(collection.warnings, *(run.metadata["warnings"] for run in found))
         for warning in dict.fromkeys(warnings):
             print(f"warning: {collection.name}: {warning}", file=sys.stderr)
-    if len(set(lengths.values())) > 1:
-        listed = ", ".join(f"{name} {length or 'all'}" for name, length in lengths.items())
-        print(f"warning: models cut texts to different numbers of tokens: {listed}; see --max_length", file=sys.stderr)
     if args.query:
         return print_hits(runs[0][-1], collections[0])
     not_written = f"--output_dir {args.output_dir}: results not written, but the vectors are cached"
@@ -577,22 +573,8 @@ def retrieve(encoder, name, collection, args, accelerator):
     numbers = {query: number for number, query in enumerate(collection.queries)}
     judged = judged.assign(query=judged["query_id"].map(numbers))
     judged_ids = pa.array(judged["doc_id"].unique(), pa.large_string())
-    scored = [judged[:0][PAIR].assign(score=0.0)]  # scores of the judged documents
-    best = {}  # {row: (id, text)} of the documents that are among the best so far, and some that were
-
-    # ---- the chunks of this process
     encoder.open_bar(f"{name} {collection.name}", corpus.rows)
-    for chunk in encoder.read(corpus):
-        vectors = encoder(chunk)
-        with encoder.clock("search"):
-            vectors = encoder.for_search(vectors)
-            top.add(vectors, chunk.first)
-            best |= documents_of(chunk, top.rows, with_texts=bool(args.query))
-            if len(best) > 4 * top.rows.numel():
-                best = {row: best[row] for row in top.rows.unique().tolist() if row >= 0}
-            rows = np.flatnonzero(pc.is_in(chunk.ids, judged_ids).to_numpy(False))
-            if len(rows):
-                scored.append(score_judged(chunk.ids.take(rows), vectors[rows], queries, judged))
+    best, scored = search_chunks(encoder, corpus, top, judged, judged_ids, with_texts=bool(args.query))
 
     # ---- merge the results of all processes; replace rows by ids
     with encoder.clock("search"):
@@ -622,6 +604,25 @@ def retrieve(encoder, name, collection, args, accelerator):
         prompt = encoder.prompts[1]
         run.texts = {name: text.removeprefix(prompt) for name, text in best.values()}
     return run
+
+
+def search_chunks(encoder, corpus, top, judged, judged_ids, with_texts):
+    """Add the documents of this process' chunks to the TopK. Return ({row: (id, text)} of those that are among the
+    best, and some that were; a list of DataFrames: scores of the judged documents)."""
+    best = {}
+    scored = [judged[:0][PAIR].assign(score=0.0)]
+    for chunk in encoder.read(corpus):
+        vectors = encoder(chunk)
+        with encoder.clock("search"):
+            vectors = encoder.for_search(vectors)
+            top.add(vectors, chunk.first)
+            best |= documents_of(chunk, top.rows, with_texts)
+            if len(best) > 4 * top.rows.numel():
+                best = {row: best[row] for row in top.rows.unique().tolist() if row >= 0}
+            rows = np.flatnonzero(pc.is_in(chunk.ids, judged_ids).to_numpy(False))
+            if len(rows):
+                scored.append(score_judged(chunk.ids.take(rows), vectors[rows], top.queries, judged))
+    return best, scored
 
 
 def documents_of(chunk, rows, with_texts):
@@ -987,19 +988,13 @@ truncate_dim"""  # flags that must not change within one --output_dir
 
 
 def check_output(args):
-    """Raise UserError if --output_dir contains results for other values of OUTPUT_ARGS, or cannot be written to. It is
-    created with the results: a refused run leaves no empty folder."""
-    output = Path(args.output_dir).absolute()
+    """Raise UserError if --output_dir contains results for other values of OUTPUT_ARGS."""
     with user_errors(f"--output_dir {args.output_dir}"), suppress(FileNotFoundError):
-        existing = next(folder for folder in (output, *output.parents) if folder.exists())
-        if not (existing.is_dir() and os.access(existing, os.W_OK)):
-            raise UserError(f"{existing} is no folder that can be written to")
-        then = json.loads((output / "metrics.json").read_text()).get("args", {})
+        then = json.loads(Path(args.output_dir, "metrics.json").read_text()).get("args", {})
         now = asdict(args)
-        changed = [name for name in OUTPUT_ARGS.split() if then.get(name) != now[name]]
+        changed = [f"--{name} {then.get(name)}" for name in OUTPUT_ARGS.split() if then.get(name) != now[name]]
         if changed:
-            other = ", ".join(f"--{name} {then.get(name)}" for name in changed)
-            raise UserError(f"contains the results of {other}: choose another folder")
+            raise UserError(f"contains the results of {', '.join(changed)}: choose another folder")
 
 
 PACKAGES = "accelerate datasets ir_measures numpy pytrec-eval-terrier scipy sentence-transformers torch transformers"
@@ -1066,25 +1061,34 @@ def write_results(collections, runs, measured, origin, args):
     if len(runs) > 1:
         summaries["mean"] = summarize(measured)
         record["means"] = dict(zip(names, summaries["mean"]))
-    plot_report(collections, runs, summaries, args.top_k, output / "report.png")
+    title, rows = table_of(summaries)
+    plot_report(title, rows, names, output / "report.png")
     (output / "metrics.json.part").write_text(json.dumps(record, indent=1))
     os.replace(output / "metrics.json.part", output / "metrics.json")
-    print_table(summaries, names)
+    print_table(title, rows, names)
     for result in results:
-        print_work(result)
+        for unit, verb in (("texts", "encoded"), ("pairs", "scored")):
+            if counts := result.get(unit):
+                work = f"{counts[verb]:,} of {counts['total']:,} {unit} {verb}"
+                length = f", of at most {result['max_length']} tokens" if result["max_length"] else ""
+                print(f"{result['collection']}, {result['name']}: {work}{length}")
     queries = sum(len(collection.queries) for collection in collections)
     print(f"{queries:,} queries; metrics.json and report.png are in {output}")
 
 
-def print_table(summaries, names):
-    """Print a row per ranking; a column per collection and their mean or, for one collection, per measure.
-    summaries: {collection: summarize()}; names: of the rankings."""
+def table_of(summaries):
+    """Return (title, a row {column: statistics} for each ranking): a column for each measure or, for several
+    collections, for each of them and their mean, of the first measure."""
     rows = next(iter(summaries.values()))
-    title = ""
-    if len(summaries) > 1:
-        title = next(iter(rows[0]))  # the first measure
-        tables = [[row[title] for row in table] for table in summaries.values()]
-        rows = [dict(zip(summaries, cells)) for cells in zip(*tables)]
+    if len(summaries) == 1:
+        return "", rows
+    title = next(iter(rows[0]))
+    tables = [[row[title] for row in table] for table in summaries.values()]
+    return title, [dict(zip(summaries, cells)) for cells in zip(*tables)]
+
+
+def print_table(title, rows, names):
+    """Print the rows of table_of(); names: of the rankings."""
     width = max(map(len, [*names, title]))
     lines = [(title, list(rows[0]))]
     for name, row in zip(names, rows):
@@ -1106,64 +1110,23 @@ def format_difference(cell):
     return "{difference:+.4f}, p = {p:.4f}".format(**cell) if "p" in cell else ""
 
 
-def print_work(result):
-    """Print how many texts or pairs a result of metrics.json took, and the seconds of its stages."""
-    stages = [f"{stage} {value:.1f}" for stage, value in result["seconds"].items() if value >= 0.05]
-    for unit, verb in (("texts", "encoded"), ("pairs", "scored")):
-        if counts := result.get(unit):
-            total = counts["total"]
-            work = f"{counts[verb]:,} of {total:,} {unit} {verb}"
-            if result["max_length"]:
-                work += f", of at most {result['max_length']} tokens"
-            if stages:
-                work += f"; seconds: {', '.join(stages)}"
-            print(f"{result['collection']}, {result['name']}: {work}")
-
-
-def plot_report(collections, runs, summaries, top_k, path):
-    """Plot the first measure with its intervals, recall by depth, and seconds by stage."""
-    names = [run.name for run in runs[0]]
-    first = next(iter(next(iter(summaries.values()))[0]))
-    figure = Figure(figsize=(15, 4), layout="constrained")
-    bars, curves, stages = figure.subplots(1, 3)
-
-    def values(key):  # (rankings, collections); a measure without an interval has its value as low and high
-        rows = [[summary[first] for summary in table] for table in summaries.values()]
-        cells = [[cell.get(key, cell.get("value")) for cell in row] for row in rows]
-        return np.array(cells).T
-
-    means = values("mean")
-    below = means - values("low")
-    above = values("high") - means
-    errors = np.stack([below, above], 1)
-    frame = pd.DataFrame(means.T, list(summaries), names)
-    frame.plot.bar(ax=bars, yerr=errors, rot=0, ylabel=first, ylim=(0, 1))
-
-    for name, found in zip(names, zip(*runs)):
-        recalls = [recall_by_depth(run, collection, top_k) for run, collection in zip(found, collections)]
-        curves.plot(range(1, top_k + 1), np.mean(recalls, 0), label=name)
-    curves.set(xscale="log", xlabel="k", ylabel="recall@k", ylim=(0, 1))
-    curves.legend()
-
-    seconds = []  # of each ranking, over all collections
-    for found in zip(*runs):
-        seconds.append(pd.DataFrame([run.metadata["seconds"] for run in found]).sum())
-    seconds = pd.DataFrame(seconds, names).fillna(0)
-    if seconds.size:  # none if all runs are files
-        seconds.plot.barh(ax=stages, stacked=True, xlabel="seconds")
-    for axis in (bars, curves, stages):
-        axis.grid(alpha=0.3)
+def plot_report(title, rows, names, path):
+    """Plot the rows of table_of() as bars with intervals; measures without intervals are left out."""
+    columns = [column for column, cell in rows[0].items() if "mean" in cell]
+    figure = Figure(figsize=(max(6, 1 + len(columns) * len(names) / 3), 4), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(names)
+    for number, (name, row) in enumerate(zip(names, rows)):
+        cells = [row[column] for column in columns]
+        means = [cell["mean"] for cell in cells]
+        below = [cell["mean"] - cell["low"] for cell in cells]
+        above = [cell["high"] - cell["mean"] for cell in cells]
+        axes.bar(np.arange(len(cells)) + number * width, means, width, yerr=[below, above], label=name)
+    axes.set_xticks(np.arange(len(columns)) + 0.4 - width / 2, columns)
+    axes.set(ylabel=title, ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend()
     figure.savefig(path, dpi=110)
-
-
-def recall_by_depth(run, collection, top_k):
-    """Return (top_k,) recall at 1, 2, ..., the mean over the queries that have a relevant document."""
-    relevant = collection.qrels[collection.qrels["relevance"] > 0]
-    share = 1 / relevant["query_id"].value_counts()  # of one relevant document
-    ranks = run.ranking.assign(rank=run.ranking.groupby("query_id").cumcount())
-    hits = ranks.merge(relevant, on=PAIR)
-    gains = np.bincount(hits["rank"], hits["query_id"].map(share), minlength=top_k)
-    return gains.cumsum()[:top_k] / len(share)
 
 
 def print_hits(run, collection):
@@ -1517,7 +1480,6 @@ class CachedEncoder:
         self.cache = EmbeddingCache(folder, self.path, *self.shape, args.cache_size_limit)
         if len(self.cache.cache) == 0:  # the model is new
             self.check()
-            del self.meter["tokens"], self.meter["padded"]
 
     def check(self):
         """Raise UserError if the model's own `encode` has other embeddings of two texts, one of them long; warn if
@@ -1552,12 +1514,10 @@ class CachedEncoder:
             yield chunk
 
     def open_bar(self, name, rows):
-        """Show a progress bar on the main process; in a log, print a line every ten seconds."""
-        options = {} if sys.stderr.isatty() else {"mininterval": 10, "ncols": 80}
+        """Show a progress bar on the main process."""
         rows = rows and math.ceil(rows / self.processes)  # None: a stream
         disable = not self.accelerator.is_main_process
-        options |= {"desc": name, "unit": f" {self.unit}", "delay": 1}
-        self.bar = Bar(total=rows, disable=disable, **options)
+        self.bar = tqdm(total=rows, desc=name, unit=f" {self.unit}", delay=1, mininterval=1, disable=disable)
 
     def close(self):
         """Close the cache, and free the memory of the model for the next one."""
@@ -1601,10 +1561,8 @@ class CachedEncoder:
         outputs = []
         indices = []
         ready = (self.micro_batches(texts.take(group)) for group in groups)
-        for (micro_batches, tokens), group in zip(prefetch(ready), groups):
-            self.meter["tokens"] += tokens
+        for micro_batches, group in zip(prefetch(ready), groups):
             for features, cut in micro_batches:
-                self.meter["padded"] += features["input_ids"].numel()
                 outputs.append(self.forward(features))
                 indices.append(group[cut])
             self.bar.update(len(group))
@@ -1644,12 +1602,10 @@ class CachedEncoder:
                 seconds[name.removesuffix(" seconds")] = round(value / self.processes, 4)
         total = meter["total"]
         new = meter["new"]
-        padded = meter["padded"]
         return {
             "fingerprint": self.fingerprint,
             "max_length": self.max_length,
             self.unit: {"total": total, self.verb: new, "cached": total - new},
-            "padding_fraction": 1 - meter["tokens"] / padded if padded else 0.0,
             "seconds": seconds,
         }
 
@@ -1689,16 +1645,6 @@ class CachedScorer(CachedEncoder):
         return score(self.model, features, self.accelerator)
 
 
-class Bar(tqdm):
-    """tqdm that prints lines into a log instead of overwriting one."""
-
-    @staticmethod
-    def status_printer(file):
-        if file.isatty():
-            return tqdm.status_printer(file)
-        return lambda line: print(line.strip(), file=file, flush=True)
-
-
 def encode(model, features, accelerator):
     """Return (n, D) float embeddings of one micro-batch."""
     features = transformers.BatchEncoding(features).to(accelerator.device, non_blocking=True).data
@@ -1717,7 +1663,7 @@ def score(model, features, accelerator):
 
 
 def make_micro_batches(texts, model, max_tokens, device):
-    """Return (micro-batches, tokens without padding) of texts; a micro-batch is (features, indices in texts)."""
+    """Return the micro-batches of texts, each (features, indices in texts)."""
     if not isinstance(model.tokenizer, Tokenizer):
         encodings = model.tokenizer.backend_tokenizer.encode_batch_fast(texts)
         return pad_micro_batches(encodings, model, max_tokens, device)
@@ -1733,11 +1679,11 @@ def make_micro_batches(texts, model, max_tokens, device):
         offsets = torch.from_numpy(np.cumsum(lengths[indices]) - lengths[indices])
         features = {"input_ids": pinned(ids, device), "offsets": pinned(offsets, device)}
         parts.append((features, indices))
-    return parts, int(lengths.sum())
+    return parts
 
 
 def pad_micro_batches(encodings, model, max_tokens, device):
-    """Return (micro-batches, tokens without padding) of tokenized texts or pairs, longest first."""
+    """Return the micro-batches of tokenized texts or pairs, longest first."""
     lengths = np.array([len(encoding) for encoding in encodings])
     widths = lengths
     if device.type != "cpu":  # fast kernels require multiples of 8
@@ -1751,7 +1697,7 @@ def pad_micro_batches(encodings, model, max_tokens, device):
             features = pad_texts(chosen, int(widths[indices[0]]), model.tokenizer)
         features = {name: pinned(value, device) for name, value in features.items()}
         parts.append((features, indices))
-    return parts, int(lengths.sum())
+    return parts
 
 
 def prefetch(iterator, depth=2):
@@ -1860,17 +1806,6 @@ class UserError(ValueError):
     """Something the user can fix; printed as one line, without a traceback."""
 
 
-class AgreedError(UserError):
-    """What all processes raise together, after a collective; printed by the main process alone."""
-
-
-def stop_together(error):
-    """Raise AgreedError on all processes if any has an error, a text, not None: the first. Every process calls it."""
-    error = next(filter(None, gather_object([error])), None)
-    if error:
-        raise AgreedError(error)
-
-
 def is_out_of_memory(error):
     """Return whether torch could not allocate memory on a device, or of the CPU."""
     return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "DefaultCPUAllocator" in str(error))
@@ -1901,13 +1836,10 @@ def print_error(error, again, memory):
         print(f"\ninterrupted: {again}", file=sys.stderr)
         return 130
     traceback.clear_frames(error.__traceback__)  # deletes main's progress bar, which ends its line
-    is_main = os.environ.get("RANK", "0") == "0"
-    if isinstance(error, AgreedError):
-        if is_main:
-            print(f"error: {error}", file=sys.stderr)
-        PartialState().wait_for_everyone()  # once a process has ended, a launcher ends the others
-    elif isinstance(error, UserError):
-        if not is_main:  # of this process alone, or of each: a launcher then ends this one while it waits
+    if isinstance(error, UserError):
+        if (
+            os.environ.get("RANK", "0") != "0"
+        ):  # of this process alone, or of each: a launcher then ends this one while it waits
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
         print(f"error: {error}", file=sys.stderr)

@@ -825,7 +825,20 @@ def new_folder(folder):
                 parent.rmdir()
 
 
-# ---- errors, flags, files and micro-batches (same in eval_incremental.py)
+def check_flag_names(parser, argv):
+    """Exit if a flag of the command line is unknown, and name the nearest one, or if it is given twice."""
+    known, seen = parser._option_string_actions, set()
+    for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
+        if name not in known:
+            nearest = get_close_matches(name, known, 1) or ["--help"]
+            parser.error(f"{name}: no such flag; did you mean {nearest[0]}?")
+        if known[name] in seen:
+            advice = "; list all values after one flag" * (known[name].nargs == "+")
+            parser.error(f"{known[name].option_strings[0]}: given twice{advice}")
+        seen.add(known[name])
+
+
+# ---- errors, files and micro-batches (same in eval_incremental.py)
 
 
 class UserError(ValueError):
@@ -853,19 +866,6 @@ def user_errors(name):
         if "Couldn't cast" in reason:  # `datasets` takes the type of a column from its first rows
             reason += "; prepare_corpus.py can rewrite rows of irregular types"
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
-
-
-def check_flag_names(parser, argv):
-    """Exit if a flag of the command line is unknown, and name the nearest one, or if it is given twice."""
-    known, seen = parser._option_string_actions, set()
-    for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
-        if name not in known:
-            nearest = get_close_matches(name, known, 1) or ["--help"]
-            parser.error(f"{name}: no such flag; did you mean {nearest[0]}?")
-        if known[name] in seen:
-            advice = "; list all values after one flag" * (known[name].nargs == "+")
-            parser.error(f"{known[name].option_strings[0]}: given twice{advice}")
-        seen.add(known[name])
 
 
 def check_exists(name):
