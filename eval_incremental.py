@@ -560,7 +560,7 @@ def read_run(path, name, collection):
         f"judged queries are not in {path}; they count as 0": len(missing),
         f"lines of {path} repeat a document; its best score counts": ranking.duplicated(PAIR).sum(),
     }
-    return make_run(name, ranking[known], collection, {"seconds": {}}, counts)
+    return make_run(name, ranking[known], collection, {}, counts)
 
 
 def retrieve(encoder, name, collection, args, accelerator):
@@ -577,8 +577,7 @@ def retrieve(encoder, name, collection, args, accelerator):
     best, scored = search_chunks(encoder, corpus, top, judged, judged_ids, with_texts=bool(args.query))
 
     # ---- merge the results of all processes; replace rows by ids
-    with encoder.clock("search"):
-        top.merge(accelerator)
+    top.merge(accelerator)
     metadata = encoder.metadata()
     parts = gather_object([(best, scored, corpus.empty)])
     best = dict(chain.from_iterable(part[0].items() for part in parts))
@@ -612,16 +611,14 @@ def search_chunks(encoder, corpus, top, judged, judged_ids, with_texts):
     best = {}
     scored = [judged[:0][PAIR].assign(score=0.0)]
     for chunk in encoder.read(corpus):
-        vectors = encoder(chunk)
-        with encoder.clock("search"):
-            vectors = encoder.for_search(vectors)
-            top.add(vectors, chunk.first)
-            best |= documents_of(chunk, top.rows, with_texts)
-            if len(best) > 4 * top.rows.numel():
-                best = {row: best[row] for row in top.rows.unique().tolist() if row >= 0}
-            rows = np.flatnonzero(pc.is_in(chunk.ids, judged_ids).to_numpy(False))
-            if len(rows):
-                scored.append(score_judged(chunk.ids.take(rows), vectors[rows], top.queries, judged))
+        vectors = encoder.for_search(encoder(chunk))
+        top.add(vectors, chunk.first)
+        best |= documents_of(chunk, top.rows, with_texts)
+        if len(best) > 4 * top.rows.numel():
+            best = {row: best[row] for row in top.rows.unique().tolist() if row >= 0}
+        rows = np.flatnonzero(pc.is_in(chunk.ids, judged_ids).to_numpy(False))
+        if len(rows):
+            scored.append(score_judged(chunk.ids.take(rows), vectors[rows], top.queries, judged))
     return best, scored
 
 
@@ -787,7 +784,7 @@ def bm25_run(collection, args, accelerator):
     (ranking,) = broadcast_object_list(found)
     if isinstance(ranking, UserError):
         raise ranking
-    metadata = {"seconds": {"search": round(time.perf_counter() - started, 4)}}
+    metadata = {"seconds": round(time.perf_counter() - started, 4)}
     return make_run("BM25", ranking, collection, metadata, {}, args.top_k)
 
 
@@ -1461,10 +1458,9 @@ class CachedEncoder:
         self.processes = accelerator.num_processes
         self.meter = Counter()
         self.bar = tqdm(disable=True)
-        with self.clock("load"):
-            *self.shape, length = self.load(args)  # dimensions and dtype of the cached vectors, --max_length
-            check_attention(self.model, accelerator)
-            self.fingerprint = model_fingerprint(self.model, accelerator.mixed_precision, self.shape[1])
+        *self.shape, length = self.load(args)  # dimensions and dtype of the cached vectors, --max_length
+        check_attention(self.model, accelerator)
+        self.fingerprint = model_fingerprint(self.model, accelerator.mixed_precision, self.shape[1])
         length = length or self.model.max_seq_length or math.inf
         self.max_length = None if length == math.inf else length  # tokens; None: not truncated
         self.longest = 6 * length  # characters that count in compute(): more are truncated anyway
@@ -1496,25 +1492,13 @@ class CachedEncoder:
         self.model, self.dims, self.prompts = load_bi_encoder(self.path, args)
         return self.model.get_embedding_dimension(), args.cache_dtype, args.max_length
 
-    @contextmanager
-    def clock(self, stage):
-        """Add the seconds that the block takes to those of a stage."""
-        started = time.perf_counter()
-        yield
-        self.meter[f"{stage} seconds"] += time.perf_counter() - started
-
     def read(self, corpus):
-        """Yield this process' Chunks of a corpus, read in the background."""
-        chunks = prefetch(corpus.chunks(self.prompts[1], self.process, self.processes))
-        while True:
-            with self.clock("read"):
-                chunk = next(chunks, None)
-            if chunk is None:
-                return
-            yield chunk
+        """Return this process' Chunks of a corpus, read in the background."""
+        return prefetch(corpus.chunks(self.prompts[1], self.process, self.processes))
 
     def open_bar(self, name, rows):
-        """Show a progress bar on the main process."""
+        """Show a progress bar on the main process, and begin to count the seconds."""
+        self.started = time.perf_counter()
         rows = rows and math.ceil(rows / self.processes)  # None: a stream
         disable = not self.accelerator.is_main_process
         self.bar = tqdm(total=rows, desc=name, unit=f" {self.unit}", delay=1, mininterval=1, disable=disable)
@@ -1532,19 +1516,16 @@ class CachedEncoder:
 
     def __call__(self, chunk):
         """Return the (n, D) vectors of a chunk as cached: in --cache_dtype, or float32 for int8."""
-        with self.clock("lookup"):
-            rows, found = self.cache.lookup(chunk.hashes)
+        rows, found = self.cache.lookup(chunk.hashes)
         new = np.flatnonzero(~found)
         codes, distinct = pd.factorize(chunk.hashes[new].astype(object))
         self.meter.update(total=len(found), new=len(distinct))
         self.bar.update(len(found) - len(distinct))
         if len(new):
             first = np.unique(codes, return_index=True)[1]  # of each distinct text
-            with self.clock(self.verb.removesuffix("d")):
-                vectors = self.compute(chunk.texts.take(new[first]))
-            with self.clock("store"):
-                packed = self.cache.pack(vectors)[codes]
-                self.cache.store(chunk.hashes[new], packed)
+            vectors = self.compute(chunk.texts.take(new[first]))
+            packed = self.cache.pack(vectors)[codes]
+            self.cache.store(chunk.hashes[new], packed)
             rows[new] = packed
         return torch.from_numpy(self.cache.unpack(rows))
 
@@ -1596,17 +1577,13 @@ class CachedEncoder:
         self.bar.close()
         meter = sum(gather_object([self.meter]), Counter())
         self.meter = Counter()
-        seconds = {}
-        for name, value in meter.items():
-            if name.endswith(" seconds"):
-                seconds[name.removesuffix(" seconds")] = round(value / self.processes, 4)
         total = meter["total"]
         new = meter["new"]
         return {
             "fingerprint": self.fingerprint,
             "max_length": self.max_length,
             self.unit: {"total": total, self.verb: new, "cached": total - new},
-            "seconds": seconds,
+            "seconds": round(time.perf_counter() - self.started, 4),
         }
 
 
