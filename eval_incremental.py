@@ -94,7 +94,10 @@ class Args:
     )
     run: list[str] = flag([], "rankings to evaluate or rerank, in TREC format: query Q0 document rank score tag")
     bm25: bool = flag(False, "also rank by BM25 (requires bm25s, and the corpus in memory)")
-    cross_encoder: str | None = flag(None, "model that reranks the rankings of the bi-encoders, --run and --bm25")
+    fuse: bool = flag(False, "also rank by reciprocal rank fusion of all rankings of the call")
+    cross_encoder: str | None = flag(
+        None, "model that reranks the rankings of the bi-encoders, --run, --bm25 and --fuse"
+    )
     rerank_k: int | None = flag(None, "documents to rerank per query, 100 if there are as many; the others rank below")
     rerank_max_length: int | None = flag(None, "tokens a pair is truncated to; None: the model's own")
     top_k: int = flag(100, "documents ranked for each query; more if --metrics or --rerank_k require it")
@@ -127,8 +130,8 @@ def check_flags(args):
     tasks = [name for name in ("query", "export_vectors") if getattr(args, name)]
     if len(tasks) > 1:
         raise UserError("--query, --export_vectors: give only one of them")
-    if tasks and (args.run or args.bm25 or args.judged or len(args.model_name_or_path) > 1):
-        raise UserError(f"--{tasks[0]} takes one --model_name_or_path, and neither --run nor --bm25 nor --judged")
+    if tasks and (args.run or args.bm25 or args.fuse or args.judged or len(args.model_name_or_path) > 1):
+        raise UserError(f"--{tasks[0]} takes one --model_name_or_path, and none of --run, --bm25, --fuse, --judged")
     depths = [check_measure(name) for name in args.metrics if not is_script(name)]
     if not tasks:
         args.top_k = max([args.top_k, args.rerank_k or 0, *depths])
@@ -152,6 +155,8 @@ def check_flags(args):
             raise UserError(f"no --beir, --corpus or --pairs, and no demo corpus in {DEMO}: run prepare_corpus.py")
     if not (args.model_name_or_path or args.run or args.bm25):
         args.model_name_or_path = ["runs/bi_encoder/model"]
+    if args.fuse and len(args.model_name_or_path) + len(args.run) + args.bm25 < 2:
+        raise UserError("--fuse requires two rankings: of --model_name_or_path, --run or --bm25")
 
 
 def is_script(metric):
@@ -232,9 +237,9 @@ def main(args):
         metrics = load_metrics(args.metrics, metric_cache.name)  # fail before the corpus is encoded
     collections = open_collections(args)
 
-    # ---- rankings of each collection: of run files, then of bi-encoders, of BM25, and then all of them reranked
+    # ---- rankings of each collection: run files', bi-encoders', BM25's, their fusion, and then all of them reranked
     paths = args.run + args.model_name_or_path
-    names = dict(zip(paths, short_names([*paths, "BM25"])))  # --bm25 has that name
+    names = dict(zip(paths, short_names([*paths, "BM25", "fused"])))  # --bm25 and --fuse have these names
     runs = [[] for _ in collections]
     for path in args.run:
         runs[0].append(read_run(path, names[path], collections[0]))
@@ -250,6 +255,9 @@ def main(args):
     if args.bm25:
         for collection, found in zip(collections, runs):
             found.append(bm25_run(collection, args, accelerator))
+    if args.fuse:
+        for collection, found in zip(collections, runs):
+            found.append(fuse(found, collection))
     if scorer:
         scorer.open(args)
         for collection, found in zip(collections, runs):
@@ -808,6 +816,19 @@ def search_bm25(collection, args):
     return ranking[ranking["score"] > 0]
 
 
+def fuse(runs, collection):
+    """Return the Run of the reciprocal rank fusion (Cormack et al. 2009): a document's score is the sum of 1 / (60 +
+    rank) over the rankings that contain it. It is as deep as the deepest of them; ties: by the first ranking."""
+    parts = []
+    for run in runs:
+        ranks = 1 + run.ranking.groupby("query_id").cumcount()
+        parts.append(run.ranking[PAIR].assign(score=1 / (60 + ranks)))
+    ranking = pd.concat(parts).groupby(PAIR, as_index=False, sort=False)["score"].sum()
+    ranking = ranking.sort_values("score", ascending=False, kind="stable")
+    depth = max(part.groupby("query_id").size().max() for part in parts)
+    return make_run("fused", ranking, collection, {}, {}, depth)
+
+
 # ---- vectors for other programs
 
 
@@ -980,7 +1001,7 @@ def short_names(paths):
 
 
 OUTPUT_ARGS = """beir split corpus queries qrels pairs columns corpus_columns query_columns keep_same_id
-model_name_or_path run bm25 cross_encoder max_length rerank_max_length prompts
+model_name_or_path run bm25 fuse cross_encoder max_length rerank_max_length prompts
 truncate_dim"""  # flags that must not change within one --output_dir
 
 
