@@ -1,10 +1,8 @@
 """Evaluate bi-encoders and rerankers on retrieval, over corpora of any size, with a cache of all embeddings.
 
-    python eval_incremental.py                                         # runs/bi_encoder/model, on held-out demo pairs
     python eval_incremental.py --model_name_or_path BAAI/bge-base-en-v1.5 runs/bge/model --beir scifact nfcorpus
-    python eval_incremental.py --query "read a gzip file"              # search instead; fast once the corpus is cached
-    python eval_incremental.py --beir scifact --run bm25.run --cross_encoder runs/cross_encoder/model   # rerank
-    python eval_incremental.py --corpus docs.parquet --export_vectors vectors       # for an index or a vector database
+    python eval_incremental.py --model_name_or_path runs/bge/model --beir scifact --query "vitamin D"       # search
+    python eval_incremental.py --beir scifact --run bm25.run --cross_encoder runs/cross_encoder/model       # rerank
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml eval_incremental.py args.yaml
 
 A collection is --pairs, or a corpus, queries and judgments (qrels), each by its own flag or in BEIR's layout:
@@ -64,7 +62,6 @@ import transformers
 
 # ---- options
 
-DEMO = "data/python_code"  # where prepare_corpus.py writes the demo corpus
 ABOVE_ZERO = "rerank_k rerank_max_length max_length truncate_dim micro_batch_tokens corpus_chunk_size top_k"
 
 
@@ -84,14 +81,12 @@ class Args:
     qrels: str | None = flag(None, "judgments of --corpus: TREC qrels, or query, document and grade")
     corpus_columns: list[str] = flag([], "id column (# for the row number), then text columns; none: _id title text")
     query_columns: list[str] = flag([], "the same for the queries; none: _id text")
-    pairs: list[str] = flag([], f"sources of (query, document) rows; without --beir and --corpus: {DEMO}/heldout")
+    pairs: list[str] = flag([], "sources of (query, document) rows, instead of --beir and --corpus")
     columns: list[str] = flag([], "query and document column of --pairs; none: the first two")
     keep_same_id: bool = flag(False, "also rank the document with the query's own id, which BEIR excludes")
     streaming: bool = flag(False, "read the corpus front to back, without first converting it to a mapped table")
     # rankings
-    model_name_or_path: list[str] = flag(
-        [], "bi-encoders to compare; none: runs/bi_encoder/model, or only --run and --bm25"
-    )
+    model_name_or_path: list[str] = flag([], "bi-encoders to compare")
     run: list[str] = flag([], "rankings to evaluate or rerank, in TREC format: query Q0 document rank score tag")
     bm25: bool = flag(False, "also rank by BM25 (requires bm25s, and the corpus in memory)")
     fuse: bool = flag(False, "also rank by reciprocal rank fusion of all rankings of the call")
@@ -111,15 +106,13 @@ class Args:
     corpus_chunk_size: int = flag(4096, "documents per chunk, at most; a killed run loses a chunk per process")
     cache_dir: str = flag("~/.cache/evenstep/embeddings", "folder of the embedding caches, one for each model")
     cache_dtype: Literal["float32", "float16", "int8"] = flag(
-        "float32", "precision of stored vectors: float16 halves the cache, int8 quarters it; both reorder near ties"
+        "float32", "of stored vectors; the others reorder near ties"
     )
     cache_size_limit: float = flag(0, "GB per model's cache; beyond that the oldest vectors are removed; 0: no limit")
     cache_info: bool = flag(False, "list the models in --cache_dir, and exit")
     cache_clear: str | None = flag(None, "remove the caches of this model (name, or start of fingerprint), and exit")
     # output
-    metrics: list[str] = flag(
-        ["nDCG@10", "RR@10", "R@100", "AP"], "measures, by their names in ir_measures; or scripts of `evaluate`: my.py"
-    )
+    metrics: list[str] = flag(["nDCG@10", "RR@10", "R@100", "AP"], "of ir_measures, or scripts of `evaluate`: my.py")
     judged: bool = flag(False, "also write judged.trec: scores of judged documents, for mine_negatives.py --judged")
     export_vectors: str | None = flag(None, "write the corpus vectors to this new folder as Parquet shards instead")
     output_dir: str = flag("runs/eval", "folder for the results")
@@ -138,23 +131,19 @@ def check_flags(args):
     args.rerank_k = args.rerank_k or 100
     if sum(map(bool, (args.beir, args.corpus, args.pairs))) > 1:
         raise UserError("--beir, --corpus, --pairs: give only one of them")
+    if len(args.columns) not in (0, 2):
+        raise UserError("--columns takes two names, of queries and documents")
     judged = args.queries and args.qrels
     if (args.queries or args.qrels or (args.corpus and not tasks)) and not (args.corpus and judged):
         raise UserError("--corpus, --queries and --qrels belong together, except to --query and --export_vectors")
     if len(args.prompts) > 2:
         raise UserError("--prompts takes one text, or one of queries and one of documents; quote texts with spaces")
-    if len(args.columns) not in (0, 2):
-        raise UserError("--columns takes two names, of queries and documents")
     if 1 in (len(args.corpus_columns), len(args.query_columns)):
         raise UserError("--corpus_columns and --query_columns take an id column and text columns")
-    if not (args.beir or args.corpus or args.pairs or args.cache_info or args.cache_clear):
-        args.pairs = [f"{DEMO}/heldout/*.parquet"]
-        if tasks:  # the whole demo corpus
-            args.pairs.append(f"{DEMO}/train/*.parquet")
-        if not Path(DEMO).is_dir():
-            raise UserError(f"no --beir, --corpus or --pairs, and no demo corpus in {DEMO}: run prepare_corpus.py")
-    if not (args.model_name_or_path or args.run or args.bm25):
-        args.model_name_or_path = ["runs/bi_encoder/model"]
+    sources = args.beir or args.corpus or args.pairs
+    rankers = args.model_name_or_path or args.run or args.bm25
+    if not (sources and rankers or args.cache_info or args.cache_clear):
+        raise UserError("requires --beir, --corpus or --pairs, and --model_name_or_path, --run or --bm25")
     if args.fuse and len(args.model_name_or_path) + len(args.run) + args.bm25 < 2:
         raise UserError("--fuse requires two rankings: of --model_name_or_path, --run or --bm25")
 
@@ -234,7 +223,7 @@ def main(args):
     if evaluating:
         check_output(args)
         metric_cache = tempfile.TemporaryDirectory()
-        metrics = load_metrics(args.metrics, metric_cache.name)  # fail before the corpus is encoded
+        metrics = {name: load_metric(name, metric_cache.name) for name in args.metrics}  # fail early
     collections = open_collections(args)
 
     # ---- rankings of each collection: run files', bi-encoders', BM25's, their fusion, and then all of them reranked
@@ -265,7 +254,7 @@ def main(args):
         scorer.close()
 
     # ---- results
-    origin = provenance(collections, accelerator)
+    origin = provenance(accelerator)
     is_main = accelerator.is_main_process
     accelerator.end_training()  # so that no process waits for the report
     if not is_main:
@@ -318,7 +307,6 @@ class TextReader:
         self.kept = None  # (rows,) bool; None: all rows
         with user_errors(self.name):
             files = [file for source in sources for file in list_files(source)]
-            self.fingerprint = data_fingerprint(files)
             available = next(open_files(files[:1]).iter(1)).column_names
             if not columns:  # a title is optional
                 columns = [name for name in default if name in available or name != "title"]
@@ -388,7 +376,6 @@ class Collection:
     qrels: pd.DataFrame  # query_id, doc_id, relevance; empty in a search or an export
     warnings: list
     omit_same_id: bool = False  # leave the document with the query's own id out of its ranking
-    fingerprints: dict = field(default_factory=dict)  # of corpus, queries and judgments, for metrics.json
 
     def same_id(self, frame):
         """Return a mask of the rows of a ranking or of judgments that are left out by omit_same_id."""
@@ -449,14 +436,14 @@ def pair_collection(name, corpus, args):
     qrels = qrels[[*PAIR, "relevance"]]
     queries = {str(number): text for number, text in enumerate(texts)}
     warnings = warnings_of({"pairs lack a text; left out": len(pairs) - len(whole)})
-    return Collection(name, corpus, queries, qrels, warnings, fingerprints={"pairs": corpus.fingerprint})
+    return Collection(name, corpus, queries, qrels, warnings)
 
 
 def judged_collection(name, corpus, queries, qrels, args):
     """Return the Collection of sources of documents, queries and judgments."""
     reader = TextReader(queries, args.query_columns, ("_id", "text"), args)
     table = reader.frame()
-    judgments, fingerprint = read_qrels(*qrels)
+    judgments = read_qrels(*qrels)
     judged = table["id"].isin(judgments["query_id"])
     again = table["id"].duplicated()
     known = dict(table[judged & ~again].itertuples(index=False))
@@ -470,8 +457,7 @@ def judged_collection(name, corpus, queries, qrels, args):
         f"judged queries are unknown, such as {', '.join(unknown[:3])}; left out": len(unknown),
     }
     judgments = judgments[judgments["query_id"].isin(known)]
-    fingerprints = {"corpus": corpus.fingerprint, "queries": reader.fingerprint, "qrels": fingerprint}
-    return Collection(name, corpus, known, judgments, warnings_of(counts), omit_same_id, fingerprints)
+    return Collection(name, corpus, known, judgments, warnings_of(counts), omit_same_id)
 
 
 def warnings_of(counts):
@@ -480,8 +466,8 @@ def warnings_of(counts):
 
 
 def read_qrels(source, *others):
-    """Return (DataFrame (query_id, doc_id, relevance), fingerprint) of a file of judgments, or of a source in the
-    layouts of the Hub. Raise UserError if there are several files."""
+    """Return a DataFrame (query_id, doc_id, relevance) of a file of judgments, or of a source in the layouts of the
+    Hub. Raise UserError if there are several files."""
     with user_errors(f"--qrels {source}"):
         file, *more = [source, *others] if os.path.exists(source) or others else list_files(source)
         if more:
@@ -499,7 +485,7 @@ def read_qrels(source, *others):
         if not (frame["score"] % 1 == 0).all():
             raise UserError("a grade is not a whole number")
         frame = frame.drop_duplicates(PAIR, keep="last").astype({"score": int})
-        return frame.rename(columns={"score": "relevance"}), data_fingerprint([file])
+        return frame.rename(columns={"score": "relevance"})
 
 
 def read_trec(path, name):
@@ -618,7 +604,7 @@ def search_chunks(encoder, corpus, top, judged, judged_ids, with_texts):
     best, and some that were; a list of DataFrames: scores of the judged documents)."""
     best = {}
     scored = [judged[:0][PAIR].assign(score=0.0)]
-    for chunk in encoder.read(corpus):
+    for chunk in prefetch(corpus.chunks(encoder.prompts[1], encoder.process, encoder.processes)):
         vectors = encoder.for_search(encoder(chunk))
         top.add(vectors, chunk.first)
         best |= documents_of(chunk, top.rows, with_texts)
@@ -635,9 +621,7 @@ def documents_of(chunk, rows, with_texts):
     rows = rows[rows >= chunk.first].unique().tolist()
     in_chunk = pa.array([row - chunk.first for row in rows], pa.int64())
     ids = chunk.ids.take(in_chunk).to_pylist()
-    texts = [""] * len(rows)
-    if with_texts:
-        texts = chunk.texts.take(in_chunk).to_pylist()
+    texts = chunk.texts.take(in_chunk).to_pylist() if with_texts else [""] * len(rows)
     return dict(zip(rows, zip(ids, texts)))
 
 
@@ -755,12 +739,7 @@ def score_pairs(scorer, requested, collection, args, accelerator):
     scored = []
     while part := list(islice(candidates, args.corpus_chunk_size)):
         query_ids, document_ids, documents = zip(*part)
-        queries = pa.array([collection.queries[query] for query in query_ids], pa.large_string())
-        documents = pa.array(documents, pa.large_string())
-        pairs = pa.StructArray.from_arrays([queries, documents], ["query", "document"])
-        joined = pc.binary_join_element_wise(queries, documents, pa.scalar("\0", pa.large_string()))
-        hashes = text_hashes(joined)
-        scores = scorer(Chunk(0, None, pairs, hashes))[:, 0]
+        scores = scorer.score_pairs([collection.queries[query] for query in query_ids], documents)
         scored += zip(query_ids, document_ids, scores.tolist())
     scored = chain.from_iterable(gather_object([scored]))
     frame = pd.DataFrame(scored, columns=[*PAIR, "score"])
@@ -846,7 +825,6 @@ def export_vectors(encoder, collection, args, accelerator):
         "document_prompt": encoder.prompts[1],
         "max_length": encoder.max_length,
         "dimensions": encoder.dims or encoder.cache.dimensions,
-        "dtype": "float32",
         "similarity": similarity,
         "normalized": similarity == "cosine",
         "corpus": args.corpus or args.pairs or args.beir,
@@ -862,7 +840,7 @@ def export_vectors(encoder, collection, args, accelerator):
                 shard.unlink()
     accelerator.wait_for_everyone()
     encoder.open_bar(encoder.path, corpus.rows)
-    for chunk in encoder.read(corpus):
+    for chunk in prefetch(corpus.chunks(encoder.prompts[1], encoder.process, encoder.processes)):
         vectors = encoder.for_search(encoder(chunk)).cpu().numpy()
         flat = pa.FixedSizeListArray.from_arrays(vectors.reshape(-1), vectors.shape[1])
         table = pa.table({"_id": chunk.ids.cast(pa.string()), "vector": flat})
@@ -882,22 +860,16 @@ def export_vectors(encoder, collection, args, accelerator):
 # ---- measures
 
 
-def load_metrics(names, cache_dir):
-    """Return {name: measure of ir_measures, or metric of `evaluate`, which stores in cache_dir what is added}."""
-    metrics = {}
-    for name in names:
-        metrics[name] = load_script(name, cache_dir) if is_script(name) else ir_measures.parse_measure(name)
-    return metrics
-
-
-def load_script(path, cache_dir):
-    """Return the metric of a script or folder of `evaluate`. It must be local: an id of the Hub would run downloaded
-    code."""
-    with user_errors(f"--metrics {path}"):
-        if not os.path.exists(path):
+def load_metric(name, cache_dir):
+    """Return a measure of ir_measures, or the metric of a script or folder of `evaluate`, which stores in cache_dir
+    what is added. It must be local: an id of the Hub would run downloaded code."""
+    if not is_script(name):
+        return ir_measures.parse_measure(name)
+    with user_errors(f"--metrics {name}"):
+        if not os.path.exists(name):
             raise UserError("no such file or folder; metrics of the Hub are not loaded")
         # an absolute path is never taken for a name of the Hub
-        metric = evaluate.load(os.path.abspath(path), module_type="metric", cache_dir=cache_dir)
+        metric = evaluate.load(os.path.abspath(name), module_type="metric", cache_dir=cache_dir)
         if "docid" not in str(metric.features):
             raise UserError("does not take rankings: its features must be those of the metric trec_eval")
         return metric
@@ -1000,17 +972,11 @@ def short_names(paths):
     return [name if names.count(name) == 1 else f"{name}_{number}" for number, name in numbered]
 
 
-OUTPUT_ARGS = """beir split corpus queries qrels pairs columns corpus_columns query_columns keep_same_id
-model_name_or_path run bm25 fuse cross_encoder max_length rerank_max_length prompts
-truncate_dim"""  # flags that must not change within one --output_dir
-
-
 def check_output(args):
-    """Raise UserError if --output_dir contains results for other values of OUTPUT_ARGS."""
+    """Raise UserError if --output_dir contains the results of other flags."""
     with user_errors(f"--output_dir {args.output_dir}"), suppress(FileNotFoundError):
         then = json.loads(Path(args.output_dir, "metrics.json").read_text()).get("args", {})
-        now = asdict(args)
-        changed = [f"--{name} {then.get(name)}" for name in OUTPUT_ARGS.split() if then.get(name) != now[name]]
+        changed = [f"--{name} {then.get(name)}" for name, value in asdict(args).items() if then.get(name) != value]
         if changed:
             raise UserError(f"contains the results of {', '.join(changed)}: choose another folder")
 
@@ -1018,13 +984,10 @@ def check_output(args):
 PACKAGES = "accelerate datasets ir_measures numpy pytrec-eval-terrier scipy sentence-transformers torch transformers"
 
 
-def provenance(collections, accelerator):
-    """Return what results depend on beside the flags and models, for metrics.json: a diff of two such files helps to
-    explain different results."""
-    device = accelerator.device.type
-    if device == "cpu":
-        device = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
-    elif device == "cuda":
+def provenance(accelerator):
+    """Return what results depend on beside flags, models and data, for metrics.json."""
+    device = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    if accelerator.device.type == "cuda":
         device = torch.cuda.get_device_name()
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -1033,7 +996,6 @@ def provenance(collections, accelerator):
         "device": device,
         "processes": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,
-        "collections": {collection.name: collection.fingerprints for collection in collections},
     }
 
 
@@ -1108,53 +1070,42 @@ def table_of(summaries):
 def print_table(title, rows, names):
     """Print the rows of table_of(); names: of the rankings."""
     width = max(map(len, [*names, title]))
-    lines = [(title, list(rows[0]))]
+    print(f"\n{title:{width}}", *[f"{column:>25}" for column in rows[0]])
     for name, row in zip(names, rows):
-        lines.append((name, [format_value(cell) for cell in row.values()]))
-        if any("p" in cell for cell in row.values()):
-            lines.append(("", [format_difference(cell) for cell in row.values()]))
-    print()
-    for name, cells in lines:
-        print(name.ljust(width), *[cell.rjust(25) for cell in cells])
+        cells = [format_cell(cell) for cell in row.values()]
+        print(f"{name:{width}}", *[f"{value:>25}" for value, _ in cells])
+        if any(difference for _, difference in cells):
+            print(" " * width, *[f"{difference:>25}" for _, difference in cells])
 
 
-def format_value(cell):
+def format_cell(cell):
+    """Return the value and the difference from the first ranking, as texts."""
     if "value" in cell:
-        return f"{cell['value']:.4f} (no interval)"
-    return "{mean:.4f} [{low:.4f}, {high:.4f}]".format(**cell)
-
-
-def format_difference(cell):
-    return "{difference:+.4f}, p = {p:.4f}".format(**cell) if "p" in cell else ""
+        return f"{cell['value']:.4f} (no interval)", ""
+    value = "{mean:.4f} [{low:.4f}, {high:.4f}]".format(**cell)
+    return value, "{difference:+.4f}, p = {p:.4f}".format(**cell) if "p" in cell else ""
 
 
 def plot_report(title, rows, names, path):
-    """Plot the rows of table_of() as bars with intervals; measures without intervals are left out."""
-    columns = [column for column, cell in rows[0].items() if "mean" in cell]
-    figure = Figure(figsize=(max(6, 1 + len(columns) * len(names) / 3), 4), layout="constrained")
-    axes = figure.subplots()
-    width = 0.8 / len(names)
-    for number, (name, row) in enumerate(zip(names, rows)):
-        cells = [row[column] for column in columns]
-        means = [cell["mean"] for cell in cells]
-        below = [cell["mean"] - cell["low"] for cell in cells]
-        above = [cell["high"] - cell["mean"] for cell in cells]
-        axes.bar(np.arange(len(cells)) + number * width, means, width, yerr=[below, above], label=name)
-    axes.set_xticks(np.arange(len(columns)) + 0.4 - width / 2, columns)
-    axes.set(ylabel=title, ylim=(0, 1))
-    axes.grid(alpha=0.3)
-    axes.legend()
+    """Plot the rows of table_of() as bars with intervals."""
+    frames = []
+    for key in ("mean", "low", "high"):
+        cells = [{column: cell.get(key, cell.get("value")) for column, cell in row.items()} for row in rows]
+        frames.append(pd.DataFrame(cells, names))
+    mean, low, high = frames
+    errors = np.stack([mean - low, high - mean], 1)  # (rankings, 2, columns)
+    figure = Figure(figsize=(max(6, 1 + mean.size / 3), 4), layout="constrained")
+    mean.T.plot.bar(ax=figure.subplots(), yerr=errors, rot=0, ylabel=title, ylim=(0, 1))
     figure.savefig(path, dpi=110)
 
 
 def print_hits(run, collection):
     """Print the best ten documents of each query, with their scores."""
-    width = max(60, shutil.get_terminal_size((120, 24)).columns)
     for query, part in run.ranking.groupby("query_id", sort=False):
         print(f"\n{collection.queries[query]}")
         for name, score in zip(part["doc_id"][:10], part["score"]):
             text = " ".join(run.texts[name].split())
-            print(f"  {score:6.3f}  {name:>8}  {text}"[:width])
+            print(f"  {score:6.3f}  {name:>8}  {text}"[:120])
 
 
 # ==== machinery: the cache, encoding, models; then what other scripts contain as well
@@ -1211,9 +1162,8 @@ class EmbeddingCache:
                 sqlite_mmap_size=0,  # a memory-mapped database would count as memory
                 sqlite_cache_size=2**11,  # pages, 8 MB
             )
-            self.index = TextIndex(self.folder / "index")
             ((oldest, newest),) = self.sql("SELECT coalesce(min(rowid), 1), coalesce(max(rowid), 0) FROM Cache")
-            self.index.load(oldest)
+            self.index = TextIndex(self.folder / "index", oldest)
             if newest < self.index.last:  # the database was lost and counts from 1 again: the index is of other blocks
                 self.index.clear(oldest)
             (self.folder / "model.json").write_text(json.dumps(metadata))  # for --cache_info
@@ -1297,11 +1247,9 @@ class EmbeddingCache:
 
     def update_index(self):
         """Add the blocks stored since the last call, by any process, to the index."""
-        statement = "SELECT rowid, key FROM Cache WHERE rowid > ? ORDER BY rowid LIMIT 16"
-        while new := self.sql(statement, self.index.last):
-            for number, key in new:
-                hashes, _ = self.read_block(key, verify=False) or (np.zeros(0, "V16"), None)
-                self.index.add(number, short_hashes(hashes))
+        for number, key in self.sql("SELECT rowid, key FROM Cache WHERE rowid > ? ORDER BY rowid", self.index.last):
+            hashes, _ = self.read_block(key, verify=False) or (np.zeros(0, "V16"), None)
+            self.index.add(number, short_hashes(hashes))
 
     def store(self, hashes, rows):
         """Store the (n, bytes) rows of n texts atomically: if the process is killed, all or none."""
@@ -1365,10 +1313,10 @@ class TextIndex:
     in a memory-mapped file, named by the number of the span; those of later blocks are in memory. A file depends only
     on its blocks: one that is lost, damaged or not written before a kill is made again from them."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, oldest=1):
         self.folder = folder
         folder.mkdir(exist_ok=True)
-        self.load(1)
+        self.load(oldest)
 
     def load(self, oldest):
         """Map the files from that of the oldest block on, up to the first that is missing or damaged."""
@@ -1443,20 +1391,17 @@ def manage_cache(args):
         with suppress(ValueError, TypeError):
             metadata |= json.loads(note.read_text())
         if name in (None, metadata["model"]) or (len(name) > 5 and folder.name.startswith(name)):
-            files = [path for path in folder.rglob("*") if path.is_file()]
-            blocks = [path.stat().st_size for path in files if path.suffix == ".val"]
-            vectors = sum(int(size // metadata["bytes"]) for size in blocks)
-            megabytes = sum(path.stat().st_size for path in files) / 1e6
-            row = {"fingerprint": folder.name[:12], "dtype": metadata["dtype"], "dims": metadata["dimensions"]}
-            row |= {"vectors": f"{vectors:,}", "MB": f"{megabytes:,.1f}", "model": metadata["model"]}
+            sizes = {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+            width = metadata.pop("bytes")
+            vectors = sum(int(size // width) for path, size in sizes.items() if path.suffix == ".val")
+            size = f"{sum(sizes.values()) / 1e6:,.1f}"
+            rows.append({"fingerprint": folder.name[:12], "vectors": f"{vectors:,}", "MB": size} | metadata)
             if name:
-                row["model"] += " (removed)"
                 with user_errors(f"--cache_clear {name}"):
                     shutil.rmtree(folder)
-            rows.append(row)
     if name and not rows:
         raise UserError(f"--cache_clear {name}: no such model in {args.cache_dir}; see --cache_info")
-    print(f"{len(rows)} caches in {args.cache_dir}")
+    print(f"{len(rows)} caches in {args.cache_dir}" + " removed" * bool(name))
     if rows:
         print(pd.DataFrame(rows).to_string(index=False))
 
@@ -1480,7 +1425,6 @@ class CachedEncoder:
         self.meter = Counter()
         self.bar = tqdm(disable=True)
         *self.shape, length = self.load(args)  # dimensions and dtype of the cached vectors, --max_length
-        check_attention(self.model, accelerator)
         self.fingerprint = model_fingerprint(self.model, accelerator.mixed_precision, self.shape[1])
         length = length or self.model.max_seq_length or math.inf
         self.max_length = None if length == math.inf else length  # tokens; None: not truncated
@@ -1512,10 +1456,6 @@ class CachedEncoder:
     def load(self, args):
         self.model, self.dims, self.prompts = load_bi_encoder(self.path, args)
         return self.model.get_embedding_dimension(), args.cache_dtype, args.max_length
-
-    def read(self, corpus):
-        """Return this process' Chunks of a corpus, read in the background."""
-        return prefetch(corpus.chunks(self.prompts[1], self.process, self.processes))
 
     def open_bar(self, name, rows):
         """Show a progress bar on the main process, and begin to count the seconds."""
@@ -1583,8 +1523,7 @@ class CachedEncoder:
 
     def encode_queries(self, texts, size):
         """Return (Q, D) vectors of all queries for the search, on every process."""
-        texts = [self.prompts[0] + text for text in texts]
-        texts = pa.array(texts, pa.large_string())
+        texts = pa.array([self.prompts[0] + text for text in texts], pa.large_string())
         queries = torch.zeros(len(texts), self.cache.dimensions, device=self.accelerator.device)
         size = even_size(size, len(texts), self.processes)
         for first in range(self.process * size, len(texts), self.processes * size):
@@ -1598,12 +1537,11 @@ class CachedEncoder:
         self.bar.close()
         meter = sum(gather_object([self.meter]), Counter())
         self.meter = Counter()
-        total = meter["total"]
-        new = meter["new"]
+        cached = meter["total"] - meter["new"]
         return {
             "fingerprint": self.fingerprint,
             "max_length": self.max_length,
-            self.unit: {"total": total, self.verb: new, "cached": total - new},
+            self.unit: {"total": meter["total"], self.verb: meter["new"], "cached": cached},
             "seconds": round(time.perf_counter() - self.started, 4),
         }
 
@@ -1626,6 +1564,13 @@ class CachedScorer(CachedEncoder):
             queries = [prompt + query for query in queries]
         encodings = tokenize_pairs(list(zip(queries, documents)), self.model)
         return pad_micro_batches(encodings, self.model, self.max_tokens, self.accelerator.device)
+
+    def score_pairs(self, queries, documents):
+        """Return the (n,) scores of n pairs of texts."""
+        columns = [pa.array(texts, pa.large_string()) for texts in (queries, documents)]
+        pairs = pa.StructArray.from_arrays(columns, ["query", "document"])
+        joined = pc.binary_join_element_wise(*columns, pa.scalar("\0", pa.large_string()))
+        return self(Chunk(0, None, pairs, text_hashes(joined)))[:, 0]
 
     def check(self):
         """Raise UserError if the model's own `predict` has other scores of two pairs, one of them long."""
@@ -1955,19 +1900,6 @@ def collections_of(name, split):
     return collections
 
 
-def data_fingerprint(files):
-    """Return a hash of the names and sizes of files, and of both ends of the first and the last file."""
-    digest = hashlib.sha256()
-    for number, file in enumerate(files):
-        fs, path = fsspec.core.url_to_fs(file)
-        digest.update(f"{os.path.basename(path)} {fs.size(path) if fs.exists(path) else 'no file'} ".encode())
-        if number in (0, len(files) - 1):
-            with suppress(OSError, ValueError, TypeError):  # no file, or a web server that sends whole files only
-                digest.update(fs.head(path, 2**16))
-                digest.update(fs.tail(path, 2**16))
-    return digest.hexdigest()[:16]
-
-
 # ---- padding (same in train_bi_encoder.py)
 
 
@@ -2076,13 +2008,6 @@ def last_word(model):
     last = model.tokenizer.backend_tokenizer.encode(text).ids[-1]
     added = model.tokenizer.added_tokens_decoder.get(last)
     return None if added and added.special else model.tokenizer.convert_ids_to_tokens(last)
-
-
-def check_attention(model, accelerator):
-    """Raise UserError for flash attention in a run that computes in float32."""
-    kernels = str(getattr(model.config, "_attn_implementation", None))
-    if "flash" in kernels and accelerator.mixed_precision == "no":
-        raise UserError(f"{kernels} requires half precision: accelerate launch --mixed_precision bf16")
 
 
 def set_up_transformer(model, length, flag_name):

@@ -493,7 +493,7 @@ def test_credentials_in_a_url(name, capsys):
     """Refused by the scripts that write their flags down; the message does not repeat them."""
     script = importlib.import_module(name)
     flag = "--corpus" if name == "eval_incremental" else "--train_data"
-    more = ["--queries", "q", "--qrels", "r"] if name == "eval_incremental" else ["--model_name_or_path", "x"]
+    more = ["--model_name_or_path", "x"] + ["--queries", "q", "--qrels", "r"] * (name == "eval_incremental")
     for source in CREDENTIALS.splitlines():
         Path("args.yaml").write_text(yaml.safe_dump({flag[2:]: ["a.jsonl", source]}))
         for words in ([flag, "a.jsonl", source], ["args.yaml"]):
