@@ -3,6 +3,7 @@
     python eval_incremental.py --model_name_or_path BAAI/bge-base-en-v1.5 runs/bge/model --beir scifact nfcorpus
     python eval_incremental.py --model_name_or_path runs/bge/model --beir scifact --query "vitamin D"       # search
     python eval_incremental.py --beir scifact --run bm25.run --cross_encoder runs/cross_encoder/model       # rerank
+    python eval_incremental.py --annotate x.jsonl --columns query positive --cross_encoder MODEL --output y.jsonl
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml eval_incremental.py args.yaml
 
 A collection is --pairs, or a corpus, queries and judgments (qrels), each by its own flag or in BEIR's layout:
@@ -82,7 +83,7 @@ class Args:
     corpus_columns: list[str] = flag([], "id column (# for the row number), then text columns; none: _id title text")
     query_columns: list[str] = flag([], "the same for the queries; none: _id text")
     pairs: list[str] = flag([], "sources of (query, document) rows, instead of --beir and --corpus")
-    columns: list[str] = flag([], "query and document column of --pairs; none: the first two")
+    columns: list[str] = flag([], "query and document column of --pairs; of --annotate, query and all documents")
     keep_same_id: bool = flag(False, "also rank the document with the query's own id, which BEIR excludes")
     streaming: bool = flag(False, "read the corpus front to back, without first converting it to a mapped table")
     # rankings
@@ -97,6 +98,7 @@ class Args:
     rerank_max_length: int | None = flag(None, "tokens a pair is truncated to; None: the model's own")
     top_k: int = flag(100, "documents ranked for each query; more if --metrics or --rerank_k require it")
     query: list[str] = flag([], "print the best documents for these texts instead of evaluating")
+    annotate: list[str] = flag([], "sources of rows to write with scores of their documents instead of evaluating")
     trust_remote_code: bool = flag(False, "run the code that a model's folder or repository contains: SECURITY.md")
     # embeddings
     max_length: int | None = flag(None, "tokens a text is truncated to; None: the model's own")
@@ -115,23 +117,26 @@ class Args:
     metrics: list[str] = flag(["nDCG@10", "RR@10", "R@100", "AP"], "of ir_measures, or scripts of `evaluate`: my.py")
     judged: bool = flag(False, "also write judged.trec: scores of judged documents, for mine_negatives.py --judged")
     export_vectors: str | None = flag(None, "write the corpus vectors to this new folder as Parquet shards instead")
+    output: str | None = flag(None, "new file of --annotate: .jsonl or .parquet")
     output_dir: str = flag("runs/eval", "folder for the results")
 
 
 def check_flags(args):
     """Fill in defaults that depend on other flags; raise UserError for flags that exclude or require each other."""
-    tasks = [name for name in ("query", "export_vectors") if getattr(args, name)]
+    tasks = [name for name in ("query", "export_vectors", "annotate") if getattr(args, name)]
     if len(tasks) > 1:
-        raise UserError("--query, --export_vectors: give only one of them")
+        raise UserError("--query, --export_vectors, --annotate: give only one of them")
     if tasks and (args.run or args.bm25 or args.fuse or args.judged or len(args.model_name_or_path) > 1):
         raise UserError(f"--{tasks[0]} takes one --model_name_or_path, and none of --run, --bm25, --fuse, --judged")
     depths = [check_measure(name) for name in args.metrics if not is_script(name)]
     if not tasks:
         args.top_k = max([args.top_k, args.rerank_k or 0, *depths])
     args.rerank_k = args.rerank_k or 100
-    if sum(map(bool, (args.beir, args.corpus, args.pairs))) > 1:
-        raise UserError("--beir, --corpus, --pairs: give only one of them")
-    if len(args.columns) not in (0, 2):
+    if sum(map(bool, (args.beir, args.corpus, args.pairs, args.annotate))) > 1:
+        raise UserError("--beir, --corpus, --pairs, --annotate: give only one of them")
+    if args.annotate:
+        check_annotate(args)
+    elif len(args.columns) not in (0, 2):
         raise UserError("--columns takes two names, of queries and documents")
     judged = args.queries and args.qrels
     if (args.queries or args.qrels or (args.corpus and not tasks)) and not (args.corpus and judged):
@@ -140,12 +145,24 @@ def check_flags(args):
         raise UserError("--prompts takes one text, or one of queries and one of documents; quote texts with spaces")
     if 1 in (len(args.corpus_columns), len(args.query_columns)):
         raise UserError("--corpus_columns and --query_columns take an id column and text columns")
-    sources = args.beir or args.corpus or args.pairs
-    rankers = args.model_name_or_path or args.run or args.bm25
+    sources = args.beir or args.corpus or args.pairs or args.annotate
+    rankers = args.model_name_or_path or args.run or args.bm25 or (args.annotate and args.cross_encoder)
     if not (sources and rankers or args.cache_info or args.cache_clear):
         raise UserError("requires --beir, --corpus or --pairs, and --model_name_or_path, --run or --bm25")
     if args.fuse and len(args.model_name_or_path) + len(args.run) + args.bm25 < 2:
         raise UserError("--fuse requires two rankings: of --model_name_or_path, --run or --bm25")
+
+
+def check_annotate(args):
+    """Raise UserError for flags that --annotate requires or excludes."""
+    if len(args.columns) < 2 or not args.output:
+        raise UserError("--annotate requires --output, and --columns: of the query, then of its documents")
+    if args.cross_encoder and args.model_name_or_path:
+        raise UserError("--annotate takes a --cross_encoder or a --model_name_or_path")
+    if not args.output.endswith((".jsonl", ".parquet")):
+        raise UserError(f"--output {args.output}: must end in .jsonl or .parquet")
+    if os.path.exists(args.output):
+        raise UserError(f"--output {args.output}: it exists; choose another name")
 
 
 def is_script(metric):
@@ -197,6 +214,7 @@ import xxhash
 import yaml
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import broadcast_object_list, gather_object
+from datasets.formatting import PythonFormatter
 from filelock import FileLock
 from matplotlib.figure import Figure
 from pyarrow.dataset import ParquetFragmentScanOptions
@@ -219,6 +237,8 @@ def main(args):
     )
     transformers.utils.logging.disable_progress_bar()  # of each small file that is loaded
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each load of a local file asks the Hub
+    if args.annotate:
+        return annotate(args, accelerator)
     evaluating = not args.query and args.export_vectors is None
     if evaluating:
         check_output(args)
@@ -806,6 +826,96 @@ def fuse(runs, collection):
     ranking = ranking.sort_values("score", ascending=False, kind="stable")
     depth = max(part.groupby("query_id").size().max() for part in parts)
     return make_run("fused", ranking, collection, {}, {}, depth)
+
+
+# ---- rows with scores
+
+
+def annotate(args, accelerator):
+    """Write the rows of --annotate to --output with a column `scores`: one number for each document, in order."""
+    if args.cross_encoder:
+        scorer = CachedScorer(args.cross_encoder, args, accelerator)
+        temperature = 1
+    else:
+        scorer = CachedEncoder(args.model_name_or_path[0], args, accelerator)
+        temperature = 0.05 if scorer.model.similarity_fn_name == "cosine" else 1  # cosines differ by little
+    part = Path(f"{args.output}.part")
+    not_written = f"--output {args.output}"
+    parquet = None
+    scorer.open(args)
+    scorer.open_bar(scorer.path, None)
+    part.unlink(missing_ok=True)  # of a killed call
+    for table in scored_tables(scorer, args, accelerator):
+        if accelerator.is_main_process:
+            with user_errors(not_written):
+                if args.output.endswith(".parquet"):
+                    parquet = parquet or pq.ParquetWriter(part, table.schema)
+                    parquet.write_table(table)
+                else:
+                    append_lines(table, part)
+    work = scorer.metadata()[scorer.unit]
+    if accelerator.is_main_process:
+        with user_errors(not_written):
+            if parquet:
+                parquet.close()
+            part.rename(args.output)
+        new = f"{work[scorer.verb]:,} of {work['total']:,} {scorer.unit} {scorer.verb}"
+        print(f"{new}, {work['cached']:,} from the cache; rows with scores are in {args.output}")
+        flags = f"--columns {shlex.join(args.columns)} --label_column scores --loss kl --loss_kwargs"
+        print(f"to distill: {flags} '{{\"teacher_temperature\": {temperature}}}'")
+
+
+def scored_tables(scorer, args, accelerator):
+    """Yield the tables of --annotate with their scores on all processes; each scores its share of them."""
+    tables = read_documents(args)
+    while part := list(islice(tables, accelerator.num_processes)):
+        scores = []
+        if accelerator.process_index < len(part):
+            _, queries, documents, _ = part[accelerator.process_index]
+            scores = scorer.score_pairs(queries, documents).tolist()
+        for (table, _, _, offsets), found in zip(part, gather_object([scores])):
+            lists = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(found, pa.float32()))
+            yield table.append_column("scores", lists).replace_schema_metadata()  # which lists the columns before
+
+
+def read_documents(args):
+    """Yield (table, queries, documents, offsets) of the rows of --annotate in chunks. Queries and documents are those
+    of all pairs; the pairs of row i are offsets[i] to offsets[i + 1]."""
+    size = max(1, args.corpus_chunk_size // (len(args.columns) - 1))
+    for source in args.annotate:
+        with user_errors(source):
+            for number, table in enumerate(open_files(list_files(source)).iter(size)):
+                if "scores" in table.column_names:
+                    raise UserError("has a column 'scores' already")
+                columns = python_columns(table.select([*dict.fromkeys(args.columns)]))
+                queries = []
+                documents = []
+                offsets = [0]
+                for row, cells in enumerate(zip(*map(columns.get, args.columns)), start=number * size):
+                    texts = []
+                    for name, cell in zip(args.columns, cells):
+                        found = cell if isinstance(cell, list) and texts else [cell]  # the query is one text
+                        if not (found and all(isinstance(text, str) and text.strip() for text in found)):
+                            raise UserError(f"row {row}, counted from 0, has no text in column {name!r}")
+                        texts += found
+                    queries += texts[:1] * (len(texts) - 1)
+                    documents += texts[1:]
+                    offsets.append(len(documents))
+                yield table, queries, documents, offsets
+
+
+def python_columns(table):
+    """Return {column: list of values} of a table; a column of several types, which is JSON there, is decoded."""
+    return PythonFormatter(datasets.Features.from_arrow_schema(table.schema)).format_batch(table)
+
+
+def append_lines(table, path):
+    """Append the rows of a table to a JSON Lines file."""
+    columns = python_columns(table)
+    with open(path, "a", encoding="utf-8") as file:
+        for cells in zip(*columns.values()):
+            row = dict(zip(columns, cells))
+            print(json.dumps(row, ensure_ascii=False, default=str), file=file)  # str: of dates
 
 
 # ---- vectors for other programs
@@ -1531,6 +1641,16 @@ class CachedEncoder:
             chunk = Chunk(first, None, part, text_hashes(part))
             queries[first : first + size] = self(chunk).to(queries)
         return self.for_search(self.accelerator.reduce(queries))
+
+    def score_pairs(self, queries, documents):
+        """Return the (n,) similarities of n pairs of texts."""
+        vectors = []
+        for prompt, texts in zip(self.prompts, (queries, documents)):
+            codes, distinct = pd.factorize(np.array(texts, object))
+            prompted = pa.array([prompt + text for text in distinct], pa.large_string())
+            found = self.for_search(self(Chunk(0, None, prompted, text_hashes(prompted))))
+            vectors.append(found[codes])  # (n, D)
+        return (vectors[0] * vectors[1]).sum(1)
 
     def metadata(self):
         """Return the work since the last call, of all processes, for metrics.json; every process must call it."""
