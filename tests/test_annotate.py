@@ -107,6 +107,8 @@ def test_formats_and_sources(annotate, data, reranker, tmp_path):
     assert table["scores"].to_pylist() == [row["scores"] for row in expected]
     assert table.column_names == [*read_jsonl(data)[0], "scores"] and table["id"].to_pylist() == list(range(40))
     assert str(table.schema.field("scores").type) == "list<element: float>"
+    (loaded,) = script.open_files([str(tmp_path / "scored.parquet")]).iter(100)  # as `datasets` sees it
+    assert loaded["scores"].to_pylist() == table["scores"].to_pylist()
     (tmp_path / "parts").mkdir()
     for part in range(2):
         rows = pa.Table.from_pylist(read_jsonl(data)[20 * part : 20 * part + 20])
