@@ -875,7 +875,7 @@ def scored_tables(scorer, args, accelerator):
             scores = scorer.score_pairs(queries, documents).tolist()
         for (table, _, _, offsets), found in zip(part, gather_object([scores])):
             lists = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(found, pa.float32()))
-            yield table.append_column("scores", lists).replace_schema_metadata()  # which lists the columns before
+            yield table.append_column("scores", lists)
 
 
 def read_documents(args):
