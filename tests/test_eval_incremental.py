@@ -66,7 +66,7 @@ def naive_measures(run, qrels):
 def read_qrels(path):
     """Return {query: {document: relevance}} of judgments as the evaluator reads them."""
     found = {}
-    judgments, _ = script.read_qrels(str(path))
+    judgments = script.read_qrels(str(path))
     for query, document, relevance in judgments.itertuples(index=False):
         found.setdefault(query, {})[document] = relevance
     return found
@@ -557,7 +557,7 @@ def test_one_line_errors(evaluate, beir, bert, reranker, tmp_path, monkeypatch, 
         (["--top_k", "0"], "--top_k 0: must be finite, and above 0"),
         (["--queries", "q.jsonl", "--qrels", "r.tsv"], "--corpus, --queries and --qrels belong together"),
         (["--corpus", "c.jsonl"], "--corpus, --queries and --qrels belong together"),
-        (["--corpus", "c.jsonl", "--beir", "b"], "--beir, --corpus, --pairs: give only one of them"),
+        (["--corpus", "c.jsonl", "--beir", "b"], "--beir, --corpus, --pairs, --annotate: give only one of them"),
         (["--columns", "a", "--pairs", "p.jsonl"], "--columns takes two names"),
     ],
 )

@@ -366,7 +366,7 @@ def test_length_of_pairs(evaluate, beir, run_file, reranker):
 def test_usage(capsys):
     two = "--fuse requires two rankings"
     for flags, message in (
-        (["--beir", "b", "--fuse"], two),
+        (["--beir", "b", "--fuse", "--model_name_or_path", "m"], two),
         (["--beir", "b", "--fuse", "--bm25"], two),
         (["--beir", "b", "--fuse", "--run", "r"], two),
         (["--beir", "b", "--rerank_k", "0"], "--rerank_k 0: must be finite, and above 0"),
