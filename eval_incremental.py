@@ -2217,10 +2217,10 @@ def collections_of(name, split):
             raise UserError(f"no judgments of split {part!r}; available: {', '.join(judgments) or 'none'}")
         files = []
         for splits in (documents, queries):
-            (only,) = splits if len(splits) == 1 else [part]  # a single split, of any name, serves all judgments
-            if only not in splits:
-                raise UserError(f"no documents or queries of split {only!r}; available: {', '.join(splits)}")
-            files.append(splits[only])
+            wanted = part if len(splits) > 1 else next(iter(splits))  # a single one serves all judgments
+            if wanted not in splits:
+                raise UserError(f"no documents or queries of split {wanted!r}; available: {', '.join(splits)}")
+            files.append(splits[wanted])
         collections[f"{name}/{part}" if len(documents) > 1 else name] = (*files, judgments[part])
     return collections
 
@@ -2295,9 +2295,8 @@ def pad_texts(encodings, width, tokenizer, needs_mask=False):
     if "token_type_ids" in tokenizer.model_input_names:
         types = [encoding.type_ids for encoding in encodings]
         features["token_type_ids"] = pad(types, fill=tokenizer.pad_token_type_id)
-    if (
-        needs_mask or min(map(len, encodings)) < width
-    ):  # else transformers waits for the device to see that nothing is masked
+    # Without a need, none: transformers would wait for the device to see that nothing is masked.
+    if needs_mask or min(map(len, encodings)) < width:
         features["attention_mask"] = pad([[1] * len(encoding) for encoding in encodings], fill=0)
     return features
 
@@ -2401,9 +2400,11 @@ def tokenize_pairs(pairs, model):
         ids = features["input_ids"]
         if "attention_mask" in features:
             mask = features["attention_mask"]
-            ids, lengths = ids[mask > 0], mask.sum(1)
+            ids = ids[mask > 0]
+            lengths = mask.sum(1)
         else:  # concatenated for flash attention
-            ids, lengths = ids[0], features["cu_seq_lens_q"].diff()
+            ids = ids[0]
+            lengths = features["cu_seq_lens_q"].diff()
         encodings += [Tokens(part.tolist()) for part in ids.split(lengths.tolist())]
     return encodings
 
