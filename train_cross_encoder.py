@@ -328,14 +328,14 @@ def main(given):
         if evaluated:
             best_step, out_of_patience = log.find_best()
             finished = finished or out_of_patience
-        if finished or progress.step == best_step or (args.save_steps and progress.step % args.save_steps == 0):
+        if progress.step == best_step or (args.save_steps and progress.step % args.save_steps == 0):
             checkpoints.save(progress, best_step)
 
     # ---- save
     bar.close()
     batches.close()
+    checkpoints.save(progress, best_step)
     if not finished:
-        checkpoints.save(progress, best_step)
         if error:
             raise AgreedError(error)
         accelerator.print(f"stopped after step {progress.step:,} of {steps:,}: rerun with --resume to continue")
@@ -2206,12 +2206,22 @@ class Checkpoints:
         return {name: full_copies(tensors, self.accelerator) for name, tensors in files.items()}
 
     def save(self, progress, best_step):
-        """Write a checkpoint (tensors, state as JSON, checksums), then remove all but the newest --save_total_limit
-        and that of `best_step`; every process must call it."""
+        """Write the checkpoint of a step unless there is one, then remove all but the newest --save_total_limit and
+        that of `best_step`; every process must call it."""
         folder = self.path(progress.step)
         exists = broadcast_object_list([progress.step == 0 or is_intact(folder)])[0]
-        if exists:  # a kill while it is replaced would lose it
-            return
+        if not exists:  # else a kill while it is replaced would lose it
+            self.write(folder, progress)
+        if self.accelerator.is_main_process:
+            steps = sorted(folder.parent.glob("step_*"))
+            kept = [path for path in steps if path <= folder]  # later ones are damaged: a resume did not use them
+            kept = kept[-self.args.save_total_limit :] + [self.path(best_step)]
+            for path in {*steps, *folder.parent.glob(".step_*")} - {*kept}:
+                shutil.rmtree(path)
+        self.accelerator.wait_for_everyone()
+
+    def write(self, folder, progress):
+        """Write a checkpoint: tensors, state as JSON, checksums."""
         files = self.gather_tensors()
         is_finite = all(weight.isfinite().all() for weight in files["model"].values())
         stop_together(None if is_finite else f"step {progress.step}: a weight is not finite: {LOWER_RATE}")
@@ -2223,12 +2233,6 @@ class Checkpoints:
                     save_file(tensors, part / f"{name}.safetensors")
                 (part / "state.json").write_text(json.dumps(state))
                 (part / "SHA256SUMS").write_text(checksums(part))
-            steps = sorted(folder.parent.glob("step_*"))
-            kept = [path for path in steps if path <= folder]  # later ones are damaged: a resume did not use them
-            kept = kept[-self.args.save_total_limit :] + [self.path(best_step)]
-            for path in {*steps, *folder.parent.glob(".step_*")} - {*kept}:
-                shutil.rmtree(path)
-        self.accelerator.wait_for_everyone()
 
     def model_of(self, step):
         """Return the model with the weights of a step's checkpoint; raise UserError if that is not intact."""
