@@ -3,7 +3,6 @@
     python prepare_corpus.py      # the demo: data/python_code, from the source files of this Python installation
     python prepare_corpus.py logs/*.jsonl.zst --output_dir data/logs --columns query clicked
     python prepare_corpus.py s3://bucket/pairs --output_dir data/pairs --filter "[('score', '>', 0.5)]"
-    python prepare_corpus.py clicks.csv --columns query title --format beir --output_dir data/clicks
     python prepare_corpus.py --ir_dataset beir/scifact --output_dir data/scifact
     python prepare_corpus.py data/pairs --length_report --model_name_or_path BAAI/bge-small-en-v1.5
 
@@ -14,7 +13,6 @@ their own tokenizers: bi_encoder/ (static embeddings), cross_encoder/ (a small B
 shares no docstring or code with them. Existing output is kept; --overwrite rebuilds it.
 Output of a conversion: data-*.arrow or .parquet, which `datasets` maps. Columns missing in a file or row are null.
 CSV and JSON are read twice, first to find types that fit every row: text where numbers and texts are mixed.
-Output of --format beir: a BEIR folder of (query, document) pairs, with the split `train`, to mine negatives from.
 Output of --ir_dataset: a BEIR folder and triples of ids. Left out: types set by hand, shuffling, remote outputs.
 """
 
@@ -74,8 +72,7 @@ def parse_args(argv):
     option("--overwrite", action="store_true", help="replace a non-empty --output_dir, when the new one is complete")
     option("--columns", nargs="+", metavar="C", help="columns to keep, in this order (default: all)")
     option("--filter", metavar="F", help="rows to keep, a pyarrow filter: \"[('lang', 'in', ['en', 'de'])]\"")
-    option("--format", choices=["arrow", "parquet", "beir"], default="arrow",
-           help="arrow: mapped as it is; parquet: smaller; beir: collection of pairs, the two --columns")  # fmt: skip
+    option("--format", choices=["arrow", "parquet"], default="arrow", help="arrow: mapped as it is; parquet: smaller")
     option("--rows_per_shard", type=int, default=1_000_000, help="maximum rows per file")
     option("--make_models", action="store_true", help="also save untrained models with tokenizers trained on SOURCE")
     option("--ir_dataset", metavar="NAME", help="collection of ir_datasets to convert, such as beir/scifact")
@@ -93,8 +90,6 @@ def parse_args(argv):
         parser.error("--columns and --filter require SOURCE; --ir_dataset excludes SOURCE")
     if args.make_models and (args.ir_dataset or args.format == "beir"):
         parser.error("--make_models requires rows: it excludes --ir_dataset and --format beir")
-    if args.format == "beir" and len(args.columns or []) != 2:
-        parser.error("--format beir requires --columns QUERY DOCUMENT")
     if (args.ir_dataset or args.sources) and not (args.output_dir or args.length_report):
         parser.error("SOURCE and --ir_dataset require --output_dir")
     return args
@@ -372,13 +367,7 @@ def convert(args, folder):
             keep = pq.filters_to_expression(ast.literal_eval(args.filter))
             empty.filter(keep)  # raises if it does not fit the columns
     tables = read_tables(files, schema, keep, columns)
-    if args.format == "beir":
-        for field in output_schema:
-            if pa.types.is_nested(field.type):
-                raise UserError(f"--columns {field.name}: holds {field.type}, not texts: write a row for each text")
-        rows = save_pairs(tables, folder)
-    else:
-        rows = write_shards(tables, output_schema, folder, "data", args.format, args.rows_per_shard)
+    rows = write_shards(tables, output_schema, folder, "data", args.format, args.rows_per_shard)
     if not rows:
         condition = f" passes --filter {args.filter!r}" if args.filter else ""
         raise UserError(f"{args.sources[0]}: no row{condition}")
@@ -592,29 +581,6 @@ def texts_of(column):
 SPLITS = ("train", "dev", "validation", "test")
 
 
-def save_pairs(tables, folder):
-    """Write tables of (query, document) as corpus.jsonl, queries.jsonl and qrels/train.tsv; return the number of them.
-    Equal texts, ignoring surrounding spaces, have one id. Pairs that lack a text are left out, and counted."""
-    pairs = pa.concat_tables(tables).to_pandas().set_axis(["query", "document"], axis=1)
-    pairs = pairs.astype("string").apply(lambda column: column.str.strip())
-    complete = pairs[pairs.fillna("").ne("").all(axis=1)]
-    if missing := len(pairs) - len(complete):
-        print(f"{missing:,} pairs lack a text; left out")
-    queries, query_texts = pd.factorize(complete["query"])
-    documents, document_texts = pd.factorize(complete["document"])
-    judged = sorted(set(zip(queries.tolist(), documents.tolist())))
-    qrels = (f"q{query}\td{document}\t1" for query, document in judged)
-    query_rows = ({"_id": f"q{n}", "text": text} for n, text in enumerate(query_texts))
-    corpus_rows = ({"_id": f"d{n}", "title": "", "text": text} for n, text in enumerate(document_texts))
-    files = {
-        "corpus.jsonl": json_lines(corpus_rows),
-        "queries.jsonl": json_lines(query_rows),
-        "qrels/train.tsv": chain(["query-id\tcorpus-id\tscore"], qrels),
-    }
-    write_lines(files, folder)
-    return len(judged)
-
-
 def save_collection(name, folder):
     """Write a dataset of ir_datasets as corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv and triples.jsonl.
 
@@ -627,39 +593,32 @@ def save_collection(name, folder):
     for split in SPLITS:  # the judgments of beir/scifact are in beir/scifact/test
         with suppress(KeyError):
             splits[split] = ir_datasets.load(f"{name}/{split}")
-    files = {}  # {name: lines}
+    files = {}  # {name: iterator of lines, or of rows that become lines of JSON}
     if dataset.has_docs():
-        files["corpus.jsonl"] = json_lines(document_rows(dataset))
+        files["corpus.jsonl"] = document_rows(dataset)
     queries = {}
     for part in [dataset, *splits.values()]:
         if part.has_queries():
             queries |= {query.query_id: query.default_text() for query in part.queries_iter()}
     if queries:
-        files["queries.jsonl"] = json_lines({"_id": key, "text": text} for key, text in queries.items())
+        files["queries.jsonl"] = ({"_id": key, "text": text} for key, text in queries.items())
     for split, part in splits.items():
         if part.has_qrels():
             lines = (f"{row.query_id}\t{row.doc_id}\t{row.relevance}" for row in part.qrels_iter())
             files[f"qrels/{split}.tsv"] = chain(["query-id\tcorpus-id\tscore"], lines)
     if dataset.has_docpairs():
-        triples = ({"query": row.query_id, "positive": row.doc_id_a, "negative": row.doc_id_b}
-                   for row in dataset.docpairs_iter())  # fmt: skip
-        files["triples.jsonl"] = json_lines(triples)
+        files["triples.jsonl"] = (
+            {"query": row.query_id, "positive": row.doc_id_a, "negative": row.doc_id_b}
+            for row in dataset.docpairs_iter()
+        )
     if not files:
         raise ValueError("contains no documents, queries or judgments; specify one of its subsets")
-    write_lines(files, folder)
-
-
-def json_lines(rows):
-    return (json.dumps(row, ensure_ascii=False) for row in rows)
-
-
-def write_lines(files, folder):
-    """Write files, {name: lines}, into the folder."""
     for file, lines in files.items():
         (folder / file).parent.mkdir(exist_ok=True)
         with open(folder / file, "w", encoding="utf-8") as sink:
             for line in tqdm(lines, desc=file, unit_scale=True):
-                sink.write(line + "\n")
+                sink.write(line if isinstance(line, str) else json.dumps(line, ensure_ascii=False))
+                sink.write("\n")
 
 
 def document_rows(dataset):

@@ -20,7 +20,6 @@ import zstandard
 
 SCRIPT = Path(__file__).resolve().parents[1] / "prepare_corpus.py"
 sys.path.insert(0, str(SCRIPT.parent))
-import mine_negatives  # noqa: E402
 import prepare_corpus  # noqa: E402
 
 ROWS = [{"text": f"row {i}: é", "score": i / 100, "lang": ["en", "de", "fr"][i % 3]} for i in range(100)]
@@ -456,8 +455,6 @@ def test_wrong_flags(capsys):
         ("--ir_dataset beir/scifact", "require --output_dir"),
         ("a.csv --ir_dataset beir/scifact", "excludes"),
         ("a.csv --length_report", "--length_report requires"),
-        ("a.csv --output_dir x --format beir --columns a b --make_models", "--make_models requires rows"),
-        ("a.csv --output_dir x --format beir --columns a", "--format beir requires --columns QUERY DOCUMENT"),
     ):
         with pytest.raises(SystemExit):
             prepare_corpus.parse_args(flags.split())
@@ -520,35 +517,6 @@ def test_ir_dataset_gives_what_the_other_scripts_read(tmp_path, monkeypatch):
     assert (folder / "qrels/dev.tsv").read_text() == judgments
     assert "--ir_dataset nobody/nothing: " in fail("--ir_dataset", "nobody/nothing", "--output_dir", tmp_path / "x")
     assert not (tmp_path / "x").exists()
-
-
-def test_pairs_become_a_collection_to_mine_from(tmp_path, rows, evaluate, capsys):
-    """Equal texts have one id, a query keeps all its documents, and none of them becomes a negative."""
-    pairs = [{"q": row["docstring"], "d": row["code"], "clicks": 3} for row in rows[:50]]
-    pairs += [{"q": pairs[0]["q"] + " ", "d": pairs[7]["d"]}, pairs[3], {"q": None, "d": "x"}, {"q": "y", "d": " "}]
-    write(tmp_path / "clicks.jsonl", pairs)
-    flags = ["--columns", "q", "d", "--format", "beir", "--output_dir"]
-    run(tmp_path / "clicks.jsonl", *flags, tmp_path / "clicks")
-    assert "2 pairs lack a text; left out\n51 rows" in capsys.readouterr().out
-    queries, corpus = (
-        [json.loads(line) for line in (tmp_path / f"clicks/{name}.jsonl").read_text().splitlines()]
-        for name in ("queries", "corpus")
-    )
-    texts = list(dict.fromkeys(row["docstring"].strip() for row in rows[:50]))
-    assert [row["text"] for row in queries] == texts and queries[1]["_id"] == "q1"
-    assert corpus[7] == {"_id": "d7", "title": "", "text": rows[7]["code"].strip()}
-    judged = (tmp_path / "clicks/qrels/train.tsv").read_text().splitlines()
-    assert len(judged) == 52 and judged[1:3] == ["q0\td0\t1", "q0\td7\t1"]
-    evaluate("--beir", tmp_path / "clicks", "--split", "train")
-    mined = tmp_path / "mined.jsonl"
-    words = ["--beir", tmp_path / "clicks", "--run", tmp_path / "out/run.trec", "--output", mined]
-    mine_negatives.main(mine_negatives.parse_args(list(map(str, words))))
-    found = [json.loads(line) for line in mined.read_text().splitlines()]
-    positives = {(row["query"], row["positive"]) for row in found}
-    assert len(found) == 51 and (texts[0], corpus[7]["text"]) in positives
-    assert not positives & {(row["query"], row[f"negative_{number}"]) for row in found for number in (1, 2, 3, 4)}
-    write(tmp_path / "lists.jsonl", [{"q": "a", "d": ["b", "c"]}])
-    assert "--columns d: holds list" in fail(tmp_path / "lists.jsonl", *flags, tmp_path / "lists")
 
 
 def test_length_report(tmp_path, bert, rows, capsys):
