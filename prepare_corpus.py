@@ -40,7 +40,6 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from difflib import get_close_matches
 from functools import partial
 from itertools import chain, islice, product
 from pathlib import Path
@@ -70,7 +69,7 @@ def parse_args(argv):
            help="Parquet, ORC, Arrow, JSON, CSV, text: path, glob, folder, URL, Hub id (default: demo)")  # fmt: skip
     option("--output_dir", type=Path, help=f"new folder for the shards (default: {DEMO}; for reports: runs/lengths)")
     option("--overwrite", action="store_true", help="replace a non-empty --output_dir, when the new one is complete")
-    option("--columns", nargs="+", metavar="C", help="columns to keep, in this order (default: all)")
+    option("--columns", nargs="+", action="extend", metavar="C", help="columns to keep, in this order (default: all)")
     option("--filter", metavar="F", help="rows to keep, a pyarrow filter: \"[('lang', 'in', ['en', 'de'])]\"")
     option("--format", choices=["arrow", "parquet"], default="arrow", help="arrow: mapped as it is; parquet: smaller")
     option("--rows_per_shard", type=int, default=1_000_000, help="maximum rows per file")
@@ -80,7 +79,6 @@ def parse_args(argv):
     option("--model_name_or_path", metavar="M", help="Hub id or folder whose tokenizer --length_report uses")
     option("--max_length", type=int, metavar="N", help="tokens a text is truncated to (default: the tokenizer's own)")
     option("--sample", type=int, default=100_000, metavar="N", help="random rows that --length_report reads")
-    check_flag_names(parser, argv)
     args = parser.parse_args(argv)
     if min(args.rows_per_shard, args.sample, args.max_length or 1) < 1:
         parser.error("--rows_per_shard, --sample and --max_length must be above 0")
@@ -784,7 +782,7 @@ def new_folder(folder):
                 parent.rmdir()
 
 
-# ---- errors, flags, files and micro-batches (same in eval_incremental.py)
+# ---- errors, files and micro-batches (same in eval_incremental.py)
 
 
 class UserError(ValueError):
@@ -812,19 +810,6 @@ def user_errors(name):
         if "Couldn't cast" in reason:  # `datasets` takes the type of a column from its first rows
             reason += "; prepare_corpus.py can rewrite rows of irregular types"
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
-
-
-def check_flag_names(parser, argv):
-    """Exit if a flag of the command line is unknown, and name the nearest one, or if it is given twice."""
-    known, seen = parser._option_string_actions, set()
-    for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
-        if name not in known:
-            nearest = get_close_matches(name, known, 1) or ["--help"]
-            parser.error(f"{name}: no such flag; did you mean {nearest[0]}?")
-        if known[name] in seen:
-            advice = "; list all values after one flag" * (known[name].nargs == "+")
-            parser.error(f"{known[name].option_strings[0]}: given twice{advice}")
-        seen.add(known[name])
 
 
 def check_exists(name):

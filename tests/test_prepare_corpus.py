@@ -449,7 +449,7 @@ def test_bad_columns_filters_and_types(tmp_path):
 def test_wrong_flags(capsys):
     for flags, expected in (
         ("a.csv", "require --output_dir"),
-        ("a.csv --output_dir x --output_dir=y", "--output_dir: given twice"),
+        ("a.csv --output_dir x --colums a", "unrecognized arguments: --colums"),
         ("a.csv --output_dir x --rows_per_shard 0", "must be above 0"),
         ("--filter []", "require SOURCE"),
         ("--ir_dataset beir/scifact", "require --output_dir"),
@@ -459,6 +459,8 @@ def test_wrong_flags(capsys):
         with pytest.raises(SystemExit):
             prepare_corpus.parse_args(flags.split())
         assert expected in capsys.readouterr().err.splitlines()[-1]
+    args = prepare_corpus.parse_args(["a.csv", "--output_dir", "x", "--columns", "a", "b", "--columns", "c"])
+    assert args.columns == ["a", "b", "c"]
 
 
 def test_a_killed_conversion_leaves_no_output_folder(tmp_path):
