@@ -73,7 +73,6 @@ def parse_args(argv):
     option("--filter", metavar="F", help="rows to keep, a pyarrow filter: \"[('lang', 'in', ['en', 'de'])]\"")
     option("--format", choices=["arrow", "parquet"], default="arrow", help="arrow: mapped as it is; parquet: smaller")
     option("--rows_per_shard", type=int, default=1_000_000, help="maximum rows per file")
-    option("--make_models", action="store_true", help="also save untrained models with tokenizers trained on SOURCE")
     option("--ir_dataset", metavar="NAME", help="collection of ir_datasets to convert, such as beir/scifact")
     option("--length_report", action="store_true", help="write token counts of SOURCE; convert nothing")
     option("--model_name_or_path", metavar="M", help="Hub id or folder whose tokenizer --length_report uses")
@@ -86,8 +85,6 @@ def parse_args(argv):
         parser.error("--length_report requires SOURCE and --model_name_or_path, without --filter")
     if (args.ir_dataset and args.sources) or ((args.columns or args.filter) and not args.sources):
         parser.error("--columns and --filter require SOURCE; --ir_dataset excludes SOURCE")
-    if args.make_models and (args.ir_dataset or args.format == "beir"):
-        parser.error("--make_models requires rows: it excludes --ir_dataset and --format beir")
     if (args.ir_dataset or args.sources) and not (args.output_dir or args.length_report):
         parser.error("SOURCE and --ir_dataset require --output_dir")
     return args
@@ -107,15 +104,11 @@ def main(args):
     is_kept = is_demo and (output / "corpus.json").exists() and not args.overwrite
     if not is_kept:
         if any(Path(source).resolve().is_relative_to(output) for source in args.sources):
-            raise UserError(
-                f"--output_dir {output}: contains a SOURCE, which would be replaced; choose another folder"
-            )
+            raise UserError(f"--output_dir {output}: contains a SOURCE; choose another folder")
         if output.exists() and any(output.iterdir()) and not args.overwrite:
             raise UserError(f"--output_dir {output}: is not empty; choose another folder, or set --overwrite")
         with new_folder(output) as part:
             write_output(part, args)
-    if is_demo or args.make_models:
-        save_models(output)
     print(f"output: {output}")
 
 
@@ -130,6 +123,7 @@ def write_output(folder, args):
         paths = sysconfig.get_paths()
         roots = {"stdlib": [paths["stdlib"]], "packages": [paths["purelib"], paths["platlib"]]}
         print(build_demo(roots, folder)["pairs"])
+        save_models(folder)
 
 
 # ---- the demo corpus
@@ -260,22 +254,14 @@ STATIC_DIM = 1024  # 512 lowers MRR@10 on the demo corpus by 0.007
 
 
 def save_models(folder):
-    """Save untrained bi_encoder/ and cross_encoder/ for the shards in `folder`, unless they exist."""
-    savers = {folder / "bi_encoder": save_bi_encoder, folder / "cross_encoder": save_cross_encoder}
-    missing = [path for path in savers if not path.exists()]
-    if not missing:
-        return
-    shards = sorted([*folder.glob("train/*.parquet"), *folder.glob("data-*")])
-    tables = chain.from_iterable(read_columns(str(shard)) for shard in shards)
+    """Save untrained bi_encoder/ and cross_encoder/ for the demo corpus in `folder`."""
+    tables = chain.from_iterable(read_columns(str(shard)) for shard in sorted(folder.glob("train/*.parquet")))
     texts = []
     for columns in islice(tables, 100):  # of up to 1,000 rows
         for column in columns.values():
-            texts += filter(None, texts_of(column))
-    if not texts:
-        raise UserError(f"{folder}: contains no text to make a model for")
-    for path in tqdm(missing, desc="making models", unit="model"):
-        with new_folder(path) as part:
-            savers[path](part, texts)
+            texts += column.to_pylist()
+    save_bi_encoder(folder / "bi_encoder", texts)
+    save_cross_encoder(folder / "cross_encoder", texts)
 
 
 def save_bi_encoder(folder, texts):
@@ -385,10 +371,8 @@ def common_schema(files):
                 types[name] = common_type(types.get(name, pa.null()), values)
             if kind in ("parquet", "orc", "arrow"):
                 break  # their first table has the types of the file
-    for name, kind in types.items():
-        if pa.types.is_null(kind):
-            types[name] = pa.string()  # the most likely type of later values
-    return pa.schema(types)
+    text = pa.string()  # the most likely type of later values
+    return pa.schema({name: text if pa.types.is_null(kind) else kind for name, kind in types.items()})
 
 
 def parse_cell(cell):

@@ -217,8 +217,7 @@ def test_demo_keeps_what_exists_and_replaces_its_own_output_only(tree, monkeypat
     assert scorer.max_seq_length == 256 and len(scorer.predict([("a query", "a document"), ("a", "b " * 999)])) == 2
     assert not [path for path in demo.rglob("*") if path.suffix in (".bin", ".pt", ".pkl")]
 
-    (demo / "bi_encoder/model.safetensors").write_bytes(b"trained")  # what exists is kept, what is missing is made
-    prepare_corpus.shutil.rmtree(demo / "cross_encoder")
+    (demo / "bi_encoder/model.safetensors").write_bytes(b"trained")  # what exists is kept
     run()
     changed = [path for path in content if path.read_bytes() != content[path]]
     assert changed == [demo / "bi_encoder/model.safetensors"]
@@ -371,20 +370,6 @@ def test_values_of_csv_are_kept_as_written(tmp_path):
     assert got[0] == {"n": 0.0, "day": "2024-01-01", "x": "7", "gap": 0, **same}
     same = {"code": "008", "long": "1", "flag": False, "none": None, "void": None, "word": "None"}
     assert got[1500] == {"n": 0.5, "day": "un\nknown", "x": "7b", "gap": None, **same}
-
-
-def test_models_for_a_converted_corpus(tmp_path):
-    from sentence_transformers import SentenceTransformer
-
-    source = write(
-        tmp_path / "a.jsonl", [{"q": f"word{i % 9} alpha", "d": ["beta gamma", "delta"]} for i in range(50)]
-    )
-    run(source, "--output_dir", tmp_path / "out", "--make_models")
-    tokens = SentenceTransformer(str(tmp_path / "out/bi_encoder"), device="cpu").tokenizer.get_vocab()
-    assert {"alpha", "gamma", "delta"} <= set(tokens)
-    assert (tmp_path / "out/cross_encoder/model.safetensors").exists()
-    numbers = write(tmp_path / "b.jsonl", [{"n": 1}])
-    assert "no text" in fail(numbers, "--output_dir", tmp_path / "numbers", "--make_models")
 
 
 # --------------------------------------------------------------------------------------------------- bad input
