@@ -412,11 +412,10 @@ def to_array(values, data_type):
 
 
 def write_shards(tables, schema, folder, name, format, rows_per_shard):
-    """Write tables as folder/name-00000-of-0000N.format, at most `rows_per_shard` rows each; return the row count."""
+    """Write tables as folder/name-00000.format, ..., at most `rows_per_shard` rows each; return the row count."""
     folder.mkdir(parents=True, exist_ok=True)
     # `datasets` maps Arrow streams; their batches are uncompressed, so that text is not copied.
     new_writer = pa.ipc.new_stream if format == "arrow" else pq.ParquetWriter
-    shards = []
     rows = 0
     with ExitStack() as stack:
         for table in tqdm(rebatch(tables, schema), desc=f"writing {name}", unit=" x 10,000 rows", delay=1):
@@ -424,15 +423,12 @@ def write_shards(tables, schema, folder, name, format, rows_per_shard):
                 shard_rows = rows % rows_per_shard
                 if shard_rows == 0:
                     stack.close()  # closes the previous shard
-                    shard = folder / f"{name}-{len(shards):05d}.{format}"
-                    shards.append(shard)
+                    shard = folder / f"{name}-{rows // rows_per_shard:05d}.{format}"
                     writer = stack.enter_context(new_writer(str(shard), schema))
                 part = table.slice(0, rows_per_shard - shard_rows)
                 writer.write_table(part, BATCH_ROWS)
                 rows += part.num_rows
                 table = table.slice(part.num_rows)
-    for number, shard in enumerate(shards):  # how many they are is known only now
-        shard.rename(folder / f"{name}-{number:05d}-of-{len(shards):05d}.{format}")
     return rows
 
 

@@ -318,7 +318,7 @@ def test_batches_are_merged_after_filtering(tmp_path):
     source = write(tmp_path / "a.jsonl", [{"n": i, "text": "x"} for i in range(20_000)])
     assert len(convert(tmp_path, source, "--filter", "[('n', 'not in', [7])]")) == 19_999
     run(source, "--output_dir", tmp_path / "few", "--filter", f"[('n', 'in', {list(range(0, 20_000, 10))})]")
-    with pa.ipc.open_stream(str(tmp_path / "few/data-00000-of-00001.arrow")) as reader:
+    with pa.ipc.open_stream(str(tmp_path / "few/data-00000.arrow")) as reader:
         assert [len(batch) for batch in reader] == [1000, 1000]
 
 
@@ -336,7 +336,7 @@ def test_sources_are_read_in_order_and_shards_are_memory_mapped(tmp_path):
     for i, sources in enumerate(several):
         out = tmp_path / f"out{i}"
         run(*sources, "--output_dir", out, "--rows_per_shard", "30")
-        shards = [f"data-{k:05d}-of-00004.arrow" for k in range(4)]
+        shards = [f"data-{k:05d}.arrow" for k in range(4)]
         assert sorted(path.name for path in out.iterdir()) == shards
         mapped = [datasets.Dataset.from_file(str(out / shard)) for shard in shards]
         assert [len(shard) for shard in mapped] == [30, 30, 30, 10]
@@ -415,7 +415,7 @@ def test_bad_sources_are_refused_in_one_line_and_lose_nothing(tmp_path, monkeypa
     (out / "in.jsonl").unlink()
     assert [path.name for path in out.iterdir()] == ["precious"] and not list(tmp_path.glob(".out*"))
     run(good, "--output_dir", out, "--overwrite")
-    assert [path.name for path in out.iterdir()] == ["data-00000-of-00001.arrow"]
+    assert [path.name for path in out.iterdir()] == ["data-00000.arrow"]
 
 
 def test_bad_columns_filters_and_types(tmp_path):
