@@ -137,24 +137,19 @@ SKIPPED_FOLDERS = {"test", "tests", "testing", "_test", "idle_test", "site-packa
 def build_demo(roots, folder):
     """Write the demo corpus of `roots` ({source: [folder, ...]}) into `folder`; return the content of corpus.json."""
     files = list_python_files(roots)
-    report = {"python": sys.version.split()[0], "files": len(files), "not_parsed": 0, "duplicates": 0, "pairs": {}}
+    report = {"python": sys.version.split()[0], "files": len(files), "pairs": {}}
     rows = {key: [] for key in product(("train", "heldout"), roots)}
     seen = set()
     with ProcessPoolExecutor(initializer=gc.disable) as pool:  # syntax trees have no cycles to collect
         found = pool.map(docstring_pairs, [path for _, _, path in files], chunksize=16)
         found = tqdm(found, total=len(files), unit="file", desc="parsing")
         for (split, source, _), pairs in zip(files, found):
-            if pairs is None:
-                report["not_parsed"] += 1
-                continue
             for docstring, code in pairs:
                 # Duplicates have the same words (in any case) in the docstring, or the same code but for white space.
                 words = re.findall(r"\w+", docstring.lower())
                 keys = {" ".join(words), "code " + "".join(code.split())}
                 if seen.isdisjoint(keys):
                     rows[split, source].append({"docstring": docstring, "code": code})
-                else:
-                    report["duplicates"] += 1
                 seen |= keys
     schema = pa.schema({"docstring": pa.string(), "code": pa.string()})
     for (split, source), part in rows.items():
@@ -182,13 +177,13 @@ def list_python_files(roots):
 
 
 def docstring_pairs(path):
-    """Return [(first docstring paragraph, source without any docstring)] of a file, or None if it does not parse."""
+    """Return [(first docstring paragraph, source without any docstring)] of a file; [] if it does not parse."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
         with warnings.catch_warnings(action="ignore"):  # of invalid escapes in other people's strings
             nodes = list(definitions(ast.parse(text).body))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
+        return []
     documented = [node for node in nodes if ast.get_docstring(node)]
     lines = text.encode().splitlines()  # bytes: ast counts columns in UTF-8 bytes and breaks lines where bytes do
     # Nested docstrings go too: a query found verbatim in the enclosing function would be a second right answer.
