@@ -469,18 +469,24 @@ def pair_collection(name, corpus, args):
     the first one is kept."""
     column = args.columns[0] if args.columns else 0
     reader = TextReader(args.pairs, ["#", column], (), args)
-    pairs = reader.frame().assign(answer=corpus.frame()["text"])
-    whole = pairs[(pairs["text"] != "") & (pairs["answer"] != "")]
-    documents = whole.drop_duplicates("answer")
-    corpus.kept = pairs.index.isin(documents.index)
-    numbers, texts = pd.factorize(whole["text"])
-    answers = whole[["answer"]].assign(query_id=numbers.astype(str), relevance=1)
-    documents = documents[["id", "answer"]].rename(columns={"id": "doc_id"})
-    qrels = answers.drop_duplicates().merge(documents, on="answer")
-    qrels = qrels[[*PAIR, "relevance"]]
-    queries = {str(number): text for number, text in enumerate(texts)}
-    warnings = warnings_of({"pairs lack a text; left out": len(pairs) - len(whole)})
+    texts = pd.DataFrame({"query": reader.frame()["text"], "document": corpus.frame()["text"]})
+    pairs = pair_ids(texts)
+    corpus.kept = texts.index.isin(pairs.drop_duplicates("doc_id").index)
+    queries = dict(zip(pairs["query_id"], pairs["query"]))
+    qrels = pairs[PAIR].drop_duplicates().assign(relevance=1)
+    warnings = warnings_of({"pairs lack a text; left out": len(texts) - len(pairs)})
     return Collection(name, corpus, queries, qrels, warnings, fingerprints={"pairs": corpus.fingerprint})
+
+
+def pair_ids(pairs):
+    """Return the pairs that have both texts, with their ids. pairs: DataFrame (query, document), by row number.
+
+    query_id is the number of the distinct query, in order of appearance; doc_id is the first row of the document."""
+    pairs = pairs[(pairs["query"] != "") & (pairs["document"] != "")]
+    queries, _ = pd.factorize(pairs["query"])
+    documents, _ = pd.factorize(pairs["document"])
+    first_rows = pairs.index[~pairs["document"].duplicated()]
+    return pairs.assign(query_id=queries.astype(str), doc_id=first_rows[documents].astype(str))
 
 
 def judged_collection(name, corpus, queries, qrels, args):

@@ -444,12 +444,12 @@ def test_a_flag_given_twice(name, capsys):
 
 
 @pytest.mark.parametrize("words", ["eval_incremental --beir a --split test --beir b",
-                         "prepare_corpus x.jsonl --beir a --columns b --beir c"])  # fmt: skip
+                         "mine_negatives --corpus a --split test --corpus=b"])  # fmt: skip
 def test_a_flag_given_twice_to_another_script(words, capsys):
-    name, *words = words.replace("--beir", "--output_dir" if "prepare" in words else "--beir").split()
+    name, flag, *words = words.split()
     with pytest.raises(SystemExit, match="2"):
-        importlib.import_module(name).parse_args(words)
-    assert f"error: {words[-2]}: given twice" in capsys.readouterr().err
+        importlib.import_module(name).parse_args([flag, *words])
+    assert f"error: {flag}: given twice" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["train_bi_encoder", "train_cross_encoder", "eval_incremental"])
@@ -464,17 +464,10 @@ def test_help_and_mistyped_flags_load_no_library(name):
 
 
 def test_the_nearest_flag_is_named(capsys):
-    cases = {
-        "eval_incremental": "--beir x --metrcs AP; --metrics", "mine_negatives": "--range-mx 3; --range-max",
-        "prepare_corpus": "x.csv --colums a; --columns",
-    }  # fmt: skip
-    for name, words in cases.items():
-        words, nearest = words.split("; ")
-        with pytest.raises(SystemExit, match="2"):
-            importlib.import_module(name).parse_args(words.split())
-        wrong = re.search(r"--\S*(colum|met|mx)\w*", words)[0]
-        line = capsys.readouterr().err.splitlines()[-1]
-        assert line.endswith(f"error: {wrong}: no such flag; did you mean {nearest}?")
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module("eval_incremental").parse_args(["--beir", "x", "--metrcs", "AP"])
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.endswith("error: --metrcs: no such flag; did you mean --metrics?")
 
 
 CREDENTIALS = """\
