@@ -138,8 +138,8 @@ def check_flags(args):
         check_annotate(args)
     elif len(args.columns) not in (0, 2):
         raise UserError("--columns takes two names, of queries and documents")
-    judged = args.queries and args.qrels
-    if (args.queries or args.qrels or (args.corpus and not tasks)) and not (args.corpus and judged):
+    files = [bool(args.corpus), bool(args.queries), bool(args.qrels)]
+    if any(files) and not (all(files) or (tasks and files == [True, False, False])):
         raise UserError("--corpus, --queries and --qrels belong together, except to --query and --export_vectors")
     if len(args.prompts) > 2:
         raise UserError("--prompts takes one text, or one of queries and one of documents; quote texts with spaces")
@@ -445,18 +445,24 @@ def pair_collection(name, corpus, args):
     the first one is kept."""
     column = args.columns[0] if args.columns else 0
     reader = TextReader(args.pairs, ["#", column], (), args)
-    pairs = reader.frame().assign(answer=corpus.frame()["text"])
-    whole = pairs[(pairs["text"] != "") & (pairs["answer"] != "")]
-    documents = whole.drop_duplicates("answer")
-    corpus.kept = pairs.index.isin(documents.index)
-    numbers, texts = pd.factorize(whole["text"])
-    answers = whole[["answer"]].assign(query_id=numbers.astype(str), relevance=1)
-    documents = documents[["id", "answer"]].rename(columns={"id": "doc_id"})
-    qrels = answers.drop_duplicates().merge(documents, on="answer")
-    qrels = qrels[[*PAIR, "relevance"]]
-    queries = {str(number): text for number, text in enumerate(texts)}
-    warnings = warnings_of({"pairs lack a text; left out": len(pairs) - len(whole)})
+    texts = pd.DataFrame({"query": reader.frame()["text"], "document": corpus.frame()["text"]})
+    pairs = pair_ids(texts)
+    corpus.kept = texts.index.isin(pairs.drop_duplicates("doc_id").index)
+    queries = dict(zip(pairs["query_id"], pairs["query"]))
+    qrels = pairs[PAIR].drop_duplicates().assign(relevance=1)
+    warnings = warnings_of({"pairs lack a text; left out": len(texts) - len(pairs)})
     return Collection(name, corpus, queries, qrels, warnings)
+
+
+def pair_ids(pairs):
+    """Return the pairs that have both texts, with their ids. pairs: DataFrame (query, document), by row number.
+
+    query_id is the number of the distinct query, in order of appearance; doc_id is the first row of the document."""
+    pairs = pairs[(pairs["query"] != "") & (pairs["document"] != "")]
+    queries, _ = pd.factorize(pairs["query"])
+    documents, _ = pd.factorize(pairs["document"])
+    first_rows = pairs.index[~pairs["document"].duplicated()]
+    return pairs.assign(query_id=queries.astype(str), doc_id=first_rows[documents].astype(str))
 
 
 def judged_collection(name, corpus, queries, qrels, args):
@@ -772,16 +778,13 @@ def candidate_pairs(requested, collection, accelerator):
     requested_ids = pa.array(queries_by_doc.index, pa.large_string())
     for chunk in collection.corpus.chunks("", accelerator.process_index, accelerator.num_processes):
         found = pc.is_in(chunk.ids, requested_ids)
-        ids = chunk.ids.filter(found).to_pylist()
-        texts = chunk.texts.filter(found).to_pylist()
-        for name, text in zip(ids, texts):
+        for name, text in zip(chunk.ids.filter(found).to_pylist(), chunk.texts.filter(found).to_pylist()):
             for query in queries_by_doc[name]:
                 yield query, name, text
 
 
 def bm25_run(collection, args, accelerator):
     """Return the Run of BM25 on every process. The main process ranks; its error is raised on all of them."""
-    started = time.perf_counter()
     found = [None]
     if accelerator.is_main_process:
         try:
@@ -791,8 +794,7 @@ def bm25_run(collection, args, accelerator):
     (ranking,) = broadcast_object_list(found)
     if isinstance(ranking, UserError):
         raise ranking
-    metadata = {"seconds": round(time.perf_counter() - started, 4)}
-    return make_run("BM25", ranking, collection, metadata, {}, args.top_k)
+    return make_run("BM25", ranking, collection, {}, {}, args.top_k)
 
 
 def search_bm25(collection, args):
@@ -1214,8 +1216,7 @@ def print_hits(run, collection):
     for query, part in run.ranking.groupby("query_id", sort=False):
         print(f"\n{collection.queries[query]}")
         for name, score in zip(part["doc_id"][:10], part["score"]):
-            text = " ".join(run.texts[name].split())
-            print(f"  {score:6.3f}  {name:>8}  {text}"[:120])
+            print(f"  {score:6.3f}  {name:>8}  {' '.join(run.texts[name].split())}"[:120])
 
 
 # ==== machinery: the cache, encoding, models; then what other scripts contain as well
@@ -1502,18 +1503,17 @@ def manage_cache(args):
             metadata |= json.loads(note.read_text())
         if name in (None, metadata["model"]) or (len(name) > 5 and folder.name.startswith(name)):
             sizes = {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-            width = metadata.pop("bytes")
-            vectors = sum(int(size // width) for path, size in sizes.items() if path.suffix == ".val")
-            size = f"{sum(sizes.values()) / 1e6:,.1f}"
-            rows.append({"fingerprint": folder.name[:12], "vectors": f"{vectors:,}", "MB": size} | metadata)
+            blocks = [size for path, size in sizes.items() if path.suffix == ".val"]
+            vectors = int(sum(blocks) // metadata.pop("bytes"))
+            megabytes = round(sum(sizes.values()) / 1e6, 1)
+            rows.append({"fingerprint": folder.name[:12], "vectors": vectors, "MB": megabytes} | metadata)
             if name:
                 with user_errors(f"--cache_clear {name}"):
                     shutil.rmtree(folder)
     if name and not rows:
         raise UserError(f"--cache_clear {name}: no such model in {args.cache_dir}; see --cache_info")
     print(f"{len(rows)} caches in {args.cache_dir}" + " removed" * bool(name))
-    if rows:
-        print(pd.DataFrame(rows).to_string(index=False))
+    print(pd.DataFrame(rows).to_string(index=False) if rows else "")
 
 
 # ---- encoding
@@ -1638,8 +1638,7 @@ class CachedEncoder:
         size = even_size(size, len(texts), self.processes)
         for first in range(self.process * size, len(texts), self.processes * size):
             part = texts.slice(first, size)
-            chunk = Chunk(first, None, part, text_hashes(part))
-            queries[first : first + size] = self(chunk).to(queries)
+            queries[first : first + size] = self(Chunk(first, None, part, text_hashes(part))).to(queries)
         return self.for_search(self.accelerator.reduce(queries))
 
     def score_pairs(self, queries, documents):
@@ -2012,10 +2011,10 @@ def collections_of(name, split):
             raise UserError(f"no judgments of split {part!r}; available: {', '.join(judgments) or 'none'}")
         files = []
         for splits in (documents, queries):
-            (only,) = splits if len(splits) == 1 else [part]  # a single split, of any name, serves all judgments
-            if only not in splits:
-                raise UserError(f"no documents or queries of split {only!r}; available: {', '.join(splits)}")
-            files.append(splits[only])
+            wanted = part if len(splits) > 1 else next(iter(splits))  # a single one serves all judgments
+            if wanted not in splits:
+                raise UserError(f"no documents or queries of split {wanted!r}; available: {', '.join(splits)}")
+            files.append(splits[wanted])
         collections[f"{name}/{part}" if len(documents) > 1 else name] = (*files, judgments[part])
     return collections
 
@@ -2077,9 +2076,8 @@ def pad_texts(encodings, width, tokenizer, needs_mask=False):
     if "token_type_ids" in tokenizer.model_input_names:
         types = [encoding.type_ids for encoding in encodings]
         features["token_type_ids"] = pad(types, fill=tokenizer.pad_token_type_id)
-    if (
-        needs_mask or min(map(len, encodings)) < width
-    ):  # else transformers waits for the device to see that nothing is masked
+    # Without a need, none: transformers would wait for the device to see that nothing is masked.
+    if needs_mask or min(map(len, encodings)) < width:
         features["attention_mask"] = pad([[1] * len(encoding) for encoding in encodings], fill=0)
     return features
 
@@ -2176,9 +2174,11 @@ def tokenize_pairs(pairs, model):
         ids = features["input_ids"]
         if "attention_mask" in features:
             mask = features["attention_mask"]
-            ids, lengths = ids[mask > 0], mask.sum(1)
+            ids = ids[mask > 0]
+            lengths = mask.sum(1)
         else:  # concatenated for flash attention
-            ids, lengths = ids[0], features["cu_seq_lens_q"].diff()
+            ids = ids[0]
+            lengths = features["cu_seq_lens_q"].diff()
         encodings += [Tokens(part.tolist()) for part in ids.split(lengths.tolist())]
     return encodings
 

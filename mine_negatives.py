@@ -1,7 +1,7 @@
 """Mine hard negatives: a ranking (TREC run file), judgments and a corpus in, training rows out.
 
+    python mine_negatives.py --pairs clicks.csv --columns query title --run runs/clicks/run.trec --relative_margin 0.05
     python mine_negatives.py --beir scifact --run bm25.run --range_max 50 --sampling_strategy random
-    python mine_negatives.py --beir scifact --run minilm.run --relative_margin 0.05 --output minilm.jsonl
     python mine_negatives.py --corpus 'passages/*.parquet' --corpus_columns pid text --queries queries.tsv \
         --query_columns qid text --qrels qrels.txt.gz --run reranked.run.gz --format labeled-list --output groups.jsonl
 
@@ -12,7 +12,8 @@ A row is a query, one of its positives, its negatives by descending score, and t
 
 --format chooses another form of these rows, which the function make_rows writes; the run ends with the flags by which
 a trainer reads it. n-tuples have a fixed width: other forms also keep queries with fewer than --num_negatives.
-The rules are those of sentence_transformers.util.mine_hard_negatives; all documents of a run are candidates.
+The rules are those of sentence_transformers.util.mine_hard_negatives; all documents of a run are candidates. A run of
+--pairs has the ids of eval_incremental.py --pairs, for the same files in the same order.
 Left out on purpose: models (any system can write the run file), merging runs, detecting near duplicates.
 """
 
@@ -29,7 +30,6 @@ import re
 import sys
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -57,9 +57,11 @@ def flag(default, help):
 class Args:
     run: str | None = flag(None, "run file of any system to take negatives from: query Q0 document rank score tag")
     judged: str | None = flag(None, "the same system's scores of judged documents, for positives not in --run")
+    pairs: list[str] = flag([], "sources of (query, document) rows, with the ids of eval_incremental.py --pairs")
+    columns: list[str] = flag([], "query and document column of --pairs; none: the first two")
     beir: str | None = flag(None, "folder with corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv")
     split: str = flag("train", "judgments of --beir to use")
-    corpus: list[str] = flag([], "sources of the documents by id, instead of --beir")
+    corpus: list[str] = flag([], "sources of the documents by id, instead of --beir or --pairs")
     queries: list[str] = flag([], "sources of the queries by id, instead of --beir")
     qrels: str | None = flag(None, "judgments, instead of --beir: TREC qrels, or query, document and grade")
     corpus_columns: list[str] = flag([], "id column, then text columns, joined by spaces; none: _id title text")
@@ -82,10 +84,13 @@ class Args:
 def parse_args(argv):
     """Return Args from flags; exit on a wrong value."""
     parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], allow_abbrev=False)
-    for action in parser._actions:  # --help prints each flag once, without its alias with dashes
+    for action in parser._actions:
+        given = [word for word in argv if word.partition("=")[0] in action.option_strings]
+        if action.nargs == "+" and len(given) > 1:  # argparse would ignore the first list
+            parser.error(f"--{action.dest}: given twice; list all values after one flag")
+        # --help prints each flag once, without its alias with dashes
         action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
-    check_flag_names(parser, argv)
-    (args,) = parser.parse_args_into_dataclasses(argv)
+    args = Args(**vars(parser.parse_args(argv)))
     for name, value in vars(args).items():
         if isinstance(value, int | float):
             valid = np.isfinite(value) and (value >= 0 or "margin" in name)
@@ -94,9 +99,11 @@ def parse_args(argv):
     if not 1 <= args.num_negatives <= args.range_max - args.range_min:
         parser.error(f"--num_negatives {args.num_negatives}: must be between 1 and --range_max - --range_min")
     files = [args.corpus, args.queries, args.qrels]
-    complete = not any(files) if args.beir else all(files)
-    if not (args.run and complete):
-        parser.error("requires --run, and either --beir or --corpus, --queries and --qrels")
+    collections = [args.pairs, args.beir, any(files)]
+    if not args.run or sum(map(bool, collections)) != 1 or any(files) != all(files):
+        parser.error("requires --run, and one of --pairs, --beir, or --corpus, --queries and --qrels")
+    if len(args.columns) not in (0, 2):
+        parser.error("--columns: takes two names, of queries and documents")
     if args.beir:
         args.corpus = [f"{args.beir}/corpus.jsonl"]
         args.queries = [f"{args.beir}/queries.jsonl"]
@@ -109,7 +116,8 @@ def parse_args(argv):
 
 def main(args):
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each load of a local file asks the Hub
-    check_output_file(args)
+    if os.path.exists(args.output) and not args.overwrite:
+        raise UserError(f"--output {args.output}: exists; choose another file, or set --overwrite")
 
     pairs, queries, texts = read_pairs(args)
     own = pairs["own"]
@@ -156,9 +164,17 @@ def read_pairs(args):
     Columns: source and score, as in read_ids, and int64 numbers: query_index and text_index, of the distinct texts
     (-1: missing or empty), so that queries of equal text share their positives; document, which sorts as its id does;
     query_document and query_text, equal for equal pairs of such numbers."""
-    pairs = read_ids(args)
-    query_index, queries = read_texts("queries", args.queries, args.query_columns, pairs.query_id)
-    text_index, texts = read_texts("corpus", args.corpus, args.corpus_columns, pairs.doc_id)
+    if args.pairs:
+        rows = pair_ids(read_pair_texts(args)).drop_duplicates(["query_id", "doc_id"])
+        pairs = read_ids(rows[["query_id", "doc_id"]].assign(score=1), args)
+        queries = rows.drop_duplicates("query_id").set_index("query_id")["query"]
+        documents = rows.drop_duplicates("doc_id").set_index("doc_id")["document"]
+    else:
+        pairs = read_ids(read_trec(args.qrels, "qrels"), args)
+        queries = read_texts("queries", args.queries, args.query_columns, pairs.query_id)
+        documents = read_texts("corpus", args.corpus, args.corpus_columns, pairs.doc_id)
+    query_index, queries = number_texts(queries, pairs.query_id)
+    text_index, texts = number_texts(documents, pairs.doc_id)
     document, _ = pd.factorize(pairs.doc_id, sort=True)
     high_bits = query_index * 2**32
     pairs = pairs[["source", "score"]].assign(
@@ -173,10 +189,9 @@ def read_pairs(args):
     return by_source, queries, texts
 
 
-def read_ids(args):
+def read_ids(qrels, args):
     """Return a DataFrame (source, query_id, doc_id, score) of four sources: positives (pairs judged above 0, without a
     score), run, judged, and own (each query with the document of its own id, unless --keep_same_id)."""
-    qrels = read_trec(args.qrels, "qrels")
     qrels = qrels.drop_duplicates(["query_id", "doc_id"], keep="last")
     positives = qrels[qrels.score > 0].drop(columns="score")
     run = read_trec(args.run, "run")
@@ -184,21 +199,30 @@ def read_ids(args):
     if args.judged:
         judged = read_trec(args.judged, "run")
         frames.append(judged.assign(source="judged"))
-    if not args.keep_same_id:
+    if not (args.keep_same_id or args.pairs):  # ids of pairs are row numbers: query 5 may well be about document 5
         frames.append(positives.assign(source="own", doc_id=positives.query_id))
     return pd.concat(frames, ignore_index=True)
 
 
+def read_pair_texts(args):
+    """Return a DataFrame (query, document) of the texts of --pairs, by row number."""
+    with user_errors(f"--pairs {args.pairs[0]}"):
+        dataset = open_sources(args.pairs)
+        columns = args.columns or dataset.column_names[:2]
+        table = dataset.select_columns(columns)[:]
+        table.validate(full=True)
+        query, document = [join_texts(table, [name]).to_pandas() for name in columns]
+    return pd.DataFrame({"query": query, "document": document})
+
+
 def read_texts(name, sources, columns, ids):
-    """Return the index of each id's text ((n,) int, -1: missing or empty) and the distinct texts ((m,) object).
+    """Return the texts of sources by id, a Series, of those of `ids` that have one.
 
     ids: (n,) Series of texts, in which an id may be repeated. Of rows with one id the first counts, with a warning."""
     requested = pa.array(ids.unique(), pa.large_string())
-    space = pa.scalar(" ", pa.large_string())
     parts = []
     with user_errors(f"--{name} {sources[0]}"):
-        files = list(chain.from_iterable(map(list_files, sources)))
-        dataset = open_files(files, streaming=False)
+        dataset = open_sources(sources)
         if not columns:  # a title is optional
             title = ["title"] if name == "corpus" and "title" in dataset.column_names else []
             columns = ["_id", *title, "text"]
@@ -207,21 +231,35 @@ def read_texts(name, sources, columns, ids):
         for table in tqdm(dataset.iter(100_000), desc=f"reading --{name}", delay=2):
             table.validate(full=True)  # a damaged Arrow file has offsets that lead anywhere
             keys = as_texts(table[id_column], id_column, ids=True)
-            cells = [as_texts(table[column], column) for column in text_columns]
-            texts = pc.binary_join_element_wise(*cells, space, null_handling="replace")  # null: an empty text
-            texts = pc.utf8_trim_whitespace(texts)
-            part = pa.table({"id": keys, "text": texts})
+            part = pa.table({"id": keys, "text": join_texts(table, text_columns)})
             parts.append(part.filter(pc.is_in(keys, requested)))
         found = pa.concat_tables(parts).to_pandas()
-        found = found[found.text != ""]
-        again = found.id.duplicated()
-        if again.any():
-            repeated = f"{again.sum():,} rows repeat an id, such as {found.id[again].iloc[0]!r}; left out"
-            print(f"warning: --{name} {sources[0]}: {repeated}", file=sys.stderr)
-        found = found[~again]
-        indices, texts = pd.factorize(found.text)
-        indices = pd.Series(indices, found.id).reindex(ids, fill_value=-1)
-    return indices.to_numpy(), texts.to_numpy(object)
+    found = found[found.text != ""]
+    again = found.id.duplicated()
+    if again.any():
+        repeated = f"{again.sum():,} rows repeat an id, such as {found.id[again].iloc[0]!r}; left out"
+        print(f"warning: --{name} {sources[0]}: {repeated}", file=sys.stderr)
+    return found[~again].set_index("id").text
+
+
+def open_sources(sources):
+    """Return a Dataset of the rows of sources, which must be of one format."""
+    return open_files(list(chain.from_iterable(map(list_files, sources))), streaming=False)
+
+
+def join_texts(table, columns):
+    """Return the texts of columns of a table, joined by spaces, without surrounding spaces."""
+    cells = [as_texts(table[name], name) for name in columns]
+    space = pa.scalar(" ", pa.large_string())
+    texts = pc.binary_join_element_wise(*cells, space, null_handling="replace")  # null: an empty text
+    return pc.utf8_trim_whitespace(texts)
+
+
+def number_texts(texts, ids):
+    """Return the number of each id's text ((n,) int, -1: none) and the distinct texts ((m,) object)."""
+    numbers, distinct = pd.factorize(texts)
+    numbers = pd.Series(numbers, texts.index).reindex(ids, fill_value=-1)
+    return numbers.to_numpy(), distinct.to_numpy(object)
 
 
 # ---- negatives
@@ -277,17 +315,6 @@ def remove(run, rows, rule):
 
 
 # ---- output
-
-
-def check_output_file(args):
-    """Raise UserError if --output is one of the sources or, without --overwrite, exists."""
-    sources = [path for path in (args.run, args.judged, args.qrels) if path]
-    with user_errors("--corpus, --queries"):
-        sources += chain.from_iterable(map(list_files, args.corpus + args.queries))
-    if os.path.realpath(args.output) in map(os.path.realpath, sources):
-        raise UserError(f"--output {args.output}: is one of the sources; choose another file")
-    if os.path.exists(args.output) and not args.overwrite:
-        raise UserError(f"--output {args.output}: exists; choose another file, or set --overwrite")
 
 
 def make_rows(positives, negatives, queries, texts, all_scored, args):
@@ -347,7 +374,7 @@ def write_rows(rows, args):
     return count
 
 
-# ---- errors, flags and files (same in eval_incremental.py)
+# ---- errors and files (same in eval_incremental.py)
 
 
 class UserError(ValueError):
@@ -375,19 +402,6 @@ def user_errors(name):
         if "Couldn't cast" in reason:  # `datasets` takes the type of a column from its first rows
             reason += "; prepare_corpus.py can rewrite rows of irregular types"
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
-
-
-def check_flag_names(parser, argv):
-    """Exit if a flag of the command line is unknown, and name the nearest one, or if it is given twice."""
-    known, seen = parser._option_string_actions, set()
-    for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
-        if name not in known:
-            nearest = get_close_matches(name, known, 1) or ["--help"]
-            parser.error(f"{name}: no such flag; did you mean {nearest[0]}?")
-        if known[name] in seen:
-            advice = "; list all values after one flag" * (known[name].nargs == "+")
-            parser.error(f"{known[name].option_strings[0]}: given twice{advice}")
-        seen.add(known[name])
 
 
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".ndjson": "json",
@@ -458,7 +472,7 @@ def open_files(files, streaming=True):
     return datasets.load_dataset(kind, data_files=files, streaming=streaming, **options).with_format("arrow")
 
 
-# ---- cells and runs (same in eval_incremental.py)
+# ---- cells, runs and pairs (same in eval_incremental.py)
 
 
 def as_texts(column, name, ids=False):
@@ -495,6 +509,17 @@ def read_trec(path, name):
             line = bad.idxmax()
             raise UserError(f"line {line + 1} has no finite score: {' '.join(frame.loc[line])}")
         return frame.assign(score=scores)[np.isfinite(scores)]
+
+
+def pair_ids(pairs):
+    """Return the pairs that have both texts, with their ids. pairs: DataFrame (query, document), by row number.
+
+    query_id is the number of the distinct query, in order of appearance; doc_id is the first row of the document."""
+    pairs = pairs[(pairs["query"] != "") & (pairs["document"] != "")]
+    queries, _ = pd.factorize(pairs["query"])
+    documents, _ = pd.factorize(pairs["document"])
+    first_rows = pairs.index[~pairs["document"].duplicated()]
+    return pairs.assign(query_id=queries.astype(str), doc_id=first_rows[documents].astype(str))
 
 
 # ---- command line

@@ -3,7 +3,6 @@
     python prepare_corpus.py      # the demo: data/python_code, from the source files of this Python installation
     python prepare_corpus.py logs/*.jsonl.zst --output_dir data/logs --columns query clicked
     python prepare_corpus.py s3://bucket/pairs --output_dir data/pairs --filter "[('score', '>', 0.5)]"
-    python prepare_corpus.py clicks.csv --columns query title --format beir --output_dir data/clicks
     python prepare_corpus.py --ir_dataset beir/scifact --output_dir data/scifact
     python prepare_corpus.py data/pairs --length_report --model_name_or_path BAAI/bge-small-en-v1.5
 
@@ -14,7 +13,6 @@ their own tokenizers: bi_encoder/ (static embeddings), cross_encoder/ (a small B
 shares no docstring or code with them. Existing output is kept; --overwrite rebuilds it.
 Output of a conversion: data-*.arrow or .parquet, which `datasets` maps. Columns missing in a file or row are null.
 CSV and JSON are read twice, first to find types that fit every row: text where numbers and texts are mixed.
-Output of --format beir: a BEIR folder of (query, document) pairs, with the split `train`, to mine negatives from.
 Output of --ir_dataset: a BEIR folder and triples of ids. Left out: types set by hand, shuffling, remote outputs.
 """
 
@@ -42,7 +40,6 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from difflib import get_close_matches
 from functools import partial
 from itertools import chain, islice, product
 from pathlib import Path
@@ -72,18 +69,15 @@ def parse_args(argv):
            help="Parquet, ORC, Arrow, JSON, CSV, text: path, glob, folder, URL, Hub id (default: demo)")  # fmt: skip
     option("--output_dir", type=Path, help=f"new folder for the shards (default: {DEMO}; for reports: runs/lengths)")
     option("--overwrite", action="store_true", help="replace a non-empty --output_dir, when the new one is complete")
-    option("--columns", nargs="+", metavar="C", help="columns to keep, in this order (default: all)")
+    option("--columns", nargs="+", action="extend", metavar="C", help="columns to keep, in this order (default: all)")
     option("--filter", metavar="F", help="rows to keep, a pyarrow filter: \"[('lang', 'in', ['en', 'de'])]\"")
-    option("--format", choices=["arrow", "parquet", "beir"], default="arrow",
-           help="arrow: mapped as it is; parquet: smaller; beir: collection of pairs, the two --columns")  # fmt: skip
+    option("--format", choices=["arrow", "parquet"], default="arrow", help="arrow: mapped as it is; parquet: smaller")
     option("--rows_per_shard", type=int, default=1_000_000, help="maximum rows per file")
-    option("--make_models", action="store_true", help="also save untrained models with tokenizers trained on SOURCE")
     option("--ir_dataset", metavar="NAME", help="collection of ir_datasets to convert, such as beir/scifact")
     option("--length_report", action="store_true", help="write token counts of SOURCE; convert nothing")
     option("--model_name_or_path", metavar="M", help="Hub id or folder whose tokenizer --length_report uses")
     option("--max_length", type=int, metavar="N", help="tokens a text is truncated to (default: the tokenizer's own)")
     option("--sample", type=int, default=100_000, metavar="N", help="random rows that --length_report reads")
-    check_flag_names(parser, argv)
     args = parser.parse_args(argv)
     if min(args.rows_per_shard, args.sample, args.max_length or 1) < 1:
         parser.error("--rows_per_shard, --sample and --max_length must be above 0")
@@ -91,10 +85,6 @@ def parse_args(argv):
         parser.error("--length_report requires SOURCE and --model_name_or_path, without --filter")
     if (args.ir_dataset and args.sources) or ((args.columns or args.filter) and not args.sources):
         parser.error("--columns and --filter require SOURCE; --ir_dataset excludes SOURCE")
-    if args.make_models and (args.ir_dataset or args.format == "beir"):
-        parser.error("--make_models requires rows: it excludes --ir_dataset and --format beir")
-    if args.format == "beir" and len(args.columns or []) != 2:
-        parser.error("--format beir requires --columns QUERY DOCUMENT")
     if (args.ir_dataset or args.sources) and not (args.output_dir or args.length_report):
         parser.error("SOURCE and --ir_dataset require --output_dir")
     return args
@@ -114,15 +104,11 @@ def main(args):
     is_kept = is_demo and (output / "corpus.json").exists() and not args.overwrite
     if not is_kept:
         if any(Path(source).resolve().is_relative_to(output) for source in args.sources):
-            raise UserError(
-                f"--output_dir {output}: contains a SOURCE, which would be replaced; choose another folder"
-            )
+            raise UserError(f"--output_dir {output}: contains a SOURCE; choose another folder")
         if output.exists() and any(output.iterdir()) and not args.overwrite:
             raise UserError(f"--output_dir {output}: is not empty; choose another folder, or set --overwrite")
         with new_folder(output) as part:
             write_output(part, args)
-    if is_demo or args.make_models:
-        save_models(output)
     print(f"output: {output}")
 
 
@@ -137,6 +123,7 @@ def write_output(folder, args):
         paths = sysconfig.get_paths()
         roots = {"stdlib": [paths["stdlib"]], "packages": [paths["purelib"], paths["platlib"]]}
         print(build_demo(roots, folder)["pairs"])
+        save_models(folder)
 
 
 # ---- the demo corpus
@@ -150,24 +137,19 @@ SKIPPED_FOLDERS = {"test", "tests", "testing", "_test", "idle_test", "site-packa
 def build_demo(roots, folder):
     """Write the demo corpus of `roots` ({source: [folder, ...]}) into `folder`; return the content of corpus.json."""
     files = list_python_files(roots)
-    report = {"python": sys.version.split()[0], "files": len(files), "not_parsed": 0, "duplicates": 0, "pairs": {}}
+    report = {"python": sys.version.split()[0], "files": len(files), "pairs": {}}
     rows = {key: [] for key in product(("train", "heldout"), roots)}
     seen = set()
     with ProcessPoolExecutor(initializer=gc.disable) as pool:  # syntax trees have no cycles to collect
         found = pool.map(docstring_pairs, [path for _, _, path in files], chunksize=16)
         found = tqdm(found, total=len(files), unit="file", desc="parsing")
         for (split, source, _), pairs in zip(files, found):
-            if pairs is None:
-                report["not_parsed"] += 1
-                continue
             for docstring, code in pairs:
                 # Duplicates have the same words (in any case) in the docstring, or the same code but for white space.
                 words = re.findall(r"\w+", docstring.lower())
                 keys = {" ".join(words), "code " + "".join(code.split())}
                 if seen.isdisjoint(keys):
                     rows[split, source].append({"docstring": docstring, "code": code})
-                else:
-                    report["duplicates"] += 1
                 seen |= keys
     schema = pa.schema({"docstring": pa.string(), "code": pa.string()})
     for (split, source), part in rows.items():
@@ -195,13 +177,13 @@ def list_python_files(roots):
 
 
 def docstring_pairs(path):
-    """Return [(first docstring paragraph, source without any docstring)] of a file, or None if it does not parse."""
+    """Return [(first docstring paragraph, source without any docstring)] of a file; [] if it does not parse."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
         with warnings.catch_warnings(action="ignore"):  # of invalid escapes in other people's strings
             nodes = list(definitions(ast.parse(text).body))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
+        return []
     documented = [node for node in nodes if ast.get_docstring(node)]
     lines = text.encode().splitlines()  # bytes: ast counts columns in UTF-8 bytes and breaks lines where bytes do
     # Nested docstrings go too: a query found verbatim in the enclosing function would be a second right answer.
@@ -267,22 +249,14 @@ STATIC_DIM = 1024  # 512 lowers MRR@10 on the demo corpus by 0.007
 
 
 def save_models(folder):
-    """Save untrained bi_encoder/ and cross_encoder/ for the shards in `folder`, unless they exist."""
-    savers = {folder / "bi_encoder": save_bi_encoder, folder / "cross_encoder": save_cross_encoder}
-    missing = [path for path in savers if not path.exists()]
-    if not missing:
-        return
-    shards = sorted([*folder.glob("train/*.parquet"), *folder.glob("data-*")])
-    tables = chain.from_iterable(read_columns(str(shard)) for shard in shards)
+    """Save untrained bi_encoder/ and cross_encoder/ for the demo corpus in `folder`."""
+    tables = chain.from_iterable(read_columns(str(shard)) for shard in sorted(folder.glob("train/*.parquet")))
     texts = []
     for columns in islice(tables, 100):  # of up to 1,000 rows
         for column in columns.values():
-            texts += filter(None, texts_of(column))
-    if not texts:
-        raise UserError(f"{folder}: contains no text to make a model for")
-    for path in tqdm(missing, desc="making models", unit="model"):
-        with new_folder(path) as part:
-            savers[path](part, texts)
+            texts += column.to_pylist()
+    save_bi_encoder(folder / "bi_encoder", texts)
+    save_cross_encoder(folder / "cross_encoder", texts)
 
 
 def save_bi_encoder(folder, texts):
@@ -372,13 +346,7 @@ def convert(args, folder):
             keep = pq.filters_to_expression(ast.literal_eval(args.filter))
             empty.filter(keep)  # raises if it does not fit the columns
     tables = read_tables(files, schema, keep, columns)
-    if args.format == "beir":
-        for field in output_schema:
-            if pa.types.is_nested(field.type):
-                raise UserError(f"--columns {field.name}: holds {field.type}, not texts: write a row for each text")
-        rows = save_pairs(tables, folder)
-    else:
-        rows = write_shards(tables, output_schema, folder, "data", args.format, args.rows_per_shard)
+    rows = write_shards(tables, output_schema, folder, "data", args.format, args.rows_per_shard)
     if not rows:
         condition = f" passes --filter {args.filter!r}" if args.filter else ""
         raise UserError(f"{args.sources[0]}: no row{condition}")
@@ -398,10 +366,8 @@ def common_schema(files):
                 types[name] = common_type(types.get(name, pa.null()), values)
             if kind in ("parquet", "orc", "arrow"):
                 break  # their first table has the types of the file
-    for name, kind in types.items():
-        if pa.types.is_null(kind):
-            types[name] = pa.string()  # the most likely type of later values
-    return pa.schema(types)
+    text = pa.string()  # the most likely type of later values
+    return pa.schema({name: text if pa.types.is_null(kind) else kind for name, kind in types.items()})
 
 
 def parse_cell(cell):
@@ -441,11 +407,10 @@ def to_array(values, data_type):
 
 
 def write_shards(tables, schema, folder, name, format, rows_per_shard):
-    """Write tables as folder/name-00000-of-0000N.format, at most `rows_per_shard` rows each; return the row count."""
+    """Write tables as folder/name-00000.format, ..., at most `rows_per_shard` rows each; return the row count."""
     folder.mkdir(parents=True, exist_ok=True)
     # `datasets` maps Arrow streams; their batches are uncompressed, so that text is not copied.
     new_writer = pa.ipc.new_stream if format == "arrow" else pq.ParquetWriter
-    shards = []
     rows = 0
     with ExitStack() as stack:
         for table in tqdm(rebatch(tables, schema), desc=f"writing {name}", unit=" x 10,000 rows", delay=1):
@@ -453,15 +418,12 @@ def write_shards(tables, schema, folder, name, format, rows_per_shard):
                 shard_rows = rows % rows_per_shard
                 if shard_rows == 0:
                     stack.close()  # closes the previous shard
-                    shard = folder / f"{name}-{len(shards):05d}.{format}"
-                    shards.append(shard)
+                    shard = folder / f"{name}-{rows // rows_per_shard:05d}.{format}"
                     writer = stack.enter_context(new_writer(str(shard), schema))
                 part = table.slice(0, rows_per_shard - shard_rows)
                 writer.write_table(part, BATCH_ROWS)
                 rows += part.num_rows
                 table = table.slice(part.num_rows)
-    for number, shard in enumerate(shards):  # how many they are is known only now
-        shard.rename(folder / f"{name}-{number:05d}-of-{len(shards):05d}.{format}")
     return rows
 
 
@@ -592,29 +554,6 @@ def texts_of(column):
 SPLITS = ("train", "dev", "validation", "test")
 
 
-def save_pairs(tables, folder):
-    """Write tables of (query, document) as corpus.jsonl, queries.jsonl and qrels/train.tsv; return the number of them.
-    Equal texts, ignoring surrounding spaces, have one id. Pairs that lack a text are left out, and counted."""
-    pairs = pa.concat_tables(tables).to_pandas().set_axis(["query", "document"], axis=1)
-    pairs = pairs.astype("string").apply(lambda column: column.str.strip())
-    complete = pairs[pairs.fillna("").ne("").all(axis=1)]
-    if missing := len(pairs) - len(complete):
-        print(f"{missing:,} pairs lack a text; left out")
-    queries, query_texts = pd.factorize(complete["query"])
-    documents, document_texts = pd.factorize(complete["document"])
-    judged = sorted(set(zip(queries.tolist(), documents.tolist())))
-    qrels = (f"q{query}\td{document}\t1" for query, document in judged)
-    query_rows = ({"_id": f"q{n}", "text": text} for n, text in enumerate(query_texts))
-    corpus_rows = ({"_id": f"d{n}", "title": "", "text": text} for n, text in enumerate(document_texts))
-    files = {
-        "corpus.jsonl": json_lines(corpus_rows),
-        "queries.jsonl": json_lines(query_rows),
-        "qrels/train.tsv": chain(["query-id\tcorpus-id\tscore"], qrels),
-    }
-    write_lines(files, folder)
-    return len(judged)
-
-
 def save_collection(name, folder):
     """Write a dataset of ir_datasets as corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv and triples.jsonl.
 
@@ -627,39 +566,32 @@ def save_collection(name, folder):
     for split in SPLITS:  # the judgments of beir/scifact are in beir/scifact/test
         with suppress(KeyError):
             splits[split] = ir_datasets.load(f"{name}/{split}")
-    files = {}  # {name: lines}
+    files = {}  # {name: iterator of lines, or of rows that become lines of JSON}
     if dataset.has_docs():
-        files["corpus.jsonl"] = json_lines(document_rows(dataset))
+        files["corpus.jsonl"] = document_rows(dataset)
     queries = {}
     for part in [dataset, *splits.values()]:
         if part.has_queries():
             queries |= {query.query_id: query.default_text() for query in part.queries_iter()}
     if queries:
-        files["queries.jsonl"] = json_lines({"_id": key, "text": text} for key, text in queries.items())
+        files["queries.jsonl"] = ({"_id": key, "text": text} for key, text in queries.items())
     for split, part in splits.items():
         if part.has_qrels():
             lines = (f"{row.query_id}\t{row.doc_id}\t{row.relevance}" for row in part.qrels_iter())
             files[f"qrels/{split}.tsv"] = chain(["query-id\tcorpus-id\tscore"], lines)
     if dataset.has_docpairs():
-        triples = ({"query": row.query_id, "positive": row.doc_id_a, "negative": row.doc_id_b}
-                   for row in dataset.docpairs_iter())  # fmt: skip
-        files["triples.jsonl"] = json_lines(triples)
+        files["triples.jsonl"] = (
+            {"query": row.query_id, "positive": row.doc_id_a, "negative": row.doc_id_b}
+            for row in dataset.docpairs_iter()
+        )
     if not files:
         raise ValueError("contains no documents, queries or judgments; specify one of its subsets")
-    write_lines(files, folder)
-
-
-def json_lines(rows):
-    return (json.dumps(row, ensure_ascii=False) for row in rows)
-
-
-def write_lines(files, folder):
-    """Write files, {name: lines}, into the folder."""
     for file, lines in files.items():
         (folder / file).parent.mkdir(exist_ok=True)
         with open(folder / file, "w", encoding="utf-8") as sink:
             for line in tqdm(lines, desc=file, unit_scale=True):
-                sink.write(line + "\n")
+                sink.write(line if isinstance(line, str) else json.dumps(line, ensure_ascii=False))
+                sink.write("\n")
 
 
 def document_rows(dataset):
@@ -823,19 +755,6 @@ def new_folder(folder):
         with suppress(OSError):  # not empty
             for parent in created:
                 parent.rmdir()
-
-
-def check_flag_names(parser, argv):
-    """Exit if a flag of the command line is unknown, and name the nearest one, or if it is given twice."""
-    known, seen = parser._option_string_actions, set()
-    for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
-        if name not in known:
-            nearest = get_close_matches(name, known, 1) or ["--help"]
-            parser.error(f"{name}: no such flag; did you mean {nearest[0]}?")
-        if known[name] in seen:
-            advice = "; list all values after one flag" * (known[name].nargs == "+")
-            parser.error(f"{known[name].option_strings[0]}: given twice{advice}")
-        seen.add(known[name])
 
 
 # ---- errors, files and micro-batches (same in eval_incremental.py)

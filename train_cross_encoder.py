@@ -130,7 +130,9 @@ class Args:
     )
     gradient_accumulation_steps: int = flag(1, "batches of a step, each with its own drawn negatives", above_zero=True)
     grad_cache: bool | None = flag(
-        None, "hold one micro-batch's graph at a time; None: of more than 4 full ones (CPU: 16)", may_change=True
+        None,
+        "run each micro-batch twice, to hold one graph at a time; None: if more than 4 (CPU: 16)",
+        may_change=True,
     )
     gradient_checkpointing: bool = flag(False, "recompute activations in backward, for long texts", may_change=True)
     loss: Loss | None = flag(None, "None: bce if a row has one label, else listwise_ce over the documents of a query")
@@ -271,7 +273,7 @@ def main(given):
         optimizer = accelerator.prepare(optimizer)
 
     # ---- resume, and evaluate before the first step
-    extra = {}  # {name: tensor} of your own, equal on all processes: checkpoints hold and restore it
+    extra = {}  # state of your own, {name: tensor}, equal on all processes: saved in checkpoints, filled by a resume
     optimizers = [optimizer.optimizer]  # checkpoints hold the state of each
     checkpoints = Checkpoints(given, accelerator, data.description, model, optimizers, model_to_save, extra)
     progress = checkpoints.restore(checkpoint, saved)
@@ -318,25 +320,22 @@ def main(given):
         if evaluated:
             record = evaluate_model(model, eval_sets, args, accelerator)
         if progress.step % args.logging_steps == 0 or finished:
-            record |= {
-                "loss": progress.mean_loss(),
-                "grad_norm": norm,
-                "learning_rate": optimizer.param_groups[-1]["lr"],
-            }
+            last_rate = optimizer.param_groups[-1]["lr"]
+            record |= {"loss": progress.mean_loss(), "grad_norm": norm, "learning_rate": last_rate}
             record |= meter.read(accelerator)
             bar.set_postfix_str("loss {loss:.4f}, {rows_per_second:,.0f} rows/s".format(**record), refresh=False)
         log.write(progress.step, record)
         if evaluated:
             best_step, out_of_patience = log.find_best()
             finished = finished or out_of_patience
-        if finished or progress.step == best_step or (args.save_steps and progress.step % args.save_steps == 0):
+        if progress.step == best_step or (args.save_steps and progress.step % args.save_steps == 0):
             checkpoints.save(progress, best_step)
 
     # ---- save
     bar.close()
     batches.close()
+    checkpoints.save(progress, best_step)
     if not finished:
-        checkpoints.save(progress, best_step)
         if error:
             raise AgreedError(error)
         accelerator.print(f"stopped after step {progress.step:,} of {steps:,}: rerun with --resume to continue")
@@ -362,8 +361,8 @@ def score(model, features, accelerator):
 
 
 def forward_backward(model, batch, loss_fn, args, accelerator):
-    """Add the gradient of this process' pairs to that of the model; return the part of the batch's loss that is due
-    to this process' rows. Each adds up to that of the batch over all processes."""
+    """Add the gradient of this process' pairs to that of the model; return this process' part of the loss. Summed over
+    processes, they are the gradient and the loss of the whole batch."""
     parts, tokens = equalize_micro_batches(batch.micro_batches, accelerator)
     keep_graphs = keeps_graphs(tokens, args, accelerator.device)
 
@@ -521,8 +520,8 @@ def choose_loss(args):
     if len(args.label_column) == 1:
         name = args.train_data[0]
         with user_errors(f"{name}: --label_column {args.label_column[0]}"):
-            first = next(open_files(find_files(name)[:1]).select_columns(args.label_column).iter(1))
-        if not str(first[0][0]).startswith("["):  # a list, or JSON of one
+            first = next(open_files(find_files(name)[:1]).iter(1))
+        if not str(first[args.label_column[0]][0]).startswith("["):  # a list, or JSON of one
             return "bce"
     return "listwise_ce"
 
@@ -542,16 +541,18 @@ def make_loss(args):
 
 
 def find_files(name):
-    """Return the files of a source. Their names, sizes and both ends tell a resume whether the source has changed; of
-    a stream, their order changes in each epoch. For a source that is none of files, return [name]."""
+    """Return the files of a source; for rows from elsewhere, [name]. Their names, sizes and both ends tell a resume
+    whether the source has changed."""
     return list_files(name)
 
 
 def open_source(files, args):
-    """Return the rows in these files of a source: a Dataset or, with --streaming, an IterableDataset, that yields
-    pyarrow Tables. Edit it for rows from elsewhere, such as IterableDataset.from_generator(f).with_format("arrow"):
-    they must be the same, in the same order, each time it is called, as a resume seeks a row (of a stream: loads its
-    state_dict), and they must have the columns of --columns and --label_column, and no others."""
+    """Return the rows of files of a source, with the columns of --columns and --label_column: a Dataset or, with
+    --streaming, an IterableDataset, that yields pyarrow Tables. The files are those of find_files; of a stream in
+    another order in each epoch, or the first ones alone.
+
+    Edit it for rows from elsewhere, such as IterableDataset.from_generator(f).with_format("arrow"), and set --columns.
+    Each call must give the same rows in the same order: a resume seeks a row, or loads the state_dict of a stream."""
     names = dict.fromkeys([*args.columns, *args.label_column])
     return open_files(files, args.streaming).select_columns(list(names))
 
@@ -744,9 +745,11 @@ def tokenize_pairs(pairs, model):
         ids = features["input_ids"]
         if "attention_mask" in features:
             mask = features["attention_mask"]
-            ids, lengths = ids[mask > 0], mask.sum(1)
+            ids = ids[mask > 0]
+            lengths = mask.sum(1)
         else:  # concatenated for flash attention
-            ids, lengths = ids[0], features["cu_seq_lens_q"].diff()
+            ids = ids[0]
+            lengths = features["cu_seq_lens_q"].diff()
         encodings += [Tokens(part.tolist()) for part in ids.split(lengths.tolist())]
     return encodings
 
@@ -1359,8 +1362,8 @@ class Source:
         self.name = name
         self.number = number
         self.args = args
-        self.window = args.shuffle_buffer or 1000  # rows
-        self.block = min(BLOCK, self.window)
+        self.window_rows = args.shuffle_buffer or 1000
+        self.block_rows = min(BLOCK, self.window_rows)
         self.held_out = 0  # rows
         self.held_blocks = []  # of a mapped source: (first row, end) of each block of them
         self.leading = 0  # files of a stream with the held-out rows; not permuted, so that skip() skips these rows
@@ -1419,16 +1422,16 @@ class Source:
         """Yield the windows of all epochs from `position` on, and update it with each."""
         position = self.position
         while True:
-            found = position.window or position.used
+            has_rows = position.window > 0 or position.used > 0
             for table, stream in self.read_stream() if self.args.streaming else self.read_blocks():
                 table.validate(full=True)  # offsets of a damaged Arrow file may be out of bounds
                 if self.args.shuffle_buffer:
                     table = table.take(self.random(position.window).permutation(len(table)))
                 position.stream = stream
-                found = True
+                has_rows = True
                 yield table.combine_chunks()
                 vars(position).update(window=position.window + 1, used=0)
-            if not found:
+            if not has_rows:
                 raise UserError("no row is left to train on after those that are held out: lower --eval_rows")
             vars(position).update(epoch=position.epoch + 1, window=0, used=0, stream=None)
 
@@ -1437,11 +1440,12 @@ class Source:
         held_out = [(0, 0), *self.held_blocks, (len(self.dataset), 0)]
         blocks = []
         for (_, begin), (end, _) in pairwise(held_out):
-            blocks += [(first, min(self.block, end - first)) for first in range(begin, end, self.block)]
+            blocks += [(first, min(self.block_rows, end - first)) for first in range(begin, end, self.block_rows)]
         order = np.arange(len(blocks))
         if self.args.shuffle_buffer:
-            self.random().shuffle(order[: len(blocks) - (blocks[-1][1] < self.block)])  # a short last block stays last
-        count = self.window // self.block
+            is_short = blocks[-1][1] < self.block_rows  # the last block: it stays last
+            self.random().shuffle(order[: len(blocks) - is_short])
+        count = self.window_rows // self.block_rows
         for window in range(self.position.window * count, len(blocks), count):
             chosen = [blocks[number] for number in order[window : window + count]]
             # As dataset[first : first + size] does, without the 70 µs that formatting takes.
@@ -1458,7 +1462,7 @@ class Source:
         if before:
             stream.load_state_dict(before)
         before = before or stream.state_dict()  # does not reflect a loaded state before the first row
-        for table in stream.iter(self.window):
+        for table in stream.iter(self.window_rows):
             yield table, before
             before = stream.state_dict()
 
@@ -1723,9 +1727,8 @@ def pad_texts(encodings, width, tokenizer, needs_mask=False):
     if "token_type_ids" in tokenizer.model_input_names:
         types = [encoding.type_ids for encoding in encodings]
         features["token_type_ids"] = pad(types, fill=tokenizer.pad_token_type_id)
-    if (
-        needs_mask or min(map(len, encodings)) < width
-    ):  # else transformers waits for the device to see that nothing is masked
+    # Without a need, none: transformers would wait for the device to see that nothing is masked.
+    if needs_mask or min(map(len, encodings)) < width:
         features["attention_mask"] = pad([[1] * len(encoding) for encoding in encodings], fill=0)
     return features
 
@@ -1962,10 +1965,10 @@ def collections_of(name, split):
             raise UserError(f"no judgments of split {part!r}; available: {', '.join(judgments) or 'none'}")
         files = []
         for splits in (documents, queries):
-            (only,) = splits if len(splits) == 1 else [part]  # a single split, of any name, serves all judgments
-            if only not in splits:
-                raise UserError(f"no documents or queries of split {only!r}; available: {', '.join(splits)}")
-            files.append(splits[only])
+            wanted = part if len(splits) > 1 else next(iter(splits))  # a single one serves all judgments
+            if wanted not in splits:
+                raise UserError(f"no documents or queries of split {wanted!r}; available: {', '.join(splits)}")
+            files.append(splits[wanted])
         collections[f"{name}/{part}" if len(documents) > 1 else name] = (*files, judgments[part])
     return collections
 
@@ -2203,12 +2206,22 @@ class Checkpoints:
         return {name: full_copies(tensors, self.accelerator) for name, tensors in files.items()}
 
     def save(self, progress, best_step):
-        """Write a checkpoint (tensors, state as JSON, checksums), then remove all but the newest --save_total_limit
-        and that of `best_step`; every process must call it."""
+        """Write the checkpoint of a step unless there is one, then remove all but the newest --save_total_limit and
+        that of `best_step`; every process must call it."""
         folder = self.path(progress.step)
         exists = broadcast_object_list([progress.step == 0 or is_intact(folder)])[0]
-        if exists:  # a kill while it is replaced would lose it
-            return
+        if not exists:  # else a kill while it is replaced would lose it
+            self.write(folder, progress)
+        if self.accelerator.is_main_process:
+            steps = sorted(folder.parent.glob("step_*"))
+            kept = [path for path in steps if path <= folder]  # later ones are damaged: a resume did not use them
+            kept = kept[-self.args.save_total_limit :] + [self.path(best_step)]
+            for path in {*steps, *folder.parent.glob(".step_*")} - {*kept}:
+                shutil.rmtree(path)
+        self.accelerator.wait_for_everyone()
+
+    def write(self, folder, progress):
+        """Write a checkpoint: tensors, state as JSON, checksums."""
         files = self.gather_tensors()
         is_finite = all(weight.isfinite().all() for weight in files["model"].values())
         stop_together(None if is_finite else f"step {progress.step}: a weight is not finite: {LOWER_RATE}")
@@ -2220,12 +2233,6 @@ class Checkpoints:
                     save_file(tensors, part / f"{name}.safetensors")
                 (part / "state.json").write_text(json.dumps(state))
                 (part / "SHA256SUMS").write_text(checksums(part))
-            steps = sorted(folder.parent.glob("step_*"))
-            kept = [path for path in steps if path <= folder]  # later ones are damaged: a resume did not use them
-            kept = kept[-self.args.save_total_limit :] + [self.path(best_step)]
-            for path in {*steps, *folder.parent.glob(".step_*")} - {*kept}:
-                shutil.rmtree(path)
-        self.accelerator.wait_for_everyone()
 
     def model_of(self, step):
         """Return the model with the weights of a step's checkpoint; raise UserError if that is not intact."""

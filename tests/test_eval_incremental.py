@@ -344,14 +344,17 @@ def test_pairs_and_comparison(evaluate, corpus, bert, tmp_path, capsys):
 @pytest.mark.parametrize("extra", [(), ("--streaming", "--corpus_chunk_size", 3)])
 def test_pairs_and_a_collection_of_them_give_the_same_numbers(evaluate, rows, tmp_path, extra):
     """Whether the pairs are read as they are or as a BEIR folder, and whatever the cache stores by default."""
-    import prepare_corpus
-
     pairs = [{"q": row["docstring"], "d": row["code"]} for row in rows[:90]]
     pairs += [{"q": f"{row['q']} again", "d": row["d"]} for row in pairs[:40]]  # 130 pairs of 90 documents
     pairs += [{"q": pairs[0]["q"], "d": pairs[7]["d"]}, {"q": None, "d": "x"}, {"q": "y", "d": " "}]
     write_jsonl(tmp_path / "pairs.jsonl", pairs)
-    flags = [tmp_path / "pairs.jsonl", "--columns", "q", "d", "--format", "beir", "--output_dir", tmp_path / "beir"]
-    prepare_corpus.main(prepare_corpus.parse_args(list(map(str, flags))))
+    queries, documents = (list(dict.fromkeys(pair[name].strip() for pair in pairs[:131])) for name in "qd")
+    write_jsonl(tmp_path / "beir/corpus.jsonl", [{"_id": f"d{n}", "text": text} for n, text in enumerate(documents)])
+    write_jsonl(tmp_path / "beir/queries.jsonl", [{"_id": f"q{n}", "text": text} for n, text in enumerate(queries)])
+    numbers = [(queries.index(pair["q"].strip()), documents.index(pair["d"].strip())) for pair in pairs[:131]]
+    (tmp_path / "beir/qrels").mkdir()
+    lines = ["query-id\tcorpus-id\tscore\n", *(f"q{q}\td{d}\t1\n" for q, d in numbers)]
+    (tmp_path / "beir/qrels/train.tsv").write_text("".join(lines))
     found = []
     for dtype in ([], ["--cache_dtype", "float32"]):
         found.append(evaluate("--pairs", tmp_path / "pairs.jsonl", *extra, *dtype))

@@ -1,5 +1,6 @@
 """Mining from run files: rows equal those of the library; what is never a negative; training on the rows; errors."""
 
+import csv
 import gzip
 import importlib
 import json
@@ -188,6 +189,46 @@ def test_fewer_negatives(small, tmp_path, capsys):
     assert "16 rows of 5 queries are in" in capsys.readouterr().out
 
 
+PAIRS = [  # (query, document); ids: below
+    ("fish oil", "fatty acids"), (" fish oil", "salmon recipes\t"), ("knee pain", "fatty acids "), ("knee pain", ""),
+    ("", "an answer to nothing"), ("back, pain", "how to sit"), ("fish oil", "fatty acids"), (None, "how to sit"),
+    ("knee pain", "physiotherapy"), ("  ", "bending"), ("tea", "salmon recipes"), ("tea", "green tea"),
+    ("rain", "how to sit"), ("zebra", "stripes"), ("knee pain", "salmon recipes"),
+]  # fmt: skip
+QUERIES = {"0": "fish oil", "1": "knee pain", "2": "back, pain", "3": "tea", "4": "rain", "5": "zebra"}
+DOCUMENTS = {"0": "fatty acids", "1": "salmon recipes", "5": "how to sit", "8": "physiotherapy", "11": "green tea",
+             "13": "stripes"}  # fmt: skip
+JUDGED = ["0 0", "0 1", "1 0", "2 5", "1 8", "3 1", "3 11", "4 5", "5 13", "1 1"]
+
+
+@pytest.mark.parametrize("form", ["n-tuple-scores", "labeled-pair"])
+def test_pairs_have_the_ids_of_the_evaluator(tmp_path, evaluate, bert, form):
+    """Rows mined from the pairs, by the evaluator's run of them, equal to the byte those mined from a collection with
+    these ids, written by hand. A document that has the id of its query is not the query's own."""
+    for name, part in (("a.csv", PAIRS[:6]), ("b.csv", PAIRS[6:])):
+        with open(tmp_path / name, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([["number", "query", "title"], *((5, *pair) for pair in part)])
+    pairs = ["--pairs", tmp_path / "a.csv", tmp_path / "b.csv", "--columns", "query", "title"]
+    evaluate(*pairs, "--model_name_or_path", bert, "--corpus_chunk_size", 4, "--judged", output="runs")
+    run = (tmp_path / "runs/run.trec").read_text().split()
+    assert {*run[::6]} == {*QUERIES} and {*run[2::6]} == {*DOCUMENTS} and len(run) == 6 * 6 * 6
+
+    folder = tmp_path / "collection"
+    write_jsonl(folder / "corpus.jsonl", [{"_id": key, "text": text} for key, text in DOCUMENTS.items()])
+    write_jsonl(folder / "queries.jsonl", [{"_id": key, "text": text} for key, text in QUERIES.items()])
+    (folder / "qrels").mkdir()
+    lines = [pair.replace(" ", "\t") + "\t1\n" for pair in JUDGED]
+    (folder / "qrels/train.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines))
+    flags = ["--run", tmp_path / "runs/run.trec", "--num_negatives", 2, "--format", form]
+    found = []
+    for source in (pairs, ["--beir", folder, "--keep_same_id"]):
+        mine(tmp_path, *source, *flags)
+        found.append((tmp_path / "rows/mined.jsonl").read_bytes())
+    assert found[0] == found[1] and found[0].count(b"\n") == {"n-tuple-scores": 10, "labeled-pair": 22}[form]
+    with pytest.raises(script.UserError, match="--pairs .*a.csv: .*titel"):
+        mine(tmp_path, *pairs[:-1], "titel", *flags)
+
+
 def test_positives_without_a_score(small, tmp_path, capsys):
     lines = (small / "x.run").read_text().splitlines(keepends=True)
     (small / "y.run").write_text("".join(line for line in lines if not line.startswith("d0 Q0 d1 ")))
@@ -299,7 +340,7 @@ def test_errors(small, tmp_path, capsys, monkeypatch):
             mine(tmp_path, *flags)
         assert "\n" not in str(error.value)
     for flags, message in (
-        (["--output", small / "corpus.jsonl"], "corpus.jsonl: is one of the sources"),
+        (["--output", small / "corpus.jsonl"], "corpus.jsonl: exists; choose another file, or set --overwrite"),
         (["--output", tmp_path / "rows/mined.jsonl"], "mined.jsonl: exists; choose another file, or set --overwrite"),
         (["--output", tmp_path / "new/x.jsonl", "--absolute_margin", 50], "x.jsonl: not written: no row is left"),
     ):
@@ -307,10 +348,14 @@ def test_errors(small, tmp_path, capsys, monkeypatch):
             script.main(script.parse_args(list(map(str, common + flags))))
     assert not (tmp_path / "new").exists()
     for flags, message in (
-        (["--run", "x"], "requires --run, and either --beir or"),
-        ([*corpus, "--beir", small, "--qrels", "x"], "requires --run, and either --beir or"),
-        (corpus, "requires --run, and either --beir or"),
-        ([*common, "--run", "y"], "--run: given twice"),
+        (["--run", "x"], "requires --run, and one of --pairs, --beir, or"),
+        (["--pairs", "x.csv"], "requires --run, and one of --pairs, --beir, or"),
+        ([*common, "--pairs", "x.csv"], "requires --run, and one of --pairs, --beir, or"),
+        ([*corpus, "--beir", small, "--qrels", "x"], "requires --run, and one of --pairs, --beir, or"),
+        (corpus, "requires --run, and one of --pairs, --beir, or"),
+        (["--run", "x", "--pairs", "x.csv", "--columns", "query"], "--columns: takes two names"),
+        ([*corpus, "--qrels", "x", "--queries=y"], "--queries: given twice; list all values after one flag"),
+        ([*common, "--rnage_max", "5"], "unrecognized arguments: --rnage_max 5"),
         ([*common, "--relative_margin", "nan"], "--relative_margin nan: must be finite"),
         ([*common, "--seed", "-1"], "--seed -1: must be finite and, except for a margin, 0 or more"),
         ([*common, "--range_max", "3"], "--num_negatives 4: must be between 1 and --range_max"),

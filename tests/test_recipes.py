@@ -20,6 +20,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -52,8 +53,9 @@ def test_recipe(name, tmp_path, rows, corpus, bert, beir):
     text = PAGES[name].read_text()
     title, count = re.match(r"# (.+): (\d+) lines\n", text).groups()
     blocks = dict(re.findall(r"^```(\w+)\n(.+?)^```$", text, re.M | re.S))
-    program, script, *flags = shlex.split(blocks["sh"].replace("\\\n", ""))
+    program, command, *flags = shlex.split(blocks["sh"].replace("\\\n", ""))
     assert program == "python"
+    script = command if (ROOT / command).exists() else "eval_incremental.py"  # else the page's own file
     shutil.copy(ROOT / script, tmp_path)
     if "diff" in blocks:
         assert re.findall(r"^--- a/(.+)$", blocks["diff"], re.M) == [script]
@@ -82,7 +84,8 @@ def test_recipe(name, tmp_path, rows, corpus, bert, beir):
 
     if SETUPS[name]:
         SETUPS[name](tmp_path, rows)
-    run()
+    if command == script:  # else the check runs it
+        run()
     CHECKS[name](run, tmp_path, rows)
 
 
@@ -485,6 +488,66 @@ def check_measure(run, folder, rows):
     value = json.loads((output / "metrics.json").read_text())["results"][0]["metrics"]["AllFound@50"]
     assert value["mean"] == pytest.approx(np.mean(list(expected.values())))
     assert 0 < value["low"] < value["mean"] < value["high"] < 1
+
+
+# ---- mteb
+
+
+def check_mteb(run, folder, rows):
+    """A second evaluation encodes nothing; scores and vectors are those of sentence-transformers, with its prompts; a
+    changed model in the same folder is encoded anew."""
+    mteb = pytest.importorskip("mteb")
+    from mteb.abstasks.retrieval import AbsTaskRetrieval
+
+    def read_lines(name):
+        records = map(json.loads, (folder / "beir" / name).read_text().splitlines())
+        return datasets.Dataset.from_list([{"id": record.pop("_id"), **record} for record in records])
+
+    class Functions(AbsTaskRetrieval):
+        metadata = mteb.TaskMetadata(
+            name="Functions",
+            description="",
+            type="Retrieval",
+            category="t2t",
+            modalities=["text"],
+            eval_splits=["test"],
+            eval_langs=["eng-Latn"],
+            main_score="ndcg_at_10",
+            dataset={"path": "a/b", "revision": "1"},
+        )
+
+        def load_data(self, **options):
+            corpus = read_lines("corpus.jsonl").map(lambda row: {"title": "A title of " + row["id"]})
+            part = {"corpus": corpus, "queries": read_lines("queries.jsonl"), "top_ranked": None}
+            part["relevant_docs"] = {f"q{number}": {f"d{number}": 1} for number in range(60)}
+            self.dataset = {"default": {"test": part}}
+            self.data_loaded = True
+
+    path = folder / "model"
+    scores = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("HOME", str(folder))  # --cache_dir
+        patch.setattr(mteb, "get_tasks", lambda tasks: [Functions() for name in tasks])
+        patch.setattr(sys, "argv", ["mteb_cached.py", str(path), "Functions"])
+        for expected in ((353, 353), (0, 353), (353, 353)):
+            own = SentenceTransformer(str(path), device="cpu", prompts={"query": "find: ", "document": ""})
+            if expected[0]:  # at first, and again after the second evaluation
+                with torch.no_grad():
+                    own[0].auto_model.embeddings.word_embeddings.weight.mul_(1 + 4 * len(scores)).add_(1)
+                own.save_pretrained(str(path))
+            found = runpy.run_path("mteb_cached.py", run_name="__main__")
+            model = found["model"]
+            assert (model.meter["new"], model.meter["total"]) == expected
+            results = [found["result"], mteb.evaluate(own, Functions(), cache=None)]
+            values = [result.task_results[0].scores["test"][0] for result in results]
+            for name in ("ndcg_at_10", "map_at_100", "mrr_at_10", "recall_at_100"):
+                assert values[0][name] == pytest.approx(values[1][name], abs=1e-6)
+            scores.append(values[0]["ndcg_at_10"])
+            texts = read_lines("queries.jsonl")["text"][:5]
+            for name in ("encode", "encode_query", "encode_document"):
+                assert getattr(model, name)(texts) == pytest.approx(getattr(own, name)(texts), abs=1e-6)
+    assert scores[0] == scores[1] != scores[2]
 
 
 # ---- similarity
