@@ -1504,7 +1504,7 @@ def manage_cache(args):
         if name in (None, metadata["model"]) or (len(name) > 5 and folder.name.startswith(name)):
             sizes = {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
             blocks = [size for path, size in sizes.items() if path.suffix == ".val"]
-            vectors = int(sum(blocks) // metadata.pop("bytes"))
+            vectors = int((sum(blocks) - 8 * len(blocks)) // metadata.pop("bytes"))  # without checksums
             megabytes = round(sum(sizes.values()) / 1e6, 1)
             rows.append({"fingerprint": folder.name[:12], "vectors": vectors, "MB": megabytes} | metadata)
             if name:
