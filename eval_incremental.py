@@ -1,11 +1,9 @@
 """Evaluate bi-encoders and rerankers on retrieval, over corpora of any size, with a cache of all embeddings.
 
-    python eval_incremental.py                                         # runs/bi_encoder/model, on held-out demo pairs
     python eval_incremental.py --model_name_or_path BAAI/bge-base-en-v1.5 runs/bge/model --beir scifact nfcorpus
-    python eval_incremental.py --query "read a gzip file"              # search instead; fast once the corpus is cached
-    python eval_incremental.py --beir scifact --run bm25.run --cross_encoder runs/cross_encoder/model   # rerank
-    python eval_incremental.py --corpus docs.parquet --export_vectors vectors       # for an index or a vector database
-    python eval_incremental.py --compare runs/monday/metrics.json runs/today/metrics.json
+    python eval_incremental.py --model_name_or_path runs/bge/model --beir scifact --query "vitamin D"       # search
+    python eval_incremental.py --beir scifact --run bm25.run --cross_encoder runs/cross_encoder/model       # rerank
+    python eval_incremental.py --annotate x.jsonl --columns query positive --cross_encoder MODEL --output y.jsonl
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml eval_incremental.py args.yaml
 
 A collection is --pairs, or a corpus, queries and judgments (qrels), each by its own flag or in BEIR's layout:
@@ -43,7 +41,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -54,9 +51,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
-from difflib import get_close_matches
 from functools import lru_cache, partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
@@ -67,7 +63,6 @@ import transformers
 
 # ---- options
 
-DEMO = "data/python_code"  # where prepare_corpus.py writes the demo corpus
 ABOVE_ZERO = "rerank_k rerank_max_length max_length truncate_dim micro_batch_tokens corpus_chunk_size top_k"
 
 
@@ -87,21 +82,23 @@ class Args:
     qrels: str | None = flag(None, "judgments of --corpus: TREC qrels, or query, document and grade")
     corpus_columns: list[str] = flag([], "id column (# for the row number), then text columns; none: _id title text")
     query_columns: list[str] = flag([], "the same for the queries; none: _id text")
-    pairs: list[str] = flag([], f"sources of (query, document) rows; without --beir and --corpus: {DEMO}/heldout")
-    columns: list[str] = flag([], "query and document column of --pairs; none: the first two")
+    pairs: list[str] = flag([], "sources of (query, document) rows, instead of --beir and --corpus")
+    columns: list[str] = flag([], "query and document column of --pairs; of --annotate, query and all documents")
     keep_same_id: bool = flag(False, "also rank the document with the query's own id, which BEIR excludes")
     streaming: bool = flag(False, "read the corpus front to back, without first converting it to a mapped table")
     # rankings
-    model_name_or_path: list[str] = flag(
-        [], "bi-encoders to compare; none: runs/bi_encoder/model, or only --run and --bm25"
-    )
+    model_name_or_path: list[str] = flag([], "bi-encoders to compare")
     run: list[str] = flag([], "rankings to evaluate or rerank, in TREC format: query Q0 document rank score tag")
     bm25: bool = flag(False, "also rank by BM25 (requires bm25s, and the corpus in memory)")
-    cross_encoder: str | None = flag(None, "model that reranks the rankings of the bi-encoders, --run and --bm25")
-    rerank_k: int | None = flag(None, "documents to rerank per query; the others rank below; None: 100, or --top_k")
+    fuse: bool = flag(False, "also rank by reciprocal rank fusion of all rankings of the call")
+    cross_encoder: str | None = flag(
+        None, "model that reranks the rankings of the bi-encoders, --run, --bm25 and --fuse"
+    )
+    rerank_k: int | None = flag(None, "documents to rerank per query, 100 if there are as many; the others rank below")
     rerank_max_length: int | None = flag(None, "tokens a pair is truncated to; None: the model's own")
-    top_k: int = flag(100, "documents ranked for each query")
+    top_k: int = flag(100, "documents ranked for each query; more if --metrics or --rerank_k require it")
     query: list[str] = flag([], "print the best documents for these texts instead of evaluating")
+    annotate: list[str] = flag([], "sources of rows to write with scores of their documents instead of evaluating")
     trust_remote_code: bool = flag(False, "run the code that a model's folder or repository contains: SECURITY.md")
     # embeddings
     max_length: int | None = flag(None, "tokens a text is truncated to; None: the model's own")
@@ -111,59 +108,61 @@ class Args:
     corpus_chunk_size: int = flag(4096, "documents per chunk, at most; a killed run loses a chunk per process")
     cache_dir: str = flag("~/.cache/evenstep/embeddings", "folder of the embedding caches, one for each model")
     cache_dtype: Literal["float32", "float16", "int8"] = flag(
-        "float32", "precision of stored vectors: float16 halves the cache, int8 quarters it; both reorder near ties"
+        "float32", "of stored vectors; the others reorder near ties"
     )
     cache_size_limit: float = flag(0, "GB per model's cache; beyond that the oldest vectors are removed; 0: no limit")
     cache_info: bool = flag(False, "list the models in --cache_dir, and exit")
     cache_clear: str | None = flag(None, "remove the caches of this model (name, or start of fingerprint), and exit")
     # output
-    metrics: list[str] = flag(
-        ["nDCG@10", "RR@10", "R@100", "AP"], "measures, by their names in ir_measures; or scripts of `evaluate`: my.py"
-    )
-    compare: list[str] = flag([], "metrics.json of several evaluations: test their differences, and exit")
+    metrics: list[str] = flag(["nDCG@10", "RR@10", "R@100", "AP"], "of ir_measures, or scripts of `evaluate`: my.py")
     judged: bool = flag(False, "also write judged.trec: scores of judged documents, for mine_negatives.py --judged")
-    export_vectors: str | None = flag(None, "write the corpus vectors to this folder as Parquet shards instead")
+    export_vectors: str | None = flag(None, "write the corpus vectors to this new folder as Parquet shards instead")
+    output: str | None = flag(None, "new file of --annotate: .jsonl or .parquet")
     output_dir: str = flag("runs/eval", "folder for the results")
 
 
 def check_flags(args):
     """Fill in defaults that depend on other flags; raise UserError for flags that exclude or require each other."""
-    searching = bool(args.query)
-    exporting = args.export_vectors is not None
-    only_files = bool(args.run) and not (args.model_name_or_path or args.bm25)  # not cut at --top_k
-    for name in args.metrics:
-        is_deeper = not is_script(name) and check_measure(name) > args.top_k
-        if is_deeper and not (searching or exporting or only_files):
-            raise UserError(f"--metrics {name}: deeper than --top_k {args.top_k}; raise --top_k")
-    if sum(map(bool, (args.compare, args.cache_info, args.cache_clear))) > 1:
-        raise UserError("--compare, --cache_info, --cache_clear: give only one of them")
-    if sum(map(bool, (args.beir, args.corpus, args.pairs))) > 1:
-        raise UserError("--beir, --corpus, --pairs: give only one of them")
-    if args.corpus and not (searching or exporting or (args.queries and args.qrels)):
-        raise UserError("--corpus: requires --queries and --qrels, or --query or --export_vectors")
-    if (args.queries or args.qrels) and not args.corpus:
-        raise UserError("--queries, --qrels: require --corpus")
+    tasks = [name for name in ("query", "export_vectors", "annotate") if getattr(args, name)]
+    if len(tasks) > 1:
+        raise UserError("--query, --export_vectors, --annotate: give only one of them")
+    if tasks and (args.run or args.bm25 or args.fuse or args.judged or len(args.model_name_or_path) > 1):
+        raise UserError(f"--{tasks[0]} takes one --model_name_or_path, and none of --run, --bm25, --fuse, --judged")
+    depths = [check_measure(name) for name in args.metrics if not is_script(name)]
+    if not tasks:
+        args.top_k = max([args.top_k, args.rerank_k or 0, *depths])
+    args.rerank_k = args.rerank_k or 100
+    if sum(map(bool, (args.beir, args.corpus, args.pairs, args.annotate))) > 1:
+        raise UserError("--beir, --corpus, --pairs, --annotate: give only one of them")
+    if args.annotate:
+        check_annotate(args)
+    elif len(args.columns) not in (0, 2):
+        raise UserError("--columns takes two names, of queries and documents")
+    files = [bool(args.corpus), bool(args.queries), bool(args.qrels)]
+    if any(files) and not (all(files) or (tasks and files == [True, False, False])):
+        raise UserError("--corpus, --queries and --qrels belong together, except to --query and --export_vectors")
     if len(args.prompts) > 2:
         raise UserError("--prompts takes one text, or one of queries and one of documents; quote texts with spaces")
-    if len(args.columns) not in (0, 2):
-        raise UserError("--columns takes two names, of queries and documents")
     if 1 in (len(args.corpus_columns), len(args.query_columns)):
         raise UserError("--corpus_columns and --query_columns take an id column and text columns")
-    if not (args.beir or args.corpus or args.pairs or args.cache_info or args.cache_clear or args.compare):
-        args.pairs = [f"{DEMO}/heldout/*.parquet"]
-        if searching or exporting:  # the whole demo corpus
-            args.pairs.append(f"{DEMO}/train/*.parquet")
-        if not Path(DEMO).is_dir():
-            raise UserError(f"no --beir, --corpus or --pairs, and no demo corpus in {DEMO}: run prepare_corpus.py")
-    if not (args.model_name_or_path or args.run or args.bm25):
-        args.model_name_or_path = ["runs/bi_encoder/model"]
-    if bool(args.run) + searching + exporting > 1:
-        raise UserError("--run, --query, --export_vectors: give only one of them")
-    if (searching or exporting) and (args.bm25 or args.judged or len(args.model_name_or_path) > 1):
-        raise UserError("--query, --export_vectors: take one --model_name_or_path, and neither --bm25 nor --judged")
-    if (args.rerank_k or 0) > args.top_k and not only_files:
-        raise UserError(f"--rerank_k {args.rerank_k}: more than --top_k {args.top_k}; raise --top_k, too")
-    args.rerank_k = args.rerank_k or (100 if args.run else min(100, args.top_k))
+    sources = args.beir or args.corpus or args.pairs or args.annotate
+    rankers = args.model_name_or_path or args.run or args.bm25 or (args.annotate and args.cross_encoder)
+    if not (sources and rankers or args.cache_info or args.cache_clear):
+        raise UserError("requires --beir, --corpus or --pairs, and --model_name_or_path, --run or --bm25")
+    if args.fuse and len(args.model_name_or_path) + len(args.run) + args.bm25 < 2:
+        raise UserError("--fuse requires two rankings: of --model_name_or_path, --run or --bm25")
+
+
+def check_annotate(args):
+    """Raise UserError for flags that --annotate requires or excludes."""
+    if len(args.columns) < 2 or not args.output:
+        raise UserError("--annotate requires --output, and --columns: of the query, then of its documents")
+    if args.cross_encoder and args.model_name_or_path:
+        raise UserError("--annotate takes a --cross_encoder or a --model_name_or_path")
+    if not args.output.endswith((".jsonl", ".parquet")):
+        raise UserError(f"--output {args.output}: must end in .jsonl or .parquet")
+    if os.path.exists(args.output):
+        raise UserError(f"--output {args.output}: it exists; choose another name")
 
 
 def is_script(metric):
@@ -173,13 +172,7 @@ def is_script(metric):
 
 def check_measure(name):
     """Return the cutoff of a measure, 1 if it has none; raise UserError if ir_measures cannot compute it."""
-    known = ir_measures.measures.registry
     with user_errors(f"--metrics {name}"):
-        kind, parameters = re.fullmatch(r"(\w*)(.*)", name).groups()
-        if kind not in known:
-            measures = {key.lower(): key for key in reversed(known)}  # nDCG, not NDCG
-            (nearest,) = get_close_matches(kind.lower(), measures, 1, cutoff=0)
-            raise UserError(f"no such measure; the nearest is {measures[nearest]}{parameters}")
         measure = ir_measures.parse_measure(name)
         cutoff = int(measure.params.get("cutoff", 1))
         if cutoff < 1:  # crashes trec_eval
@@ -191,32 +184,17 @@ def check_measure(name):
 
 def make_parser():
     """Return the parser of the flags of Args."""
-    usage = "%(prog)s [FILE.yaml] [FLAGS]"
-    parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], usage=usage, allow_abbrev=False)
+    parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], allow_abbrev=False)
     for action in parser._actions:  # --help prints each flag once, without its alias with dashes
         action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
+    parser.add_argument("file", nargs="?", help="YAML or JSON file of flags")
     return parser
-
-
-def check_flag_names(parser, argv):
-    """Exit if a flag of the command line is unknown, and name the nearest one, or if it is given twice."""
-    known, seen = parser._option_string_actions, set()
-    for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
-        if name not in known:
-            nearest = get_close_matches(name, known, 1) or ["--help"]
-            parser.error(f"{name}: no such flag; did you mean {nearest[0]}?")
-        if known[name] in seen:
-            advice = "; list all values after one flag" * (known[name].nargs == "+")
-            parser.error(f"{known[name].option_strings[0]}: given twice{advice}")
-        seen.add(known[name])
 
 
 # ---- libraries
 
 if __name__ == "__main__":  # --help and mistyped flags are answered now: what follows takes ten seconds to load
-    parser = make_parser()
-    check_flag_names(parser, sys.argv[1:])
-    parser.parse_known_args()
+    make_parser().parse_args()
     if os.environ.get("RANK", "0") == "0":
         print("loading libraries", file=sys.stderr)
 
@@ -234,8 +212,9 @@ import torch
 import torch.nn.functional as F
 import xxhash
 import yaml
-from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
+from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import broadcast_object_list, gather_object
+from datasets.formatting import PythonFormatter
 from filelock import FileLock
 from matplotlib.figure import Figure
 from pyarrow.dataset import ParquetFragmentScanOptions
@@ -250,32 +229,31 @@ from tqdm.auto import tqdm
 
 
 def main(args):
-    if args.cache_info or args.cache_clear or args.compare:
-        if os.environ.get("RANK", "0") != "0":
-            return None
-        return compare(args) if args.compare else manage_cache(args)
+    if args.cache_info or args.cache_clear:
+        return manage_cache(args) if os.environ.get("RANK", "0") == "0" else None
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),  # else several processes on CPUs would not find one another
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=30))],
     )
     transformers.utils.logging.disable_progress_bar()  # of each small file that is loaded
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each load of a local file asks the Hub
+    if args.annotate:
+        return annotate(args, accelerator)
     evaluating = not args.query and args.export_vectors is None
     if evaluating:
         check_output(args)
         metric_cache = tempfile.TemporaryDirectory()
-        metrics = load_metrics(args.metrics, metric_cache.name)  # fail before the corpus is encoded
+        metrics = {name: load_metric(name, metric_cache.name) for name in args.metrics}  # fail early
     collections = open_collections(args)
 
-    # ---- rankings of each collection: of run files, then of bi-encoders, of BM25, and then all of them reranked
+    # ---- rankings of each collection: run files', bi-encoders', BM25's, their fusion, and then all of them reranked
     paths = args.run + args.model_name_or_path
-    names = dict(zip(paths, short_names([*paths, "BM25"])))  # --bm25 has that name
+    names = dict(zip(paths, short_names([*paths, "BM25", "fused"])))  # --bm25 and --fuse have these names
     runs = [[] for _ in collections]
     for path in args.run:
         runs[0].append(read_run(path, names[path], collections[0]))
     encoders = [CachedEncoder(path, args, accelerator) for path in args.model_name_or_path]
     scorer = CachedScorer(args.cross_encoder, args, accelerator) if args.cross_encoder else None
-    lengths = {names[encoder.path]: encoder.max_length for encoder in encoders}
     for encoder in encoders:
         encoder.open(args)
         if args.export_vectors is not None:
@@ -286,6 +264,9 @@ def main(args):
     if args.bm25:
         for collection, found in zip(collections, runs):
             found.append(bm25_run(collection, args, accelerator))
+    if args.fuse:
+        for collection, found in zip(collections, runs):
+            found.append(fuse(found, collection))
     if scorer:
         scorer.open(args)
         for collection, found in zip(collections, runs):
@@ -293,7 +274,7 @@ def main(args):
         scorer.close()
 
     # ---- results
-    origin = provenance(collections, runs, accelerator)
+    origin = provenance(accelerator)
     is_main = accelerator.is_main_process
     accelerator.end_training()  # so that no process waits for the report
     if not is_main:
@@ -302,9 +283,6 @@ def main(args):
         warnings = chain(collection.warnings, *(run.metadata["warnings"] for run in found))
         for warning in dict.fromkeys(warnings):
             print(f"warning: {collection.name}: {warning}", file=sys.stderr)
-    if len(set(lengths.values())) > 1:
-        listed = ", ".join(f"{name} {length or 'all'}" for name, length in lengths.items())
-        print(f"warning: models cut texts to different numbers of tokens: {listed}; see --max_length", file=sys.stderr)
     if args.query:
         return print_hits(runs[0][-1], collections[0])
     not_written = f"--output_dir {args.output_dir}: results not written, but the vectors are cached"
@@ -349,7 +327,6 @@ class TextReader:
         self.kept = None  # (rows,) bool; None: all rows
         with user_errors(self.name):
             files = [file for source in sources for file in list_files(source)]
-            self.fingerprint = data_fingerprint(files)
             available = next(open_files(files[:1]).iter(1)).column_names
             if not columns:  # a title is optional
                 columns = [name for name in default if name in available or name != "title"]
@@ -419,7 +396,6 @@ class Collection:
     qrels: pd.DataFrame  # query_id, doc_id, relevance; empty in a search or an export
     warnings: list
     omit_same_id: bool = False  # leave the document with the query's own id out of its ranking
-    fingerprints: dict = field(default_factory=dict)  # of corpus, queries and judgments, for metrics.json
 
     def same_id(self, frame):
         """Return a mask of the rows of a ranking or of judgments that are left out by omit_same_id."""
@@ -475,7 +451,7 @@ def pair_collection(name, corpus, args):
     queries = dict(zip(pairs["query_id"], pairs["query"]))
     qrels = pairs[PAIR].drop_duplicates().assign(relevance=1)
     warnings = warnings_of({"pairs lack a text; left out": len(texts) - len(pairs)})
-    return Collection(name, corpus, queries, qrels, warnings, fingerprints={"pairs": corpus.fingerprint})
+    return Collection(name, corpus, queries, qrels, warnings)
 
 
 def pair_ids(pairs):
@@ -493,7 +469,7 @@ def judged_collection(name, corpus, queries, qrels, args):
     """Return the Collection of sources of documents, queries and judgments."""
     reader = TextReader(queries, args.query_columns, ("_id", "text"), args)
     table = reader.frame()
-    judgments, fingerprint = read_qrels(*qrels)
+    judgments = read_qrels(*qrels)
     judged = table["id"].isin(judgments["query_id"])
     again = table["id"].duplicated()
     known = dict(table[judged & ~again].itertuples(index=False))
@@ -507,8 +483,7 @@ def judged_collection(name, corpus, queries, qrels, args):
         f"judged queries are unknown, such as {', '.join(unknown[:3])}; left out": len(unknown),
     }
     judgments = judgments[judgments["query_id"].isin(known)]
-    fingerprints = {"corpus": corpus.fingerprint, "queries": reader.fingerprint, "qrels": fingerprint}
-    return Collection(name, corpus, known, judgments, warnings_of(counts), omit_same_id, fingerprints)
+    return Collection(name, corpus, known, judgments, warnings_of(counts), omit_same_id)
 
 
 def warnings_of(counts):
@@ -517,8 +492,8 @@ def warnings_of(counts):
 
 
 def read_qrels(source, *others):
-    """Return (DataFrame (query_id, doc_id, relevance), fingerprint) of a file of judgments, or of a source in the
-    layouts of the Hub. Raise UserError if there are several files."""
+    """Return a DataFrame (query_id, doc_id, relevance) of a file of judgments, or of a source in the layouts of the
+    Hub. Raise UserError if there are several files."""
     with user_errors(f"--qrels {source}"):
         file, *more = [source, *others] if os.path.exists(source) or others else list_files(source)
         if more:
@@ -536,7 +511,7 @@ def read_qrels(source, *others):
         if not (frame["score"] % 1 == 0).all():
             raise UserError("a grade is not a whole number")
         frame = frame.drop_duplicates(PAIR, keep="last").astype({"score": int})
-        return frame.rename(columns={"score": "relevance"}), data_fingerprint([file])
+        return frame.rename(columns={"score": "relevance"})
 
 
 def read_trec(path, name):
@@ -605,7 +580,7 @@ def read_run(path, name, collection):
         f"judged queries are not in {path}; they count as 0": len(missing),
         f"lines of {path} repeat a document; its best score counts": ranking.duplicated(PAIR).sum(),
     }
-    return make_run(name, ranking[known], collection, {"seconds": {}}, counts)
+    return make_run(name, ranking[known], collection, {}, counts)
 
 
 def retrieve(encoder, name, collection, args, accelerator):
@@ -618,26 +593,11 @@ def retrieve(encoder, name, collection, args, accelerator):
     numbers = {query: number for number, query in enumerate(collection.queries)}
     judged = judged.assign(query=judged["query_id"].map(numbers))
     judged_ids = pa.array(judged["doc_id"].unique(), pa.large_string())
-    scored = [judged[:0][PAIR].assign(score=0.0)]  # scores of the judged documents
-    best = {}  # {row: (id, text)} of the documents that are among the best so far, and some that were
-
-    # ---- the chunks of this process
     encoder.open_bar(f"{name} {collection.name}", corpus.rows)
-    for chunk in encoder.read(corpus):
-        vectors = encoder(chunk)
-        with encoder.clock("search"):
-            vectors = encoder.for_search(vectors)
-            top.add(vectors, chunk.first)
-            best |= documents_of(chunk, top.rows, with_texts=bool(args.query))
-            if len(best) > 4 * top.rows.numel():
-                best = {row: best[row] for row in top.rows.unique().tolist() if row >= 0}
-            rows = np.flatnonzero(pc.is_in(chunk.ids, judged_ids).to_numpy(False))
-            if len(rows):
-                scored.append(score_judged(chunk.ids.take(rows), vectors[rows], queries, judged))
+    best, scored = search_chunks(encoder, corpus, top, judged, judged_ids, with_texts=bool(args.query))
 
     # ---- merge the results of all processes; replace rows by ids
-    with encoder.clock("search"):
-        top.merge(accelerator)
+    top.merge(accelerator)
     metadata = encoder.metadata()
     parts = gather_object([(best, scored, corpus.empty)])
     best = dict(chain.from_iterable(part[0].items() for part in parts))
@@ -665,14 +625,29 @@ def retrieve(encoder, name, collection, args, accelerator):
     return run
 
 
+def search_chunks(encoder, corpus, top, judged, judged_ids, with_texts):
+    """Add the documents of this process' chunks to the TopK. Return ({row: (id, text)} of those that are among the
+    best, and some that were; a list of DataFrames: scores of the judged documents)."""
+    best = {}
+    scored = [judged[:0][PAIR].assign(score=0.0)]
+    for chunk in prefetch(corpus.chunks(encoder.prompts[1], encoder.process, encoder.processes)):
+        vectors = encoder.for_search(encoder(chunk))
+        top.add(vectors, chunk.first)
+        best |= documents_of(chunk, top.rows, with_texts)
+        if len(best) > 4 * top.rows.numel():
+            best = {row: best[row] for row in top.rows.unique().tolist() if row >= 0}
+        rows = np.flatnonzero(pc.is_in(chunk.ids, judged_ids).to_numpy(False))
+        if len(rows):
+            scored.append(score_judged(chunk.ids.take(rows), vectors[rows], top.queries, judged))
+    return best, scored
+
+
 def documents_of(chunk, rows, with_texts):
     """Return {row: (id, text)} of the documents of a chunk among `rows` of the corpus; texts only if asked for."""
     rows = rows[rows >= chunk.first].unique().tolist()
     in_chunk = pa.array([row - chunk.first for row in rows], pa.int64())
     ids = chunk.ids.take(in_chunk).to_pylist()
-    texts = [""] * len(rows)
-    if with_texts:
-        texts = chunk.texts.take(in_chunk).to_pylist()
+    texts = chunk.texts.take(in_chunk).to_pylist() if with_texts else [""] * len(rows)
     return dict(zip(rows, zip(ids, texts)))
 
 
@@ -790,12 +765,7 @@ def score_pairs(scorer, requested, collection, args, accelerator):
     scored = []
     while part := list(islice(candidates, args.corpus_chunk_size)):
         query_ids, document_ids, documents = zip(*part)
-        queries = pa.array([collection.queries[query] for query in query_ids], pa.large_string())
-        documents = pa.array(documents, pa.large_string())
-        pairs = pa.StructArray.from_arrays([queries, documents], ["query", "document"])
-        joined = pc.binary_join_element_wise(queries, documents, pa.scalar("\0", pa.large_string()))
-        hashes = text_hashes(joined)
-        scores = scorer(Chunk(0, None, pairs, hashes))[:, 0]
+        scores = scorer.score_pairs([collection.queries[query] for query in query_ids], documents)
         scored += zip(query_ids, document_ids, scores.tolist())
     scored = chain.from_iterable(gather_object([scored]))
     frame = pd.DataFrame(scored, columns=[*PAIR, "score"])
@@ -808,16 +778,13 @@ def candidate_pairs(requested, collection, accelerator):
     requested_ids = pa.array(queries_by_doc.index, pa.large_string())
     for chunk in collection.corpus.chunks("", accelerator.process_index, accelerator.num_processes):
         found = pc.is_in(chunk.ids, requested_ids)
-        ids = chunk.ids.filter(found).to_pylist()
-        texts = chunk.texts.filter(found).to_pylist()
-        for name, text in zip(ids, texts):
+        for name, text in zip(chunk.ids.filter(found).to_pylist(), chunk.texts.filter(found).to_pylist()):
             for query in queries_by_doc[name]:
                 yield query, name, text
 
 
 def bm25_run(collection, args, accelerator):
     """Return the Run of BM25 on every process. The main process ranks; its error is raised on all of them."""
-    started = time.perf_counter()
     found = [None]
     if accelerator.is_main_process:
         try:
@@ -827,8 +794,7 @@ def bm25_run(collection, args, accelerator):
     (ranking,) = broadcast_object_list(found)
     if isinstance(ranking, UserError):
         raise ranking
-    metadata = {"seconds": {"search": round(time.perf_counter() - started, 4)}}
-    return make_run("BM25", ranking, collection, metadata, {}, args.top_k)
+    return make_run("BM25", ranking, collection, {}, {}, args.top_k)
 
 
 def search_bm25(collection, args):
@@ -851,13 +817,117 @@ def search_bm25(collection, args):
     return ranking[ranking["score"] > 0]
 
 
+def fuse(runs, collection):
+    """Return the Run of the reciprocal rank fusion (Cormack et al. 2009): a document's score is the sum of 1 / (60 +
+    rank) over the rankings that contain it. It is as deep as the deepest of them; ties: by the first ranking."""
+    parts = []
+    for run in runs:
+        ranks = 1 + run.ranking.groupby("query_id").cumcount()
+        parts.append(run.ranking[PAIR].assign(score=1 / (60 + ranks)))
+    ranking = pd.concat(parts).groupby(PAIR, as_index=False, sort=False)["score"].sum()
+    ranking = ranking.sort_values("score", ascending=False, kind="stable")
+    depth = max(part.groupby("query_id").size().max() for part in parts)
+    return make_run("fused", ranking, collection, {}, {}, depth)
+
+
+# ---- rows with scores
+
+
+def annotate(args, accelerator):
+    """Write the rows of --annotate to --output with a column `scores`: one number for each document, in order."""
+    if args.cross_encoder:
+        scorer = CachedScorer(args.cross_encoder, args, accelerator)
+        temperature = 1
+    else:
+        scorer = CachedEncoder(args.model_name_or_path[0], args, accelerator)
+        temperature = 0.05 if scorer.model.similarity_fn_name == "cosine" else 1  # cosines differ by little
+    part = Path(f"{args.output}.part")
+    not_written = f"--output {args.output}"
+    parquet = None
+    scorer.open(args)
+    scorer.open_bar(scorer.path, None)
+    part.unlink(missing_ok=True)  # of a killed call
+    for table in scored_tables(scorer, args, accelerator):
+        if accelerator.is_main_process:
+            with user_errors(not_written):
+                if args.output.endswith(".parquet"):
+                    parquet = parquet or pq.ParquetWriter(part, table.schema)
+                    parquet.write_table(table)
+                else:
+                    append_lines(table, part)
+    work = scorer.metadata()[scorer.unit]
+    if accelerator.is_main_process:
+        with user_errors(not_written):
+            if parquet:
+                parquet.close()
+            part.rename(args.output)
+        new = f"{work[scorer.verb]:,} of {work['total']:,} {scorer.unit} {scorer.verb}"
+        print(f"{new}, {work['cached']:,} from the cache; rows with scores are in {args.output}")
+        flags = f"--columns {shlex.join(args.columns)} --label_column scores --loss kl --loss_kwargs"
+        print(f"to distill: {flags} '{{\"teacher_temperature\": {temperature}}}'")
+
+
+def scored_tables(scorer, args, accelerator):
+    """Yield the tables of --annotate with their scores on all processes; each scores its share of them."""
+    tables = read_documents(args)
+    while part := list(islice(tables, accelerator.num_processes)):
+        scores = []
+        if accelerator.process_index < len(part):
+            _, queries, documents, _ = part[accelerator.process_index]
+            scores = scorer.score_pairs(queries, documents).tolist()
+        for (table, _, _, offsets), found in zip(part, gather_object([scores])):
+            lists = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(found, pa.float32()))
+            yield table.append_column("scores", lists)
+
+
+def read_documents(args):
+    """Yield (table, queries, documents, offsets) of the rows of --annotate in chunks. Queries and documents are those
+    of all pairs; the pairs of row i are offsets[i] to offsets[i + 1]."""
+    size = max(1, args.corpus_chunk_size // (len(args.columns) - 1))
+    for source in args.annotate:
+        with user_errors(source):
+            for number, table in enumerate(open_files(list_files(source)).iter(size)):
+                if "scores" in table.column_names:
+                    raise UserError("has a column 'scores' already")
+                columns = python_columns(table.select([*dict.fromkeys(args.columns)]))
+                queries = []
+                documents = []
+                offsets = [0]
+                for row, cells in enumerate(zip(*map(columns.get, args.columns)), start=number * size):
+                    texts = []
+                    for name, cell in zip(args.columns, cells):
+                        found = cell if isinstance(cell, list) and texts else [cell]  # the query is one text
+                        if not (found and all(isinstance(text, str) and text.strip() for text in found)):
+                            raise UserError(f"row {row}, counted from 0, has no text in column {name!r}")
+                        texts += found
+                    queries += texts[:1] * (len(texts) - 1)
+                    documents += texts[1:]
+                    offsets.append(len(documents))
+                yield table, queries, documents, offsets
+
+
+def python_columns(table):
+    """Return {column: list of values} of a table; a column of several types, which is JSON there, is decoded."""
+    return PythonFormatter(datasets.Features.from_arrow_schema(table.schema)).format_batch(table)
+
+
+def append_lines(table, path):
+    """Append the rows of a table to a JSON Lines file."""
+    columns = python_columns(table)
+    with open(path, "a", encoding="utf-8") as file:
+        for cells in zip(*columns.values()):
+            row = dict(zip(columns, cells))
+            print(json.dumps(row, ensure_ascii=False, default=str), file=file)  # str: of dates
+
+
 # ---- vectors for other programs
 
 
 def export_vectors(encoder, collection, args, accelerator):
-    """Write a Parquet shard of (_id, vector) for each chunk, and at the end _vectors.json, which describes them. The
-    underscore hides it from readers of Parquet folders. A killed export starts again, with cached vectors."""
-    folder = Path(args.export_vectors)
+    """Write a Parquet shard of (_id, vector) for each chunk, and _vectors.json, which describes them; the underscore
+    hides it from readers of Parquet folders. The folder has the name *.part until it is complete; a killed export
+    starts again, with cached vectors."""
+    folder = Path(f"{args.export_vectors}.part")
     corpus = collection.corpus
     similarity = encoder.model.similarity_fn_name
     metadata = {
@@ -867,103 +937,51 @@ def export_vectors(encoder, collection, args, accelerator):
         "document_prompt": encoder.prompts[1],
         "max_length": encoder.max_length,
         "dimensions": encoder.dims or encoder.cache.dimensions,
-        "dtype": "float32",
         "similarity": similarity,
         "normalized": similarity == "cosine",
         "corpus": args.corpus or args.pairs or args.beir,
         "columns": [corpus.id_column, *corpus.text_columns],
     }
-    not_written = f"--export_vectors {folder}: not written, choose an empty folder"
+    not_written = f"--export_vectors {args.export_vectors}: not written, choose a new folder"
     with user_errors(not_written):
+        if os.path.exists(args.export_vectors):
+            raise UserError("it exists")
         folder.mkdir(parents=True, exist_ok=True)
         if accelerator.is_main_process:
-            clear_export(folder, metadata)
+            for shard in folder.glob("vectors-*.parquet"):  # of a killed export
+                shard.unlink()
     accelerator.wait_for_everyone()
     encoder.open_bar(encoder.path, corpus.rows)
-    for chunk in encoder.read(corpus):
+    for chunk in prefetch(corpus.chunks(encoder.prompts[1], encoder.process, encoder.processes)):
         vectors = encoder.for_search(encoder(chunk)).cpu().numpy()
+        flat = pa.FixedSizeListArray.from_arrays(vectors.reshape(-1), vectors.shape[1])
+        table = pa.table({"_id": chunk.ids.cast(pa.string()), "vector": flat})
+        path = folder / f"vectors-{chunk.first:012}.parquet"
+        options = {"compression": "none", "use_dictionary": False, "write_statistics": False}  # of no use for vectors
         with user_errors(not_written):
-            write_shard(folder / f"vectors-{chunk.first:012}.parquet", chunk.ids, vectors)
+            pq.write_table(table, path, **options)
     texts = encoder.metadata()["texts"]
     if accelerator.is_main_process:
         metadata |= {"rows": texts["total"], "command": shlex.join(sys.argv)}
         with user_errors(not_written):
             (folder / "_vectors.json").write_text(json.dumps(metadata, indent=1))
-        print(f"{texts['encoded']:,} of {texts['total']:,} texts encoded; their vectors are in {folder}")
-
-
-def clear_export(folder, metadata):
-    """Remove an earlier export of the same vectors; raise UserError for any other file, and remove none then."""
-    paths = sorted(folder.iterdir())
-    for path in paths:
-        if not re.fullmatch(r"vectors-\d{12}\.parquet(\.part)?|_vectors\.json", path.name):
-            raise UserError(f"{path.name} does not belong to an export")
-        if path.suffix == ".json":
-            before = json.loads(path.read_text())
-            if other := [name for name in metadata if before.get(name) != metadata[name]]:
-                raise UserError(f"it contains an export of another {', another '.join(other)}")
-    for path in paths:
-        path.unlink()
-
-
-def write_shard(path, ids, vectors):
-    """Write a Parquet file of ids, (n,), and vectors, (n, D) float32; a killed process leaves a .part at most."""
-    flat = pa.FixedSizeListArray.from_arrays(vectors.reshape(-1), vectors.shape[1])
-    table = pa.table({"_id": ids.cast(pa.string()), "vector": flat})
-    # vectors cannot be compressed
-    pq.write_table(table, f"{path}.part", compression="none", use_dictionary=False, write_statistics=False)
-    os.rename(f"{path}.part", path)
+            folder.rename(args.export_vectors)
+        print(f"{texts['encoded']:,} of {texts['total']:,} texts encoded; vectors are in {args.export_vectors}")
 
 
 # ---- measures
 
 
-class RankingMeasures(evaluate.Metric):
-    """Compute measures of ir_measures, by trec_eval's code where it has them. The prediction is a ranking, and the
-    reference a set of judgments, both in the layout of evaluate's own metric trec_eval."""
-
-    def __init__(self, measures, **options):
-        self.measures = measures
-        super().__init__(**options)
-
-    def _info(self):
-        features = datasets.Features(predictions=datasets.Json(), references=datasets.Json())
-        return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
-
-    def _compute(self, predictions, references):
-        """Return {measure: {query: value}} of one ranking."""
-        run = pd.DataFrame(predictions[0]).rename(columns={"query": "query_id", "docid": "doc_id"})
-        run["score"] = -run["rank"].astype(float)  # some providers of ir_measures break ties unlike trec_eval
-        qrels = pd.DataFrame(references[0])
-        qrels = qrels.rename(columns={"query": "query_id", "docid": "doc_id", "rel": "relevance"})
-        parsed = {name: ir_measures.parse_measure(name) for name in self.measures}  # two names may mean one measure
-        values = {measure: {} for measure in parsed.values()}
-        for value in ir_measures.iter_calc(list(values), qrels, run):
-            values[value.measure][value.query_id] = value.value
-        return {name: values[measure] for name, measure in parsed.items()}
-
-
-def load_metrics(names, cache_dir):
-    """Return the `evaluate` metrics of --metrics, combined; cache_dir: where `evaluate` stores what is added."""
-    names = list(dict.fromkeys(names))
-    measures = [name for name in names if not is_script(name)]
-    metrics = []
-    for name in names:
-        if is_script(name):
-            metrics.append(load_script(name, cache_dir))
-        elif name == measures[0]:  # one metric for all measures of ir_measures
-            metrics.append(RankingMeasures(measures, cache_dir=cache_dir))
-    return evaluate.combine(metrics)
-
-
-def load_script(path, cache_dir):
-    """Return the metric of a script or folder of `evaluate`. It must be local: an id of the Hub would run downloaded
-    code."""
-    with user_errors(f"--metrics {path}"):
-        if not os.path.exists(path):
+def load_metric(name, cache_dir):
+    """Return a measure of ir_measures, or the metric of a script or folder of `evaluate`, which stores in cache_dir
+    what is added. It must be local: an id of the Hub would run downloaded code."""
+    if not is_script(name):
+        return ir_measures.parse_measure(name)
+    with user_errors(f"--metrics {name}"):
+        if not os.path.exists(name):
             raise UserError("no such file or folder; metrics of the Hub are not loaded")
         # an absolute path is never taken for a name of the Hub
-        metric = evaluate.load(os.path.abspath(path), module_type="metric", cache_dir=cache_dir)
+        metric = evaluate.load(os.path.abspath(name), module_type="metric", cache_dir=cache_dir)
         if "docid" not in str(metric.features):
             raise UserError("does not take rankings: its features must be those of the metric trec_eval")
         return metric
@@ -972,22 +990,29 @@ def load_script(path, cache_dir):
 def compute_metrics(ranking, collection, metrics):
     """Return (DataFrame of values, a row for each query and a column for each measure; {measure: value} of measures
     with one value only). As in trec_eval, a document without judgment is not relevant, and equal scores rank by
-    document id, descending."""
+    document id, descending. A script gets the layout of the metric trec_eval of `evaluate`."""
     ranking = ranking.sort_values(["score", "doc_id"], ascending=False)
-    ranks = 1 + ranking.groupby("query_id").cumcount()
-    run = ranking[[*PAIR, "score"]].set_axis(["query", "docid", "score"], axis=1)
-    run = run.assign(q0="Q0", rank=ranks, system="evenstep")
-    qrels = collection.qrels.set_axis(["query", "docid", "rel"], axis=1).assign(q0="0")
-    with user_errors("--metrics: a script does not take these rankings"):  # such as ids that are not numbers
-        metrics.add_batch(predictions=[run.to_dict("list")], references=[qrels.to_dict("list")])
+    ranking = ranking[[*PAIR, "score"]].assign(rank=1 + ranking.groupby("query_id").cumcount())
+    ranked = ranking.assign(score=-ranking["rank"].astype(float))  # providers of ir_measures break ties differently
+    names = {"query_id": "query", "doc_id": "docid", "relevance": "rel"}
+    prediction = ranking.rename(columns=names).assign(q0="Q0", system="evenstep").to_dict("list")
+    reference = collection.qrels.rename(columns=names).assign(q0="0").to_dict("list")
     columns = {}
     values = {}
-    for name, found in metrics.compute().items():
-        name = name.removeprefix("ranking_measures_")  # which combine() adds if a script has the same name
-        if isinstance(found, dict):
-            columns[name] = [float(found.get(query, 0.0)) for query in collection.queries]
-        elif pd.api.types.is_number(found):  # not a name, as trec_eval returns
-            values[name] = float(found)
+    for name, metric in metrics.items():
+        if isinstance(metric, evaluate.Metric):
+            with user_errors(f"--metrics {name}: does not take these rankings"):  # such as ids that are not numbers
+                metric.add_batch(predictions=[prediction], references=[reference])
+            results = metric.compute()
+        else:
+            found = metric.iter_calc(collection.qrels, ranked)
+            results = {name: {value.query_id: value.value for value in found}}
+        for key, found in results.items():
+            key = f"{metric.name}_{key}" if key in columns else key
+            if isinstance(found, dict):
+                columns[key] = [float(found.get(query, 0.0)) for query in collection.queries]
+            elif pd.api.types.is_number(found):  # not a name, as trec_eval returns
+                values[key] = float(found)
     if not (columns or values):
         raise UserError("--metrics: the scripts return no number")
     return pd.DataFrame(columns, pd.Index(collection.queries, name="query")), values
@@ -1051,7 +1076,7 @@ def summarize(measured):
 
 def short_names(paths):
     """Return distinct short names of models, run files or collections: A for A/model, A/run.trec or A/*.x."""
-    parts = [re.sub(r"/(model|run\.trec|metrics\.json|\*[^/]*)?$", "", path).split("/") for path in paths]
+    parts = [re.sub(r"/(model|run\.trec|\*[^/]*)?$", "", path).split("/") for path in paths]
     names = [part[-1] for part in parts]
     if len(set(names)) < len(names):
         names = ["_".join(part[-2:]) for part in parts]
@@ -1059,58 +1084,30 @@ def short_names(paths):
     return [name if names.count(name) == 1 else f"{name}_{number}" for number, name in numbered]
 
 
-OUTPUT_ARGS = """beir split corpus queries qrels pairs columns corpus_columns query_columns keep_same_id
-model_name_or_path run bm25 cross_encoder max_length rerank_max_length prompts
-truncate_dim"""  # flags that must not change within one --output_dir
-
-
 def check_output(args):
-    """Raise UserError if --output_dir contains results for other values of OUTPUT_ARGS, or cannot be written to. It is
-    created with the results: a refused run leaves no empty folder."""
-    output = Path(args.output_dir).absolute()
+    """Raise UserError if --output_dir contains the results of other flags."""
     with user_errors(f"--output_dir {args.output_dir}"), suppress(FileNotFoundError):
-        existing = next(folder for folder in (output, *output.parents) if folder.exists())
-        if not (existing.is_dir() and os.access(existing, os.W_OK)):
-            raise UserError(f"{existing} is no folder that can be written to")
-        then = json.loads((output / "metrics.json").read_text()).get("args", {})
-        now = asdict(args)
-        changed = [name for name in OUTPUT_ARGS.split() if then.get(name) != now[name]]
+        then = json.loads(Path(args.output_dir, "metrics.json").read_text()).get("args", {})
+        changed = [f"--{name} {then.get(name)}" for name, value in asdict(args).items() if then.get(name) != value]
         if changed:
-            other = ", ".join(f"--{name} {then.get(name)}" for name in changed)
-            raise UserError(f"contains the results of {other}: choose another folder")
+            raise UserError(f"contains the results of {', '.join(changed)}: choose another folder")
 
 
-PACKAGES = """accelerate datasets evaluate ir_measures numpy pytrec-eval-terrier scipy sentence-transformers tokenizers
-torch transformers"""
+PACKAGES = "accelerate datasets ir_measures numpy pytrec-eval-terrier scipy sentence-transformers torch transformers"
 
 
-def provenance(collections, runs, accelerator):
-    """Return what results depend on, for metrics.json: a diff of two such files helps to explain different results."""
-    device = accelerator.device.type
-    if device == "cpu":
-        device = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
-    elif device == "cuda":
+def provenance(accelerator):
+    """Return what results depend on beside flags, models and data, for metrics.json."""
+    device = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    if accelerator.device.type == "cuda":
         device = torch.cuda.get_device_name()
-    packages = {}
-    for name in PACKAGES.split():
-        with suppress(PackageNotFoundError):
-            packages[name] = version(name)
-    commit = ""
-    with suppress(OSError):  # no git
-        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        options = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
-        commit = subprocess.run(command, **options).stdout.strip()
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
-        "commit": commit or None,
-        "python": platform.python_version(),
-        "packages": packages,
+        "packages": {name: version(name) for name in PACKAGES.split()},
         "device": device,
         "processes": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,
-        "models": {run.name: run.metadata.get("fingerprint") for run in runs[0]},
-        "collections": {collection.name: collection.fingerprints for collection in collections},
     }
 
 
@@ -1156,170 +1153,70 @@ def write_results(collections, runs, measured, origin, args):
     if len(runs) > 1:
         summaries["mean"] = summarize(measured)
         record["means"] = dict(zip(names, summaries["mean"]))
-    plot_report(collections, runs, summaries, args.top_k, output / "report.png")
+    title, rows = table_of(summaries)
+    plot_report(title, rows, names, output / "report.png")
     (output / "metrics.json.part").write_text(json.dumps(record, indent=1))
     os.replace(output / "metrics.json.part", output / "metrics.json")
-    print_table(summaries, names)
+    print_table(title, rows, names)
     for result in results:
-        print_work(result)
+        for unit, verb in (("texts", "encoded"), ("pairs", "scored")):
+            if counts := result.get(unit):
+                work = f"{counts[verb]:,} of {counts['total']:,} {unit} {verb}"
+                length = f", of at most {result['max_length']} tokens" if result["max_length"] else ""
+                print(f"{result['collection']}, {result['name']}: {work}{length}")
     queries = sum(len(collection.queries) for collection in collections)
     print(f"{queries:,} queries; metrics.json and report.png are in {output}")
 
 
-def print_table(summaries, names):
-    """Print a row per ranking; a column per collection and their mean or, for one collection, per measure.
-    summaries: {collection: summarize()}; names: of the rankings."""
+def table_of(summaries):
+    """Return (title, a row {column: statistics} for each ranking): a column for each measure or, for several
+    collections, for each of them and their mean, of the first measure."""
     rows = next(iter(summaries.values()))
-    title = ""
-    if len(summaries) > 1:
-        title = next(iter(rows[0]))  # the first measure
-        tables = [[row[title] for row in table] for table in summaries.values()]
-        rows = [dict(zip(summaries, cells)) for cells in zip(*tables)]
+    if len(summaries) == 1:
+        return "", rows
+    title = next(iter(rows[0]))
+    tables = [[row[title] for row in table] for table in summaries.values()]
+    return title, [dict(zip(summaries, cells)) for cells in zip(*tables)]
+
+
+def print_table(title, rows, names):
+    """Print the rows of table_of(); names: of the rankings."""
     width = max(map(len, [*names, title]))
-    lines = [(title, list(rows[0]))]
+    print(f"\n{title:{width}}", *[f"{column:>25}" for column in rows[0]])
     for name, row in zip(names, rows):
-        lines.append((name, [format_value(cell) for cell in row.values()]))
-        if any("p" in cell for cell in row.values()):
-            lines.append(("", [format_difference(cell) for cell in row.values()]))
-    print()
-    for name, cells in lines:
-        print(name.ljust(width), *[cell.rjust(25) for cell in cells])
+        cells = [format_cell(cell) for cell in row.values()]
+        print(f"{name:{width}}", *[f"{value:>25}" for value, _ in cells])
+        if any(difference for _, difference in cells):
+            print(" " * width, *[f"{difference:>25}" for _, difference in cells])
 
 
-def format_value(cell):
+def format_cell(cell):
+    """Return the value and the difference from the first ranking, as texts."""
     if "value" in cell:
-        return f"{cell['value']:.4f} (no interval)"
-    return "{mean:.4f} [{low:.4f}, {high:.4f}]".format(**cell)
+        return f"{cell['value']:.4f} (no interval)", ""
+    value = "{mean:.4f} [{low:.4f}, {high:.4f}]".format(**cell)
+    return value, "{difference:+.4f}, p = {p:.4f}".format(**cell) if "p" in cell else ""
 
 
-def format_difference(cell):
-    return "{difference:+.4f}, p = {p:.4f}".format(**cell) if "p" in cell else ""
-
-
-def print_work(result):
-    """Print how many texts or pairs a result of metrics.json took, and the seconds of its stages."""
-    stages = [f"{stage} {value:.1f}" for stage, value in result["seconds"].items() if value >= 0.05]
-    for unit, verb in (("texts", "encoded"), ("pairs", "scored")):
-        if counts := result.get(unit):
-            total = counts["total"]
-            work = f"{counts[verb]:,} of {total:,} {unit} {verb}"
-            if result["max_length"]:
-                work += f", of at most {result['max_length']} tokens"
-            if stages:
-                work += f"; seconds: {', '.join(stages)}"
-            print(f"{result['collection']}, {result['name']}: {work}")
-
-
-def plot_report(collections, runs, summaries, top_k, path):
-    """Plot the first measure with its intervals, recall by depth, and seconds by stage."""
-    names = [run.name for run in runs[0]]
-    first = next(iter(next(iter(summaries.values()))[0]))
-    figure = Figure(figsize=(15, 4), layout="constrained")
-    bars, curves, stages = figure.subplots(1, 3)
-
-    def values(key):  # (rankings, collections); a measure without an interval has its value as low and high
-        rows = [[summary[first] for summary in table] for table in summaries.values()]
-        cells = [[cell.get(key, cell.get("value")) for cell in row] for row in rows]
-        return np.array(cells).T
-
-    means = values("mean")
-    below = means - values("low")
-    above = values("high") - means
-    errors = np.stack([below, above], 1)
-    frame = pd.DataFrame(means.T, list(summaries), names)
-    frame.plot.bar(ax=bars, yerr=errors, rot=0, ylabel=first, ylim=(0, 1))
-
-    for name, found in zip(names, zip(*runs)):
-        recalls = [recall_by_depth(run, collection, top_k) for run, collection in zip(found, collections)]
-        curves.plot(range(1, top_k + 1), np.mean(recalls, 0), label=name)
-    curves.set(xscale="log", xlabel="k", ylabel="recall@k", ylim=(0, 1))
-    curves.legend()
-
-    seconds = []  # of each ranking, over all collections
-    for found in zip(*runs):
-        seconds.append(pd.DataFrame([run.metadata["seconds"] for run in found]).sum())
-    seconds = pd.DataFrame(seconds, names).fillna(0)
-    if seconds.size:  # none if all runs are files
-        seconds.plot.barh(ax=stages, stacked=True, xlabel="seconds")
-    for axis in (bars, curves, stages):
-        axis.grid(alpha=0.3)
+def plot_report(title, rows, names, path):
+    """Plot the rows of table_of() as bars with intervals."""
+    frames = []
+    for key in ("mean", "low", "high"):
+        cells = [{column: cell.get(key, cell.get("value")) for column, cell in row.items()} for row in rows]
+        frames.append(pd.DataFrame(cells, names))
+    mean, low, high = frames
+    errors = np.stack([mean - low, high - mean], 1)  # (rankings, 2, columns)
+    figure = Figure(figsize=(max(6, 1 + mean.size / 3), 4), layout="constrained")
+    mean.T.plot.bar(ax=figure.subplots(), yerr=errors, rot=0, ylabel=title, ylim=(0, 1))
     figure.savefig(path, dpi=110)
-
-
-def recall_by_depth(run, collection, top_k):
-    """Return (top_k,) recall at 1, 2, ..., the mean over the queries that have a relevant document."""
-    relevant = collection.qrels[collection.qrels["relevance"] > 0]
-    share = 1 / relevant["query_id"].value_counts()  # of one relevant document
-    ranks = run.ranking.assign(rank=run.ranking.groupby("query_id").cumcount())
-    hits = ranks.merge(relevant, on=PAIR)
-    gains = np.bincount(hits["rank"], hits["query_id"].map(share), minlength=top_k)
-    return gains.cumsum()[:top_k] / len(share)
 
 
 def print_hits(run, collection):
     """Print the best ten documents of each query, with their scores."""
-    width = max(60, shutil.get_terminal_size((120, 24)).columns)
     for query, part in run.ranking.groupby("query_id", sort=False):
         print(f"\n{collection.queries[query]}")
         for name, score in zip(part["doc_id"][:10], part["score"]):
-            text = " ".join(run.texts[name].split())
-            print(f"  {score:6.3f}  {name:>8}  {text}"[:width])
-
-
-def compare(args):
-    """Print the measures of earlier evaluations, --compare, with paired tests against the first ranking, over their
-    common queries. Print what else differs in their metrics.json. Collections that one of them lacks, and measures
-    without values per query, are left out."""
-    records = {}
-    tables = {}  # {collection: {ranking: values per query}}
-    pairs = {}  # {collection: fingerprints of --pairs, whose queries are numbered}
-    for path, short in zip(args.compare, short_names(args.compare)):
-        with user_errors(f"--compare {path}"):
-            record = json.loads(Path(path).read_text())
-            if "provenance" not in record:
-                raise UserError("was written by an earlier release: evaluate again")
-            records[short] = record
-            for collection, sources in record["provenance"]["collections"].items():
-                pairs.setdefault(collection, set()).add(sources.get("pairs"))
-            for result in record["results"]:
-                file = Path(path).parent / result["folder"] / "per_query.csv"
-                table = pd.read_csv(file, dtype={"query": str}, keep_default_na=False).set_index("query")
-                tables.setdefault(result["collection"], {})[f"{short} {result['name']}"] = table
-    names = list(dict.fromkeys(chain.from_iterable(tables.values())))
-    shared = {collection: found for collection, found in tables.items() if len(found) == len(names)}
-    measured = []
-    for collection, found in shared.items():
-        if len(pairs[collection]) > 1:
-            raise UserError(f"--compare: the --pairs of {collection} have changed, and with them the queries")
-        joined = pd.concat(found, axis=1, join="inner")  # columns: (ranking, measure)
-        measures = [name for name in found[names[0]] if all(name in table for table in found.values())]
-        if joined.empty or not measures:
-            raise UserError(f"--compare: no query or no measure of {collection} is in all of them")
-        measured.append([(joined[name][measures], {}) for name in names])
-        print(f"{collection}: {len(joined):,} queries in common")
-    if not measured:
-        raise UserError(f"--compare: no collection is in all of {', '.join(args.compare)}")
-    summaries = {collection: summarize([values]) for collection, values in zip(shared, measured)}
-    if len(summaries) > 1:
-        summaries["mean"] = summarize(measured)
-    print_table(summaries, names)
-    print_differences(records)
-
-
-def print_differences(records):
-    """Print the flags and the provenance in which metrics.json files differ from the first; records: {name: json}."""
-    settings = {}
-    for name, record in records.items():
-        flat = pd.json_normalize({"args": record["args"], "provenance": record["provenance"]})
-        settings[name] = flat.iloc[0].to_dict()
-    first, *others = settings
-    for other in others:
-        print(f"\nDifferences from {first} in {other}:")
-        for key in settings[first] | settings[other]:
-            before = settings[first].get(key)
-            after = settings[other].get(key)
-            if before != after:
-                print(f"  {key}: {before} -> {after}")
+            print(f"  {score:6.3f}  {name:>8}  {' '.join(run.texts[name].split())}"[:120])
 
 
 # ==== machinery: the cache, encoding, models; then what other scripts contain as well
@@ -1376,10 +1273,10 @@ class EmbeddingCache:
                 sqlite_mmap_size=0,  # a memory-mapped database would count as memory
                 sqlite_cache_size=2**11,  # pages, 8 MB
             )
-            self.index = TextIndex(self.folder / "index")
-            ((newest,),) = self.sql("SELECT coalesce(max(rowid), 0) FROM Cache")
+            ((oldest, newest),) = self.sql("SELECT coalesce(min(rowid), 1), coalesce(max(rowid), 0) FROM Cache")
+            self.index = TextIndex(self.folder / "index", oldest)
             if newest < self.index.last:  # the database was lost and counts from 1 again: the index is of other blocks
-                self.index.clear()
+                self.index.clear(oldest)
             (self.folder / "model.json").write_text(json.dumps(metadata))  # for --cache_info
 
     def close(self):
@@ -1461,12 +1358,9 @@ class EmbeddingCache:
 
     def update_index(self):
         """Add the blocks stored since the last call, by any process, to the index."""
-        statement = "SELECT rowid, key FROM Cache WHERE rowid > ? ORDER BY rowid LIMIT 16"
-        while new := self.sql(statement, self.index.last):
-            for number, key in new:
-                hashes, _ = self.read_block(key, verify=False) or (np.zeros(0, "V16"), None)
-                self.index.add(number, short_hashes(hashes))
-            self.index.save()
+        for number, key in self.sql("SELECT rowid, key FROM Cache WHERE rowid > ? ORDER BY rowid", self.index.last):
+            hashes, _ = self.read_block(key, verify=False) or (np.zeros(0, "V16"), None)
+            self.index.add(number, short_hashes(hashes))
 
     def store(self, hashes, rows):
         """Store the (n, bytes) rows of n texts atomically: if the process is killed, all or none."""
@@ -1496,7 +1390,8 @@ class EmbeddingCache:
             file = str(path.relative_to(self.folder))
             if file not in kept:
                 self.cache.disk.remove(file)
-        self.index.clear()  # made again from the blocks
+        ((oldest,),) = self.sql("SELECT min(rowid) FROM Cache")
+        self.index.clear(oldest)
         self.recent_block.cache_clear()  # a mapped file would keep its space on the disk
         self.removed += oldest
 
@@ -1519,39 +1414,39 @@ def block_key(hashes):
 
 
 MAX_ROWS = np.uint64(2**32)  # of a block; the place of a text is the number of its block * MAX_ROWS + its row there
+SPAN = 256  # blocks of a file of the index
 
 
 class TextIndex:
-    """Find the place of a text by its 64-bit hash, without memory for each text: sorted segments that are merged as
-    they grow (a log-structured merge tree, O'Neil et al. 1996).
+    """Find the place of a text by its 64-bit hash, without memory for each text.
 
-    A segment is a (2, n) uint64 array of hashes, in order, and places. The latest are in memory, until they are saved;
-    older ones are memory-mapped files, named by the numbers of their first and last block. Blocks that no file covers,
-    because a process was killed or a file is damaged, are read again."""
+    A segment is a (2, n) uint64 array of hashes, in order, and places. Each SPAN of consecutive block numbers has one
+    in a memory-mapped file, named by the number of the span; those of later blocks are in memory. A file depends only
+    on its blocks: one that is lost, damaged or not written before a kill is made again from them."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, oldest=1):
         self.folder = folder
         folder.mkdir(exist_ok=True)
-        self.load()
+        self.load(oldest)
 
-    def load(self):
-        """Map the files, from block 1 on up to the first gap. A kill can leave files that a merge has replaced."""
-        self.files = []  # (path, segment), oldest first
-        self.last = 0  # block
-        ranges = []
-        for path in self.folder.glob("*.npy"):
-            first, last = map(int, path.stem.split("-"))
-            ranges.append((first, -last, path))
-        for first, negative, path in sorted(ranges):  # of those with the same first block the longest comes first
-            if first == self.last + 1:
-                with suppress(OSError, ValueError, EOFError):  # removed by another process, or damaged
-                    self.files.append((path, np.load(path, mmap_mode="r")))
-                    self.last = -negative
+    def load(self, oldest):
+        """Map the files from that of the oldest block on, up to the first that is missing or damaged."""
+        self.saved = []  # segments in files
         self.recent = []  # segments in memory
-        self.saved = self.last
+        self.last = (oldest - 1) // SPAN * SPAN  # block
+        with suppress(OSError, ValueError, EOFError):
+            while True:
+                self.saved.append(np.load(self.path(self.last), mmap_mode="r"))
+                self.last += SPAN
+        self.end = self.last + SPAN  # the last block of the span that is in memory
+
+    def path(self, first):
+        return self.folder / f"{first // SPAN:08}.npy"
 
     def add(self, block, hashes):
-        """Add the texts of a block, by their (n,) uint64 hashes."""
+        """Add the texts of a block, by their (n,) uint64 hashes; blocks come in order."""
+        while block > self.end:
+            self.save()
         rows = np.arange(len(hashes), dtype=np.uint64)
         segment = merge([np.stack([hashes, np.uint64(block) * MAX_ROWS + rows])])
         while self.recent and self.recent[-1].shape[1] <= 2 * segment.shape[1]:
@@ -1559,12 +1454,24 @@ class TextIndex:
         self.recent.append(segment)
         self.last = block
 
+    def save(self):
+        """Move the segments of a complete span into its file."""
+        path = self.path(self.end - SPAN)
+        segment = merge([np.zeros((2, 1), np.uint64), *self.recent])  # an empty file could not be mapped
+        with FileLock(self.folder / "save.lock"):
+            with open(f"{path}.part", "wb") as file:
+                np.save(file, segment)
+            self.saved.append(np.load(f"{path}.part", mmap_mode="r"))  # before another process may remove it
+            os.replace(f"{path}.part", path)
+        self.recent = []
+        self.end += SPAN
+
     def find(self, hashes):
         """Return (n,) places of (n,) hashes, the latest of each; 0: not found."""
         order = np.argsort(hashes)  # neighbours share pages
         ordered = hashes[order]
         places = np.zeros(len(hashes), np.uint64)
-        for segment in [segment for _, segment in self.files] + self.recent:
+        for segment in self.saved + self.recent:
             if segment.shape[1]:
                 found = np.searchsorted(segment[0], ordered)
                 found = found.clip(max=segment.shape[1] - 1)
@@ -1572,67 +1479,17 @@ class TextIndex:
                 places[order[same]] = segment[1][found[same]]
         return places
 
-    def save(self):
-        """Save the segments in memory as one file, merged with the latest files of at most twice their length. Do
-        nothing before 256 blocks or 2**20 texts are new."""
-        texts = sum(segment.shape[1] for segment in self.recent)
-        if self.last - self.saved < 256 and texts < 2**20:
-            return
-        with FileLock(self.folder / "save.lock"):
-            if TextIndex(self.folder).last != self.saved:  # another process has saved or removed blocks
-                return self.load()  # update_index() then adds the blocks after the last saved one
-            segments = list(self.recent)
-            first = self.saved + 1
-            while self.files and self.files[-1][1].shape[1] <= 2 * texts:
-                path, segment = self.files.pop()
-                segments.insert(0, segment)
-                texts += segment.shape[1]
-                first = int(path.stem.split("-")[0])
-            path = self.folder / f"{first:012}-{self.last:012}.npy"
-            write_merged(f"{path}.part", segments)
-            os.rename(f"{path}.part", path)
-            self.load()
-            kept = [self.folder / "save.lock", *(path for path, _ in self.files)]
-            for path in set(self.folder.iterdir()) - set(kept):  # merged now, or left by killed processes
-                path.unlink(missing_ok=True)  # clear() of another process may be removing it
-
-    def clear(self):
+    def clear(self, oldest):
+        """Remove all files; they are made again from the blocks, of which the first has the number `oldest`."""
         for path in self.folder.glob("*.npy"):
             path.unlink(missing_ok=True)
-        self.load()
+        self.load(oldest)
 
 
 def merge(segments):
     """Return the merge of segments, given oldest first. Of equal hashes the latest comes first."""
-    return np.concatenate(list(merge_parts(segments)), axis=1)
-
-
-def merge_parts(segments):
-    """Yield the merge of segments, given oldest first, one range of hashes after the other."""
-    count = 1 + sum(segment.shape[1] for segment in segments) // 2**20
-    width = np.uint64((2**64 - 1) // count)
-    bounds = np.arange(1, count, dtype=np.uint64) * width
-    parts = []
-    for segment in reversed(segments):
-        parts.append(np.split(segment, np.searchsorted(segment[0], bounds), axis=1))
-    for same_range in zip(*parts):
-        joined = np.concatenate(same_range, axis=1)
-        yield joined[:, np.argsort(joined[0], kind="stable")]
-
-
-def write_merged(path, segments):
-    """Write the merge of segments as a .npy file. (With a mapped file, a full disk would kill the process.)"""
-    texts = sum(segment.shape[1] for segment in segments)
-    with open(path, "wb") as file:
-        header = {"descr": "<u8", "fortran_order": False, "shape": (2, texts)}
-        np.lib.format.write_array_header_1_0(file, header)
-        hashes_at = file.tell()
-        places_at = hashes_at + 8 * texts
-        for hashes, places in merge_parts(segments):
-            file.seek(hashes_at)
-            hashes_at += file.write(np.ascontiguousarray(hashes))
-            file.seek(places_at)
-            places_at += file.write(np.ascontiguousarray(places))
+    joined = np.concatenate(segments[::-1], axis=1)
+    return joined[:, np.argsort(joined[0], kind="stable")]
 
 
 def manage_cache(args):
@@ -1645,22 +1502,18 @@ def manage_cache(args):
         with suppress(ValueError, TypeError):
             metadata |= json.loads(note.read_text())
         if name in (None, metadata["model"]) or (len(name) > 5 and folder.name.startswith(name)):
-            files = [path for path in folder.rglob("*") if path.is_file()]
-            blocks = [path.stat().st_size for path in files if path.suffix == ".val"]
-            vectors = sum(int(size // metadata["bytes"]) for size in blocks)
-            megabytes = sum(path.stat().st_size for path in files) / 1e6
-            row = {"fingerprint": folder.name[:12], "dtype": metadata["dtype"], "dims": metadata["dimensions"]}
-            row |= {"vectors": f"{vectors:,}", "MB": f"{megabytes:,.1f}", "model": metadata["model"]}
+            sizes = {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+            blocks = [size for path, size in sizes.items() if path.suffix == ".val"]
+            vectors = int((sum(blocks) - 8 * len(blocks)) // metadata.pop("bytes"))  # without checksums
+            megabytes = round(sum(sizes.values()) / 1e6, 1)
+            rows.append({"fingerprint": folder.name[:12], "vectors": vectors, "MB": megabytes} | metadata)
             if name:
-                row["model"] += " (removed)"
                 with user_errors(f"--cache_clear {name}"):
                     shutil.rmtree(folder)
-            rows.append(row)
     if name and not rows:
         raise UserError(f"--cache_clear {name}: no such model in {args.cache_dir}; see --cache_info")
-    print(f"{len(rows)} caches in {args.cache_dir}")
-    if rows:
-        print(pd.DataFrame(rows).to_string(index=False))
+    print(f"{len(rows)} caches in {args.cache_dir}" + " removed" * bool(name))
+    print(pd.DataFrame(rows).to_string(index=False) if rows else "")
 
 
 # ---- encoding
@@ -1681,10 +1534,8 @@ class CachedEncoder:
         self.processes = accelerator.num_processes
         self.meter = Counter()
         self.bar = tqdm(disable=True)
-        with self.clock("load"):
-            *self.shape, length = self.load(args)  # dimensions and dtype of the cached vectors, --max_length
-            check_attention(self.model, accelerator)
-            self.fingerprint = model_fingerprint(self.model, accelerator.mixed_precision, self.shape[1])
+        *self.shape, length = self.load(args)  # dimensions and dtype of the cached vectors, --max_length
+        self.fingerprint = model_fingerprint(self.model, accelerator.mixed_precision, self.shape[1])
         length = length or self.model.max_seq_length or math.inf
         self.max_length = None if length == math.inf else length  # tokens; None: not truncated
         self.longest = 6 * length  # characters that count in compute(): more are truncated anyway
@@ -1700,7 +1551,6 @@ class CachedEncoder:
         self.cache = EmbeddingCache(folder, self.path, *self.shape, args.cache_size_limit)
         if len(self.cache.cache) == 0:  # the model is new
             self.check()
-            del self.meter["tokens"], self.meter["padded"]
 
     def check(self):
         """Raise UserError if the model's own `encode` has other embeddings of two texts, one of them long; warn if
@@ -1717,30 +1567,12 @@ class CachedEncoder:
         self.model, self.dims, self.prompts = load_bi_encoder(self.path, args)
         return self.model.get_embedding_dimension(), args.cache_dtype, args.max_length
 
-    @contextmanager
-    def clock(self, stage):
-        """Add the seconds that the block takes to those of a stage."""
-        started = time.perf_counter()
-        yield
-        self.meter[f"{stage} seconds"] += time.perf_counter() - started
-
-    def read(self, corpus):
-        """Yield this process' Chunks of a corpus, read in the background."""
-        chunks = prefetch(corpus.chunks(self.prompts[1], self.process, self.processes))
-        while True:
-            with self.clock("read"):
-                chunk = next(chunks, None)
-            if chunk is None:
-                return
-            yield chunk
-
     def open_bar(self, name, rows):
-        """Show a progress bar on the main process; in a log, print a line every ten seconds."""
-        options = {} if sys.stderr.isatty() else {"mininterval": 10, "ncols": 80}
+        """Show a progress bar on the main process, and begin to count the seconds."""
+        self.started = time.perf_counter()
         rows = rows and math.ceil(rows / self.processes)  # None: a stream
         disable = not self.accelerator.is_main_process
-        options |= {"desc": name, "unit": f" {self.unit}", "delay": 1}
-        self.bar = Bar(total=rows, disable=disable, **options)
+        self.bar = tqdm(total=rows, desc=name, unit=f" {self.unit}", delay=1, mininterval=1, disable=disable)
 
     def close(self):
         """Close the cache, and free the memory of the model for the next one."""
@@ -1755,19 +1587,16 @@ class CachedEncoder:
 
     def __call__(self, chunk):
         """Return the (n, D) vectors of a chunk as cached: in --cache_dtype, or float32 for int8."""
-        with self.clock("lookup"):
-            rows, found = self.cache.lookup(chunk.hashes)
+        rows, found = self.cache.lookup(chunk.hashes)
         new = np.flatnonzero(~found)
         codes, distinct = pd.factorize(chunk.hashes[new].astype(object))
         self.meter.update(total=len(found), new=len(distinct))
         self.bar.update(len(found) - len(distinct))
         if len(new):
             first = np.unique(codes, return_index=True)[1]  # of each distinct text
-            with self.clock(self.verb.removesuffix("d")):
-                vectors = self.compute(chunk.texts.take(new[first]))
-            with self.clock("store"):
-                packed = self.cache.pack(vectors)[codes]
-                self.cache.store(chunk.hashes[new], packed)
+            vectors = self.compute(chunk.texts.take(new[first]))
+            packed = self.cache.pack(vectors)[codes]
+            self.cache.store(chunk.hashes[new], packed)
             rows[new] = packed
         return torch.from_numpy(self.cache.unpack(rows))
 
@@ -1784,10 +1613,8 @@ class CachedEncoder:
         outputs = []
         indices = []
         ready = (self.micro_batches(texts.take(group)) for group in groups)
-        for (micro_batches, tokens), group in zip(prefetch(ready), groups):
-            self.meter["tokens"] += tokens
+        for micro_batches, group in zip(prefetch(ready), groups):
             for features, cut in micro_batches:
-                self.meter["padded"] += features["input_ids"].numel()
                 outputs.append(self.forward(features))
                 indices.append(group[cut])
             self.bar.update(len(group))
@@ -1806,34 +1633,35 @@ class CachedEncoder:
 
     def encode_queries(self, texts, size):
         """Return (Q, D) vectors of all queries for the search, on every process."""
-        texts = [self.prompts[0] + text for text in texts]
-        texts = pa.array(texts, pa.large_string())
+        texts = pa.array([self.prompts[0] + text for text in texts], pa.large_string())
         queries = torch.zeros(len(texts), self.cache.dimensions, device=self.accelerator.device)
         size = even_size(size, len(texts), self.processes)
         for first in range(self.process * size, len(texts), self.processes * size):
             part = texts.slice(first, size)
-            chunk = Chunk(first, None, part, text_hashes(part))
-            queries[first : first + size] = self(chunk).to(queries)
+            queries[first : first + size] = self(Chunk(first, None, part, text_hashes(part))).to(queries)
         return self.for_search(self.accelerator.reduce(queries))
+
+    def score_pairs(self, queries, documents):
+        """Return the (n,) similarities of n pairs of texts."""
+        vectors = []
+        for prompt, texts in zip(self.prompts, (queries, documents)):
+            codes, distinct = pd.factorize(np.array(texts, object))
+            prompted = pa.array([prompt + text for text in distinct], pa.large_string())
+            found = self.for_search(self(Chunk(0, None, prompted, text_hashes(prompted))))
+            vectors.append(found[codes])  # (n, D)
+        return (vectors[0] * vectors[1]).sum(1)
 
     def metadata(self):
         """Return the work since the last call, of all processes, for metrics.json; every process must call it."""
         self.bar.close()
         meter = sum(gather_object([self.meter]), Counter())
         self.meter = Counter()
-        seconds = {}
-        for name, value in meter.items():
-            if name.endswith(" seconds"):
-                seconds[name.removesuffix(" seconds")] = round(value / self.processes, 4)
-        total = meter["total"]
-        new = meter["new"]
-        padded = meter["padded"]
+        cached = meter["total"] - meter["new"]
         return {
             "fingerprint": self.fingerprint,
             "max_length": self.max_length,
-            self.unit: {"total": total, self.verb: new, "cached": total - new},
-            "padding_fraction": 1 - meter["tokens"] / padded if padded else 0.0,
-            "seconds": seconds,
+            self.unit: {"total": meter["total"], self.verb: meter["new"], "cached": cached},
+            "seconds": round(time.perf_counter() - self.started, 4),
         }
 
 
@@ -1856,6 +1684,13 @@ class CachedScorer(CachedEncoder):
         encodings = tokenize_pairs(list(zip(queries, documents)), self.model)
         return pad_micro_batches(encodings, self.model, self.max_tokens, self.accelerator.device)
 
+    def score_pairs(self, queries, documents):
+        """Return the (n,) scores of n pairs of texts."""
+        columns = [pa.array(texts, pa.large_string()) for texts in (queries, documents)]
+        pairs = pa.StructArray.from_arrays(columns, ["query", "document"])
+        joined = pc.binary_join_element_wise(*columns, pa.scalar("\0", pa.large_string()))
+        return self(Chunk(0, None, pairs, text_hashes(joined)))[:, 0]
+
     def check(self):
         """Raise UserError if the model's own `predict` has other scores of two pairs, one of them long."""
         with self.accelerator.autocast():
@@ -1870,16 +1705,6 @@ class CachedScorer(CachedEncoder):
         if is_causal(self.model):
             features = features | {"logits_to_keep": 1}  # else the vocabulary's logits of all tokens are computed
         return score(self.model, features, self.accelerator)
-
-
-class Bar(tqdm):
-    """tqdm that prints lines into a log instead of overwriting one."""
-
-    @staticmethod
-    def status_printer(file):
-        if file.isatty():
-            return tqdm.status_printer(file)
-        return lambda line: print(line.strip(), file=file, flush=True)
 
 
 def encode(model, features, accelerator):
@@ -1900,7 +1725,7 @@ def score(model, features, accelerator):
 
 
 def make_micro_batches(texts, model, max_tokens, device):
-    """Return (micro-batches, tokens without padding) of texts; a micro-batch is (features, indices in texts)."""
+    """Return the micro-batches of texts, each (features, indices in texts)."""
     if not isinstance(model.tokenizer, Tokenizer):
         encodings = model.tokenizer.backend_tokenizer.encode_batch_fast(texts)
         return pad_micro_batches(encodings, model, max_tokens, device)
@@ -1916,11 +1741,11 @@ def make_micro_batches(texts, model, max_tokens, device):
         offsets = torch.from_numpy(np.cumsum(lengths[indices]) - lengths[indices])
         features = {"input_ids": pinned(ids, device), "offsets": pinned(offsets, device)}
         parts.append((features, indices))
-    return parts, int(lengths.sum())
+    return parts
 
 
 def pad_micro_batches(encodings, model, max_tokens, device):
-    """Return (micro-batches, tokens without padding) of tokenized texts or pairs, longest first."""
+    """Return the micro-batches of tokenized texts or pairs, longest first."""
     lengths = np.array([len(encoding) for encoding in encodings])
     widths = lengths
     if device.type != "cpu":  # fast kernels require multiples of 8
@@ -1934,7 +1759,7 @@ def pad_micro_batches(encodings, model, max_tokens, device):
             features = pad_texts(chosen, int(widths[indices[0]]), model.tokenizer)
         features = {name: pinned(value, device) for name, value in features.items()}
         parts.append((features, indices))
-    return parts, int(lengths.sum())
+    return parts
 
 
 def prefetch(iterator, depth=2):
@@ -2043,17 +1868,6 @@ class UserError(ValueError):
     """Something the user can fix; printed as one line, without a traceback."""
 
 
-class AgreedError(UserError):
-    """What all processes raise together, after a collective; printed by the main process alone."""
-
-
-def stop_together(error):
-    """Raise AgreedError on all processes if any has an error, a text, not None: the first. Every process calls it."""
-    error = next(filter(None, gather_object([error])), None)
-    if error:
-        raise AgreedError(error)
-
-
 def is_out_of_memory(error):
     """Return whether torch could not allocate memory on a device, or of the CPU."""
     return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "DefaultCPUAllocator" in str(error))
@@ -2084,13 +1898,10 @@ def print_error(error, again, memory):
         print(f"\ninterrupted: {again}", file=sys.stderr)
         return 130
     traceback.clear_frames(error.__traceback__)  # deletes main's progress bar, which ends its line
-    is_main = os.environ.get("RANK", "0") == "0"
-    if isinstance(error, AgreedError):
-        if is_main:
-            print(f"error: {error}", file=sys.stderr)
-        PartialState().wait_for_everyone()  # once a process has ended, a launcher ends the others
-    elif isinstance(error, UserError):
-        if not is_main:  # of this process alone, or of each: a launcher then ends this one while it waits
+    if isinstance(error, UserError):
+        if (
+            os.environ.get("RANK", "0") != "0"
+        ):  # of this process alone, or of each: a launcher then ends this one while it waits
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
         print(f"error: {error}", file=sys.stderr)
@@ -2099,29 +1910,6 @@ def print_error(error, again, memory):
         if is_out_of_memory(error):
             print(f"out of memory: {memory}", file=sys.stderr)
     return 1
-
-
-def as_words(flags):
-    """Return the words of a command line that sets {flag: value}."""
-    words = []
-    for name, value in flags.items():
-        if isinstance(value, dict | bool):
-            value = json.dumps(value)
-        values = value if isinstance(value, list) else [value]
-        if values not in ([], [None]):
-            words += [f"--{name}", *map(str, values)]
-    return words
-
-
-def check_credentials(parser, args):
-    """Exit if a URL of the flags contains a password, token or signature: the flags are written to files."""
-    secret = re.compile(r"://[^/@]*:[^/]*@|://.*[?&][\w-]*(sig|signature|token|key|secret|password|credential)=", re.I)
-    for name, values in asdict(args).items():
-        for value in values if isinstance(values, list) else [values]:
-            if isinstance(value, str) and secret.search(value):
-                parser.error(
-                    f"--{name}: a URL with a credential, which files would show; use the environment or ~/.netrc"
-                )
 
 
 # ---- files (same in train_bi_encoder.py)
@@ -2229,19 +2017,6 @@ def collections_of(name, split):
             files.append(splits[wanted])
         collections[f"{name}/{part}" if len(documents) > 1 else name] = (*files, judgments[part])
     return collections
-
-
-def data_fingerprint(files):
-    """Return a hash of the names and sizes of files, and of both ends of the first and the last file."""
-    digest = hashlib.sha256()
-    for number, file in enumerate(files):
-        fs, path = fsspec.core.url_to_fs(file)
-        digest.update(f"{os.path.basename(path)} {fs.size(path) if fs.exists(path) else 'no file'} ".encode())
-        if number in (0, len(files) - 1):
-            with suppress(OSError, ValueError, TypeError):  # no file, or a web server that sends whole files only
-                digest.update(fs.head(path, 2**16))
-                digest.update(fs.tail(path, 2**16))
-    return digest.hexdigest()[:16]
 
 
 # ---- padding (same in train_bi_encoder.py)
@@ -2353,13 +2128,6 @@ def last_word(model):
     return None if added and added.special else model.tokenizer.convert_ids_to_tokens(last)
 
 
-def check_attention(model, accelerator):
-    """Raise UserError for flash attention in a run that computes in float32."""
-    kernels = str(getattr(model.config, "_attn_implementation", None))
-    if "flash" in kernels and accelerator.mixed_precision == "no":
-        raise UserError(f"{kernels} requires half precision: accelerate launch --mixed_precision bf16")
-
-
 def set_up_transformer(model, length, flag_name):
     """Let the tokenizer truncate texts to `length` tokens or the model's limit, in pairs the longer text first, as
     predict() does, and add no padding: once, not at each call, as two threads use it. Let the embeddings of all tokens
@@ -2428,25 +2196,42 @@ def is_causal(model):
 # ---- the command line
 
 
+def read_words(path):
+    """Return the words of a command line that a YAML or JSON file of flags stands for."""
+    words = []
+    with user_errors(f"{path}: not a file of flags"):
+        for name, value in dict(yaml.safe_load(Path(path).read_text())).items():
+            values = value if isinstance(value, list) else [value]
+            if name == "trust_remote_code":
+                raise UserError("--trust_remote_code: only on the command line, as a file may have been downloaded")
+            if values not in ([], [None]):  # else the default
+                words += [f"--{name}", *map(str, values)]
+    return words
+
+
+SECRET = re.compile(r"://[^/@]*:[^/@]*@|://.*[?&][\w-]*(sig|signature|token|key|secret|password|credential)=", re.I)
+
+
 def parse_args(argv):
     """Return Args from flags, or from a YAML or JSON file and flags that override it; exit on a wrong value."""
     parser = make_parser()
-    check_flag_names(parser, argv)
-    trusted = any(word.replace("-", "_").startswith("__trust_remote_code") for word in argv)
-    if argv and argv[0].endswith((".yaml", ".yml", ".json")):
-        with user_errors(f"{argv[0]}: not a file of flags"):
-            words = as_words(dict(yaml.safe_load(Path(argv[0]).read_text())))
-        check_flag_names(parser, words)
-        argv = words + argv[1:]
-    with user_errors("flags"):
-        (args,) = parser.parse_args_into_dataclasses(argv)
-    if args.trust_remote_code and not trusted:
-        parser.error("--trust_remote_code: only on the command line, as a file of flags may have been downloaded")
-    check_credentials(parser, args)
-    for name, value in asdict(args).items():
-        low = 1 if name in ABOVE_ZERO.split() else 0
-        if isinstance(value, int | float) and not low <= value < math.inf:
-            parser.error(f"--{name} {value}: must be finite, and {'above 0' if low else '0 or more'}")
+    lists = {name for name, option in parser._option_string_actions.items() if option.nargs == "+"}
+    names = [word.partition("=")[0] for word in argv]
+    for name in lists.intersection(names):
+        if names.count(name) > 1:  # argparse would ignore the first list; of any other flag, the last value counts
+            parser.error(f"{name}: given twice; list all values after one flag")
+    if path := parser.parse_args(argv).file:
+        argv = [path, *read_words(path), *(word for word in argv if word != path)]
+    flags = vars(parser.parse_args(argv))
+    del flags["file"]
+    args = Args(**flags)
+    for name, given in flags.items():
+        least = 1 if name in ABOVE_ZERO.split() else 0
+        for value in given if isinstance(given, list) else [given]:
+            if isinstance(value, str) and SECRET.search(value):
+                parser.error(f"--{name}: a URL with a credential, which files would show; use ~/.netrc")
+            if isinstance(value, int | float) and not least <= value < math.inf:
+                parser.error(f"--{name} {value}: must be finite, and {'above 0' if least else '0 or more'}")
     try:
         check_flags(args)
     except UserError as error:

@@ -7,7 +7,7 @@ add the block, as the evaluator does with a corpus that is partly new. Three ind
 
 - table: one SQLite table of (hash, block, row);
 - 16 tables: the same, in a file for each value of the first four bits of the hash;
-- segments: eval_incremental.py's TextIndex, sorted segments in memory-mapped files.
+- segments: eval_incremental.py's TextIndex, sorted segments of 256 blocks in memory-mapped files.
 
 Prints for each tenth of the texts: texts a second of lookups and of adding, bytes a text on disk, and the largest
 anonymous memory of the process so far.
@@ -74,7 +74,6 @@ class Segments:
 
     def add(self, number, hashes):
         self.index.add(number, script.short_hashes(hashes))
-        self.index.save()
 
 
 INDEXES = {

@@ -91,18 +91,17 @@ def main():
                 shutil.rmtree(folder / "out")
                 cache = sum(file.stat().st_size for file in folder.glob("cache/**/*") if file.is_file())
                 run = {"documents": count, "peak_mb": peak * 1024 / 1e6, "encoded": seen["texts"]["encoded"],
-                       "seconds": seconds, "stages": seen["seconds"], "cache_mb": cache / 1e6}  # fmt: skip
+                       "seconds": seconds, "corpus": seen["seconds"], "cache_mb": cache / 1e6}  # fmt: skip
                 runs.setdefault(name, []).append(run)
                 print(f"{count:,} documents, {name}: {run}", file=sys.stderr)
             shutil.rmtree(folder)
-    print("| | documents | encoded | peak MB | difference | seconds | cache, MB | seconds by stage |")
+    print("| | documents | encoded | peak MB | difference | seconds | of these the corpus | cache, MB |")
     print("|---|---|---|---|---|---|---|---|")
     for name, measured in runs.items():
         for run in measured:
-            stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in run["stages"].items() if seconds >= 0.05)
             print(f"| {name} | {run['documents']:,} | {run['encoded']:,} | {run['peak_mb']:,.0f} "
-                  f"| {run['peak_mb'] - measured[0]['peak_mb']:+,.0f} | {run['seconds']:.1f} | {run['cache_mb']:,.0f} "
-                  f"| {stages} |")  # fmt: skip
+                  f"| {run['peak_mb'] - measured[0]['peak_mb']:+,.0f} | {run['seconds']:.1f} | {run['corpus']:.1f} "
+                  f"| {run['cache_mb']:,.0f} |")  # fmt: skip
     Path(args.output).write_text(json.dumps({"arguments": vars(args), "runs": runs}, indent=1))
 
 

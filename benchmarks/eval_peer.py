@@ -5,8 +5,8 @@
 Seconds of the whole command, imports included. Every document of scifact has more than 64 tokens: at --max_length 64
 all have one length, so that no side can save padding. The second evaluation of ours finds its cache; the peer has no
 cache. With --processes 2 torchrun starts both sides, one thread a process; the peer shares its encoding by
-distributed_evaluation, as SentenceTransformerTrainer does (sentence-transformers 6). Prints the seconds of ours by
-stage, and those of the imports of both sides. --limit takes the first documents. Writes eval_peer.json.
+distributed_evaluation, as SentenceTransformerTrainer does (sentence-transformers 6). Prints the seconds of ours
+for the corpus, and those of the imports of both sides. --limit takes the first documents. Writes eval_peer.json.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def main():
         environment["OMP_NUM_THREADS"] = "1"
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", args.processes]
     runs = {name: [] for name in ("ours", "again", "peer", "ours, imports", "peer, imports")}
-    stages, differences = [], []
+    corpus, differences = [], []
     with tempfile.TemporaryDirectory() as folder:
         beir = first_documents(args.beir, args.limit, f"{folder}/beir") if args.limit else args.beir
         for turn in range(args.rounds):
@@ -120,7 +120,7 @@ def main():
             mine, peer = {name: found["metrics"][name]["mean"] for name in MEASURES}, json.loads(printed)
             differences.append(max(abs(mine[name] - peer[name]) for name in MEASURES))
             assert differences[-1] < 1e-3, (mine, peer)
-            stages.append(found["seconds"])
+            corpus.append(found["seconds"])
             print(f"round {turn + 1}:", {name: round(values[-1], 2) for name, values in runs.items()}, file=sys.stderr)
     print("| side | seconds, all rounds | median | Evenstep, times as fast | its imports |\n|---|---|---|---|---|")
     for name, side in (("ours", "ours"), ("again", "ours"), ("peer", "peer")):
@@ -129,11 +129,10 @@ def main():
                  "" if name == "peer" else f"{ratio:.2f}x",
                  f"{statistics.median(runs[f'{side}, imports']):.1f}"]  # fmt: skip
         print(f"| {name} |", " | ".join(cells), "|")
-    medians = {name: statistics.median(found[name] for found in stages) for name in stages[0]}
-    print("Stages of ours:", ", ".join(f"{name} {value:.2f}" for name, value in medians.items()), "s;")
+    print(f"The corpus took ours {statistics.median(corpus):.2f} s;")
     print("measures:", ", ".join(f"{name} {value:.6f}" for name, value in mine.items()), end="; ")
     print(f"the peer's differ by {max(differences):.1e} at most")
-    record = {"arguments": vars(args), "runs": runs, "stages": stages, "measures": [mine, peer]}
+    record = {"arguments": vars(args), "runs": runs, "corpus": corpus, "measures": [mine, peer]}
     Path(args.output).write_text(json.dumps(record, indent=1))
 
 

@@ -1,13 +1,12 @@
-"""Metric scripts of the user's in the evaluator, where results come from, and comparisons of earlier evaluations."""
+"""Metric scripts of the user's in the evaluator, and where results come from."""
 
 import json
 import re
 import shutil
-import subprocess
 
 import pandas as pd
 import pytest
-from conftest import ROOT, launch, read_run, write_jsonl
+from conftest import ROOT, launch, read_run
 
 import eval_incremental as script
 
@@ -107,7 +106,7 @@ def test_scripts_that_cannot_be_used(evaluate, beir, tmp_path, content, message)
 def test_names_of_the_hub_are_not_loaded(capsys):
     with pytest.raises(SystemExit):
         script.parse_args(["--beir", "x", "--metrics", "trec_eval"])
-    assert "--metrics trec_eval: no such measure" in capsys.readouterr().err
+    assert "--metrics trec_eval: measure not found" in capsys.readouterr().err
 
 
 def test_an_error_in_a_script_loses_no_ranking(evaluate, beir, tmp_path):
@@ -122,85 +121,7 @@ def test_an_error_in_a_script_loses_no_ranking(evaluate, beir, tmp_path):
 
 
 def test_provenance(evaluate, beir, tmp_path):
-    result = evaluate("--beir", beir)
+    evaluate("--beir", beir)
     made = json.loads((tmp_path / "out/metrics.json").read_text())["provenance"]
-    assert made["models"] == {"st": result["fingerprint"]}
-    assert set(made["collections"][beir.name]) == {"corpus", "queries", "qrels"}
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d", made["time"])
     assert made["packages"]["torch"].startswith("2.13") and made["mixed_precision"] == "no"
-    if shutil.which("git"):
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-        assert (made["commit"] or "").removesuffix("-dirty") == head  # both empty outside of a repository
-    changed = tmp_path / "changed"
-    shutil.copytree(beir, changed)
-    with open(changed / "corpus.jsonl", "a") as file:
-        file.write('{"_id": "new", "text": "one more"}\n')
-    evaluate("--beir", changed, output="changed_out")
-    other = json.loads((tmp_path / "changed_out/metrics.json").read_text())["provenance"]
-    before, after = made["collections"][beir.name], other["collections"]["changed"]
-    assert before["corpus"] != after["corpus"] and before["qrels"] == after["qrels"]
-
-
-def test_compare_equals_an_evaluation_of_both(evaluate, beir, bert, tmp_path, capsys):
-    """Two evaluations of different days have the difference and p-value of both in one."""
-    other = tmp_path / "other"
-    shutil.copytree(bert, other)
-    config = json.loads((other / "1_Pooling/config.json").read_text())
-    (other / "1_Pooling/config.json").write_text(json.dumps(config | {"pooling_mode": "cls"}))
-    _, both = evaluate("--beir", beir, "--model_name_or_path", bert, other, output="both")["models"]
-    evaluate("--beir", beir, "--model_name_or_path", bert, output="monday")
-    evaluate("--beir", beir, "--model_name_or_path", other, "--top_k", 200, output="today")
-    capsys.readouterr()
-    evaluate("--compare", tmp_path / "monday/metrics.json", tmp_path / "today/metrics.json")
-    shown = capsys.readouterr().out
-    for name in ("nDCG@10", "RR@10"):
-        cell = both["metrics"][name]
-        assert cell["p"] < 1
-        assert "{difference:+.4f}, p = {p:.4f}".format(**cell) in shown
-        assert "{mean:.4f} [{low:.4f}, {high:.4f}]".format(**cell) in shown
-    assert "60 queries in common" in shown and "args.top_k: 100 -> 200" in shown
-    assert "provenance.models.other: None -> " in shown and "packages" not in shown
-
-    record = json.loads((tmp_path / "today/metrics.json").read_text())
-    (tmp_path / "today/metrics.json").write_text(json.dumps({"results": record["results"]}))
-    with pytest.raises(script.UserError, match="today/metrics.json: was written by an earlier release"):
-        evaluate("--compare", tmp_path / "monday/metrics.json", tmp_path / "today/metrics.json")
-    with pytest.raises(script.UserError, match="--compare .*nowhere/metrics.json: "):
-        evaluate("--compare", tmp_path / "nowhere/metrics.json")
-
-
-def test_compare_several_collections(evaluate, beir, tmp_path, capsys):
-    """Collections that one of the evaluations lacks are left out, and queries that one lacks."""
-    small = tmp_path / "small"
-    shutil.copytree(beir, small)
-    evaluate("--beir", beir, small, output="first")
-    lines = (small / "qrels/test.tsv").read_text().splitlines(keepends=True)
-    (small / "qrels/test.tsv").write_text("".join(lines[:31]))
-    evaluate("--beir", small, output="second")
-    capsys.readouterr()
-    evaluate("--compare", tmp_path / "first/metrics.json", tmp_path / "second/metrics.json")
-    shown = capsys.readouterr().out
-    assert "small: 30 queries in common" in shown and beir.name + ":" not in shown
-    assert "+0.0000, p = 1.0000" in shown
-    for name in ("first", "second"):
-        table = tmp_path / name / "small/per_query.csv"
-        table = table if table.exists() else tmp_path / name / "per_query.csv"
-        if name == "second":
-            table.write_text(table.read_text().replace("\nq", "\nother"))
-    with pytest.raises(script.UserError, match="--compare: no query or no measure of small is in all of them"):
-        evaluate("--compare", tmp_path / "first/metrics.json", tmp_path / "second/metrics.json")
-    capsys.readouterr()
-    evaluate("--compare", tmp_path / "first/metrics.json")
-    shown = capsys.readouterr().out
-    assert re.search(rf"^nDCG@10 +{beir.name} +small +mean$", shown, re.M)
-
-
-def test_compare_pairs_that_have_changed(evaluate, tmp_path):
-    """Their queries are numbered: number 1 is another query then."""
-    pairs = [{"q": f"query {i}", "d": f"document {i}"} for i in range(9)]
-    for name in ("before", "after"):
-        write_jsonl(tmp_path / "pairs.jsonl", pairs)
-        evaluate("--pairs", tmp_path / "pairs.jsonl", output=name)
-        del pairs[0]
-    with pytest.raises(script.UserError, match="the --pairs of pairs.jsonl have changed, and with them the queries"):
-        evaluate("--compare", tmp_path / "before/metrics.json", tmp_path / "after/metrics.json")

@@ -318,6 +318,42 @@ def test_an_error_of_bm25_on_two_processes(tmp_path):
     assert result.returncode == 1 and lines[0].startswith("error: --bm25 requires the package bm25s, and words in")
 
 
+def test_fusion_equals_a_loop(evaluate, beir, bert, reranker, run_file, tmp_path):
+    """Of three rankings, of which one has other depths and queries; and then it is reranked as they are."""
+    pytest.importorskip("bm25s")
+    flags = ["--beir", beir, "--run", run_file, "--model_name_or_path", bert, "--bm25", "--fuse", "--top_k", 30]
+    results = evaluate(*flags, "--metrics", "RR@10", "R@30", "--cross_encoder", reranker, "--rerank_k", 10)["models"]
+    names = ["first.trec", bert.name, "BM25", "fused"]
+    assert [result["name"] for result in results] == names + [f"{name}+{reranker.name}" for name in names]
+    assert {"mean", "low", "high", "difference", "p"} == set(results[3]["metrics"]["RR@10"])
+    runs = {name: read_run(tmp_path / "out" / name / "run.trec") for name in names}
+    compared = 0
+    for query, found in runs["fused"].items():
+        scores = {}
+        for name in names[:3]:
+            for rank, (document, _) in enumerate(runs[name].get(query, []), start=1):
+                scores[document] = scores.get(document, 0) + 1 / (60 + rank)
+        expected = sorted(scores, key=scores.get, reverse=True)[:30]
+        assert [document for document, _ in found] == expected  # sorted() is stable, too
+        assert [score for _, score in found] == pytest.approx([scores[document] for document in expected], rel=1e-8)
+        compared += len(found)
+    assert len(runs["fused"]) == 60 and compared == 60 * 30
+    reranked = read_run(tmp_path / "out" / f"fused+{reranker.name}" / "run.trec")
+    first_ten = {query: {document for document, _ in found[:10]} for query, found in runs["fused"].items()}
+    assert all({document for document, _ in reranked[query][:10]} == found for query, found in first_ten.items())
+
+
+def test_fusion_equals_ranx(evaluate, beir, bert, run_file, tmp_path):
+    ranx = pytest.importorskip("ranx", reason="needs the package ranx")
+    evaluate("--beir", beir, "--run", run_file, "--model_name_or_path", bert, "--fuse", "--top_k", 30)
+    runs = [read_run(tmp_path / "out" / name / "run.trec") for name in ("first.trec", bert.name)]
+    theirs = ranx.fuse([ranx.Run({query: dict(found) for query, found in run.items()}) for run in runs], method="rrf")
+    for query, found in read_run(tmp_path / "out/fused/run.trec").items():
+        assert [score for _, score in found] == pytest.approx(
+            sorted(theirs[query].values(), reverse=True)[: len(found)]
+        )
+
+
 def test_length_of_pairs(evaluate, beir, run_file, reranker):
     flags = "--beir", beir, "--run", run_file, "--cross_encoder", reranker, "--rerank_k", 3
     short = ["--rerank_max_length", 20]
@@ -328,13 +364,13 @@ def test_length_of_pairs(evaluate, beir, run_file, reranker):
 
 
 def test_usage(capsys):
+    two = "--fuse requires two rankings"
     for flags, message in (
+        (["--beir", "b", "--fuse", "--model_name_or_path", "m"], two),
+        (["--beir", "b", "--fuse", "--bm25"], two),
+        (["--beir", "b", "--fuse", "--run", "r"], two),
         (["--beir", "b", "--rerank_k", "0"], "--rerank_k 0: must be finite, and above 0"),
-        (
-            ["--beir", "b", "--top_k", "20", "--rerank_k", "30", "--metrics", "AP"],
-            "--rerank_k 30: more than --top_k 20",
-        ),
-        (["--beir", "b", "--run", "r", "--query", "q"], "--run, --query, --export_vectors: give only one of them"),
+        (["--beir", "b", "--run", "r", "--query", "q"], "--query takes one --model_name_or_path, and none of --run"),
     ):
         with pytest.raises(SystemExit):
             script.parse_args(flags)

@@ -68,7 +68,7 @@ def fields_of(data):
 
 def read_qrels(kind, data, rng, number):
     Path("x.qrels").write_bytes(data)
-    found = {tuple(row[:2]): row[2] for row in eval_incremental.read_qrels("x.qrels")[0].itertuples(index=False)}
+    found = {tuple(row[:2]): row[2] for row in eval_incremental.read_qrels("x.qrels").itertuples(index=False)}
     expected = {(query, document): int(float(grade)) for query, *_, document, grade in fields_of(data)}
     assert found == expected, "the judgments differ from those of the independent reader"
 
