@@ -5,9 +5,10 @@
         --columns query positive negative --streaming --output_dir runs/second [--resume]
 
 To change: where rows come from -> open_source; what a row means -> read_row; what a batch is -> read_batch; the model
-and its prompts -> load_model; two encoders -> encode, which gets the role of its texts; weights and rates ->
-make_optimizer; loss -> infonce; held-out measure -> evaluate; schedule and step -> main. `step` counts the steps done
-before. `extra` is a dict for state of your own, numbers and tensors alike on all processes: checkpoints hold it.
+and its prompts -> load_model; two encoders -> a ModuleDict by role from load_model, and model[role] in encode,
+make_micro_batches and where it is saved; weights and rates -> make_optimizer; loss -> infonce; held-out measure ->
+evaluate; schedule and step -> main. `step`: steps done before, 0 in the first. `extra`: a dict for state of your own,
+tensors and numbers that are equal on all processes; checkpoints hold it.
 
 Each process reads all rows of a batch and encodes every P-th text, in micro-batches of at most --micro_batch_tokens.
 The embeddings are summed over processes into one tensor, from which each computes the loss of the whole batch; each
@@ -44,7 +45,7 @@ class Args:
     mixing_weights: list[float] | None = None  # of the sources, with the sum 1; None: they take turns
     streaming: bool = False  # read front to back, not at random from a mapped table
     shuffle_buffer: int = 10_000  # rows of a stream to shuffle together; 0: keep the order, of mapped rows too
-    eval_rows: int = 1000  # held out from the beginning of the sources
+    eval_rows: int = 1000  # held out from the beginning of the sources, before read_row leaves any out
     batch_size: int = 64  # rows over all processes
     micro_batch_tokens: int = 2048  # tokens of a forward pass, with padding
     max_graphs: int = 16  # with more micro-batches, encode twice and keep one graph at a time (gradient cache)
@@ -64,7 +65,7 @@ FORMATS = {"csv": "csv", "json": "json", "jsonl": "json", "parquet": "parquet"}
 
 
 def open_source(path, args):
-    """Return the rows of a source, a Dataset or IterableDataset: from_generator makes one of any function."""
+    """Return the rows of a source, a Dataset or, with --streaming, an IterableDataset (`from_generator` makes one)."""
     suffix = path.removesuffix(".gz").rpartition(".")[2]
     files = {"data_files": path} if suffix in FORMATS else {}
     rows = load_dataset(FORMATS.get(suffix, path), split="train", streaming=args.streaming, **files)
@@ -246,7 +247,7 @@ def main(args):
     optimizer = make_optimizer(model, args)
     start = {"step": 0, "extra": {}, "metrics_bytes": 0}
     if args.resume and checkpoint.exists():
-        start = torch.load(checkpoint, map_location=accelerator.device, weights_only=True)
+        start = torch.load(checkpoint, map_location=accelerator.device.type, weights_only=True)
         assert start["args"] == vars(args), start["args"]  # the flags have changed
         model.load_state_dict(start["model"])
         optimizer.load_state_dict(start["optimizer"])

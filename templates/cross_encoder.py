@@ -6,8 +6,8 @@
 
 To change: where rows come from -> open_source; what a row means -> read_row; a batch and its negatives -> read_batch;
 the model -> load_model; pairs of texts -> make_micro_batches; weights and rates -> make_optimizer; loss ->
-compute_loss; held-out measure -> evaluate; schedule and step -> main. `step` counts the steps done before. `extra` is
-a dict for state of your own, numbers and tensors alike on all processes: checkpoints hold it.
+compute_loss; held-out measure -> evaluate; schedule and step -> main. `step`: steps done before, 0 in the first.
+`extra`: a dict for state of your own, tensors and numbers that are equal on all processes; checkpoints hold it.
 
 Each process reads all rows of a batch and scores every P-th pair, in micro-batches of at most --micro_batch_tokens.
 Scores are summed over processes into one tensor, from which each computes the loss of the whole batch; each sends the
@@ -47,7 +47,7 @@ class Args:
     mixing_weights: list[float] | None = None  # of the sources, with the sum 1; None: they take turns
     streaming: bool = False  # read front to back, not at random from a mapped table
     shuffle_buffer: int = 10_000  # rows of a stream to shuffle together; 0: keep the order, of mapped rows too
-    eval_rows: int = 1000  # held out from the beginning of the sources
+    eval_rows: int = 1000  # held out from the beginning of the sources, before read_row leaves any out
     batch_size: int = 64  # rows over all processes
     micro_batch_tokens: int = 2048  # tokens of a forward pass, with padding
     max_graphs: int = 16  # with more micro-batches, score twice and keep one graph at a time (gradient cache)
@@ -68,7 +68,7 @@ FORMATS = {"csv": "csv", "json": "json", "jsonl": "json", "parquet": "parquet"}
 
 
 def open_source(path, args):
-    """Return the rows of a source, a Dataset or IterableDataset: from_generator makes one of any function."""
+    """Return the rows of a source, a Dataset or, with --streaming, an IterableDataset (`from_generator` makes one)."""
     suffix = path.removesuffix(".gz").rpartition(".")[2]
     files = {"data_files": path} if suffix in FORMATS else {}
     rows = load_dataset(FORMATS.get(suffix, path), split="train", streaming=args.streaming, **files)
@@ -243,13 +243,13 @@ def main(args):
     sources = [open_source(path, args) for path in args.train_data]
     share = args.eval_rows // len(sources)
     first_rows = chain.from_iterable(source.take(share) for source in sources)
-    held_out = read_batch(first_rows, args.eval_rows, 9, 0, args)
+    held_out = read_batch(first_rows, args.eval_rows, num_negatives=9, step=0, args=args)
     rows = read_rows([source.skip(share) for source in sources], args)
     model = load_model(args).to(accelerator.device).train()
     optimizer = make_optimizer(model, args)
     start = {"step": 0, "extra": {}, "metrics_bytes": 0}
     if args.resume and checkpoint.exists():
-        start = torch.load(checkpoint, map_location=accelerator.device, weights_only=True)
+        start = torch.load(checkpoint, map_location=accelerator.device.type, weights_only=True)
         assert start["args"] == vars(args), start["args"]  # the flags have changed
         model.load_state_dict(start["model"])
         optimizer.load_state_dict(start["optimizer"])

@@ -102,23 +102,25 @@ def test_streamed_with_held_out_rows(folder, trained, tmp_path):
     assert found == pytest.approx(expected, abs=1e-6) and len(found) == 2
 
 
-@pytest.mark.parametrize("kind, way", [("bi_encoder", ["--streaming"]), ("cross_encoder", [])])
-def test_killed_and_resumed(folder, bert, reranker, tmp_path, kind, way):
+@pytest.mark.parametrize(
+    "kind, way, processes", [("bi_encoder", ["--streaming"], 1), ("bi_encoder", [], 2), ("cross_encoder", [], 2)]
+)
+def test_killed_and_resumed(folder, bert, reranker, tmp_path, kind, way, processes):
     """Two shuffled sources, drawn negatives, dropout: the same bits, and each step once in metrics.jsonl."""
     common = flags(kind, folder, tmp_path / "out", *way, "--train_data", folder / "a.parquet", folder / "b.jsonl")
     common += ["--columns", "docstring", "code", "--mixing_weights", 0.3, 0.7, "--shuffle_buffer", 50]
     common += ["--save_steps", 4, "--max_steps", 17, "--eval_rows", 20, "--eval_steps", 7, "--batch_size", 12]
     common += ["--model_name_or_path", bert if kind == "bi_encoder" else reranker]
     script, whole = ROOT / f"templates/{kind}.py", tmp_path / "whole"
-    launch(script, *common, "--output_dir", whole)
-    process = Forked(script, common)
+    launch(script, *common, "--output_dir", whole, processes=processes)
+    process = Forked(script, common, processes)
     while process.poll() is None and not (tmp_path / "out/checkpoint.pt").exists():
         time.sleep(0.001)
     while process.poll() is None and metrics(tmp_path / "out")[-1]["step"] < 6:
         time.sleep(0.001)
     process.send(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL and not (tmp_path / "out/model").exists()
-    launch(script, *common, "--resume")
+    launch(script, *common, "--resume", processes=processes)
     found, expected = metrics(tmp_path / "out"), metrics(whole)
     for line in found + expected:
         line.pop("rows_per_second", None)
