@@ -31,8 +31,8 @@ from accelerate import Accelerator
 from datasets import interleave_datasets, load_dataset
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.util import batch_to_device
-from torch.nn.utils import clip_grad_norm_
 from transformers import HfArgumentParser
+from xxhash import xxh3_64_intdigest
 
 
 @dataclass
@@ -180,7 +180,7 @@ def gather(micro_batches, outputs, size, accelerator):
 def infonce(embeddings, queries, documents, step, extra, args):
     """Return InfoNCE of (B + M, D) embeddings; masked: texts equal to the positive, and positives of equal queries."""
     size = len(queries)
-    hashes = torch.tensor([hash(text) for text in queries + documents], device=embeddings.device)
+    hashes = torch.tensor([xxh3_64_intdigest(text) >> 1 for text in queries + documents], device=embeddings.device)
     query_hashes = hashes[:size]
     document_hashes = hashes[size:]
     masked = document_hashes[:size, None] == document_hashes  # (B, M)
@@ -274,7 +274,7 @@ def main(args):
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * factor
         loss = forward_backward(model, *batch, step, extra, args, accelerator)
-        norm = clip_grad_norm_(model.parameters(), args.max_grad_norm, error_if_nonfinite=True)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm, error_if_nonfinite=True)
         optimizer.step()
         optimizer.zero_grad()
         done = step + 1
