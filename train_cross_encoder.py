@@ -32,9 +32,8 @@ Left out on purpose: several labels of a pair, rerankers of lists, DeepSpeed. do
 # requires-python = ">=3.11"
 # dependencies = ["accelerate>=1.12,<2", "datasets>=5.2,<6", "filelock>=3.16,<5", "fsspec[http]>=2025.3",
 #   "ir_measures>=0.4,<1", "matplotlib>=3.9,<4", "numpy>=2.2,<3", "pandas>=2.2.3,<4", "psutil>=5.9,<8",
-#   "pyarrow>=24,<27", "pyyaml>=6.0.1,<7", "safetensors>=0.5,<1", "scikit-learn>=1.5,<2",
-#   "sentence-transformers>=6.2,<7", "tokenizers>=0.22.2,<1", "torch>=2.6,<3", "tqdm>=4.67,<5",
-#   "transformers>=5.18,<6", "zstandard>=0.23,<1"]
+#   "pyarrow>=24,<27", "pyyaml>=6.0.1,<7", "safetensors>=0.5,<1", "sentence-transformers>=6.2,<7",
+#   "tokenizers>=0.22.2,<1", "torch>=2.6,<3", "tqdm>=4.67,<5", "transformers>=5.18,<6", "zstandard>=0.23,<1"]
 # ///
 
 import copy
@@ -227,8 +226,6 @@ from pyarrow.dataset import ParquetFragmentScanOptions
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder
 from sentence_transformers.cross_encoder.modules import LogitScore
-from sentence_transformers.sentence_transformer.evaluation import BinaryClassificationEvaluator
-from sklearn.metrics import average_precision_score
 from tokenizers.processors import TemplateProcessing
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -984,7 +981,7 @@ def evaluate_model(model, eval_sets, args, accelerator):
             rows.append(Row(eval_set.queries[query], [eval_set.documents[document]], []))
         scores = score_rows(model, rows, args, accelerator)
         if eval_set.scored:
-            found[name] = measure_pairs(scores, eval_set.qrels["relevance"])
+            found[name] = correlate(scores, eval_set.qrels["relevance"])
         else:  # of equal scores the worse document ranks first
             ranking = candidates.assign(score=scores).merge(eval_set.qrels, "left")
             ranking = ranking.sort_values(["score", "relevance"], ascending=[False, True], na_position="first")
@@ -1006,17 +1003,6 @@ def correlate(scores, labels):
     """Return {measure: correlation} of scores and labels, (pairs,) each."""
     pairs = pd.DataFrame({"score": scores, "label": labels})
     return {measure: float(pairs.corr(measure.lower()).iloc[0, 1]) for measure in CORRELATIONS}
-
-
-def measure_pairs(scores, labels):
-    """Return measures of classification if all labels are 0 or 1, else correlations; scores, labels: (pairs,)."""
-    if not set(labels) <= {0, 1}:
-        return correlate(scores, labels)
-    labels = labels.tolist()
-    accuracy, _ = BinaryClassificationEvaluator.find_best_acc_and_threshold(scores, labels, True)
-    f1, *_ = BinaryClassificationEvaluator.find_best_f1_and_threshold(scores, labels, True)
-    precision = average_precision_score(labels, scores)
-    return {"accuracy": float(accuracy), "F1": float(f1), "average_precision": float(precision)}
 
 
 # ==== machinery: from here to the end identical in train_bi_encoder.py
