@@ -516,9 +516,9 @@ def choose_loss(args):
     """Return "bce" if the first row has one label, else "listwise_ce"."""
     if len(args.label_column) == 1:
         name = args.train_data[0]
-        with user_errors(f"{name}: --label_column {args.label_column[0]}"):
-            first = next(open_files(find_files(name)[:1]).iter(1))
-        if not str(first[args.label_column[0]][0]).startswith("["):  # a list, or JSON of one
+        with user_errors(f"{name}: --label_column {args.label_column[0]}", KeyError):
+            label = next(open_files(find_files(name)[:1]).iter(1))[args.label_column[0]][0]
+        if not str(label).startswith("["):  # a list, or JSON of one
             return "bce"
     return "listwise_ce"
 
