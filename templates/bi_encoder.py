@@ -180,9 +180,9 @@ def gather(micro_batches, outputs, size, accelerator):
 def infonce(embeddings, queries, documents, step, extra, args):
     """Return InfoNCE of (B + M, D) embeddings; masked: texts equal to the positive, and positives of equal queries."""
     size = len(queries)
-    hashes = torch.tensor([xxh3_64_intdigest(text) >> 1 for text in queries + documents], device=embeddings.device)
-    query_hashes = hashes[:size]
-    document_hashes = hashes[size:]
+    hashes = [xxh3_64_intdigest(text.encode()) >> 1 for text in queries + documents]  # 63 bits
+    hashes = torch.tensor(hashes, device=embeddings.device)
+    query_hashes, document_hashes = hashes.split([size, len(documents)])
     masked = document_hashes[:size, None] == document_hashes  # (B, M)
     masked[:, :size] |= query_hashes[:, None] == query_hashes
     masked.fill_diagonal_(False)

@@ -487,7 +487,7 @@ def test_a_template_is_saved(corpus, rows, reranker, tmp_path):
     resumed, _ = load_reranker(reranker, "--max_length", "48", "--template", template)
     resumed.load_state_dict(load_file(tmp_path / "checkpoints/step_00000002/model.safetensors"))
     evaluated = eval_incremental.load_cross_encoder(
-        str(tmp_path / "model"), eval_incremental.parse_args(["--beir", "x"])
+        str(tmp_path / "model"), eval_incremental.parse_args(["--beir", "x", "--bm25"])
     )
     for model in (trained, resumed, evaluated):
         some = [train_cross_encoder.Row(query, [document], []) for query, document in pairs]
