@@ -50,7 +50,7 @@ class Args:
     eval_rows: int = 1000  # held out from the beginning of the sources, before read_row leaves any out
     batch_size: int = 64  # rows over all processes
     micro_batch_tokens: int = 2048  # tokens of a forward pass, with padding
-    max_graphs: int = 16  # with more micro-batches, score twice and keep one graph at a time (gradient cache)
+    max_graph_tokens: int = 32_768  # with more on a process, score twice, to keep one graph at a time (grad cache)
     loss: Literal["listwise_ce", "bce"] = "listwise_ce"
     num_negatives: int = 4  # documents of other rows to draw for each row, if --columns names no negatives
     learning_rate: float = 2e-5
@@ -198,7 +198,7 @@ def compute_loss(scores, rows, step, extra, args):
 def forward_backward(model, rows, step, extra, args, accelerator):
     """Set the gradient of the batch's loss in the weights, and return the loss: the same on all processes."""
     micro_batches = make_micro_batches(model, rows, args, accelerator)
-    keep_graphs = len(micro_batches) <= args.max_graphs
+    keep_graphs = sum(part["input_ids"].numel() for *_, part in micro_batches) <= args.max_graph_tokens
 
     def forward(number):  # with the same dropout in a second pass and in a resumed run
         torch.manual_seed(hash((args.seed, step, accelerator.process_index, number)))

@@ -73,18 +73,18 @@ def trained(folder, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("processes, max_graphs", [(1, 100), (1, 0), (2, 0)])
+@pytest.mark.parametrize("processes, max_tokens", [(1, 10**6), (1, 0), (2, 0)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_losses_and_norms_equal_the_trainers(folder, trained, tmp_path, kind, processes, max_graphs):
+def test_losses_and_norms_equal_the_trainers(folder, trained, tmp_path, kind, processes, max_tokens):
     """On 1 and 2 processes, which do not divide the batch; with and without gradient cache."""
-    more = ["--max_graphs", max_graphs]
+    more = ["--max_graph_tokens", max_tokens]
     launch(ROOT / f"templates/{kind}.py", *flags(kind, folder, tmp_path / "out", *more), processes=processes)
     assert_equal_runs(kind, tmp_path / "out", trained(kind))
 
 
 def test_bce_equals_the_trainers(folder, trained, tmp_path):
     """On 2 processes without gradient cache; the saved model predicts probabilities."""
-    more = flags("cross_encoder", folder, tmp_path / "out", "--loss", "bce", "--max_graphs", 100)
+    more = flags("cross_encoder", folder, tmp_path / "out", "--loss", "bce", "--max_graph_tokens", 10**6)
     launch(ROOT / "templates/cross_encoder.py", *more, processes=2)
     assert_equal_runs("cross_encoder", tmp_path / "out", trained("cross_encoder", "--loss", "bce"))
     assert isinstance(CrossEncoder(str(tmp_path / "out/model"), device="cpu").activation_fn, torch.nn.Sigmoid)
