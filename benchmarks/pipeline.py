@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,6 +79,7 @@ def main():
         return call
 
     script.read_rows = timed(script.read_rows, "rows")
+    script.make_batch = timed(script.make_batch, "texts")
     with tempfile.TemporaryDirectory() as folder:
         generate(f"{folder}/rows.parquet", args.rows)
         flags = ["--train_data", f"{folder}/rows.parquet", "--eval_rows", "0", "--max_length", "128"]
@@ -94,13 +94,14 @@ def main():
         for size in args.batch_size:
             for processes in args.processes:
                 options = script.parse_args([*flags, "--batch_size", str(size), "--micro_batch_tokens", "16384"])
+                options.columns = script.find_columns(options)
+                options.query_prompt = [""]
+                options.document_prompt = ""
                 data = script.open_data(options)
                 tables = script.row_batches(data.sources, data.weights, options)
                 # As on a GPU: padded to multiples of 8. No such device is needed, since nothing is moved to it.
                 rank = SimpleNamespace(num_processes=processes, process_index=0, device=torch.device("xpu"))
-                settings = {"model": model, "guide": None, "args": options, "accelerator": rank}
-                make = timed(partial(script.make_batch, **settings), "texts")
-                batches, found = script.read_batches(tables, make, data, options, rank), []
+                batches, found = script.local_batches(tables, 0, model, data, options, rank), []
                 next(batches)
                 for _ in range(args.batches):
                     seconds.clear()
