@@ -148,7 +148,7 @@ def check_flags(args):
     sources = args.beir or args.corpus or args.pairs or args.annotate
     rankers = args.model_name_or_path or args.run or args.bm25 or (args.annotate and args.cross_encoder)
     if not (sources and rankers or args.cache_info or args.cache_clear):
-        raise UserError("requires --beir, --corpus or --pairs, and --model_name_or_path, --run or --bm25")
+        raise UserError("requires --beir, --corpus, --pairs or --annotate, and a model, --run or --bm25")
     if args.fuse and len(args.model_name_or_path) + len(args.run) + args.bm25 < 2:
         raise UserError("--fuse requires two rankings: of --model_name_or_path, --run or --bm25")
 
@@ -819,7 +819,7 @@ def search_bm25(collection, args):
 
 def fuse(runs, collection):
     """Return the Run of the reciprocal rank fusion (Cormack et al. 2009): a document's score is the sum of 1 / (60 +
-    rank) over the rankings that contain it. It is as deep as the deepest of them; ties: by the first ranking."""
+    rank) over the rankings that contain it. It is as deep as the deepest of them; equal sums stay in their order."""
     parts = []
     for run in runs:
         ranks = 1 + run.ranking.groupby("query_id").cumcount()

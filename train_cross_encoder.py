@@ -325,13 +325,13 @@ def main(given):
         if evaluated:
             best_step, out_of_patience = log.find_best()
             finished = finished or out_of_patience
-        if progress.step == best_step or (args.save_steps and progress.step % args.save_steps == 0):
+        if not finished and (progress.step == best_step or (args.save_steps and progress.step % args.save_steps == 0)):
             checkpoints.save(progress, best_step)
 
     # ---- save
     bar.close()
     batches.close()
-    checkpoints.save(progress, best_step)
+    checkpoints.save(progress, best_step)  # of the last step
     if not finished:
         if error:
             raise AgreedError(error)

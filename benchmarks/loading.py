@@ -9,6 +9,7 @@ there to the end of the epoch. Medians over the rounds. Writes loading.json.
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -26,8 +27,8 @@ def ours(source, args):
     """Return open(state) -> iterator of (column of a batch, state after it) of train_bi_encoder.py."""
     import train_bi_encoder as script
 
-    flags = ["--train_data", source, "--columns", "question", "answer", "--shuffle_buffer", args.buffer,
-             "--batch_size", BATCH]  # fmt: skip
+    flags = ["--model_name_or_path", "none", "--train_data", source, "--columns", "question", "answer",
+             "--shuffle_buffer", args.buffer, "--batch_size", BATCH]  # fmt: skip
     options = script.parse_args(list(map(str, flags)))
     options.streaming = "stream" in args.side
 
@@ -79,7 +80,8 @@ def measure(args):
             break
         seen.append(column)
     counts = Counter(text for column in seen for text in column.to_pylist())
-    print(json.dumps([rate, seconds, args.rows - len(counts), counts.total() - len(counts)]))
+    print(json.dumps([rate, seconds, args.rows - len(counts), counts.total() - len(counts)]), flush=True)
+    os._exit(0)  # pyarrow threads that still read ahead can abort a normal exit
 
 
 def main():

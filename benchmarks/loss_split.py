@@ -39,7 +39,8 @@ def main():
         for process in range(processes):
             own = torch.arange(args.batch_size, device=args.device).chunk(processes)[process]
             started = time.perf_counter()
-            script.infonce(list(embeddings), hashes, None, own).backward()
+            batch = script.WholeBatch(hashes, labels=None, mine=own, step=0)
+            script.infonce(list(embeddings), batch).backward()
             if args.device == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - started)

@@ -72,11 +72,13 @@ def resume_seconds(source, row):
     """Return the seconds from an open corpus to the first batch at `row`, and from nothing to the open corpus."""
     import train_bi_encoder as script
 
-    args = script.parse_args(["--train_data", source, "--batch_size", "256", "--eval_rows", "1000"])
+    flags = ["--model_name_or_path", "none", "--train_data", source, "--batch_size", "256", "--eval_rows", "1000"]
+    args = script.parse_args(flags)
+    args.columns = script.find_columns(args)
     started = time.perf_counter()
     data = script.open_data(args)
     opened = time.perf_counter()
-    position = script.START | {"taken": row, "window": row // args.shuffle_buffer, "used": 1}
+    position = {"taken": row, "window": row // args.shuffle_buffer, "used": 1}
     next(script.row_batches(data.sources, data.weights, args, {"sources": [position], "cut": 0}))
     return time.perf_counter() - opened, opened - started
 
