@@ -7,9 +7,11 @@ to run on the CPU; "mixed" and "flash", for StrictDevice; "processes"; "scale", 
 folder to remove first. RESULTS becomes {name: result of process 0}: "error"; "metrics", the lines of metrics.jsonl;
 "syncs" and "reports" of StrictDevice; "waits" until the gradient of each step; "outputs", the number of forward
 passes in training; "changed", how many of --grad_cache gave another output in the second pass. The gradient of the
-first step is in gradient.npy in --output_dir. The result "simulated device" is that of refusals().
+first step is in gradient.npy in --output_dir. The result "simulated device" is that of refusals(). A "script" in
+templates/ has only "error" and "metrics".
 """
 
+import importlib.util
 import json
 import os
 import shutil
@@ -29,6 +31,7 @@ import preload  # noqa: F401
 import torch
 import torch._dynamo  # noqa: F401 (it inspects torch's functions, hence before they are replaced)
 from strict_device import StrictDevice, on_cpu
+from transformers import HfArgumentParser
 
 
 def recorder(job, output, device, result):
@@ -88,6 +91,27 @@ def run(job):
     return result | {"outputs": len(outputs)}
 
 
+def run_template(job):
+    """Run a template in this process and return its result."""
+    name = Path(job["script"]).name
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / f"{job['script']}.py")
+    script = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    (args,) = HfArgumentParser(script.Args).parse_args_into_dataclasses(job["flags"])
+    mixed = job.get("mixed", "no")
+    os.environ["ACCELERATE_MIXED_PRECISION"] = mixed
+    cpu = mock.patch.object(torch.accelerator, "is_available", lambda: False)
+    result = {"error": None, "metrics": []}
+    try:
+        with StrictDevice(mixed=mixed) if job.get("device", True) else cpu:
+            script.main(args)
+        result["metrics"] = list(map(json.loads, Path(args.output_dir, "metrics.jsonl").read_text().splitlines()))
+    except Exception as error:
+        result["error"] = str(error)
+        traceback.print_exc()
+    return result
+
+
 def refusals():
     """Return the messages by which the device refuses what CUDA refuses, and the waits that it counts otherwise."""
     refused, device = [], StrictDevice(flash=True)
@@ -144,5 +168,6 @@ if __name__ == "__main__":
     jobs = json.loads(Path(sys.argv[1]).read_text())
     results = {"simulated device": fork(refusals)}
     for name, job in jobs.items():
-        results[name] = fork(run, job, processes=job.get("processes", 1))
+        function = run_template if job["script"].startswith("templates/") else run
+        results[name] = fork(function, job, processes=job.get("processes", 1))
         Path(sys.argv[2]).write_text(json.dumps(results))

@@ -61,6 +61,8 @@ RUNS = {
     "waits, not padded": (f"{WAITING} --micro_batch_tokens 100000 --max_length 4", {}),
     "waits, flash": (f"{WAITING} --attn_implementation flash_attention_2", FLASH),
 }
+TEMPLATES = {"bert": "templates/bi_encoder", "reranker": "templates/cross_encoder"}
+TEMPLATE_RUNS = {"cpu": {"device": False}, "device": {}, "bf16": {"mixed": "bf16", "processes": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +135,11 @@ def ran(folder, beir):
     jobs["eval_incremental modular"] = {"script": "eval_incremental", "flags": flags.split(), **FLASH}
     flags = f"--model_name_or_path flash --beir {beir} --cache_dir cache --output_dir evaluated/flash".split()
     jobs["eval_incremental flash in float32"] = {"script": "eval_incremental", "flags": flags, "flash": True}
+    for model, (name, options) in product(TEMPLATES, TEMPLATE_RUNS.items()):
+        flags = f"--train_data rows.jsonl --model_name_or_path {model} --columns docstring code wrong --batch_size 6 "
+        flags += "--max_length 64 --micro_batch_tokens 400 --max_graph_tokens 0 --max_steps 3 --save_steps 3 "
+        flags += f"--eval_rows 8 --output_dir templates/{model}/{name}"
+        jobs[f"{TEMPLATES[model]} {name}"] = {"script": TEMPLATES[model], "flags": flags.split(), **options}
     (folder / "jobs.json").write_text(json.dumps(jobs))
     command = [sys.executable, ROOT / "tests/strict_worker.py", "jobs.json", "results.json"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1800)
@@ -235,6 +242,15 @@ def test_pairs_are_not_padded_for_a_reranker_of_several_modules(ran, model, wait
     assert losses(result) == pytest.approx(losses(expected), rel=0.02)
     assert np.diff(result["waits"]).tolist() == [waits] * 2
     assert not [place for place in result["reports"] if "outside autocast" in place]
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values())
+def test_templates_give_the_losses_of_the_cpu(ran, template):
+    """Also on two processes in bf16."""
+    expected = losses(ran[f"{template} cpu"])
+    assert len(expected) == 3
+    for name, tolerance in (("device", 1e-4), ("bf16", 0.02)):
+        assert losses(ran[f"{template} {name}"]) == pytest.approx(expected, rel=tolerance)
 
 
 def test_the_evaluator_reranks_with_several_modules(ran):
