@@ -856,6 +856,8 @@ def annotate(args, accelerator):
                 else:
                     append_lines(table, part)
     work = scorer.metadata()[scorer.unit]
+    if not work["total"]:
+        raise UserError("--annotate: contains no row")
     if accelerator.is_main_process:
         with user_errors(not_written):
             if parquet:

@@ -1759,13 +1759,12 @@ def finish_model(model, args, task=None):
 def add_lora(model, args, task):
     """Freeze the transformer and add adapters to its linear layers (Hu et al. 2021, section 4). `task`: peft's task
     type, which decides what other layers are trained."""
-    with user_errors("--lora_rank (it requires a transformer, and pip install peft)", AttributeError):
+    with user_errors("--lora_rank, --lora_kwargs (they require a transformer and peft)", AttributeError, TypeError):
         from peft import LoraConfig, get_peft_model  # optional
 
         model.requires_grad_(False)  # other modules, too: the adapters contain all that is trained
         defaults = {"lora_alpha": 2 * args.lora_rank, "target_modules": "all-linear", "task_type": task}
-        with user_errors("--lora_kwargs", TypeError):
-            config = LoraConfig(r=args.lora_rank, **(defaults | args.lora_kwargs))
+        config = LoraConfig(r=args.lora_rank, **(defaults | args.lora_kwargs))
         model[0].model = get_peft_model(model[0].model, config)
 
 

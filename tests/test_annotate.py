@@ -185,6 +185,14 @@ def test_bad_rows(annotate, data, reranker, tmp_path, change, message):
     assert not (tmp_path / "scored.jsonl").exists()
 
 
+@pytest.mark.parametrize("name", ["empty.csv", "empty.parquet"])
+def test_a_source_without_rows(annotate, reranker, tmp_path, name):
+    (tmp_path / "empty.csv").write_text("query,positive,negatives\n")
+    pq.write_table(pa.table({"query": [], "positive": [], "negatives": []}), tmp_path / "empty.parquet")
+    with pytest.raises(script.UserError, match="contains no row"):
+        annotate(tmp_path / name, "--cross_encoder", reranker)
+
+
 def test_usage(data, tmp_path, capsys):
     (tmp_path / "old.jsonl").write_text("x")
     model = ["--cross_encoder", "m"]

@@ -429,8 +429,9 @@ def test_options_of_adapters(name, corpus, tmp_path):
     config = model[0].model.peft_config["default"]
     assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 4, 0.1)
     script = importlib.import_module(name)
-    with pytest.raises(script.UserError, match="--lora_kwargs: .*alhpa"):
-        load(name, base, "--lora_rank", "4", "--lora_kwargs", '{"lora_alhpa": 4}')
+    for options, cause in (('{"lora_alhpa": 4}', "alhpa"), ('{"target_modules": ["q"]}', "Target modules")):
+        with pytest.raises(script.UserError, match=f"--lora_kwargs .*{cause}"):
+            load(name, base, "--lora_rank", "4", "--lora_kwargs", options)
 
 
 def test_adapters_contain_all_that_is_trained(corpus, bert, tmp_path):
