@@ -842,14 +842,13 @@ def annotate(args, accelerator):
         scorer = CachedEncoder(args.model_name_or_path[0], args, accelerator)
         temperature = 0.05 if scorer.model.similarity_fn_name == "cosine" else 1  # cosines differ by little
     part = Path(f"{args.output}.part")
-    not_written = f"--output {args.output}"
     parquet = None
     scorer.open(args)
     scorer.open_bar(scorer.path, None)
     part.unlink(missing_ok=True)  # of a killed call
     for table in scored_tables(scorer, args, accelerator):
         if accelerator.is_main_process:
-            with user_errors(not_written):
+            with user_errors(f"--output {args.output}"):
                 if args.output.endswith(".parquet"):
                     parquet = parquet or pq.ParquetWriter(part, table.schema)
                     parquet.write_table(table)
@@ -859,7 +858,7 @@ def annotate(args, accelerator):
     if not work["total"]:
         raise UserError("--annotate: contains no row")
     if accelerator.is_main_process:
-        with user_errors(not_written):
+        with user_errors(f"--output {args.output}"):
             if parquet:
                 parquet.close()
             part.rename(args.output)
@@ -958,10 +957,9 @@ def export_vectors(encoder, collection, args, accelerator):
         vectors = encoder.for_search(encoder(chunk)).cpu().numpy()
         flat = pa.FixedSizeListArray.from_arrays(vectors.reshape(-1), vectors.shape[1])
         table = pa.table({"_id": chunk.ids.cast(pa.string()), "vector": flat})
-        path = folder / f"vectors-{chunk.first:012}.parquet"
         options = {"compression": "none", "use_dictionary": False, "write_statistics": False}  # of no use for vectors
         with user_errors(not_written):
-            pq.write_table(table, path, **options)
+            pq.write_table(table, folder / f"vectors-{chunk.first:012}.parquet", **options)
     texts = encoder.metadata()["texts"]
     if accelerator.is_main_process:
         metadata |= {"rows": texts["total"], "command": shlex.join(sys.argv)}
