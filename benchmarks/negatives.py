@@ -47,23 +47,24 @@ def main():
     model = SentenceTransformer(args.model, device="cpu")
     table = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, (ranks, margins) in WAYS.items():
+        for number, (name, (ranks, margins)) in enumerate(WAYS.items()):
+            output = Path(folder, str(number))
             data_flags = ["--beir", args.beir, "--split", args.split]
             rank = ["eval_incremental.py", *data_flags, "--model_name_or_path", args.model, "--top_k", ranks[1] + 20,
-                    "--metrics", "nDCG@10", "--judged", "--cache_dir", folder, "--output_dir", folder,
+                    "--metrics", "nDCG@10", "--judged", "--cache_dir", f"{folder}/cache", "--output_dir", output,
                     "--cache_dtype", "float32"]  # fmt: skip
-            mine = ["mine_negatives.py", *data_flags, "--run", f"{folder}/run.trec", "--judged",
-                    f"{folder}/judged.trec", "--range_min", ranks[0], "--range_max", ranks[1], "--num_negatives",
-                    args.num_negatives, "--output", f"{folder}/rows.jsonl", "--overwrite"]  # fmt: skip
+            mine = ["mine_negatives.py", *data_flags, "--run", f"{output}/run.trec", "--judged",
+                    f"{output}/judged.trec", "--range_min", ranks[0], "--range_max", ranks[1], "--num_negatives",
+                    args.num_negatives, "--output", f"{output}/rows.jsonl"]  # fmt: skip
             mine += [word for name, value in margins.items() for word in (f"--{name}", value)]
             started = time.perf_counter()
             for script, *flags in (rank, mine):
                 subprocess.run([sys.executable, ROOT / script, *map(str, flags)], check=True)
             seconds = time.perf_counter() - started
-            encoded = json.loads(Path(folder, "metrics.json").read_text())["results"][0]["texts"]["encoded"]
+            encoded = json.loads(Path(output, "metrics.json").read_text())["results"][0]["texts"]["encoded"]
             rows = {
                 (row["query"], row["positive"]): row
-                for row in map(json.loads, Path(folder, "rows.jsonl").read_text().splitlines())
+                for row in map(json.loads, Path(output, "rows.jsonl").read_text().splitlines())
             }
             started = time.perf_counter()
             found = mine_hard_negatives(

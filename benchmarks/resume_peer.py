@@ -34,10 +34,10 @@ def train_ours(args, folder):
 
     forward_backward = script.forward_backward
 
-    def logged(model, batch, loss_fn, seed, *rest):
+    def logged(model, batch, *rest):
         with open(f"{folder}/rows", "a") as file:
-            file.write(json.dumps([seed[1], [row.query for row in batch.rows]]) + "\n")
-        return forward_backward(model, batch, loss_fn, seed, *rest)
+            file.write(json.dumps([batch.number, [row.query for row in batch.rows]]) + "\n")
+        return forward_backward(model, batch, *rest)
 
     script.forward_backward = logged
     flags = ["--model_name_or_path", args.model, "--train_data", args.source, "--columns", "question", "answer",
@@ -117,6 +117,8 @@ def run(args, side, folder, kills, dice):
         else:
             failed += 1
             print(f"{side}: {(folder / 'log').read_text().strip().splitlines()[-1][:200]}", file=sys.stderr)
+            if not checkpoints(folder):
+                sys.exit("it fails without a checkpoint, too")
             shutil.rmtree(max(checkpoints(folder), key=lambda path: path.stat().st_mtime))
 
 
