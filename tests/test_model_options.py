@@ -27,8 +27,8 @@ import train_cross_encoder
 def flags_for(name, corpus, model, output, *more):
     own = ["--num_negatives", 2] * (name == "train_cross_encoder")
     return ["--train_data", corpus, "--model_name_or_path", model, "--max_steps", 6, "--batch_size", 16, *own,
-            "--eval_rows", 20, "--logging_steps", 1, "--learning_rate", 0.01, "--max_length", 48, "--dropout", 0,
-            "--output_dir", output, *more]  # fmt: skip
+            "--eval_rows", 20, "--eval_steps", 6, "--logging_steps", 1, "--learning_rate", 0.01, "--max_length", 48,
+            "--dropout", 0, "--output_dir", output, *more]  # fmt: skip
 
 
 def losses(output):
