@@ -32,8 +32,8 @@ Left out on purpose: several labels of a pair, rerankers of lists, DeepSpeed. do
 # requires-python = ">=3.11"
 # dependencies = ["accelerate>=1.12,<2", "datasets>=5.2,<6", "filelock>=3.16,<5", "fsspec[http]>=2025.3",
 #   "ir_measures>=0.4,<1", "matplotlib>=3.9,<4", "numpy>=2.2,<3", "pandas>=2.2.3,<4", "psutil>=5.9,<8",
-#   "pyarrow>=24,<27", "pyyaml>=6.0.1,<7", "safetensors>=0.5,<1", "sentence-transformers>=6.2,<7",
-#   "tokenizers>=0.22.2,<1", "torch>=2.6,<3", "tqdm>=4.67,<5", "transformers>=5.18,<6", "zstandard>=0.23,<1"]
+#   "pyarrow>=24,<27", "pyyaml>=6.0.1,<7", "safetensors>=0.8,<1", "sentence-transformers>=6.2,<7",
+#   "tokenizers>=0.23.1,<1", "torch>=2.6,<3", "tqdm>=4.67,<5", "transformers>=5.18,<6", "zstandard>=0.23,<1"]
 # ///
 
 import copy
