@@ -57,7 +57,7 @@ def settings(tmp_path_factory, rows, bert):
         "train_bi_encoder": ["--batch_size", 16, "--eval_data", folder / "held_out.jsonl", "--eval_rows", 32,
                              "--learning_rate", 0.005, "--eval_steps", 2],
         "train_cross_encoder": ["--batch_size", 8, "--eval_data", folder / "lists.jsonl", "--eval_rows", 16,
-                                "--learning_rate", 2e-3, "--eval_steps", 2],
+                                "--learning_rate", 2e-3, "--eval_steps", 2, "--dropout", 0],
     }  # fmt: skip
     return {
         name: [*common, *flags, "--train_data", folder / f"{name}.jsonl", "--metric_for_best_model", MEASURE]
