@@ -135,12 +135,12 @@ def encode(model, role, features, accelerator):
 
 
 def cut(lengths, max_tokens):
-    """Return lists of places, the longest text first: at most max_tokens each, of which at most 1/64 is padding."""
+    """Return lists of places, the longest text first: at most max_tokens each, of which at most 1/32 is padding."""
     parts = []
     longest = padding = 0
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
         padding += longest - lengths[place]
-        if not parts or longest * (len(parts[-1]) + 1) > max_tokens or padding > max_tokens / 64:
+        if not parts or longest * (len(parts[-1]) + 1) > max_tokens or padding > max_tokens / 32:
             parts.append([])
             longest = lengths[place]
             padding = 0
