@@ -23,11 +23,11 @@ Left out on purpose: approximate search, asymmetric models (Router), similaritie
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["accelerate>=1.12,<2", "datasets>=5.2,<6", "diskcache>=5.6.3,<6", "evaluate>=0.4.6,<0.5",
-#   "filelock>=3.16,<5", "fsspec[http]>=2025.3", "ir_measures>=0.4,<1", "matplotlib>=3.9,<4", "numpy>=2.2,<3",
-#   "pandas>=2.2.3,<4", "pyarrow>=24,<27", "pyyaml>=6.0.1,<7", "scipy>=1.14,<2", "sentence-transformers>=6.2,<7",
-#   "tokenizers>=0.23.1,<1", "torch>=2.6,<3", "tqdm>=4.67,<5", "transformers>=5.18,<6", "xxhash>=3.5,<5",
-#   "zstandard>=0.23,<1"]
+# dependencies = ["accelerate>=1.12,<2", "backports.zstd>=1,<2; python_version < '3.14'", "datasets>=5.2,<6",
+#   "diskcache>=5.6.3,<6", "evaluate>=0.4.6,<0.5", "filelock>=3.16,<5", "fsspec[http]>=2025.3", "ir_measures>=0.4,<1",
+#   "matplotlib>=3.9,<4", "numpy>=2.2,<3", "pandas>=2.2.3,<4", "pyarrow>=24,<27", "pyyaml>=6.0.1,<7", "scipy>=1.14,<2",
+#   "sentence-transformers>=6.2,<7", "tokenizers>=0.23.1,<1", "torch>=2.6,<3", "tqdm>=4.67,<5",
+#   "transformers>=5.18,<6", "xxhash>=3.5,<5"]
 # ///
 
 import csv
@@ -45,6 +45,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from bisect import bisect_right
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
@@ -214,6 +215,7 @@ import xxhash
 import yaml
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import broadcast_object_list, gather_object
+from datasets.data_files import DataFilesDict, get_data_patterns
 from datasets.formatting import PythonFormatter
 from filelock import FileLock
 from matplotlib.figure import Figure
@@ -327,7 +329,7 @@ class TextReader:
         self.kept = None  # (rows,) bool; None: all rows
         with user_errors(self.name):
             files = [file for source in sources for file in list_files(source)]
-            available = next(open_files(files[:1]).iter(1)).column_names
+            available = next(open_files(files).iter(1)).column_names
             if not columns:  # a title is optional
                 columns = [name for name in default if name in available or name != "title"]
             by_position = dict(enumerate(available))  # as --pairs gives them
@@ -1873,6 +1875,28 @@ def is_out_of_memory(error):
     return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "DefaultCPUAllocator" in str(error))
 
 
+HINTS = {  # what to do about errors of `datasets`
+    "available configs": "choose one as ID:config:split",
+    "Couldn't cast": "prepare_corpus.py rewrites rows of irregular types",
+    "the same columns": "prepare_corpus.py rewrites them, null where one is missing",
+}
+
+
+def reason_of(error):
+    """Return the root cause of an error in one line, with what to do about it."""
+    while error.__cause__ and not isinstance(error, UserError):
+        error = error.__cause__
+    if isinstance(error, StopIteration):
+        return "contains no row"
+    if isinstance(error, pd.errors.ParserWarning):
+        return "line 2 has more fields than the header"
+    reason = str(error).strip() or repr(error)
+    if isinstance(error, datasets.table.CastError):
+        reason = f"not all files have the same columns: {error.details()}"
+    reason = " ".join(reason.split())[:500].replace("set 'local_files_only' to False", "unset HF_HUB_OFFLINE")
+    return "; ".join([reason, *(hint for words, hint in HINTS.items() if words in reason)])
+
+
 @contextmanager
 def user_errors(name):
     """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause."""
@@ -1881,13 +1905,7 @@ def user_errors(name):
     except Exception as error:
         if is_out_of_memory(error):  # not the data's fault, or the model's
             raise
-        cause = error
-        while cause.__cause__ and not isinstance(cause, UserError):
-            cause = cause.__cause__
-        reason = "contains no row" if isinstance(cause, StopIteration) else str(cause).strip() or repr(cause)
-        reason = reason.splitlines()[0][:500].replace("set 'local_files_only' to False", "unset HF_HUB_OFFLINE")
-        if "Couldn't cast" in reason:  # `datasets` takes the type of a column from its first rows
-            reason += "; prepare_corpus.py can rewrite rows of irregular types"
+        reason = reason_of(error)
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
 
 
@@ -1921,8 +1939,10 @@ UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst"
 
 
 def file_suffix(file):
-    """Return the key of FORMATS that a file name ends in, before .gz or .zst; None if there is none."""
-    suffix = Path(file.lower().removesuffix(".gz").removesuffix(".zst")).suffix
+    """Return the key of FORMATS that a file name ends in, before .gz or .zst and the query of a URL; None if there is
+    none."""
+    name = file.partition("?")[0] if file.startswith("http") else file
+    suffix = Path(name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
     return suffix if suffix in FORMATS else None
 
 
@@ -1945,15 +1965,17 @@ def list_files(source):
         files = json.loads(Path(path, "state.json").read_text())["_data_files"]
         return [os.path.join(path, file["filename"]) for file in files]
     if suffix := file_suffix(path):  # decided by suffix, so that a missing file is not mistaken for a Hub id
-        builder = datasets.load_dataset_builder(FORMATS[suffix], data_files=path)
+        files = datasets.load_dataset_builder(FORMATS[suffix], data_files=path).config.data_files
     elif os.path.isfile(path):
         raise UserError(UNSUPPORTED)
+    elif "://" in path and not path.startswith("hf:"):  # a folder of an object store
+        suffixes = [f".{suffix}" for suffix in FORMATS]
+        files = DataFilesDict.from_patterns(get_data_patterns(path), path, suffixes)
     else:
         if path.count(":") == 2:
             path, config, split = path.split(":")
         check_exists(path)
-        builder = datasets.load_dataset_builder(path, name=config or None)
-    files = builder.config.data_files
+        files = datasets.load_dataset_builder(path, name=config or None).config.data_files
     if not files.get(split):
         available = ", ".join(str(part) for part in files if files[part]) or "none"
         raise UserError(f"no split {split!r} with files; available: {available}")
@@ -1963,24 +1985,45 @@ def list_files(source):
 
 
 def open_files(files, streaming=True):
-    """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables."""
+    """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables. The columns of CSV and
+    TSV are texts, as written; only an empty cell is missing."""
     suffix = file_suffix(files[0])
     # A mapped table keeps a list of its record batches: write few, large ones.
     kind, options = FORMATS[suffix], {"split": "train", "writer_batch_size": 20_000}
-    options |= {"sep": "\t"} if suffix == ".tsv" else {}
+    if kind == "csv":
+        files = [file for file in files if not os.path.isfile(file) or os.path.getsize(file)] or files
+        options |= {"keep_default_na": False, "na_values": [""], "index_col": False}
+        warnings.simplefilter("error", pd.errors.ParserWarning)  # the first row has more fields than the header
+    if suffix == ".tsv":
+        options |= {"sep": "\t", "quoting": csv.QUOTE_NONE}
     if kind == "parquet":  # else pyarrow reads up to 1 GiB ahead, and keeps what it has read of a file
         options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
-    if kind == "arrow" and not streaming:
+    load = partial(datasets.load_dataset, kind, data_files=files, **options)
+    found = next(load(streaming=True).with_format("arrow").iter(1)).schema
+    schema = pa.schema([(part.name, pa.string() if kind == "csv" else plain_type(part.type)) for part in found])
+    if schema != found:
+        load = partial(load, features=datasets.Features.from_arrow_schema(schema))
+    elif kind == "arrow" and not streaming:
         with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped in place, anything else copied below
             parts = [datasets.Dataset.from_file(file) for file in files]
             return datasets.concatenate_datasets(parts).with_format("arrow")
-    if kind in ("json", "csv"):  # a column that begins with nulls would be typed null and reject texts
-        first = datasets.load_dataset(kind, data_files=files[:1], streaming=True, **options).with_format("arrow")
-        schema = next(first.iter(1)).schema
-        if pa.null() in schema.types:
-            texts = [part.with_type(pa.string()) if pa.types.is_null(part.type) else part for part in schema]
-            options["features"] = datasets.Features.from_arrow_schema(pa.schema(texts))
-    return datasets.load_dataset(kind, data_files=files, streaming=streaming, **options).with_format("arrow")
+    return load(streaming=streaming).with_format("arrow")
+
+
+def plain_type(kind):
+    """Return the Arrow type that a column is read as: text where the first rows are null, as what follows may be text;
+    string and list where `take` or `datasets` cannot handle the type."""
+    if is_list(kind):
+        wrap = pa.large_list if pa.types.is_large_list(kind) else pa.list_
+        return wrap(plain_type(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([part.with_type(plain_type(part.type)) for part in kind])
+    return pa.string() if kind in (pa.null(), pa.string_view()) else kind
+
+
+def is_list(kind):
+    """Return whether an Arrow type is one of lists."""
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def collections_of(name, split):

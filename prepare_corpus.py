@@ -18,9 +18,9 @@ Output of --ir_dataset: a BEIR folder and triples of ids. Left out: types set by
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["datasets>=5.2,<6", "fsspec[http]>=2025.3", "matplotlib>=3.9,<4", "numpy>=2.2,<3",
-#   "pandas>=2.2.3,<4", "pyarrow>=24,<27", "sentence-transformers>=6.2,<7", "tokenizers>=0.23.1,<1", "torch>=2.6,<3",
-#   "tqdm>=4.67,<5", "transformers>=5.18,<6", "zstandard>=0.23,<1"]
+# dependencies = ["backports.zstd>=1,<2; python_version < '3.14'", "datasets>=5.2,<6", "fsspec[http]>=2025.3",
+#   "matplotlib>=3.9,<4", "numpy>=2.2,<3", "pandas>=2.2.3,<4", "pyarrow>=24,<27", "sentence-transformers>=6.2,<7",
+#   "tokenizers>=0.23.1,<1", "torch>=2.6,<3", "tqdm>=4.67,<5", "transformers>=5.18,<6"]
 # ///
 
 import argparse
@@ -769,6 +769,28 @@ def is_out_of_memory(error):
     return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "DefaultCPUAllocator" in str(error))
 
 
+HINTS = {  # what to do about errors of `datasets`
+    "available configs": "choose one as ID:config:split",
+    "Couldn't cast": "prepare_corpus.py rewrites rows of irregular types",
+    "the same columns": "prepare_corpus.py rewrites them, null where one is missing",
+}
+
+
+def reason_of(error):
+    """Return the root cause of an error in one line, with what to do about it."""
+    while error.__cause__ and not isinstance(error, UserError):
+        error = error.__cause__
+    if isinstance(error, StopIteration):
+        return "contains no row"
+    if isinstance(error, pd.errors.ParserWarning):
+        return "line 2 has more fields than the header"
+    reason = str(error).strip() or repr(error)
+    if isinstance(error, datasets.table.CastError):
+        reason = f"not all files have the same columns: {error.details()}"
+    reason = " ".join(reason.split())[:500].replace("set 'local_files_only' to False", "unset HF_HUB_OFFLINE")
+    return "; ".join([reason, *(hint for words, hint in HINTS.items() if words in reason)])
+
+
 @contextmanager
 def user_errors(name):
     """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause."""
@@ -777,13 +799,7 @@ def user_errors(name):
     except Exception as error:
         if is_out_of_memory(error):  # not the data's fault, or the model's
             raise
-        cause = error
-        while cause.__cause__ and not isinstance(cause, UserError):
-            cause = cause.__cause__
-        reason = "contains no row" if isinstance(cause, StopIteration) else str(cause).strip() or repr(cause)
-        reason = reason.splitlines()[0][:500].replace("set 'local_files_only' to False", "unset HF_HUB_OFFLINE")
-        if "Couldn't cast" in reason:  # `datasets` takes the type of a column from its first rows
-            reason += "; prepare_corpus.py can rewrite rows of irregular types"
+        reason = reason_of(error)
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
 
 

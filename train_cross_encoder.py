@@ -30,13 +30,15 @@ Left out on purpose: several labels of a pair, rerankers of lists, DeepSpeed. do
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["accelerate>=1.12,<2", "datasets>=5.2,<6", "filelock>=3.16,<5", "fsspec[http]>=2025.3",
-#   "ir_measures>=0.4,<1", "matplotlib>=3.9,<4", "numpy>=2.2,<3", "pandas>=2.2.3,<4", "psutil>=5.9,<8",
-#   "pyarrow>=24,<27", "pyyaml>=6.0.1,<7", "safetensors>=0.8,<1", "sentence-transformers>=6.2,<7",
-#   "tokenizers>=0.23.1,<1", "torch>=2.6,<3", "tqdm>=4.67,<5", "transformers>=5.18,<6", "zstandard>=0.23,<1"]
+# dependencies = ["accelerate>=1.12,<2", "backports.zstd>=1,<2; python_version < '3.14'", "datasets>=5.2,<6",
+#   "filelock>=3.16,<5", "fsspec[http]>=2025.3", "ir_measures>=0.4,<1", "matplotlib>=3.9,<4", "numpy>=2.2,<3",
+#   "pandas>=2.2.3,<4", "psutil>=5.9,<8", "pyarrow>=24,<27", "pyyaml>=6.0.1,<7", "safetensors>=0.8,<1",
+#   "sentence-transformers>=6.2,<7", "tokenizers>=0.23.1,<1", "torch>=2.6,<3", "tqdm>=4.67,<5",
+#   "transformers>=5.18,<6"]
 # ///
 
 import copy
+import csv
 import hashlib
 import inspect
 import json
@@ -48,6 +50,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from bisect import bisect_right
 from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
@@ -219,6 +222,7 @@ import yaml
 from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from accelerate.utils.memory import should_reduce_batch_size
+from datasets.data_files import DataFilesDict, get_data_patterns
 from datasets.formatting import PythonFormatter
 from filelock import FileLock, Timeout
 from matplotlib.figure import Figure
@@ -517,7 +521,7 @@ def choose_loss(args):
     if len(args.label_column) == 1:
         name = args.train_data[0]
         with user_errors(f"{name}: --label_column {args.label_column[0]}", KeyError):
-            label = next(open_files(find_files(name)[:1]).iter(1))[args.label_column[0]][0]
+            label = next(open_files(find_files(name)).iter(1))[args.label_column[0]][0]
         if not str(label).startswith("["):  # a list, or JSON of one
             return "bce"
     return "listwise_ce"
@@ -622,7 +626,8 @@ def read_labels(cells, args):
     with suppress(ValueError, TypeError):
         for column in args.label_column:
             value = cells[column]
-            value = json.loads(value) if isinstance(value, str) else value
+            if isinstance(value, str) and value.startswith("["):
+                value = json.loads(value)
             labels += map(float, value if isinstance(value, list) else [value])
         if all(map(math.isfinite, labels)) and (labels or not args.label_column):
             return labels
@@ -1027,6 +1032,28 @@ def stop_together(error):
 BUGS = (KeyError, IndexError, TypeError, AttributeError, NameError)
 
 
+HINTS = {  # what to do about errors of `datasets`
+    "available configs": "choose one as ID:config:split",
+    "Couldn't cast": "prepare_corpus.py rewrites rows of irregular types",
+    "the same columns": "prepare_corpus.py rewrites them, null where one is missing",
+}
+
+
+def reason_of(error):
+    """Return the root cause of an error in one line, with what to do about it."""
+    while error.__cause__ and not isinstance(error, UserError):
+        error = error.__cause__
+    if isinstance(error, StopIteration):
+        return "contains no row"
+    if isinstance(error, pd.errors.ParserWarning):
+        return "line 2 has more fields than the header"
+    reason = str(error).strip() or repr(error)
+    if isinstance(error, datasets.table.CastError):
+        reason = f"not all files have the same columns: {error.details()}"
+    reason = " ".join(reason.split())[:500].replace("set 'local_files_only' to False", "unset HF_HUB_OFFLINE")
+    return "; ".join([reason, *(hint for words, hint in HINTS.items() if words in reason)])
+
+
 @contextmanager
 def user_errors(name, *expected):
     """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause.
@@ -1034,14 +1061,10 @@ def user_errors(name, *expected):
     try:
         yield
     except Exception as error:
-        is_bug = isinstance(error, BUGS) and not isinstance(error, expected)
+        is_bug = isinstance(error, BUGS) and not isinstance(error, expected) and "Couldn't cast" not in str(error)
         if is_bug or should_reduce_batch_size(error):  # out of memory: not the data's fault, or the model's
             raise
-        cause = error
-        while cause.__cause__ and not isinstance(cause, UserError):
-            cause = cause.__cause__
-        reason = "contains no row" if isinstance(cause, StopIteration) else str(cause).strip() or repr(cause)
-        reason = reason.splitlines()[0][:500]
+        reason = reason_of(error)
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
 
 
@@ -1125,8 +1148,10 @@ UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst"
 
 
 def file_suffix(file):
-    """Return the key of FORMATS that a file name ends in, before .gz or .zst; None if there is none."""
-    suffix = Path(file.lower().removesuffix(".gz").removesuffix(".zst")).suffix
+    """Return the key of FORMATS that a file name ends in, before .gz or .zst and the query of a URL; None if there is
+    none."""
+    name = file.partition("?")[0] if file.startswith("http") else file
+    suffix = Path(name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
     return suffix if suffix in FORMATS else None
 
 
@@ -1149,15 +1174,17 @@ def list_files(source):
         files = json.loads(Path(path, "state.json").read_text())["_data_files"]
         return [os.path.join(path, file["filename"]) for file in files]
     if suffix := file_suffix(path):  # decided by suffix, so that a missing file is not mistaken for a Hub id
-        builder = datasets.load_dataset_builder(FORMATS[suffix], data_files=path)
+        files = datasets.load_dataset_builder(FORMATS[suffix], data_files=path).config.data_files
     elif os.path.isfile(path):
         raise UserError(UNSUPPORTED)
+    elif "://" in path and not path.startswith("hf:"):  # a folder of an object store
+        suffixes = [f".{suffix}" for suffix in FORMATS]
+        files = DataFilesDict.from_patterns(get_data_patterns(path), path, suffixes)
     else:
         if path.count(":") == 2:
             path, config, split = path.split(":")
         check_exists(path)
-        builder = datasets.load_dataset_builder(path, name=config or None)
-    files = builder.config.data_files
+        files = datasets.load_dataset_builder(path, name=config or None).config.data_files
     if not files.get(split):
         available = ", ".join(str(part) for part in files if files[part]) or "none"
         raise UserError(f"no split {split!r} with files; available: {available}")
@@ -1167,24 +1194,40 @@ def list_files(source):
 
 
 def open_files(files, streaming=True):
-    """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables."""
+    """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables. The columns of CSV and
+    TSV are texts, as written; only an empty cell is missing."""
     suffix = file_suffix(files[0])
     # A mapped table keeps a list of its record batches: write few, large ones.
     kind, options = FORMATS[suffix], {"split": "train", "writer_batch_size": 20_000}
-    options |= {"sep": "\t"} if suffix == ".tsv" else {}
+    if kind == "csv":
+        files = [file for file in files if not os.path.isfile(file) or os.path.getsize(file)] or files
+        options |= {"keep_default_na": False, "na_values": [""], "index_col": False}
+        warnings.simplefilter("error", pd.errors.ParserWarning)  # the first row has more fields than the header
+    if suffix == ".tsv":
+        options |= {"sep": "\t", "quoting": csv.QUOTE_NONE}
     if kind == "parquet":  # else pyarrow reads up to 1 GiB ahead, and keeps what it has read of a file
         options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
-    if kind == "arrow" and not streaming:
+    load = partial(datasets.load_dataset, kind, data_files=files, **options)
+    found = next(load(streaming=True).with_format("arrow").iter(1)).schema
+    schema = pa.schema([(part.name, pa.string() if kind == "csv" else plain_type(part.type)) for part in found])
+    if schema != found:
+        load = partial(load, features=datasets.Features.from_arrow_schema(schema))
+    elif kind == "arrow" and not streaming:
         with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped in place, anything else copied below
             parts = [datasets.Dataset.from_file(file) for file in files]
             return datasets.concatenate_datasets(parts).with_format("arrow")
-    if kind in ("json", "csv"):  # a column that begins with nulls would be typed null and reject texts
-        first = datasets.load_dataset(kind, data_files=files[:1], streaming=True, **options).with_format("arrow")
-        schema = next(first.iter(1)).schema
-        if pa.null() in schema.types:
-            texts = [part.with_type(pa.string()) if pa.types.is_null(part.type) else part for part in schema]
-            options["features"] = datasets.Features.from_arrow_schema(pa.schema(texts))
-    return datasets.load_dataset(kind, data_files=files, streaming=streaming, **options).with_format("arrow")
+    return load(streaming=streaming).with_format("arrow")
+
+
+def plain_type(kind):
+    """Return the Arrow type that a column is read as: text where the first rows are null, as what follows may be text;
+    string and list where `take` or `datasets` cannot handle the type."""
+    if is_list(kind):
+        wrap = pa.large_list if pa.types.is_large_list(kind) else pa.list_
+        return wrap(plain_type(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([part.with_type(plain_type(part.type)) for part in kind])
+    return pa.string() if kind in (pa.null(), pa.string_view()) else kind
 
 
 def data_fingerprint(files):
@@ -1192,9 +1235,10 @@ def data_fingerprint(files):
     digest = hashlib.sha256()
     for number, file in enumerate(files):
         fs, path = fsspec.core.url_to_fs(file)
-        digest.update(f"{os.path.basename(path)} {fs.size(path) if fs.exists(path) else 'no file'} ".encode())
-        if number in (0, len(files) - 1):
-            with suppress(OSError, ValueError, TypeError):  # no file, or a web server that sends whole files only
+        digest.update(f"{os.path.basename(path)} ".encode())
+        with suppress(Exception):  # no file, or a web server that refuses the size of a file, or a part of it
+            digest.update(f"{fs.size(path)} ".encode())
+            if number in (0, len(files) - 1):
                 digest.update(fs.head(path, 2**16))
                 digest.update(fs.tail(path, 2**16))
     return digest.hexdigest()[:16]
@@ -1206,13 +1250,14 @@ SOURCE = "<source>"  # column added to rows: the number of their source
 NUMBER = "<number>"  # column added to rows: the number of the row in its source, over all epochs
 
 
-def is_list(column):
-    return pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+def is_list(kind):
+    """Return whether an Arrow type is one of lists."""
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def count_bytes(column):
     """Return (rows,) bytes of text in each row of an Array, also in lists."""
-    if is_list(column):
+    if is_list(column.type):
         rows = pc.list_parent_indices(column)
         return np.bincount(rows, count_bytes(pc.list_flatten(column)), minlength=len(column))
     if column.type in (pa.string(), pa.large_string()):
@@ -1229,7 +1274,7 @@ def to_python(table):
     """Return {column: list of values} of a Table; a list that is null is empty."""
     columns = PythonFormatter(datasets.Features.from_arrow_schema(table.schema)).format_batch(table)
     for name, values in columns.items():
-        if is_list(table[name]):
+        if is_list(table[name].type):
             columns[name] = [value or [] for value in values]
     return columns
 
@@ -1238,7 +1283,7 @@ def find_columns(args):
     """Return the columns of the first source but those of labels."""
     name = args.train_data[0]
     with user_errors(f"--train_data {name}"):
-        first = next(open_files(find_files(name)[:1]).iter(1))
+        first = next(open_files(find_files(name)).iter(1))
     columns = [column for column in first.column_names if column not in args.label_column]
     if len(columns) < 2:
         raise UserError(f"--columns: two or more are required, {name} has {columns}")
@@ -1250,7 +1295,7 @@ def read_rows(table, sources, lookups, step, args, add_documents=None):
     unless --on_bad_row is skip. sources: those that the column SOURCE counts; step: that of the rows' batch;
     add_documents(rows, step) may add documents of other rows, with labels, before ids are looked up."""
     columns = to_python(table)
-    random = Random() if any(is_list(table[name]) for name in args.columns) else None
+    random = Random() if any(is_list(table[name].type) for name in args.columns) else None
     rows = []
     for values in zip(*columns.values()):
         cells = dict(zip(columns, values))
@@ -1478,6 +1523,12 @@ def apportion(drawn, weights, count):
     return given.tolist()
 
 
+def join_tables(tables, sources):
+    """Return the rows of the Tables of several sources as one; columns have the same types in all of them."""
+    with user_errors(f"the columns of {', '.join(source.name for source in sources)} differ", TypeError):
+        return pa.concat_tables(tables, promote_options="permissive").combine_chunks()
+
+
 def row_batches(sources, weights, args, state=None):
     """Yield (Table of a batch's rows, state after it) without end: a pure function of sources, seed and batch size.
     Each batch has its own state (JSON), so prefetching loses no row: the position of each source before the length
@@ -1493,8 +1544,7 @@ def row_batches(sources, weights, args, state=None):
         drawn = [source.position.taken for source in sources]
         units = apportion([rows // unit for rows in drawn], weights, window // unit)
         tables = [source.take(count * unit) for source, count in zip(sources, units) if count]
-        with user_errors("columns of different sources have different types"):
-            table = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
+        table = join_tables(tables, sources)
         order = np.arange(args.length_window)
         if args.length_window > 1:
             table = table.take(np.argsort(row_lengths(table, args), kind="stable"))
@@ -1599,7 +1649,7 @@ def open_data(args, add_documents=None):
     if eval_rows:
         counts = apportion([0] * len(shares), shares, eval_rows)
         tables = [source.hold_out(count) for source, count in zip(eval_sources, counts) if count]
-        table = pa.concat_tables(tables, promote_options="permissive")
+        table = join_tables(tables, eval_sources)
         hook = add_documents and partial(add_documents, table)
         held_out, skipped = read_rows(table, eval_sources, lookups, 0, args, hook)
     for source in sources:

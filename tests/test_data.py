@@ -1,24 +1,24 @@
 """Reading, order, hold-out, mixing and resume of the data, each compared with a plain list of rows."""
 
 import csv
-import gzip
 import http.server
 import json
 import os
+import re
 import threading
 import time
 from collections import Counter
 from functools import partial
-from itertools import combinations, islice, product
+from itertools import combinations, islice
 from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 
 import train_bi_encoder as script
 
@@ -66,14 +66,14 @@ def write(path, rows):
         with (pa.ipc.new_file if "file" in name else pa.ipc.new_stream)(name, arrow.schema) as writer:
             writer.write_table(arrow, max_chunksize=37)
     else:
-        opener = gzip.open if name.endswith(".gz") else zstandard.open if name.endswith(".zst") else open
-        with opener(path, "wt", encoding="utf-8", newline="") as file:
+        with fsspec.open(name, "wt", compression="infer", encoding="utf-8", newline="") as file:
             if "json" in name:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             elif ".txt" in name:
                 file.writelines(row["text"] + "\n" for row in rows)
             else:
-                writer = csv.DictWriter(file, rows[0].keys(), delimiter="\t" if ".tsv" in name else ",")
+                options = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None} if ".tsv" in name else {}
+                writer = csv.DictWriter(file, rows[0].keys(), **options)
                 writer.writeheader()
                 writer.writerows(rows)
     return name
@@ -114,8 +114,11 @@ SUFFIXES = ["parquet", "stream.arrow", "file.arrow", "json", "jsonl", "jsonl.gz"
 @both_kinds
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_every_format_gives_the_same_rows(streaming, suffix):
-    source = open_source(streaming, write(f"part.{suffix}", table(130)), shuffle_buffer=0)
-    assert texts(source, 131) == table(130) + table(1)
+    rows = table(130)
+    if suffix.startswith("tsv"):  # which cannot contain tabs and line breaks
+        rows = [{name: " ".join(re.split("[\t\r\n]+", text)) for name, text in row.items()} for row in rows]
+    source = open_source(streaming, write(f"part.{suffix}", rows), shuffle_buffer=0)
+    assert texts(source, 131) == rows + rows[:1]
 
 
 CONFIGS = """---
@@ -253,10 +256,10 @@ def test_a_column_of_texts_and_other_values(streaming):
 
 
 @both_kinds
-@pytest.mark.parametrize("suffix, value", [*product(["parquet", "jsonl", "csv"], [5, 2.5, True]),
-                         *product(["parquet", "jsonl"], [[["one", "two"]], {"x": "y"}])])  # fmt: skip
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+@pytest.mark.parametrize("value", [5, 2.5, True, [["one", "two"]], {"x": "y"}], ids=str)
 def test_a_column_without_texts(streaming, suffix, value):
-    """In any format, numbers, nested lists and structs are refused, not converted to text."""
+    """Numbers, nested lists and structs are refused, not converted to text."""
     file = write(f"x.{suffix}", [{"a": row["a"], "b": value} for row in table(60)])
     kind = type(value).__name__
     with pytest.raises(script.UserError, match=f"x.{suffix}: 'b' holds {kind}, not texts: .* or edit read_row$"):

@@ -16,7 +16,12 @@ import pyarrow as pa
 import pyarrow.orc
 import pyarrow.parquet as pq
 import pytest
-import zstandard
+
+try:
+    from compression import zstd  # Python 3.14
+except ImportError:
+    from backports import zstd
+
 
 SCRIPT = Path(__file__).resolve().parents[1] / "prepare_corpus.py"
 sys.path.insert(0, str(SCRIPT.parent))
@@ -59,7 +64,7 @@ def write(path, rows=ROWS):
             if path.suffix == ".gz":
                 data = gzip.compress(data[:half]) + gzip.compress(data[half:])
             if path.suffix == ".zst":
-                data = zstandard.compress(data[:half]) + zstandard.compress(data[half:])
+                data = zstd.compress(data[:half]) + zstd.compress(data[half:])
             path.write_bytes(data)
     return path
 

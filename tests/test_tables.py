@@ -1,0 +1,368 @@
+"""Tables are read as they are written, whatever their format, types and empty files; what cannot be is refused in one
+line that names the source, and the columns."""
+
+import http.server
+import json
+import os
+import threading
+from functools import partial
+from pathlib import Path
+
+import datasets
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import write_jsonl
+
+import train_bi_encoder as script
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+both_kinds = pytest.mark.parametrize("streaming", [False, True], ids=["mapped", "streaming"])
+
+
+def options(**changed):
+    args = script.parse_args(["--train_data", "unused", "--model_name_or_path", "unused", "--columns", "a", "b"])
+    for name, value in changed.items():
+        setattr(args, name, value)
+    return args
+
+
+def rows_of(name, count, streaming, **changed):
+    """Return the next `count` rows of a source, in the order of its files, as lists of cells."""
+    source = script.Source(str(name), 0, options(streaming=streaming, shuffle_buffer=0, **changed))
+    columns = script.to_python(source.take(count).drop_columns([script.SOURCE, script.NUMBER]))
+    return [list(cells) for cells in zip(*columns.values())]
+
+
+def write(name, text):
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    with fsspec.open(name, "wt", compression="infer", newline="") as file:
+        file.write(text)
+    return name
+
+
+# ---------------------------------------------------------------------------------------------------- CSV and TSV
+
+WRITTEN = [
+    "null",
+    "NA",
+    "None",
+    "nan",
+    "N/A",
+    "0016",
+    "9007199254740993",
+    "1.0",
+    "True",
+    "1e5",
+    "-",
+    " x ",
+    "'tis",
+    "#n",
+]
+
+
+@both_kinds
+@pytest.mark.parametrize("suffix", ["csv", "csv.gz", "tsv", "tsv.zst"])
+def test_cells_are_read_as_they_are_written(streaming, suffix):
+    """Neither numbers nor the words that pandas takes for missing change; an empty cell is missing."""
+    mark = "\t" if "tsv" in suffix else ","
+    expected = [[word, f"text {number}"] for number, word in enumerate(WRITTEN)] + [[None, "last"]]
+    lines = [f"a{mark}b", *(f"{first or ''}{mark}{second}" for first, second in expected)]
+    assert rows_of(write(f"x.{suffix}", "\n".join(lines)), len(expected), streaming) == expected
+
+
+@both_kinds
+def test_quotes_of_a_tsv_are_text(streaming):
+    """A quote that is never closed would swallow the lines that follow."""
+    expected = [['"open', "x"], ["y", '"quoted"'], ['say "hi', 'z"'], ["'", '""'], ["last", '"']]
+    file = write("x.tsv", "a\tb\n" + "".join("\t".join(row) + "\n" for row in expected))
+    assert rows_of(file, 5, streaming) == expected
+
+
+def test_ids_beside_an_empty_cell(tmp_path):
+    """pandas would read a column of integers with an empty cell as floats, which differ above 2**53."""
+    ids = [str(2**53 + number) for number in range(8)]
+    write("rows.csv", "a,b\n" + "".join(f"q {name},{name}\n" for name in ids) + "q,\n")
+    write("corpus.csv", "_id,text\n" + "".join(f"{name},text {name}\n" for name in [*ids, "0016"]))
+    args = options(corpus=["corpus.csv"], corpus_columns=["_id", "text"], on_bad_row="skip", shuffle_buffer=0)
+    source = script.Source("rows.csv", 0, args)
+    lookup = script.TextLookup(["corpus.csv"], ["_id", "text"])
+    found, skipped = script.read_rows(source.take(9), [source], [None, lookup], 0, args)
+    assert [row.documents for row in found] == [[f"text {name}"] for name in ids] and skipped == 1
+    assert lookup.texts(["0016", "16"]) == ["text 0016", None]
+
+
+@both_kinds
+@pytest.mark.parametrize("label, value", [("1", 1.0), (" 0.5", 0.5), (".5", 0.5), ("1e-3", 0.001), ("-2", -2.0)])
+def test_labels_of_a_csv_are_parsed(streaming, label, value):
+    args = options(label_column=["label"], streaming=streaming)
+    source = script.Source(write("x.csv", f"a,b,label\nq,d,{label}\n"), 0, args)
+    assert script.read_rows(source.take(1), [source], [None, None], 0, args)[0][0].labels == [value]
+
+
+def test_label_lists_of_a_csv_are_parsed():
+    args = options(label_column=["label"])
+    source = script.Source(write("x.csv", 'a,b,label\nq,d,"[1, 0.5]"\n'), 0, args)
+    assert script.read_rows(source.take(1), [source], [None, None], 0, args)[0][0].labels == [1.0, 0.5]
+
+
+@both_kinds
+@pytest.mark.parametrize("place", [1, 2, 50, 20_001])
+@pytest.mark.parametrize("suffix, mark", [("csv", ","), ("tsv", "\t")])
+def test_a_row_with_more_fields_than_the_header(streaming, place, suffix, mark):
+    """It is refused with its line: its columns would shift."""
+    rows = [["q", "d", "more"] if number == place else ["q", "d"] for number in range(1, max(place, 50) + 10)]
+    file = write(f"x.{suffix}", "\n".join(mark.join(row) for row in [["a", "b"], *rows]))
+    with pytest.raises(script.UserError, match=rf"^x.{suffix}: .*line {place + 1}\b"):
+        rows_of(file, len(rows), streaming)
+
+
+@both_kinds
+def test_every_row_has_more_fields_than_the_header(streaming):
+    file = write("x.csv", "a,b\n" + "q,d,more\n" * 5)
+    with pytest.raises(script.UserError, match="^x.csv: line 2 has more fields than the header$"):
+        rows_of(file, 5, streaming)
+
+
+@both_kinds
+def test_rows_that_end_in_a_separator(streaming):
+    assert rows_of(write("x.csv", "a,b\nq,d,\nr,e,\n"), 2, streaming) == [["q", "d"], ["r", "e"]]
+
+
+@pytest.mark.parametrize("text", ["a;b\nq, 1;d\nr;e\n", "a\tb\nq\td\n", "a\nq\n"])
+def test_one_column(text):
+    """A table of one column, such as one with another separator, has nothing to train on without --columns."""
+    write("x.csv", text)
+    with pytest.raises(script.UserError, match="^(--train_data x.csv: .*more fields|--columns: two or more .* x.csv)"):
+        script.find_columns(options(train_data=["x.csv"], columns=[]))
+
+
+# -------------------------------------------------------------------------------------------------- empty files
+
+ONE = '{"a": "q", "b": "d"}\n'
+EMPTY = {
+    "jsonl": ("", ONE),
+    "csv": ("", "a,b\nq,d\n"),
+    "header.csv": ("a,b\n", "a,b\nq,d\n"),
+    "tsv": ("", "a\tb\nq\td\n"),
+    "jsonl.gz": ("", ONE),
+}
+
+
+@both_kinds
+@pytest.mark.parametrize("empty", [0, 1, 2])
+@pytest.mark.parametrize("suffix", [*EMPTY, "parquet", "arrow"])
+def test_an_empty_file_in_a_folder(streaming, suffix, empty):
+    """Spark writes such files; wherever one stands, the rows of the others are read, and found without --columns."""
+    Path("rows").mkdir()
+    for number in range(3):
+        file = f"rows/part-{number}.{suffix}"
+        table = pa.table({"a": ["q"], "b": ["d"]}).slice(0, 0 if number == empty else 1)
+        if suffix == "parquet":
+            pq.write_table(table, file)
+        elif suffix == "arrow":
+            with pa.ipc.new_stream(file, table.schema) as writer:
+                writer.write_table(table)
+        else:
+            write(file, EMPTY[suffix][number != empty])
+    assert rows_of("rows", 5, streaming) == [["q", "d"]] * 5
+    assert script.find_columns(options(train_data=["rows"], columns=[])) == ["a", "b"]
+
+
+@both_kinds
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "header.csv"])
+def test_only_empty_files(streaming, suffix):
+    with pytest.raises(script.UserError, match=f"^x.{suffix}: (contains no row|No columns to parse from file)"):
+        rows_of(write(f"x.{suffix}", EMPTY[suffix][0]), 1, streaming)
+
+
+# ---------------------------------------------------------------------------------------------------- Arrow types
+
+TEXTS = pa.array(["q 0", "q 1", "q 2", "q 3"])
+LISTS = [["d 0", "e 0"], ["d 1", "e 1"], ["d 2", "e 2"], ["d 3", "e 3"]]
+TYPES = {
+    "string_view": (pa.string_view(), TEXTS.to_pylist()),
+    "large_string": (pa.large_string(), TEXTS.to_pylist()),
+    "dictionary": (pa.dictionary(pa.int32(), pa.string()), TEXTS.to_pylist()),
+    "fixed_size_list": (pa.list_(pa.string(), 2), LISTS),
+    "large_list": (pa.large_list(pa.string()), LISTS),
+    "list of string_view": (pa.list_(pa.string_view()), LISTS),
+    "fixed_size_list of string_view": (pa.list_(pa.string_view(), 2), LISTS),
+}
+
+
+@both_kinds
+@pytest.mark.parametrize("suffix", ["parquet", "stream.arrow", "file.arrow"])
+@pytest.mark.parametrize("kind", TYPES)
+def test_types_of_texts_and_lists(streaming, suffix, kind):
+    """Whatever Arrow type has them, texts and lists of texts are read, shuffled, measured and trained on alike."""
+    data_type, values = TYPES[kind]
+    table = pa.table({"a": TEXTS, "b": pa.array(values, data_type)})
+    if suffix == "parquet":
+        pq.write_table(table, "x.parquet")
+    else:
+        with (pa.ipc.new_file if "file" in suffix else pa.ipc.new_stream)(f"x.{suffix}", table.schema) as writer:
+            writer.write_table(table)
+    assert rows_of(f"x.{suffix}", 4, streaming) == [[f"q {i}", values[i]] for i in range(4)]
+    args = options(streaming=streaming, shuffle_buffer=3)
+    source = script.Source(f"x.{suffix}", 0, args)
+    table = source.take(8)
+    assert script.row_lengths(table, args).tolist() == [3 + (6 if "list" in kind else 3)] * 8
+    found, skipped = script.read_rows(table, [source], [None, None], 0, args)
+    assert not skipped and all(row.documents[0][-1] == row.query[-1] for row in found)
+
+
+def test_lists_of_a_fixed_size_are_one_column_of_positives():
+    """Their second text would become a negative."""
+    positives = pa.array(LISTS, pa.list_(pa.string(), 2))
+    pq.write_table(pa.table({"a": TEXTS, "b": positives, "c": pa.array([["n"]] * 4)}), "x.parquet")
+    args = options(columns=["a", "b", "c"], num_negatives=1)
+    source = script.Source("x.parquet", 0, args)
+    found, _ = script.read_rows(source.take(40), [source], [None, None], 0, args)
+    assert {row.documents[1] for row in found} == {"n"} and {row.documents[0][0] for row in found} == {"d", "e"}
+
+
+@both_kinds
+@pytest.mark.parametrize("order, empty", [("ab", []), ("ba", []), ("ab", None)])
+def test_a_list_that_is_empty_throughout_a_file(streaming, order, empty):
+    """`datasets` would type it as a list of nulls, and fail at the first text."""
+    for name in order:
+        write_jsonl(Path(f"{order.index(name)}.jsonl"), [{"a": "q", "b": ["d"] if name == "a" else empty}] * 3)
+    expected = [["q", ["d"] if name == "a" else []] for name in order for _ in range(3)]
+    assert rows_of("*.jsonl", 6, streaming) == expected
+
+
+@both_kinds
+def test_a_null_within_structs_of_a_list(streaming):
+    rows = [{"a": "q", "b": [{"title": title, "text": "d"}]} for title in (None, "a title")]
+    write_jsonl(Path("0.jsonl"), rows[:1])
+    write_jsonl(Path("1.jsonl"), rows[1:])
+    assert rows_of("*.jsonl", 2, streaming) == [list(row.values()) for row in rows]
+
+
+# -------------------------------------------------------------------------------------------- what does not fit
+
+
+@both_kinds
+def test_sources_of_different_types(streaming):
+    """One line names the sources and the column."""
+    write_jsonl(Path("text.jsonl"), [{"a": "q", "b": "d"}] * 20)
+    write_jsonl(Path("list.jsonl"), [{"a": "q", "b": ["d"]}] * 20)
+    args = options(train_data=["text.jsonl", "list.jsonl"], streaming=streaming, max_steps=1, eval_rows=0)
+    data = script.open_data(args)
+    with pytest.raises(
+        script.UserError, match=r"^the columns of text.jsonl, list.jsonl differ: .*Field b has incompatible types"
+    ):
+        next(script.row_batches(data.sources, data.weights, args))
+    args.eval_rows = 4
+    with pytest.raises(script.UserError, match="text.jsonl, list.jsonl differ: .*Field b "):
+        script.open_data(args)
+
+
+@both_kinds
+def test_files_with_different_columns(streaming):
+    """One line names the columns, and what rewrites them."""
+    write_jsonl(Path("0.jsonl"), [{"a": "q", "b": "d"}])
+    write_jsonl(Path("1.jsonl"), [{"a": "q", "b": "d", "prompt": "x"}])
+    with pytest.raises(script.UserError, match=r"^\*.jsonl: .*1 new columns.*'prompt'.*prepare_corpus.py"):
+        rows_of("*.jsonl", 2, streaming)
+
+
+@both_kinds
+def test_files_with_different_types(streaming):
+    write_jsonl(Path("0.jsonl"), [{"a": "q", "b": "d"}])
+    write_jsonl(Path("1.jsonl"), [{"a": "q", "b": ["d"]}])
+    with pytest.raises(script.UserError, match=r"^\*.jsonl: .*Couldn't cast.*list.*string.*prepare_corpus.py"):
+        rows_of("*.jsonl", 2, streaming)
+
+
+def test_several_configurations():
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("pair", "triplet"))
+    write("repo/README.md", f"---\nconfigs:\n{configs}---\n")
+    for name in ("pair", "triplet"):
+        write(f"repo/{name}.jsonl", json.dumps({"a": name, "b": "d"}))
+    with pytest.raises(script.UserError, match=r"^repo: .*\['pair', 'triplet'\].*ID:config:split"):
+        rows_of("repo", 1, False)
+    assert rows_of("repo:triplet:train", 1, False) == [["triplet", "d"]]
+
+
+# ------------------------------------------------------------------------------------------------- other machines
+
+
+@pytest.fixture
+def serve():
+    """Return a function that serves the current folder by HTTP, by a handler, and returns the server's URL."""
+    servers = []
+
+    def start(handler):
+        servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=os.getcwd())))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_address[1]}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+class NoParts(Quiet):
+    """Refuses the size of a file, and parts of it."""
+
+    def do_HEAD(self):
+        self.send_error(403)
+
+    def do_GET(self):
+        if "Range" in self.headers:
+            self.send_error(503)
+        else:
+            super().do_GET()
+
+
+def test_the_suffix_of_a_url():
+    assert script.file_suffix("https://host/x.parquet?download=true") == ".parquet"
+    assert script.file_suffix("http://host/x.JSONL.GZ?a=b.csv") == ".jsonl"
+    assert script.file_suffix("https://host/rows?file=x.jsonl") is None
+    assert script.file_suffix("rows-?.parquet") == script.file_suffix("s3://bucket/rows-?.parquet") == ".parquet"
+
+
+@both_kinds
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl.gz", "tsv"])
+def test_a_url_with_a_query(streaming, serve, suffix, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    if suffix == "parquet":
+        pq.write_table(pa.table({"a": ["q"], "b": ["d"]}), "x.parquet")
+    else:
+        write(f"x.{suffix}", ONE if "json" in suffix else "a\tb\nq\td\n")
+    url = f"{serve(Quiet)}/x.{suffix}?download=true"
+    assert rows_of(url, 2, streaming) == [["q", "d"]] * 2
+    assert script.data_fingerprint([url])
+
+
+def test_a_server_that_refuses_parts_of_a_file(serve, monkeypatch):
+    """The fingerprint of a source does not need them."""
+    write("x.jsonl", ONE)
+    url = f"{serve(NoParts)}/x.jsonl"
+    assert len(script.data_fingerprint([url])) == 16 and script.data_fingerprint([url]) != script.data_fingerprint([])
+
+
+@both_kinds
+@pytest.mark.parametrize("place", [0, 15], ids=["between frames", "within a frame"])
+def test_a_zst_file_that_is_cut(streaming, place):
+    """One cut between two frames is a whole, shorter file; one cut within a frame is refused."""
+    lines = [f'{{"a": "q {number}", "b": "{np.random.default_rng(number).bytes(99).hex()}"}}\n' for number in range(9)]
+    frames = []
+    for line in lines:
+        write("line.jsonl.zst", line)
+        frames.append(Path("line.jsonl.zst").read_bytes())
+    Path("x.jsonl.zst").write_bytes(b"".join(frames[:5]) + frames[5][:place])
+    if place:
+        with pytest.raises(script.UserError, match="^x.jsonl.zst: .*[Cc]ompressed file ended"):
+            rows_of("x.jsonl.zst", 6, streaming)
+    else:
+        assert rows_of("x.jsonl.zst", 5, streaming)[-1][0] == "q 4"
