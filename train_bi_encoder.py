@@ -666,7 +666,7 @@ class Batch:
     state: dict | None = None  # of row_batches, after this batch
     skipped: int = 0  # bad rows
     waited: float = 0.0  # seconds that training has waited for the batch
-    error: "UserError | None" = None  # what ends the run; there are no rows then
+    error: Exception | None = None  # what ends the run; there are no rows then
 
 
 def make_batch(rows, number, model, args, accelerator):
@@ -978,6 +978,13 @@ def user_errors(name, *expected):
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
 
 
+def describe(error):
+    """Return what is printed of an error of a batch: of a UserError its line, of others the traceback as well."""
+    if isinstance(error, UserError):
+        return str(error)
+    return f"a batch could not be prepared\n{''.join(traceback.format_exception(error))}"
+
+
 def print_error(error):
     """Print why a run ended: UserError and Ctrl-C in one line, others with a traceback. Return the exit status."""
     if isinstance(error, KeyboardInterrupt):  # at once: background threads may wait for data
@@ -1256,12 +1263,11 @@ def resolve_ids(rows, lookups):
 
 def local_batches(tables, first, model, data, args, accelerator, add_documents=None):
     """Yield this process' Batch of each (Table, state) without end; runs in a background thread. `first`: the number
-    of the first one. An error of the data becomes the `error` of a batch without rows, so that all processes can stop
-    at the same step."""
-    state = error = None
+    of the first one. Whatever fails becomes the `error` of a batch without rows, so that all processes stop at the
+    same step, and save it first."""
+    error = None
     for number in count(first):
-        rows = []
-        skipped = 0
+        batch = None
         try:
             if error is None:
                 table, state = next(tables)
@@ -1270,11 +1276,12 @@ def local_batches(tables, first, model, data, args, accelerator, add_documents=N
                 hook = add_documents and partial(add_documents, table)
                 step = number // args.gradient_accumulation_steps
                 rows, skipped = read_rows(table.take(mine), data.sources, data.lookups, step, args, hook)
-        except UserError as caught:
+                batch = make_batch(rows, number, model, args, accelerator)
+                batch.skipped = skipped
+                batch.state = state
+        except Exception as caught:
             error = caught
-        batch = make_batch(rows, number, model, args, accelerator)
-        batch.state = state
-        batch.skipped = skipped
+        batch = batch or make_batch([], number, model, args, accelerator)
         batch.error = error
         yield batch
 
@@ -2245,7 +2252,7 @@ def receive_signals():
 def agree(loss, norm, batches, signals, step, accelerator):
     """Return (loss, gradient norm, skipped rows, whether to stop, what is wrong or None) of a step, the same on all
     processes, by one collective and one wait for the device."""
-    error = next((str(batch.error) for batch in batches if batch.error), None)
+    error = next((describe(batch.error) for batch in batches if batch.error), None)
     numbers = [len(signals), error is not None, sum(batch.skipped for batch in batches)]
     numbers = torch.stack([loss, *(torch.full_like(loss, number) for number in numbers)])
     loss, received, failed, skipped, norm = torch.stack([*accelerator.reduce(numbers), norm]).tolist()

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import RATES, ROOT, TRAINERS, launch, metrics, train, weights, write_jsonl
+from conftest import RATES, ROOT, TRAINERS, few_or_all, launch, metrics, train, weights, write_jsonl
 from safetensors.torch import load_file
 
 FLAGS = ["--batch_size", 8, "--max_length", 32, "--dropout", 0, "--eval_rows", 0, "--logging_steps", 1,
@@ -177,19 +177,44 @@ def test_bugs_of_edited_functions_are_raised(name, place, corpus, bert, tmp_path
         return {}["attention_mask"]
 
     monkeypatch.setattr(importlib.import_module(name), place, broken)
+    script = importlib.import_module(name)
     flags = ["--train_data", corpus, "--model_name_or_path", bert, *FLAGS, "--output_dir", tmp_path / "x"]
-    with pytest.raises(KeyError, match="attention_mask"):
+    agreed = (script.AgreedError, "Traceback.*in broken.*KeyError: 'attention_mask'")
+    kind, message = agreed if place == "read_row" else (KeyError, "attention_mask")
+    with pytest.raises(kind, match=f"(?s){message}"):
         train(name, *flags, "--max_steps", 2)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_bug_prints_its_traceback(processes, corpus, bert, tmp_path):
-    """One that a single process meets in the middle of a run ends all processes."""
-    text = (ROOT / "train_bi_encoder.py").read_text()
+FEW = [("train_bi_encoder", 1, "mapped"), ("train_bi_encoder", 2, "streamed"),
+       ("train_cross_encoder", 1, "streamed"), ("train_cross_encoder", 2, "mapped")]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, processes, way", few_or_all(FEW, TRAINERS, [1, 2], ["mapped", "streamed"]))
+def test_whatever_a_batch_raises_the_checkpoint_is_saved_first(name, processes, way, corpus, bert, tmp_path):
+    """A bug that one process meets at step 5 of 10 ends all after four steps, and prints its traceback once. When it
+    is mended, the run resumes from there."""
+    text = (ROOT / f"{name}.py").read_text()
     old = "    query = read_text(cells[query_column], query_column, args.queries)\n"
     assert text.count(old) == 1
-    new = '    if step == 2 and os.environ.get("RANK", "0") == "0":\n        cells["no such column"]\n'
+    new = '    if step == 4 and os.environ.get("RANK", "0") == "0":\n        cells["no such column"]\n'
     (tmp_path / "edited.py").write_text(text.replace(old, new + old))
+    flags = ["--train_data", corpus, "--model_name_or_path", bert, *FLAGS, "--max_steps", 10, "--save_steps", 0,
+             "--columns", "docstring", "code", "--output_dir", tmp_path / "x"]  # fmt: skip
+    flags += ["--num_negatives", 1] * ("cross" in name) + ["--streaming"] * (way == "streamed")
+    done = launch(tmp_path / "edited.py", *flags, processes=processes, check=False, timeout=60)
+    assert done.returncode == 1 and done.stderr.count("error: a batch could not be prepared\nTraceback") == 1
+    assert done.stderr.count("KeyError: 'no such column'") == 1 and "in read_row" in done.stderr
+    assert [path.name for path in (tmp_path / "x/checkpoints").iterdir()] == ["step_00000004"]
+    assert metrics(tmp_path / "x")[-1]["step"] == 4
+    launch(ROOT / f"{name}.py", *flags, "--resume", processes=processes)
+    assert [line["step"] for line in metrics(tmp_path / "x")] == list(range(1, 11))
+
+
+def test_a_bug_in_the_step_prints_its_traceback(corpus, bert, tmp_path):
+    text = (ROOT / "train_bi_encoder.py").read_text()
+    old = "    loss = loss_fn(embeddings.unbind(1), whole)\n"
+    assert text.count(old) == 1
+    (tmp_path / "edited.py").write_text(text.replace(old, '    whole["no such column"]\n' + old))
     flags = ["--train_data", corpus, "--model_name_or_path", bert, *FLAGS, "--output_dir", tmp_path / "x"]
-    done = launch(tmp_path / "edited.py", *flags, "--max_steps", 9, processes=processes, check=False, timeout=60)
-    assert done.returncode == 1 and "KeyError: 'no such column'" in done.stderr and "in read_row" in done.stderr
+    done = launch(tmp_path / "edited.py", *flags, "--max_steps", 9, check=False, timeout=60)
+    assert done.returncode == 1 and "TypeError: " in done.stderr and "in forward_backward" in done.stderr
