@@ -400,10 +400,12 @@ def reason_of(error):
     """Return the root cause of an error in one line, with what to do about it."""
     while error.__cause__ and not isinstance(error, UserError):
         error = error.__cause__
+    if isinstance(error, UserError):
+        return str(error)
     if isinstance(error, StopIteration):
         return "contains no row"
     if isinstance(error, pd.errors.ParserWarning):
-        return "line 2 has more fields than the header"
+        return "line 2 has more fields than the header: check the separator, and quote texts that contain it"
     reason = str(error).strip() or repr(error)
     if isinstance(error, datasets.table.CastError):
         reason = f"not all files have the same columns: {error.details()}"

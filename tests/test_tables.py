@@ -122,7 +122,7 @@ def test_a_row_with_more_fields_than_the_header(streaming, place, suffix, mark):
 @both_kinds
 def test_every_row_has_more_fields_than_the_header(streaming):
     file = write("x.csv", "a,b\n" + "q,d,more\n" * 5)
-    with pytest.raises(script.UserError, match="^x.csv: line 2 has more fields than the header$"):
+    with pytest.raises(script.UserError, match="^x.csv: line 2 has more fields than the header: "):
         rows_of(file, 5, streaming)
 
 
@@ -266,7 +266,7 @@ def test_files_with_different_columns(streaming):
     """One line names the columns, and what rewrites them."""
     write_jsonl(Path("0.jsonl"), [{"a": "q", "b": "d"}])
     write_jsonl(Path("1.jsonl"), [{"a": "q", "b": "d", "prompt": "x"}])
-    with pytest.raises(script.UserError, match=r"^\*.jsonl: .*1 new columns.*'prompt'.*prepare_corpus.py"):
+    with pytest.raises(script.UserError, match=r"^\*.jsonl: .*1 new columns.*'prompt'.*prepare_corpus.py[^;]*$"):
         rows_of("*.jsonl", 2, streaming)
 
 
