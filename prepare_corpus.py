@@ -772,6 +772,7 @@ def is_out_of_memory(error):
 HINTS = {  # what to do about errors of `datasets`
     "available configs": "choose one as ID:config:split",
     "Couldn't cast": "prepare_corpus.py rewrites rows of irregular types",
+    "as a scalar of type": "prepare_corpus.py rewrites rows of irregular types",
     "the same columns": "prepare_corpus.py rewrites them, null where one is missing",
 }
 
@@ -788,7 +789,7 @@ def reason_of(error):
         return "line 2 has more fields than the header: check the separator, and quote texts that contain it"
     reason = str(error).strip() or repr(error)
     if isinstance(error, datasets.table.CastError):
-        reason = f"not all files have the same columns: {error.details()}"
+        reason = f"not all rows have the same columns: {error.details()}"
     reason = " ".join(reason.split())[:500].replace("set 'local_files_only' to False", "unset HF_HUB_OFFLINE")
     return "; ".join([reason, *(hint for words, hint in HINTS.items() if words in reason)])
 

@@ -276,6 +276,9 @@ def test_files_with_different_types(streaming):
     write_jsonl(Path("1.jsonl"), [{"a": "q", "b": ["d"]}])
     with pytest.raises(script.UserError, match=r"^\*.jsonl: .*Couldn't cast.*list.*string.*prepare_corpus.py"):
         rows_of("*.jsonl", 2, streaming)
+    write_jsonl(Path("x.jsonl"), [{"a": "x" * 60_000, "b": 1}] * 200 + [{"a": "q", "b": "d"}])
+    with pytest.raises(script.UserError, match=r"^x.jsonl: .*scalar of type int64; prepare_corpus.py"):
+        rows_of("x.jsonl", 201, streaming)
 
 
 def test_several_configurations():
