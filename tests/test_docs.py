@@ -5,17 +5,28 @@ import ast
 import importlib
 import os
 import re
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ["train_bi_encoder", "train_cross_encoder", "eval_incremental", "mine_negatives", "prepare_corpus"]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+# Those of docs/recipes are run by tests/test_recipes.py, as most of them require the diff of their page.
+SOURCES = [*(page for page in PAGES if page.parent.name != "recipes"), ROOT / "accelerate_configs/README.md",
+           ROOT / "benchmarks/README.md", *ROOT.glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]  # fmt: skip
+# What args.yaml contains, where a command names one.
+FLAG_FILES = {
+    "train_bi_encoder": {"train_data": ["pairs.csv"], "model_name_or_path": "model"},
+    "train_cross_encoder": {"train_data": ["pairs.csv"], "model_name_or_path": "model"},
+    "eval_incremental": {"beir": ["scifact"], "model_name_or_path": ["model"]},
+}
 
 
 def read_parser(name):
@@ -62,6 +73,50 @@ def test_commands_and_links_are_valid(page):
         assert (page.parent / link).exists(), link
     for path in re.findall(r"\b(?:tests|accelerate_configs|benchmarks|docs)/[\w/]+\.\w+", text):
         assert (ROOT / path).exists(), path
+
+
+def find_commands(path):
+    """Return [(script, words after it)] of the documented commands of a page or docstring, in lines or in backticks,
+    as bash expands them in an empty folder; variables have the values that the page assigns."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        text = ast.get_docstring(ast.parse(text))
+    text = text.replace("\\\n", "")
+    launchers = r"(?:python|accelerate launch|torchrun|sbatch)\s"
+    found = re.findall(rf"^ *({launchers}.*)$", text, re.M)
+    found += [code.replace("\n", " ") for code in re.findall(rf"`({launchers}[^`]*)`", text)]
+    assignments = "\n".join(re.findall(r"^\w+=.*$", text, re.M))
+    commands = []
+    for command in found:
+        if re.search(rf"({'|'.join(SCRIPTS)})\.py", command):
+            shell = f"{assignments}\nprintf '%s\\0' {command}"
+            words = subprocess.run(["bash", "-c", shell], stdout=subprocess.PIPE, check=True, text=True).stdout
+            words = words.split("\0")[:-1]
+            place = next(index for index, word in enumerate(words) if Path(word).stem in SCRIPTS)
+            commands.append((Path(words[place]).stem, words[place + 1 :]))
+    return commands
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_are_parsed(path, tmp_path, monkeypatch, capsys):
+    """parse_args of its script accepts each documented command; the files of flags that it names exist."""
+    monkeypatch.chdir(tmp_path)
+    errors = []
+    for name, words in find_commands(path):
+        if words and words[0].endswith(".yaml"):
+            Path(words[0]).parent.mkdir(parents=True, exist_ok=True)
+            Path(words[0]).write_text(yaml.safe_dump(FLAG_FILES[name]))
+        try:
+            importlib.import_module(name).parse_args(words)
+        except SystemExit:
+            errors.append((name, words, capsys.readouterr().err.splitlines()[-1]))
+    assert errors == []
+
+
+def test_commands_are_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    commands = [command for path in SOURCES for command in find_commands(path)]
+    assert len(commands) >= 50 and {name for name, _ in commands} == set(SCRIPTS)
 
 
 def test_readme_is_short_and_complete():
