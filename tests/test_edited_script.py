@@ -2,6 +2,7 @@
 and the traceback of one's own errors."""
 
 import importlib
+import re
 import shutil
 
 import pytest
@@ -109,6 +110,32 @@ def test_sigterm_and_resume_are_bit_identical(edited, whole, tmp_path, monkeypat
     assert lines == expected_lines and found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
     assert torch.equal(weights(tmp_path / "model"), weights(whole[processes] / "model"))
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_documents_with_a_title(name, rows, bert, tmp_path):
+    """The line of docs/training.md reads tevatron's rows; without it they are refused."""
+    pattern = re.compile(r"^        groups\.append\(\[read_text.*$", re.M)
+    line = pattern.search((ROOT / "docs/training.md").read_text())[0]
+    text, count = pattern.subn(lambda _: line, (ROOT / f"{name}.py").read_text())
+    assert count == 1
+    (tmp_path / "edited.py").write_text(text)
+
+    def passage(row, title):
+        return {"docid": row["code"][:5], "title": title, "text": row["code"]}
+
+    passages = [
+        {"query_id": str(i), "query": row["docstring"], "positive_passages": [passage(row, "a title")],
+         "negative_passages": [passage(rows[i - 1], ""), passage(rows[i - 2], "t")]}
+        for i, row in enumerate(rows[:48])
+    ]  # fmt: skip
+    write_jsonl(tmp_path / "rows.jsonl", passages)
+    flags = ["--train_data", tmp_path / "rows.jsonl", "--model_name_or_path", bert, *FLAGS, "--num_negatives", 1,
+             "--columns", "query", "positive_passages", "negative_passages", "--max_steps", 4]  # fmt: skip
+    launch(tmp_path / "edited.py", *flags, "--output_dir", tmp_path / "out")
+    assert metrics(tmp_path / "out")[-1]["step"] == 4
+    refused = launch(f"{name}.py", *flags, "--output_dir", tmp_path / "x", check=False)
+    assert "'positive_passages' holds dict, not texts: choose other columns, or edit read_row" in refused.stderr
 
 
 # ---- the step
