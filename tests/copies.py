@@ -1,11 +1,14 @@
 """Copy what several scripts share from the first script that contains it into the others: `make copies`.
 
 Both trainers have the same machinery. Functions, classes and constants of the machinery with equal names are equal in
-all scripts, but for the exceptions below. Edit such a function in train_bi_encoder.py, then run `make copies`.
+all scripts, but for the exceptions below. Edit such a function in train_bi_encoder.py, then run `make copies`, which
+refuses to overwrite an edit made in a copy.
 """
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -65,8 +68,58 @@ def copy(texts):
     return results
 
 
+def git(*words, given=""):
+    """Return what git prints; "" if it fails, or there is none."""
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "check": True}
+    try:
+        return subprocess.run(["git", *words], input=given, **options).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def statements(script, text):
+    """Return [(name, source)] of a script, and of the machinery as a whole; without one that has conflicts of a merge,
+    which are settled in the source."""
+    below = machinery(text)[2] if script in TRAINERS else ""
+    if "\n<<<<<<< " in below:
+        return definitions(text.removesuffix(below))
+    return [*definitions(text), ("the machinery", below)]
+
+
+def known_sources(texts):
+    """Return the sources of statements of scripts, after the copies."""
+    return {source for script, text in copy(texts).items() for _, source in statements(script, text)}
+
+
+def committed_sources():
+    """Return what was copied by the commits that changed the scripts last; nothing without git."""
+    found = set()
+    for commit in {git("log", "-1", "--format=%H", "--", script).strip() for script in SCRIPTS} - {""}:
+        texts = {script: git("show", f"{commit}:./{script}") for script in SCRIPTS}
+        found |= known_sources({script: text for script, text in texts.items() if text})
+    return found
+
+
+def edited_copies(texts, known):
+    """Return a line for each script where a copy was edited: it is not in `known`, and no call has copied it."""
+    lines = []
+    for script, text in texts.items():
+        for name, source in statements(script, text):
+            if source not in known and not git("cat-file", "-t", git("hash-object", "--stdin", given=source).strip()):
+                advice = f"move the edit into the script that it is copied from, or git checkout {script}"
+                lines.append(f"{script}: {name} was edited in the copy: {advice}")
+                break
+    return lines
+
+
 if __name__ == "__main__":
     scripts = read_scripts()
+    if committed := committed_sources():
+        current = known_sources(scripts)
+        if edited := edited_copies(scripts, current | committed):
+            sys.exit("\n".join(edited))
+        for source in current - committed:  # a later call finds it in git
+            git("hash-object", "-w", "--stdin", given=source)
     for script, text in copy(scripts).items():
         if text != scripts[script]:
             (ROOT / script).write_text(text)
