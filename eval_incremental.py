@@ -97,7 +97,9 @@ class Args:
     )
     rerank_k: int | None = flag(None, "documents to rerank per query, 100 if there are as many; the others rank below")
     rerank_max_length: int | None = flag(None, "tokens a pair is truncated to; None: the model's own")
-    top_k: int = flag(100, "documents ranked for each query; more if --metrics or --rerank_k require it")
+    top_k: int | None = flag(
+        None, "documents ranked for each query; None: 100, or what --metrics and --rerank_k require; of --query 10"
+    )
     query: list[str] = flag([], "print the best documents for these texts instead of evaluating")
     annotate: list[str] = flag([], "sources of rows to write with scores of their documents instead of evaluating")
     trust_remote_code: bool = flag(False, "run the code that a model's folder or repository contains: SECURITY.md")
@@ -115,7 +117,10 @@ class Args:
     cache_info: bool = flag(False, "list the models in --cache_dir, and exit")
     cache_clear: str | None = flag(None, "remove the caches of this model (name, or start of fingerprint), and exit")
     # output
-    metrics: list[str] = flag(["nDCG@10", "RR@10", "R@100", "AP"], "of ir_measures, or scripts of `evaluate`: my.py")
+    metrics: list[str] = flag(
+        ["nDCG@10", "RR@10", "R@100", "AP@100"],
+        "of ir_measures (without a cutoff: of 1,000 documents), or scripts of `evaluate`: my.py",
+    )
     judged: bool = flag(False, "also write judged.trec: scores of judged documents, for mine_negatives.py --judged")
     export_vectors: str | None = flag(None, "write the corpus vectors to this new folder as Parquet shards instead")
     output: str | None = flag(None, "new file of --annotate: .jsonl or .parquet")
@@ -130,6 +135,7 @@ def check_flags(args):
     if tasks and (args.run or args.bm25 or args.fuse or args.judged or len(args.model_name_or_path) > 1):
         raise UserError(f"--{tasks[0]} takes one --model_name_or_path, and none of --run, --bm25, --fuse, --judged")
     depths = [check_measure(name) for name in args.metrics if not is_script(name)]
+    args.top_k = args.top_k or (10 if args.query else 100)
     if not tasks:
         args.top_k = max([args.top_k, args.rerank_k or 0, *depths])
     args.rerank_k = args.rerank_k or 100
@@ -172,14 +178,15 @@ def is_script(metric):
 
 
 def check_measure(name):
-    """Return the cutoff of a measure, 1 if it has none; raise UserError if ir_measures cannot compute it."""
+    """Return the documents of a query that a measure requires, 1,000 if it has no cutoff, as trec_eval; raise
+    UserError if ir_measures cannot compute it."""
     with user_errors(f"--metrics {name}"):
         measure = ir_measures.parse_measure(name)
-        cutoff = int(measure.params.get("cutoff", 1))
+        cutoff = int(measure.params.get("cutoff", 1000))
         if cutoff < 1:  # crashes trec_eval
             raise UserError("the cutoff must be above 0")
-        ranking = {"query": {"a": 1}}
-        ir_measures.calc_aggregate([measure], ranking, ranking)  # raises what the measure lacks
+        qrels = {"1": {"1": 1, "2": 0}}  # gdeval requires numbers, Accuracy a document that is not relevant
+        ir_measures.calc_aggregate([measure], qrels, {"1": {"1": 2, "2": 1}})  # raises what the measure lacks
     return cutoff
 
 
@@ -330,8 +337,7 @@ class TextReader:
         with user_errors(self.name):
             files = [file for source in sources for file in list_files(source)]
             available = next(open_files(files).iter(1)).column_names
-            if not columns:  # a title is optional
-                columns = [name for name in default if name in available or name != "title"]
+            columns = columns or usual_columns(default, available)
             by_position = dict(enumerate(available))  # as --pairs gives them
             self.id_column, *self.text_columns = [by_position.get(name, name) for name in columns]
             names = dict.fromkeys([self.id_column, *self.text_columns])
@@ -471,7 +477,8 @@ def judged_collection(name, corpus, queries, qrels, args):
     """Return the Collection of sources of documents, queries and judgments."""
     reader = TextReader(queries, args.query_columns, ("_id", "text"), args)
     table = reader.frame()
-    judgments = read_qrels(*qrels)
+    grades = read_qrels(*qrels).drop_duplicates()
+    judgments = grades.drop_duplicates(PAIR, keep="last")
     judged = table["id"].isin(judgments["query_id"])
     again = table["id"].duplicated()
     known = dict(table[judged & ~again].itertuples(index=False))
@@ -482,6 +489,7 @@ def judged_collection(name, corpus, queries, qrels, args):
         "queries repeat an earlier id; left out": again.sum(),
         "queries without judgments left out": (~judged).sum(),
         "queries are empty": reader.empty,
+        "pairs are judged again, by another grade; the last one counts": len(grades) - len(judgments),
         f"judged queries are unknown, such as {', '.join(unknown[:3])}; left out": len(unknown),
     }
     judgments = judgments[judgments["query_id"].isin(known)]
@@ -512,8 +520,7 @@ def read_qrels(source, *others):
             frame = read_trec(file, "qrels")
         if not (frame["score"] % 1 == 0).all():
             raise UserError("a grade is not a whole number")
-        frame = frame.drop_duplicates(PAIR, keep="last").astype({"score": int})
-        return frame.rename(columns={"score": "relevance"})
+        return frame.astype({"score": int}).rename(columns={"score": "relevance"})
 
 
 def read_trec(path, name):
@@ -575,12 +582,15 @@ def read_run(path, name, collection):
         first = ranking["query_id"].iloc[0]
         example = next(iter(queries))
         raise UserError(f"--run {path}: contains none of the judged queries, such as {example!r}; it has {first!r}")
+    is_judged = ranking["doc_id"].isin(collection.qrels["doc_id"])
     unknown = ranking.loc[~known, "query_id"].nunique()
     missing = queries.keys() - set(ranking["query_id"])
     counts = {
         f"queries of {path} are not judged, or unknown; left out": unknown,
         f"judged queries are not in {path}; they count as 0": len(missing),
         f"lines of {path} repeat a document; its best score counts": ranking.duplicated(PAIR).sum(),
+        f"lines of {path} have no judged document, such as {ranking['doc_id'].iloc[0]!r}; the judgments have "
+        f"{collection.qrels['doc_id'].iloc[0]!r}": 0 if is_judged.any() else len(ranking),
     }
     return make_run(name, ranking[known], collection, {}, counts)
 
@@ -796,7 +806,9 @@ def bm25_run(collection, args, accelerator):
     (ranking,) = broadcast_object_list(found)
     if isinstance(ranking, UserError):
         raise ranking
-    return make_run("BM25", ranking, collection, {}, {}, args.top_k)
+    missing = len(collection.queries.keys() - set(ranking["query_id"]))
+    counts = {"queries share no word with a document; BM25 knows words between spaces, but no stop words": missing}
+    return make_run("BM25", ranking, collection, {}, counts, args.top_k)
 
 
 def search_bm25(collection, args):
@@ -996,6 +1008,12 @@ def compute_metrics(ranking, collection, metrics):
     ranking = ranking.sort_values(["score", "doc_id"], ascending=False)
     ranking = ranking[[*PAIR, "score"]].assign(rank=1 + ranking.groupby("query_id").cumcount())
     ranked = ranking.assign(score=-ranking["rank"].astype(float))  # providers of ir_measures break ties differently
+    queries = {query: str(number) for number, query in enumerate(collection.queries, 1)}
+    numbered = []  # qrels and ranking: some providers require numbers for ids
+    documents = {}
+    for frame in (collection.qrels, ranked):
+        names = [documents.setdefault(name, str(len(documents))) for name in frame["doc_id"]]
+        numbered.append(frame.assign(query_id=frame["query_id"].map(queries), doc_id=names))
     names = {"query_id": "query", "doc_id": "docid", "relevance": "rel"}
     prediction = ranking.rename(columns=names).assign(q0="Q0", system="evenstep").to_dict("list")
     reference = collection.qrels.rename(columns=names).assign(q0="0").to_dict("list")
@@ -1007,8 +1025,9 @@ def compute_metrics(ranking, collection, metrics):
                 metric.add_batch(predictions=[prediction], references=[reference])
             results = metric.compute()
         else:
-            found = metric.iter_calc(collection.qrels, ranked)
-            results = {name: {value.query_id: value.value for value in found}}
+            with user_errors(f"--metrics {name}"):
+                found = {value.query_id: value.value for value in metric.iter_calc(*numbered)}
+            results = {name: {query: found[number] for query, number in queries.items() if number in found}}
         for key, found in results.items():
             key = f"{metric.name}_{key}" if key in columns else key
             if isinstance(found, dict):
@@ -1129,13 +1148,13 @@ def write_rankings(collections, runs, args):
 
 
 def write_trec(path, name, ranking):
-    """Write a ranking as a TREC run file; white space in ids becomes an underscore."""
-    with open(path, "w") as file:
+    """Write a ranking as a TREC run file, separated by tabs, as ids may contain spaces."""
+    with open(path, "w", encoding="utf-8") as file:
         for query, part in ranking.groupby("query_id", sort=False):
             for rank, (document, score) in enumerate(zip(part["doc_id"], part["score"]), start=1):
-                fields = [query, "Q0", document, str(rank), f"{score:.9g}", name]
-                fields = [re.sub(r"\s", "_", field) for field in fields]
-                print(*fields, file=file)
+                fields = [query, "Q0", document, str(rank), f"{score:.9g}", name.replace(" ", "_")]
+                fields = [re.sub(r"[\t\r\n]", "_", field) for field in fields]
+                print(*fields, sep="\t", file=file)
 
 
 def write_results(collections, runs, measured, origin, args):
@@ -1214,10 +1233,10 @@ def plot_report(title, rows, names, path):
 
 
 def print_hits(run, collection):
-    """Print the best ten documents of each query, with their scores."""
+    """Print the documents of each query, with their scores."""
     for query, part in run.ranking.groupby("query_id", sort=False):
         print(f"\n{collection.queries[query]}")
-        for name, score in zip(part["doc_id"][:10], part["score"]):
+        for name, score in zip(part["doc_id"], part["score"]):
             print(f"  {score:6.3f}  {name:>8}  {' '.join(run.texts[name].split())}"[:120])
 
 
@@ -1392,8 +1411,8 @@ class EmbeddingCache:
             file = str(path.relative_to(self.folder))
             if file not in kept:
                 self.cache.disk.remove(file)
-        ((oldest,),) = self.sql("SELECT min(rowid) FROM Cache")
-        self.index.clear(oldest)
+        ((first,),) = self.sql("SELECT min(rowid) FROM Cache")
+        self.index.clear(first)
         self.recent_block.cache_clear()  # a mapped file would keep its space on the disk
         self.removed += oldest
 
@@ -1849,6 +1868,12 @@ def own_memory(model):
 # ---- texts
 
 
+def usual_columns(names, available):
+    """Return the `names` of columns as a table has them: a title is optional, and MTEB's `id` stands for `_id`."""
+    ids = {"_id": "id"} if "_id" not in available and "id" in available else {}
+    return [ids.get(name, name) for name in names if name in available or name != "title"]
+
+
 def as_texts(column, name, ids=False):
     """Return a column of texts, or of `ids`, as large_string; null where there is none."""
     kind, advice = column.type, None
@@ -2031,23 +2056,40 @@ def is_list(kind):
 
 def collections_of(name, split):
     """Return {collection: (files of documents, of queries, of judgments)} of a folder or Hub id in the layout of BEIR,
-    NanoBEIR or MTEB. split: of the judgments. If each split is a collection, as in sentence-transformers/NanoBEIR-en,
-    it chooses one of them; "test" stands for all, unless one has that name."""
+    NanoBEIR or MTEB, where ID:LANGUAGE names one of many languages. split: of the judgments. If each split is a
+    collection, as in sentence-transformers/NanoBEIR-en, it chooses one of them; "test" stands for all, unless one has
+    that name."""
+    source = name
+    language = ""
+    if not os.path.isdir(name):
+        source, _, language = name.partition(":")
+    candidates = [path.name for path in Path(name).glob("top_ranked*")]
     if os.path.exists(f"{name}/corpus.jsonl"):
         documents = {"all": [f"{name}/corpus.jsonl"]}
         queries = {"all": [f"{name}/queries.jsonl"]}
-        judgments = {path.stem: [str(path)] for path in sorted(Path(name, "qrels").glob("*.tsv"))}
+        files = filter(file_suffix, map(str, sorted(Path(name, "qrels").glob("*"))))
+        judgments = {Path(file).name.partition(".")[0]: [file] for file in files}
     else:
-        check_exists(name)
-        configs = datasets.get_dataset_config_names(name)
-        if not {"corpus", "queries"} <= set(configs):
+        check_exists(source)
+        configs = datasets.get_dataset_config_names(source)
+        prefix = f"{language}-" if language else ""
+        if not {f"{prefix}corpus", f"{prefix}queries"} <= set(configs):
+            languages = [config.removesuffix("-corpus") for config in configs if config.endswith("-corpus")]
+            if languages:
+                raise UserError(f"give one of its languages, as {source}:{languages[0]}: {', '.join(languages)}")
             raise UserError("neither a file corpus.jsonl nor configurations corpus and queries")
-        judged = [(name, config) for config in ("qrels", "default") if config in configs]  # of NanoBEIR, MTEB
+        judged = [(source, f"{prefix}{config}") for config in ("qrels", "default") if f"{prefix}{config}" in configs]
+        apart = f"{source}-qrels"  # of BEIR
+        if not judged and os.path.isdir(source) and not os.path.isdir(apart):
+            raise UserError(f"has no judgments: neither of {', '.join(configs)} is qrels or default")
+        candidates += [config for config in configs if config == f"{prefix}top_ranked"]
         parts = []
-        for source, config in [(name, "corpus"), (name, "queries"), *judged, (f"{name}-qrels", None)][:3]:
-            found = datasets.load_dataset_builder(source, config).config.data_files
+        for place, config in [(source, f"{prefix}corpus"), (source, f"{prefix}queries"), *judged, (apart, None)][:3]:
+            found = datasets.load_dataset_builder(place, config).config.data_files
             parts.append({str(part): list(files) for part, files in found.items() if files})
         documents, queries, judgments = parts
+    if candidates and os.environ.get("RANK", "0") == "0":
+        print(f"warning: {name}: all documents are ranked, not only those of {candidates[0]}", file=sys.stderr)
     chosen = [split]
     if split == "test" and split not in judgments and documents.keys() == judgments.keys():
         chosen = list(judgments)

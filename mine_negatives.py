@@ -62,7 +62,7 @@ class Args:
     judged: str | None = flag(None, "the same system's scores of judged documents, for positives not in --run")
     pairs: list[str] = flag([], "sources of (query, document) rows, with the ids of eval_incremental.py --pairs")
     columns: list[str] = flag([], "query and document column of --pairs; none: the first two")
-    beir: str | None = flag(None, "folder with corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv")
+    beir: str | None = flag(None, "folder or Hub id of a collection in the layout of BEIR, NanoBEIR or MTEB")
     split: str = flag("train", "judgments of --beir to use")
     corpus: list[str] = flag([], "sources of the documents by id, instead of --beir or --pairs")
     queries: list[str] = flag([], "sources of the queries by id, instead of --beir")
@@ -107,10 +107,6 @@ def parse_args(argv):
         parser.error("requires --run, and one of --pairs, --beir, or --corpus, --queries and --qrels")
     if len(args.columns) not in (0, 2):
         parser.error("--columns: takes two names, of queries and documents")
-    if args.beir:
-        args.corpus = [f"{args.beir}/corpus.jsonl"]
-        args.queries = [f"{args.beir}/queries.jsonl"]
-        args.qrels = f"{args.beir}/qrels/{args.split}.tsv"
     return args
 
 
@@ -142,7 +138,8 @@ def main(args):
     # negatives and rows
     negatives = pick_negatives(run, positives, own, args)
     if negatives.empty:
-        raise UserError(f"--output {args.output}: not written: no row is left; check the ids and --split")
+        causes = "the ids, --split, and that queries have --num_negatives candidates"
+        raise UserError(f"--output {args.output}: not written: no row is left; check {causes}")
     # A labeled pair has one document: a positive without negatives is one, as in sentence-transformers.
     if args.format != "labeled-pair":
         positives = positives[positives.query_index.isin(negatives.query_index)]
@@ -152,7 +149,8 @@ def main(args):
     print(f"{count:,} rows of {positives.query_index.nunique():,} queries are in {args.output}")
     print("to train on them:", trainer_flags(args))
     if args.format == "n-tuple-scores" and all_scored:
-        temperature = 0.05 if positives.score.abs().max() <= 1 else 1  # of cosines and probabilities, else of logits
+        largest = pd.concat([positives.score, negatives.score]).abs().max()
+        temperature = 0.05 if largest <= 1 else 1  # of cosines and probabilities, else of logits
         kwargs = f'{{"teacher_temperature": {temperature}}}'
         flags = f"--label_column scores --loss kl --loss_kwargs '{kwargs}'"
         print(f"to distill the model that scored {args.run}, if it is a stronger one: {flags}")
@@ -169,13 +167,20 @@ def read_pairs(args):
     query_document and query_text, equal for equal pairs of such numbers."""
     if args.pairs:
         rows = pair_ids(read_pair_texts(args)).drop_duplicates(["query_id", "doc_id"])
-        pairs = read_ids(rows[["query_id", "doc_id"]].assign(score=1), args)
+        pairs = read_ids(rows[["query_id", "doc_id"]].assign(relevance=1), args)
         queries = rows.drop_duplicates("query_id").set_index("query_id")["query"]
         documents = rows.drop_duplicates("doc_id").set_index("doc_id")["document"]
     else:
-        pairs = read_ids(read_trec(args.qrels, "qrels"), args)
-        queries = read_texts("queries", args.queries, args.query_columns, pairs.query_id)
-        documents = read_texts("corpus", args.corpus, args.corpus_columns, pairs.doc_id)
+        files = args.corpus, args.queries, [args.qrels]
+        if args.beir:
+            with user_errors(f"--beir {args.beir}"):
+                files, *more = collections_of(args.beir, args.split).values()
+                if more:
+                    raise UserError("has several collections: choose one by --split")
+        corpus, queries, qrels = files
+        pairs = read_ids(read_qrels(*qrels), args)
+        queries = read_texts("queries", queries, args.query_columns, pairs.query_id)
+        documents = read_texts("corpus", corpus, args.corpus_columns, pairs.doc_id)
     query_index, queries = number_texts(queries, pairs.query_id)
     text_index, texts = number_texts(documents, pairs.doc_id)
     document, _ = pd.factorize(pairs.doc_id, sort=True)
@@ -195,8 +200,8 @@ def read_pairs(args):
 def read_ids(qrels, args):
     """Return a DataFrame (source, query_id, doc_id, score) of four sources: positives (pairs judged above 0, without a
     score), run, judged, and own (each query with the document of its own id, unless --keep_same_id)."""
-    qrels = qrels.drop_duplicates(["query_id", "doc_id"], keep="last")
-    positives = qrels[qrels.score > 0].drop(columns="score")
+    qrels = qrels.drop_duplicates(PAIR, keep="last")
+    positives = qrels[qrels.relevance > 0].drop(columns="relevance")
     run = read_trec(args.run, "run")
     frames = [positives.assign(source="positives"), run.assign(source="run")]
     if args.judged:
@@ -226,9 +231,8 @@ def read_texts(name, sources, columns, ids):
     parts = []
     with user_errors(f"--{name} {sources[0]}"):
         dataset = open_sources(sources)
-        if not columns:  # a title is optional
-            title = ["title"] if name == "corpus" and "title" in dataset.column_names else []
-            columns = ["_id", *title, "text"]
+        usual = ["_id", "title", "text"] if name == "corpus" else ["_id", "text"]
+        columns = columns or usual_columns(usual, dataset.column_names)
         id_column, *text_columns = columns
         dataset = dataset.select_columns(columns)
         for table in tqdm(dataset.iter(100_000), desc=f"reading --{name}", delay=2):
@@ -534,6 +538,90 @@ def as_texts(column, name, ids=False):
     if advice:
         raise UserError(f"column {name!r} holds {str(kind)[:100]}, not texts: {advice}")
     return column.cast(pa.large_string())
+
+
+def collections_of(name, split):
+    """Return {collection: (files of documents, of queries, of judgments)} of a folder or Hub id in the layout of BEIR,
+    NanoBEIR or MTEB, where ID:LANGUAGE names one of many languages. split: of the judgments. If each split is a
+    collection, as in sentence-transformers/NanoBEIR-en, it chooses one of them; "test" stands for all, unless one has
+    that name."""
+    source = name
+    language = ""
+    if not os.path.isdir(name):
+        source, _, language = name.partition(":")
+    candidates = [path.name for path in Path(name).glob("top_ranked*")]
+    if os.path.exists(f"{name}/corpus.jsonl"):
+        documents = {"all": [f"{name}/corpus.jsonl"]}
+        queries = {"all": [f"{name}/queries.jsonl"]}
+        files = filter(file_suffix, map(str, sorted(Path(name, "qrels").glob("*"))))
+        judgments = {Path(file).name.partition(".")[0]: [file] for file in files}
+    else:
+        check_exists(source)
+        configs = datasets.get_dataset_config_names(source)
+        prefix = f"{language}-" if language else ""
+        if not {f"{prefix}corpus", f"{prefix}queries"} <= set(configs):
+            languages = [config.removesuffix("-corpus") for config in configs if config.endswith("-corpus")]
+            if languages:
+                raise UserError(f"give one of its languages, as {source}:{languages[0]}: {', '.join(languages)}")
+            raise UserError("neither a file corpus.jsonl nor configurations corpus and queries")
+        judged = [(source, f"{prefix}{config}") for config in ("qrels", "default") if f"{prefix}{config}" in configs]
+        apart = f"{source}-qrels"  # of BEIR
+        if not judged and os.path.isdir(source) and not os.path.isdir(apart):
+            raise UserError(f"has no judgments: neither of {', '.join(configs)} is qrels or default")
+        candidates += [config for config in configs if config == f"{prefix}top_ranked"]
+        parts = []
+        for place, config in [(source, f"{prefix}corpus"), (source, f"{prefix}queries"), *judged, (apart, None)][:3]:
+            found = datasets.load_dataset_builder(place, config).config.data_files
+            parts.append({str(part): list(files) for part, files in found.items() if files})
+        documents, queries, judgments = parts
+    if candidates and os.environ.get("RANK", "0") == "0":
+        print(f"warning: {name}: all documents are ranked, not only those of {candidates[0]}", file=sys.stderr)
+    chosen = [split]
+    if split == "test" and split not in judgments and documents.keys() == judgments.keys():
+        chosen = list(judgments)
+    collections = {}
+    for part in chosen:
+        if part not in judgments:
+            raise UserError(f"no judgments of split {part!r}; available: {', '.join(judgments) or 'none'}")
+        files = []
+        for splits in (documents, queries):
+            wanted = part if len(splits) > 1 else next(iter(splits))  # a single one serves all judgments
+            if wanted not in splits:
+                raise UserError(f"no documents or queries of split {wanted!r}; available: {', '.join(splits)}")
+            files.append(splits[wanted])
+        collections[f"{name}/{part}" if len(documents) > 1 else name] = (*files, judgments[part])
+    return collections
+
+
+def usual_columns(names, available):
+    """Return the `names` of columns as a table has them: a title is optional, and MTEB's `id` stands for `_id`."""
+    ids = {"_id": "id"} if "_id" not in available and "id" in available else {}
+    return [ids.get(name, name) for name in names if name in available or name != "title"]
+
+
+PAIR = ["query_id", "doc_id"]  # columns that identify a row of a ranking or of judgments
+
+
+def read_qrels(source, *others):
+    """Return a DataFrame (query_id, doc_id, relevance) of a file of judgments, or of a source in the layouts of the
+    Hub. Raise UserError if there are several files."""
+    with user_errors(f"--qrels {source}"):
+        file, *more = [source, *others] if os.path.exists(source) or others else list_files(source)
+        if more:
+            raise UserError(f"has {1 + len(more)} files: give one, with all judgments")
+        if FORMATS.get(file_suffix(file)) in ("parquet", "arrow", "json"):
+            table = open_files([file], streaming=False)[:]
+            names = {"query_id": "query-id", "doc_id": "corpus-id"}
+            columns = {new: as_texts(table[name], name, ids=True).to_numpy() for new, name in names.items()}
+            columns["score"] = 1
+            if "score" in table.column_names:  # not in NanoBEIR
+                columns["score"] = table["score"].to_numpy()
+            frame = pd.DataFrame(columns)
+        else:  # read as text: ids may begin with zeros
+            frame = read_trec(file, "qrels")
+        if not (frame["score"] % 1 == 0).all():
+            raise UserError("a grade is not a whole number")
+        return frame.astype({"score": int}).rename(columns={"score": "relevance"})
 
 
 def read_trec(path, name):

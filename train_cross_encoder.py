@@ -1984,23 +1984,40 @@ def average(found):
 
 def collections_of(name, split):
     """Return {collection: (files of documents, of queries, of judgments)} of a folder or Hub id in the layout of BEIR,
-    NanoBEIR or MTEB. split: of the judgments. If each split is a collection, as in sentence-transformers/NanoBEIR-en,
-    it chooses one of them; "test" stands for all, unless one has that name."""
+    NanoBEIR or MTEB, where ID:LANGUAGE names one of many languages. split: of the judgments. If each split is a
+    collection, as in sentence-transformers/NanoBEIR-en, it chooses one of them; "test" stands for all, unless one has
+    that name."""
+    source = name
+    language = ""
+    if not os.path.isdir(name):
+        source, _, language = name.partition(":")
+    candidates = [path.name for path in Path(name).glob("top_ranked*")]
     if os.path.exists(f"{name}/corpus.jsonl"):
         documents = {"all": [f"{name}/corpus.jsonl"]}
         queries = {"all": [f"{name}/queries.jsonl"]}
-        judgments = {path.stem: [str(path)] for path in sorted(Path(name, "qrels").glob("*.tsv"))}
+        files = filter(file_suffix, map(str, sorted(Path(name, "qrels").glob("*"))))
+        judgments = {Path(file).name.partition(".")[0]: [file] for file in files}
     else:
-        check_exists(name)
-        configs = datasets.get_dataset_config_names(name)
-        if not {"corpus", "queries"} <= set(configs):
+        check_exists(source)
+        configs = datasets.get_dataset_config_names(source)
+        prefix = f"{language}-" if language else ""
+        if not {f"{prefix}corpus", f"{prefix}queries"} <= set(configs):
+            languages = [config.removesuffix("-corpus") for config in configs if config.endswith("-corpus")]
+            if languages:
+                raise UserError(f"give one of its languages, as {source}:{languages[0]}: {', '.join(languages)}")
             raise UserError("neither a file corpus.jsonl nor configurations corpus and queries")
-        judged = [(name, config) for config in ("qrels", "default") if config in configs]  # of NanoBEIR, MTEB
+        judged = [(source, f"{prefix}{config}") for config in ("qrels", "default") if f"{prefix}{config}" in configs]
+        apart = f"{source}-qrels"  # of BEIR
+        if not judged and os.path.isdir(source) and not os.path.isdir(apart):
+            raise UserError(f"has no judgments: neither of {', '.join(configs)} is qrels or default")
+        candidates += [config for config in configs if config == f"{prefix}top_ranked"]
         parts = []
-        for source, config in [(name, "corpus"), (name, "queries"), *judged, (f"{name}-qrels", None)][:3]:
-            found = datasets.load_dataset_builder(source, config).config.data_files
+        for place, config in [(source, f"{prefix}corpus"), (source, f"{prefix}queries"), *judged, (apart, None)][:3]:
+            found = datasets.load_dataset_builder(place, config).config.data_files
             parts.append({str(part): list(files) for part, files in found.items() if files})
         documents, queries, judgments = parts
+    if candidates and os.environ.get("RANK", "0") == "0":
+        print(f"warning: {name}: all documents are ranked, not only those of {candidates[0]}", file=sys.stderr)
     chosen = [split]
     if split == "test" and split not in judgments and documents.keys() == judgments.keys():
         chosen = list(judgments)

@@ -47,7 +47,7 @@ def score_all(bert, beir, prompts=("", ""), dims=None):
 
 def naive_measures(run, qrels):
     """Return {measure: mean} by a loop over the queries; run, qrels: {query: {document: score or grade}}."""
-    sums = {"nDCG@10": 0.0, "RR@10": 0.0, "R@100": 0.0, "AP": 0.0}
+    sums = {"nDCG@10": 0.0, "RR@10": 0.0, "R@100": 0.0, "AP@100": 0.0}
     for query, judgments in qrels.items():
         ranked = sorted(run[query], key=lambda d: -run[query][d])[:100]
         gains = [judgments.get(d, 0) for d in ranked]
@@ -59,7 +59,7 @@ def naive_measures(run, qrels):
         sums["RR@10"] += next((1 / (1 + i) for i, g in enumerate(gains[:10]) if g), 0.0)
         sums["R@100"] += sum(g > 0 for g in gains) / positive
         precisions = [sum(g > 0 for g in gains[: i + 1]) / (i + 1) for i, g in enumerate(gains) if g > 0]
-        sums["AP"] += sum(precisions) / positive
+        sums["AP@100"] += sum(precisions) / positive
     return {name: value / len(qrels) for name, value in sums.items()}
 
 
@@ -573,12 +573,15 @@ def test_usage(flags, message, capsys):
 def test_rankings_are_as_deep_as_required():
     flags = ["--beir", "x", "--model_name_or_path", "m", "--top_k", "50"]
     for more, depth in (
-        (["--metrics", "AP"], 50),
+        (["--metrics", "AP@30"], 50),
+        (["--metrics", "AP"], 1000),  # as trec_eval ranks
         (["--metrics", "AP", "R@1000"], 1000),
         (["--rerank_k", "200"], 200),
     ):
         assert script.parse_args([*flags, *more]).top_k == depth
     assert script.parse_args([*flags[2:], "--corpus", "c", "--query", "q"]).top_k == 50
+    assert script.parse_args([*flags[2:4], "--corpus", "c", "--query", "q"]).top_k == 10
+    assert script.parse_args(flags[:4]).top_k == 100
 
 
 def test_a_missing_reranker(in_an_empty_folder):
@@ -655,7 +658,8 @@ def test_pairs_without_text_and_ids_with_spaces(evaluate, tmp_path, capsys):
     (tmp_path / "r.tsv").write_text("q 1\tdoc one\t1\n")
     names = [tmp_path / name for name in ("c.jsonl", "q.jsonl", "r.tsv")]
     got = evaluate("--corpus", names[0], "--queries", names[1], "--qrels", names[2])
-    assert got["metrics"]["AP"]["mean"] == 1.0 and "q_1" in read_run(tmp_path / "out/run.trec")
+    assert got["metrics"]["AP@100"]["mean"] == 1.0
+    assert (tmp_path / "out/run.trec").read_text().startswith("q 1\tQ0\tdoc one\t1\t")
 
 
 def test_an_error_on_two_processes_is_printed_once(tmp_path, bert):
@@ -813,11 +817,12 @@ def test_several_collections_and_models(evaluate, two_collections, bert, tmp_pat
     assert re.search(rf"^nDCG@10 +{two_collections[0].name} +small +mean$", shown, re.M)
     whole = json.loads((tmp_path / "out/metrics.json").read_text())
     for number, (name, mean) in enumerate(whole["means"].items()):
-        parts = [result["metrics"]["AP"]["mean"] for result in results if result["name"] == name]
-        assert mean["AP"]["mean"] == pytest.approx(np.mean(parts)) and mean["AP"]["low"] < mean["AP"]["high"]
-        assert ("p" in mean["AP"]) == (number > 0)
+        parts = [result["metrics"]["AP@100"]["mean"] for result in results if result["name"] == name]
+        mean = mean["AP@100"]
+        assert mean["mean"] == pytest.approx(np.mean(parts)) and mean["low"] < mean["high"]
+        assert ("p" in mean) == (number > 0)
     alone = evaluate("--beir", two_collections[1], "--model_name_or_path", other, output="alone")
-    assert alone["metrics"]["AP"]["mean"] == results[4]["metrics"]["AP"]["mean"]
+    assert alone["metrics"]["AP@100"]["mean"] == results[4]["metrics"]["AP@100"]["mean"]
     for file in ("run.trec", "per_query.csv"):
         assert (tmp_path / "out/small/other" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes()
     assert (tmp_path / "out/report.png").read_bytes()[:4] == b"\x89PNG"
@@ -849,7 +854,9 @@ def test_layouts_of_the_hub(evaluate, beir, tmp_path, layout):
         )
     (hub / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
     if layout == "BEIR":
-        with pytest.raises(script.UserError, match="--beir .*hub: Couldn't find any data file at .*hub-qrels"):
+        with pytest.raises(
+            script.UserError, match="--beir .*hub: has no judgments: neither of corpus, queries is qrels"
+        ):
             evaluate("--beir", hub)
         judgments.mkdir()
         shutil.copy(beir / "qrels/test.tsv", judgments / "test.tsv")
@@ -863,7 +870,7 @@ def test_layouts_of_the_hub(evaluate, beir, tmp_path, layout):
     got = evaluate("--beir", hub, output="hub_out")
     assert got["texts"]["encoded"] == 0
     names = (
-        ["nDCG@10", "RR@10", "R@100", "AP"] if layout == "BEIR" else ["RR@10", "R@100", "AP"]
+        ["nDCG@10", "RR@10", "R@100", "AP@100"] if layout == "BEIR" else ["RR@10", "R@100", "AP@100"]
     )  # nDCG needs the grade 2 of q1
     assert {name: got["metrics"][name] for name in names} == {name: expected[name] for name in names}
 

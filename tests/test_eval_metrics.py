@@ -43,10 +43,10 @@ def test_a_script_of_the_user(evaluate, beir, metric, bert, tmp_path, capsys):
     shutil.copytree(bert, other)
     config = json.loads((other / "1_Pooling/config.json").read_text())
     (other / "1_Pooling/config.json").write_text(json.dumps(config | {"pooling_mode": "cls"}))
-    flags = ["--beir", beir, "--model_name_or_path", bert, other, "--metrics", "R@100", "AP", metric]
+    flags = ["--beir", beir, "--model_name_or_path", bert, other, "--metrics", "R@100", "AP@100", metric]
     first, second = evaluate(*flags)["models"]
     table = pd.read_csv(tmp_path / "out/st/per_query.csv", index_col="query")
-    assert list(table) == ["R@100", "AP", "AllFound"]
+    assert list(table) == ["R@100", "AP@100", "AllFound"]
     recalled = table["R@100"] == 1.0
     assert (table["AllFound"] == recalled).all() and 0 < recalled.mean() < 1
     cell = first["metrics"]["AllFound"]
@@ -64,11 +64,11 @@ def test_a_script_of_the_user(evaluate, beir, metric, bert, tmp_path, capsys):
         "st",
     ]
     evaluate("--beir", beir, "--metrics", metric, output="alone")  # no measure of ir_measures
-    found = evaluate("--beir", beir, "--metrics", "AP", "R@100", "AP")["metrics"]
-    assert list(found) == ["AP", "R@100"]
-    metric.write_text(ALL_FOUND.replace('"documents"', '"AP"'))  # a name that a built-in measure has
-    found = evaluate("--beir", beir, "--metrics", "AP", metric)["metrics"]
-    assert list(found) == ["AP", "AllFound", "all_found_AP"] and found["AP"] == first["metrics"]["AP"]
+    found = evaluate("--beir", beir, "--metrics", "AP@100", "R@100", "AP@100")["metrics"]
+    assert list(found) == ["AP@100", "R@100"]
+    metric.write_text(ALL_FOUND.replace('"documents"', '"AP@100"'))  # a name that a built-in measure has
+    found = evaluate("--beir", beir, "--metrics", "AP@100", metric)["metrics"]
+    assert list(found) == ["AP@100", "AllFound", "all_found_AP@100"] and found["AP@100"] == first["metrics"]["AP@100"]
 
 
 def test_two_processes_and_two_collections(beir, bert, metric, tmp_path):

@@ -119,7 +119,7 @@ def test_search_is_reranked(evaluate, beir, reranker, capsys):
         evaluate("--beir", beir, "--query", "open a file", "--top_k", 15, *flags)
         lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
         hits[bool(flags)] = {line[1]: float(line[0]) for line in lines}
-    assert len(hits[True]) == 10 and list(hits[True]) != list(hits[False])
+    assert len(hits[True]) == 15 and list(hits[True]) != list(hits[False])
     assert list(hits[True].values()) == sorted(hits[True].values(), reverse=True)
 
 

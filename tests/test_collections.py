@@ -1,0 +1,293 @@
+"""Collections as they lie on disks and on the Hub, read by evaluator and miner alike; and numbers of the evaluator
+that would be wrong without a word."""
+
+import json
+import re
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import write_jsonl
+
+import eval_incremental as script
+import mine_negatives
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+DOCUMENTS = {"d0": "red apple", "d1": "blue car", "d2": "deep sea", "d3": "apple tree"}
+QUERIES = {"q1": "apple", "q2": "sea"}
+JUDGMENTS = [("q1", "d0"), ("q2", "d2")]
+
+
+def write_tsv(path, judgments=JUDGMENTS, grade="1"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"{query}\t{document}\t{grade}\n" for query, document in judgments]
+    path.write_text("query-id\tcorpus-id\tscore\n" + "".join(lines))
+
+
+def write_texts(folder, key="_id", text="text", documents=DOCUMENTS, queries=QUERIES):
+    write_jsonl(folder / "corpus.jsonl", [{key: name, text: words} for name, words in documents.items()])
+    write_jsonl(folder / "queries.jsonl", [{key: name, "text": words} for name, words in queries.items()])
+
+
+def write_configurations(folder, tables, split):
+    """Write {configuration: rows} as on the Hub."""
+    lines = "".join(
+        f"- config_name: {name}\n  data_files:\n  - split: {split}\n    path: {name}/*\n" for name in tables
+    )
+    for name, rows in tables.items():
+        (folder / name).mkdir(parents=True)
+        pq.write_table(pa.Table.from_pylist(rows), folder / name / "0.parquet")
+    (folder / "README.md").write_text(f"---\nconfigs:\n{lines}---\n")
+
+
+def tables(prefix="", key="_id", judged="qrels"):
+    """Return the tables of a collection in the layout of the Hub."""
+    return {
+        f"{prefix}corpus": [{key: name, "title": "", "text": text} for name, text in DOCUMENTS.items()],
+        f"{prefix}queries": [{key: name, "text": text} for name, text in QUERIES.items()],
+        f"{prefix}{judged}": [{"query-id": q, "corpus-id": d, "score": 1} for q, d in JUDGMENTS],
+    }
+
+
+def layout_beir(folder):
+    write_texts(folder)
+    write_tsv(folder / "qrels/test.tsv")
+
+
+def layout_grades_with_a_point(folder):
+    write_texts(folder)
+    write_tsv(folder / "qrels/test.tsv", grade="1.0")
+
+
+def layout_mteb_jsonl(folder):
+    write_texts(folder)
+    rows = [{"query-id": query, "corpus-id": document, "score": 1.0} for query, document in JUDGMENTS]
+    write_jsonl(folder / "qrels/test.jsonl", rows)
+
+
+def layout_mteb_id(folder):
+    write_configurations(folder, tables(key="id", judged="default"), "test")
+
+
+def layout_root_id(folder):
+    write_texts(folder, key="id")
+    write_tsv(folder / "qrels/test.tsv")
+
+
+LAYOUTS = [layout_beir, layout_grades_with_a_point, layout_mteb_jsonl, layout_mteb_id, layout_root_id]
+
+
+def mine(*flags):
+    """Return the rows that the miner writes from a ranking of all documents."""
+    lines = [f"{query} Q0 {name} 1 {-place} x\n" for query in QUERIES for place, name in enumerate(DOCUMENTS)]
+    Path("all.trec").write_text("".join(lines))
+    flags = ["--run", "all.trec", "--num_negatives", "1", "--format", "triplet", "--overwrite", *flags]
+    mine_negatives.main(mine_negatives.parse_args(flags))
+    return [json.loads(line) for line in Path("mined.jsonl").read_text().splitlines()]
+
+
+MINED = [{"query": "apple", "positive": "red apple", "negative": "blue car"},
+         {"query": "sea", "positive": "deep sea", "negative": "red apple"}]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+def test_layouts_are_read_by_evaluator_and_miner(evaluate, layout):
+    layout(Path("c"))
+    got = evaluate("--beir", "c", "--metrics", "R@4")
+    assert got["queries"] == 2 and got["metrics"]["R@4"]["mean"] == 1.0
+    assert mine("--beir", "c", "--split", "test") == MINED
+
+
+def test_languages(evaluate):
+    write_configurations(Path("c"), tables("fr-") | tables("de-"), "dev")
+    assert evaluate("--beir", "c:fr", "--split", "dev", "--metrics", "R@4")["metrics"]["R@4"]["mean"] == 1.0
+    assert mine("--beir", "c:de", "--split", "dev") == MINED
+    with pytest.raises(script.UserError, match="^--beir c: give one of its languages, as c:fr: fr, de$"):
+        evaluate("--beir", "c", "--split", "dev")
+    with pytest.raises(script.UserError, match="^--beir c:it: give one of its languages, as c:fr: "):
+        evaluate("--beir", "c:it", "--split", "dev")
+
+
+def test_a_collection_without_judgments(evaluate):
+    rows = [{"query-id": "q1", "positive-corpus-ids": ["d0"], "bm25-ranked-ids": ["d1", "d0"]}]
+    found = tables()
+    del found["qrels"]
+    write_configurations(Path("c"), found | {"relevance": rows}, "train")
+    message = "^--beir c: has no judgments: neither of corpus, queries, relevance is qrels or default$"
+    with pytest.raises(script.UserError, match=message):
+        evaluate("--beir", "c")
+    with pytest.raises(mine_negatives.UserError, match=message):
+        mine("--beir", "c")
+
+
+def test_candidates_are_not_read_without_a_word(evaluate, capsys):
+    candidates = [{"query-id": "q1", "corpus-ids": ["d1", "d3"]}]
+    write_configurations(Path("hub"), tables() | {"top_ranked": candidates}, "test")
+    layout_beir(Path("root"))
+    write_jsonl(Path("root/top_ranked/test.jsonl"), candidates)
+    for name in ("hub", "root"):
+        evaluate("--beir", name)
+        assert f"warning: {name}: all documents are ranked, not only those of top_ranked" in capsys.readouterr().err
+
+
+def test_a_column_of_another_name(evaluate):
+    write_texts(Path("c"), text="contents")
+    write_tsv(Path("c/qrels/test.tsv"))
+    with pytest.raises(script.UserError, match="corpus.jsonl: .*'text'.*_id.*contents"):
+        evaluate("--beir", "c")
+    with pytest.raises(mine_negatives.UserError, match="corpus.jsonl: .*'text'.*_id.*contents"):
+        mine("--beir", "c", "--split", "test")
+
+
+# ------------------------------------------------------------------------------------------------ runs and grades
+
+
+def test_ids_with_spaces_survive_a_run_file(evaluate, tmp_path):
+    """Also leading ones, and beside ids that differ in white space alone."""
+    documents = {"d 0": "red apple", "d_0": "blue car", " d 0": "deep sea"}
+    write_texts(Path("c"), documents=documents, queries={"q 1": "red apple", "q_1": "deep sea"})
+    write_tsv(Path("c/qrels/test.tsv"), [("q 1", "d 0"), ("q_1", " d 0")])
+    first = evaluate("--beir", "c", "--metrics", "RR", "R@1", output="first")
+    again = evaluate("--beir", "c", "--run", tmp_path / "first/run.trec", "--metrics", "RR", "R@1")
+    assert again["metrics"] == first["metrics"] and first["metrics"]["R@1"]["mean"] == 1.0
+    assert not [text for text in again["warnings"] if "run.trec" in text]
+
+
+@pytest.mark.parametrize("separator", [" ", "\t", "  "])
+def test_run_files_of_others(evaluate, separator):
+    layout_beir(Path("c"))
+    lines = [separator.join([query, "Q0", document, "1", "2.5", "tag"]) for query, document in JUDGMENTS]
+    Path("run.trec").write_text("\n".join(lines))
+    assert evaluate("--beir", "c", "--run", "run.trec", "--metrics", "R@1")["metrics"]["R@1"]["mean"] == 1.0
+
+
+def test_a_run_without_a_judged_document(evaluate, capsys):
+    layout_beir(Path("c"))
+    Path("run.trec").write_text(
+        "".join(f"{query} Q0 doc{rank} {rank} {-rank} x\n" for query in QUERIES for rank in (1, 2))
+    )
+    assert evaluate("--beir", "c", "--run", "run.trec")["metrics"]["nDCG@10"]["mean"] == 0
+    shown = capsys.readouterr().err
+    assert re.search("warning: .*4 lines of run.trec have no judged document, such as 'doc1'; .* have 'd0'", shown)
+
+
+def test_a_pair_that_is_judged_twice(evaluate, capsys):
+    write_texts(Path("c"))
+    write_tsv(Path("c/qrels/test.tsv"), [*JUDGMENTS, *JUDGMENTS])  # equal grades are no conflict
+    evaluate("--beir", "c")
+    assert "judged again" not in capsys.readouterr().err
+    with open("c/qrels/test.tsv", "a") as file:
+        file.write("q1\td0\t0\n")
+    got = evaluate("--beir", "c", "--metrics", "NumRel")
+    assert "warning: c: 1 pairs are judged again, by another grade; the last one counts" in capsys.readouterr().err
+    assert got["metrics"]["NumRel"]["mean"] == 0.5
+
+
+# ------------------------------------------------------------------------------------------------ measures, BM25
+
+# What ir_measures computes from grades and a ranking, without packages that it does not require.
+COMPUTED = [
+    "AP",
+    "AP@10",
+    "Accuracy",
+    "Accuracy@10",
+    "Bpref",
+    "Compat",
+    "Compat(p=0.8)",
+    "ERR@10",
+    "IPrec@0.1",
+    "Judged@10",
+    "NumRel",
+    "NumRelRet",
+    "NumRet",
+    "P(rel=2)@5",
+    "R@10",
+    "RR",
+    "Rprec",
+    "SetF",
+    "SetP",
+    "Success@10",
+    "infAP",
+    "nDCG",
+    "nDCG@10",
+    "nDCG(dcg='exp-log2')@10",
+]
+
+
+def test_every_measure_of_the_library(evaluate):
+    """Whatever the ids look like; values are those of the library for ids that are numbers."""
+    import ir_measures
+
+    numbers = [str(number) for number in range(1, 13)]
+    for name, prefix in (("words", "id "), ("numbers", "")):
+        texts = {f"{prefix}{number}": f"text {int(number) % 5} of {number}" for number in numbers}
+        write_texts(Path(name), documents=texts, queries={f"{prefix}{n}": f"text {n}" for n in numbers[:3]})
+        pairs = [(f"{prefix}{query}", f"{prefix}{document}") for query in numbers[:3] for document in numbers[3::2]]
+        write_tsv(Path(f"{name}/qrels/test.tsv"), pairs)
+    words = evaluate("--beir", "words", "--metrics", *COMPUTED, "--keep_same_id", output="out/words")["metrics"]
+    same = evaluate("--beir", "numbers", "--metrics", *COMPUTED, "--keep_same_id", output="out/numbers")["metrics"]
+    assert {name: cell["mean"] for name, cell in words.items()} == {name: cell["mean"] for name, cell in same.items()}
+    qrels = [ir_measures.Qrel(query, document, 1) for query in numbers[:3] for document in numbers[3::2]]
+    run = script.read_trec("out/numbers/run.trec", "run")
+    run["score"] = -run.groupby("query_id").cumcount().astype(float)
+    for name in COMPUTED:
+        found = ir_measures.iter_calc([ir_measures.parse_measure(name)], pd.DataFrame(qrels), run)
+        assert same[name]["mean"] == pytest.approx(sum(value.value for value in found) / 3), name
+
+
+@pytest.mark.parametrize("name", ["ERR", "RBP", "alpha_nDCG@10", "P", "BPM@10", "nothing", "nDCG@0", "Rprec@10"])
+def test_measures_that_cannot_be_computed(name):
+    with pytest.raises(script.UserError, match=f"^--metrics {re.escape(name)}: "):
+        script.check_measure(name)
+
+
+def test_bm25_finds_nothing_for_a_query(capsys):
+    pytest.importorskip("bm25s")
+    documents = DOCUMENTS | {"d4": "海の深いところ"}
+    write_texts(Path("c"), documents=documents, queries=QUERIES | {"q3": "海", "q4": "the of"})
+    write_tsv(Path("c/qrels/test.tsv"), [*JUDGMENTS, ("q3", "d4"), ("q4", "d1")])
+    script.main(script.parse_args(["--beir", "c", "--bm25", "--output_dir", "out"]))
+    assert "warning: c: 2 queries share no word with a document" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------ the cache
+
+
+def test_the_number_of_removed_blocks(evaluate, rows):
+    """It is at most the number of blocks that were stored."""
+    write_texts(Path("c"), documents={f"d{i}": row["code"][:80] for i, row in enumerate(rows)})
+    write_tsv(Path("c/qrels/test.tsv"), [("q1", "d0"), ("q2", "d2")])
+    got = evaluate("--beir", "c", "--corpus_chunk_size", 16, "--cache_size_limit", 0.00002)
+    (warning,) = [text for text in got["warnings"] if "of the oldest blocks were removed" in text]
+    blocks = 2 + len(rows) / 16
+    assert 0 < int(warning.split()[0].replace(",", "")) <= blocks
+
+
+def test_hits_are_as_many_as_asked(evaluate, rows, capsys):
+    write_jsonl(Path("c.jsonl"), [{"_id": f"d{i}", "text": row["code"]} for i, row in enumerate(rows[:80])])
+    for flags, expected in (([], 10), (["--top_k", 50], 50)):
+        evaluate("--corpus", "c.jsonl", "--query", "open a file", *flags)
+        assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]) == expected
+
+
+# ------------------------------------------------------------------------------------------------------ the miner
+
+
+def test_too_many_negatives_are_named(capsys):
+    layout_beir(Path("c"))
+    with pytest.raises(mine_negatives.UserError, match="no row is left; check .*--num_negatives"):
+        mine("--beir", "c", "--split", "test", "--num_negatives", "4", "--format", "n-tuple")
+
+
+@pytest.mark.parametrize("lowest, temperature", [(-0.5, 0.05), (-8.0, 1)])
+def test_the_temperature_fits_all_scores(capsys, lowest, temperature):
+    """Positives of a reranker may have logits within 1 while those of negatives are far below."""
+    layout_beir(Path("c"))
+    lines = [f"{query} Q0 {name} 1 {0.9 if (query, name) in JUDGMENTS else lowest} x\n"
+             for query in QUERIES for name in DOCUMENTS]  # fmt: skip
+    Path("run.trec").write_text("".join(lines))
+    flags = ["--beir", "c", "--split", "test", "--run", "run.trec", "--num_negatives", "1"]
+    mine_negatives.main(mine_negatives.parse_args(flags))
+    assert f'"teacher_temperature": {temperature}}}' in capsys.readouterr().out
