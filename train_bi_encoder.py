@@ -66,6 +66,7 @@ import transformers
 # ---- options
 
 TEACHER_LOSSES = ("margin_mse", "kl")
+Schedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "warmup_stable_decay"]
 
 
 def flag(default, help, may_change=False, above_zero=False):
@@ -139,7 +140,9 @@ class Args:
     learning_rate: float = flag(2e-5, "peak learning rate", above_zero=True)
     weight_decay: float = flag(0.01, "weight decay of matrices; biases and norms have none")
     warmup_ratio: float = flag(0.1, "fraction of the steps over which the learning rate rises from 0")
-    lr_scheduler_type: str = flag("linear", "schedule of transformers.get_scheduler: linear, cosine, constant, ...")
+    lr_scheduler_type: Schedule = flag(
+        "linear", "transformers' schedule; constant has no warmup, warmup_stable_decay falls in the last tenth"
+    )
     max_grad_norm: float = flag(1.0, "clip the gradient to this norm; 0: do not")
     num_train_epochs: float = flag(1.0, "passes over the rows", above_zero=True)
     rows_per_epoch: int = flag(0, "rows of an epoch, a fresh sample each; 0: all")
@@ -251,14 +254,13 @@ def main(given):
     steps = args.max_steps or math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
     eval_steps = args.eval_steps or math.ceil(steps / 10)
 
-    # ---- model, loss, optimizer and schedule
+    # ---- model, loss and optimizer
     model_to_save = copy.deepcopy(model) if sharded and is_main else model  # FSDP will shard `model`
     model = model.to(device).train()
     check_encode(model, args, accelerator)
     loss_fn = make_loss(args, model)
     optimizer = make_optimizer(model, args)
-    peak_rates = [group["lr"] for group in optimizer.param_groups]  # before get_scheduler changes them
-    schedule = make_schedule(optimizer, steps, args)
+    peak_rates = [group["lr"] for group in optimizer.param_groups]
     if sharded:
         model, optimizer = accelerator.prepare(model, optimizer)
     else:  # without DDP: reduce_gradients needs no wrapper
@@ -288,7 +290,7 @@ def main(given):
         # one optimizer step
         started = time.perf_counter()
         for group, rate in zip(optimizer.param_groups, peak_rates):
-            group["lr"] = rate * schedule(progress.step)
+            group["lr"] = rate * schedule(progress.step, steps, args)
         step_batches = [next(batches) for _ in range(accumulation)]
         losses_of_batches = [forward_backward(model, batch, loss_fn, args, accelerator) for batch in step_batches]
         loss = sum(losses_of_batches) / accumulation  # as accelerator.backward does with the gradient
@@ -727,12 +729,21 @@ def make_optimizer(model, args):
     return torch.optim.AdamW(groups, lr=args.learning_rate, fused=True)
 
 
-def make_schedule(optimizer, steps, args):
-    """Return a function of the step: the factor of the learning rates. It has no state."""
-    warmup = math.ceil(args.warmup_ratio * steps)
-    with user_errors("--lr_scheduler_type"):
-        factor = transformers.get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps).lr_lambdas[0]
-    return lambda step: factor(step + (step < warmup))  # the first step of a warmup is not at 0
+def schedule(step, steps, args):
+    """Return the factor of the learning rates at a step: that of transformers.get_scheduler, but that a warmup has at
+    most one step fewer than the run."""
+    warmup = min(math.ceil(args.warmup_ratio * steps), steps - 1)
+    if args.lr_scheduler_type == "constant":
+        return 1.0
+    if step < warmup:
+        return step / warmup
+    if args.lr_scheduler_type == "constant_with_warmup":
+        return 1.0
+    decay = math.ceil(steps / 10) if args.lr_scheduler_type == "warmup_stable_decay" else steps - warmup
+    left = min(1.0, (steps - step) / decay)  # of the decay
+    if args.lr_scheduler_type == "linear":
+        return left
+    return (1 - math.cos(math.pi * left)) / 2
 
 
 # ---- model

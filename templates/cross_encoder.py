@@ -239,7 +239,7 @@ def main(args):
     metrics = Path(args.output_dir, "metrics.jsonl")
     checkpoint = Path(args.output_dir, "checkpoint.pt")
     steps = args.max_steps
-    warmup = ceil(args.warmup_ratio * steps)
+    warmup = min(ceil(args.warmup_ratio * steps), steps - 1)
     sources = [open_source(path, args) for path in args.train_data]
     share = args.eval_rows // len(sources)
     first_rows = chain.from_iterable(source.take(share) for source in sources)
@@ -272,7 +272,7 @@ def main(args):
         batch = read_batch(rows, args.batch_size, args.num_negatives, step, args)
         if step < start["step"]:  # trained on before the checkpoint
             continue
-        factor = (step + 1) / warmup if step < warmup else (steps - step) / (steps - warmup)
+        factor = step / warmup if step < warmup else (steps - step) / (steps - warmup)
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * factor
         loss = forward_backward(model, batch, step, extra, args, accelerator)

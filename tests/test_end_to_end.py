@@ -42,10 +42,10 @@ def test_outputs(run):
 
 
 def test_schedule(run):
-    """The learning rate warms up over a tenth of the steps, starting above 0, and then decays linearly."""
+    """The learning rate rises from 0 over a tenth of the steps, and then decays linearly."""
     rates = [line["learning_rate"] for line in metrics(run) if "learning_rate" in line]
     steps, warmup = len(rates), math.ceil(len(rates) / 10)
-    expected = [(step + 1) / warmup if step < warmup else (steps - step) / (steps - warmup) for step in range(steps)]
+    expected = [step / warmup if step < warmup else (steps - step) / (steps - warmup) for step in range(steps)]
     assert rates == pytest.approx([0.01 * share for share in expected])
 
 

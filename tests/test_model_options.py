@@ -357,9 +357,9 @@ def test_a_parameter_group_keeps_its_own_learning_rate(name, corpus, bert, tmp_p
     for folder in ("checkpoints/step_00000006", "model"):
         shutil.rmtree(tmp_path / folder)
     script.main(script.parse_args(merge_flags([*flags, "--resume"])))
-    expected = [[0.005 * factor, 0.0] for factor in (1 / 3, 2 / 3, 1, 1, 2 / 3, 1 / 3)]
-    steps = [pair for pair in rates if pair != [0.0, 0.0]]  # torch's loading of an optimizer's state steps at 0
-    assert np.allclose(steps[:6], expected) and steps[6:] == steps[3:6]
+    expected = [[0.005 * factor, 0.0] for factor in (1 / 3, 2 / 3, 1, 2 / 3, 1 / 3)]
+    steps = [pair for pair in rates if pair != [0.0, 0.0]]  # the first, and torch's loading of an optimizer's state
+    assert np.allclose(steps[:5], expected) and steps[5:] == steps[2:5]
 
 
 @pytest.mark.parametrize("name", TRAINERS)

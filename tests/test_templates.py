@@ -133,7 +133,7 @@ def test_killed_and_resumed(folder, bert, reranker, tmp_path, kind, way, process
 def test_alone_in_an_empty_folder(folder, tmp_path, kind):
     """One of the two by Accelerate's launcher; the saved model loads in sentence-transformers, and has changed."""
     shutil.copy(ROOT / f"templates/{kind}.py", tmp_path / "mine.py")
-    more = ["--columns", "docstring", "code", "--max_steps", 3, "--eval_rows", 30]
+    more = ["--columns", "docstring", "code", "--max_steps", 1, "--eval_rows", 30]
     use_launcher = kind == "bi_encoder"
     launch(tmp_path / "mine.py", *flags(kind, folder, "out", *more), cwd=tmp_path, use_launcher=use_launcher)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.py", "out"]
