@@ -185,7 +185,10 @@ def check_flags(args):
 
 class Parser(transformers.HfArgumentParser):
     def add_argument(self, *names, may_change=None, above_zero=None, **options):
-        """Leave out the metadata of flag(), which argparse does not know, and aliases with dashes."""
+        """Leave out the metadata of flag(), which argparse does not know, and aliases with dashes. A flag that may be
+        true, false or None needs no value to be true, as one that may not be None."""
+        if options.get("type") is transformers.hf_argparser.string_to_bool:
+            options |= {"nargs": "?", "const": True}
         return super().add_argument(*[name for name in names if "-" not in name[2:]], **options)
 
 

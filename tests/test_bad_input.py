@@ -596,6 +596,22 @@ def test_file_of_flags_and_flags_that_override_it(name):
     assert (args.train_data, args.streaming, args.max_steps) == (["x", "y"], True, 3)
 
 
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_switch_needs_no_value(name, capsys):
+    """Also one that has a third value, None. A file of flags right after it would be its value, which is refused."""
+    trainer, required = importlib.import_module(name), ["--train_data", "x", "--model_name_or_path", "m"]
+    for words, expected in (([], None), (["--grad_cache"], True), (["--grad_cache", "false"], False)):
+        assert trainer.parse_args([*required, *words]).grad_cache is expected
+        assert trainer.parse_args([*words, *required]).grad_cache is expected
+    Path("args.yaml").write_text("grad_cache: false")
+    assert trainer.parse_args(["args.yaml", *required]).grad_cache is False
+    assert trainer.parse_args(["args.yaml", "--grad_cache", *required]).grad_cache is True
+    for switch in ("--grad_cache", "--resume"):
+        with pytest.raises(SystemExit, match="2"):
+            trainer.parse_args([*required, switch, "args.yaml"])
+        assert f"error: argument {switch}: Truthy value expected: got args.yaml" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("given", [[], ["--train_data", "x.jsonl"], ["--model_name_or_path", "x"]])
 @pytest.mark.parametrize("name", TRAINERS)
 def test_required_flags(name, given, capsys):
