@@ -837,7 +837,8 @@ def load_model(args):
 
 def check_template(model):
     """Raise UserError if the input of a causal model, or of one with a chat template, lacks the query or the document,
-    or if that of a causal model does not end where the answer begins, but with the document or the end of its turn."""
+    or if that of a causal model does not end where the answer begins, but with the document or the end of its turn; or
+    if a causal model's answers are not two words that it knows."""
     if not (is_causal(model) or has_chat_template(model)):
         return
     text = ""
@@ -849,6 +850,15 @@ def check_template(model):
     is_asked = not between.startswith(end) and not end.endswith(end_token)
     if not ("zq" in text and "qz" in text and (is_asked or not is_causal(model))):
         raise UserError("its input must contain query and document, and end where an answer begins: set --template")
+    if is_causal(model):
+        yes = model[-1].true_token_id
+        no = model[-1].false_token_id  # None: the score is the logit of yes alone
+        unknown = {model.tokenizer.unk_token_id} - {None}
+        if yes == no or unknown & {yes, no}:
+            raise UserError(
+                f"its score is the logit of token {yes} minus that of token {no}: they must be two words of its "
+                'vocabulary, by default "yes" and "no"; save it with a LogitScore of words that it has'
+            )
 
 
 def set_template(tokenizer, template):

@@ -15,6 +15,7 @@ from conftest import ROOT, TRAINERS, launch, metrics, read_run, train, weights, 
 from forked import merge_flags
 from safetensors.torch import load_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.sentence_transformer.modules import Dense, Pooling
 from test_fsdp2 import launch_sharded
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -508,6 +509,44 @@ def test_a_yes_no_reranker_must_be_asked(chat, flags, is_refused, tmp_path):
     else:
         load("train_cross_encoder", folder, *flags)[2].save_pretrained(str(tmp_path / "saved"))
         load("train_cross_encoder", tmp_path / "saved")
+
+
+@pytest.mark.parametrize("missing", [("no",), ("yes",), ("yes", "no")])
+def test_a_yes_no_reranker_must_know_both_words(missing, yes_no, tmp_path):
+    """A word that it lacks would be <unk>; with both, all scores would be 0."""
+    folder = shutil.copytree(yes_no["chat"], tmp_path / "model")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"] |= {"merges": [], "unk_token": "<bos>"}
+    vocabulary = tokenizer["model"]["vocab"]
+    for word in missing:
+        vocabulary[word.upper()] = vocabulary.pop(word)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"unk_token": "<bos>"}))
+    ids = [258 if word in missing else number for word, number in (("yes", 261), ("no", 262))]
+    with pytest.raises(train_cross_encoder.UserError, match=f"model: .* token {ids[0]} minus that of token {ids[1]}: "):
+        load("train_cross_encoder", folder)
+
+
+@pytest.mark.parametrize("ids, is_refused", [((261, 261), True), ((261, None), False), ((97, 98), False)])
+def test_the_words_of_a_saved_reranker(ids, is_refused, yes_no, tmp_path):
+    model = CrossEncoder(str(yes_no["chat"]), device="cpu")
+    model[1] = LogitScore(*ids)
+    model.save_pretrained(str(tmp_path))
+    if is_refused:
+        with pytest.raises(train_cross_encoder.UserError, match="token 261 minus that of token 261: .* two words"):
+            load("train_cross_encoder", tmp_path)
+    else:
+        check("train_cross_encoder", tmp_path)
+
+
+def test_the_evaluator_warns_of_a_reranker_that_is_not_asked(yes_no, beir, evaluate, tmp_path, capsys):
+    """Without a template; what the trainer refuses."""
+    run = make_run(beir, tmp_path)
+    for kind in ("plain", "chat"):
+        evaluate("--beir", beir, "--cross_encoder", yes_no[kind], "--rerank_k", 2, "--run", run)
+        warning = f"warning: {yes_no[kind]}: its input must contain query and document, and end where an answer begins"
+        assert (warning in capsys.readouterr().out) == (kind == "plain")
 
 
 def test_a_chat_template_takes_one_instruction(yes_no):
