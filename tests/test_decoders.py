@@ -523,8 +523,8 @@ def test_a_yes_no_reranker_must_know_both_words(missing, yes_no, tmp_path):
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"unk_token": "<bos>"}))
-    ids = [258 if word in missing else number for word, number in (("yes", 261), ("no", 262))]
-    with pytest.raises(train_cross_encoder.UserError, match=f"model: .* token {ids[0]} minus that of token {ids[1]}: "):
+    yes, no = (258 if word in missing else number for word, number in (("yes", 261), ("no", 262)))
+    with pytest.raises(train_cross_encoder.UserError, match=f"model: .* token {yes} minus that of token {no}: "):
         load("train_cross_encoder", folder)
 
 
@@ -538,15 +538,6 @@ def test_the_words_of_a_saved_reranker(ids, is_refused, yes_no, tmp_path):
             load("train_cross_encoder", tmp_path)
     else:
         check("train_cross_encoder", tmp_path)
-
-
-def test_the_evaluator_warns_of_a_reranker_that_is_not_asked(yes_no, beir, evaluate, tmp_path, capsys):
-    """Without a template; what the trainer refuses."""
-    run = make_run(beir, tmp_path)
-    for kind in ("plain", "chat"):
-        evaluate("--beir", beir, "--cross_encoder", yes_no[kind], "--rerank_k", 2, "--run", run)
-        warning = f"warning: {yes_no[kind]}: its input must contain query and document, and end where an answer begins"
-        assert (warning in capsys.readouterr().out) == (kind == "plain")
 
 
 def test_a_chat_template_takes_one_instruction(yes_no):
