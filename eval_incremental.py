@@ -1713,7 +1713,12 @@ class CachedScorer(CachedEncoder):
         return self(Chunk(0, None, pairs, text_hashes(joined)))[:, 0]
 
     def check(self):
-        """Raise UserError if the model's own `predict` has other scores of two pairs, one of them long."""
+        """Raise UserError if the model's own `predict` has other scores of two pairs, one of them long; warn if a
+        causal model is not asked for an answer."""
+        try:
+            check_template(self.model)
+        except UserError as error:
+            self.accelerator.print(f"warning: {self.path}: {error}")
         with self.accelerator.autocast():
             pairs = [("a query", text) for text in SAMPLE]
             expected = self.model.predict(pairs, activation_fn=torch.nn.Identity(), convert_to_tensor=True)
@@ -2279,6 +2284,33 @@ def has_chat_template(model):
 def is_causal(model):
     """Return whether the score is that of a word such as "yes", a causal model's next token, and not of a head."""
     return isinstance(model[-1], LogitScore)
+
+
+def check_template(model):
+    """Raise UserError if the input of a causal model, or of one with a chat template, lacks the query or the document,
+    or if that of a causal model does not end where the answer begins, but with the document or the end of its turn; or
+    if a causal model's answers are not two words that it knows."""
+    if not (is_causal(model) or has_chat_template(model)):
+        return
+    text = ""
+    with suppress(ValueError):  # sentence-transformers found no such roles in the chat template
+        (encoding,) = tokenize_pairs([("zq", "qz")], model)
+        text = model.tokenizer.decode(encoding.ids)
+    *_, between, end = ["", *re.split("zq|qz", text.rstrip())]
+    end_token = model.tokenizer.eos_token or "<none>"
+    is_asked = not between.startswith(end) and not end.endswith(end_token)
+    if not ("zq" in text and "qz" in text and (is_asked or not is_causal(model))):
+        problem = "its input must contain query and document, and end where an answer begins"
+        raise UserError(f"{problem}: set --template of train_cross_encoder.py")
+    if is_causal(model):
+        yes = model[-1].true_token_id
+        no = model[-1].false_token_id  # None: the score is the logit of yes alone
+        unknown = {model.tokenizer.unk_token_id} - {None}
+        if yes == no or unknown & {yes, no}:
+            raise UserError(
+                f"its score is the logit of token {yes} minus that of token {no}: they must be two words of its "
+                'vocabulary, by default "yes" and "no"; save it with a LogitScore of words that it has'
+            )
 
 
 # ---- the command line

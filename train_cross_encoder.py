@@ -849,7 +849,8 @@ def check_template(model):
     end_token = model.tokenizer.eos_token or "<none>"
     is_asked = not between.startswith(end) and not end.endswith(end_token)
     if not ("zq" in text and "qz" in text and (is_asked or not is_causal(model))):
-        raise UserError("its input must contain query and document, and end where an answer begins: set --template")
+        problem = "its input must contain query and document, and end where an answer begins"
+        raise UserError(f"{problem}: set --template of train_cross_encoder.py")
     if is_causal(model):
         yes = model[-1].true_token_id
         no = model[-1].false_token_id  # None: the score is the logit of yes alone

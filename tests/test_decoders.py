@@ -540,6 +540,15 @@ def test_the_words_of_a_saved_reranker(ids, is_refused, yes_no, tmp_path):
         check("train_cross_encoder", tmp_path)
 
 
+def test_the_evaluator_warns_of_a_reranker_that_is_not_asked(yes_no, beir, evaluate, tmp_path, capsys):
+    """Without a template; what the trainer refuses."""
+    run = make_run(beir, tmp_path)
+    for kind in ("plain", "chat"):
+        evaluate("--beir", beir, "--cross_encoder", yes_no[kind], "--rerank_k", 2, "--run", run)
+        warning = f"warning: {yes_no[kind]}: its input must contain query and document, and end where an answer begins"
+        assert (warning in capsys.readouterr().out) == (kind == "plain")
+
+
 def test_a_chat_template_takes_one_instruction(yes_no):
     flags = ["--train_data", "a", "b", "--query_prompt", "Judge.", "Compare."]
     load("train_cross_encoder", yes_no["plain"], *flags, "--template", TEMPLATE)
