@@ -1947,6 +1947,7 @@ def set_up_transformer(model, length, flag_name):
     predict() does, and add no padding: once, not at each call, as two threads use it. Let the embeddings of all tokens
     be trained."""
     tokenizer = model.tokenizer
+    check_tokens(tokenizer, getattr(model.config, "vocab_size", math.inf))
     if tokenizer.pad_token is None:  # of a decoder; what is padded is masked
         tokenizer.pad_token = tokenizer.eos_token
     if getattr(model.config, "pad_token_id", 0) is None:
@@ -1962,6 +1963,18 @@ def set_up_transformer(model, length, flag_name):
         raise UserError(f"has positions for {limit} tokens: set --{flag_name} to that or less")
     tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
     tokenizer.backend_tokenizer.no_padding()
+
+
+def check_tokens(tokenizer, embeddings):
+    """Raise UserError if a tokenizer has tokens without an embedding, except that of images, which no text has."""
+    ids = tokenizer.get_vocab()
+    ids.pop(getattr(tokenizer, "image_token", None), None)  # Gemma's
+    tokens = max(ids.values()) + 1
+    if tokens > embeddings:
+        raise UserError(
+            f"the tokenizer has {tokens} tokens, the model only {embeddings} embeddings: save it with "
+            f"resize_token_embeddings({tokens}), or its own tokenizer"
+        )
 
 
 def as_fast_tokenizer(tokenizer):

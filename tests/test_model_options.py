@@ -4,6 +4,7 @@ import importlib
 import json
 import shutil
 import signal
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,7 @@ from forked import merge_flags
 from safetensors.torch import load_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from test_best_model import train
+from tokenizers import Tokenizer
 
 import eval_incremental
 import train_bi_encoder
@@ -579,3 +581,38 @@ def test_a_module_of_ones_own_gets_the_attention_mask(bert):
             model.append(Own())
         batches = train_bi_encoder.make_micro_batches(["a text"], [(0, 0)], model, args, torch.device("cpu"))
         assert ("attention_mask" in batches.parts[0][0]) == own
+
+
+@pytest.mark.parametrize("count, is_refused", [(1, True), (5, True), (0, False)])
+@pytest.mark.parametrize("name", ["train_bi_encoder", "train_cross_encoder", "eval_incremental", "static"])
+def test_tokens_without_embeddings(name, count, is_refused, bert, static, tmp_path):
+    """Added to the tokenizer, but not to the model: refused, as the first text that has one would end the run."""
+    folder = shutil.copytree(static if name == "static" else bert, tmp_path / "model")
+    if name == "static":
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer.add_tokens([f"<new_{number}>" for number in range(count)])
+        tokenizer.save(str(folder / "tokenizer.json"))
+    else:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        tokenizer.add_tokens([f"<new_{number}>" for number in range(count)], special_tokens=count == 1)
+        tokenizer.save_pretrained(folder)
+    script = importlib.import_module("train_bi_encoder" if name == "static" else name)
+    if name == "eval_incremental":
+        opened = partial(script.load_bi_encoder, str(folder), script.parse_args(["--beir", "x", "--bm25"]))
+    else:
+        args = script.parse_args(["--train_data", "x", "--model_name_or_path", str(folder)])
+        opened = partial(script.load_model, args)
+    if is_refused:
+        expected = f"{folder}: the tokenizer has {1000 + count} tokens.* 1000 embeddings.*resize_token_embeddings"
+        with pytest.raises(script.UserError, match=expected):
+            opened()
+    else:
+        opened()
+
+
+def test_a_token_of_images_needs_no_embedding(bert, tmp_path):
+    """Gemma's tokenizer has one, which no text contains, although its models of texts have no embedding of it."""
+    folder = shutil.copytree(bert, tmp_path / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, extra_special_tokens={"image_token": "<image>"})
+    tokenizer.save_pretrained(folder)
+    assert len(tokenizer) == 1001 and load(folder).tokenizer.image_token == "<image>"
