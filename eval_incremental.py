@@ -2228,6 +2228,7 @@ def set_up_transformer(model, length, flag_name):
     predict() does, and add no padding: once, not at each call, as two threads use it. Let the embeddings of all tokens
     be trained."""
     tokenizer = model.tokenizer
+    check_weights(model[0].model)
     check_tokens(tokenizer, getattr(model.config, "vocab_size", math.inf))
     if tokenizer.pad_token is None:  # of a decoder; what is padded is masked
         tokenizer.pad_token = tokenizer.eos_token
@@ -2244,6 +2245,20 @@ def set_up_transformer(model, length, flag_name):
         raise UserError(f"has positions for {limit} tokens: set --{flag_name} to that or less")
     tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
     tokenizer.backend_tokenizer.no_padding()
+
+
+def check_weights(transformer):
+    """Raise UserError if weights are random, because the files have none of their name: but for those of a head, or of
+    a pooler, which no embedding needs."""
+    if type(transformer).from_pretrained.__func__ is not transformers.PreTrainedModel.from_pretrained.__func__:
+        return  # remote code that loads by itself, without the mark of loaded weights
+    body = transformer.base_model.named_parameters()  # without the head
+    new = [name for name, weight in body if not hasattr(weight, "_is_hf_initialized") and "pool" not in name]
+    if new:
+        raise UserError(
+            f"its files lack {len(new)} weights of {type(transformer).__name__}, such as {new[0]}, which would be "
+            "random: they are of another kind of model, or it requires --trust_remote_code"
+        )
 
 
 def check_tokens(tokenizer, embeddings):

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shutil
 import signal
 from functools import partial
@@ -16,9 +17,10 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import ROOT, TRAINERS, launch, metrics, weights, write_jsonl
 from forked import merge_flags
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from test_best_model import train
+from test_decoders import TEMPLATE, make_decoder, make_encoder
 from tokenizers import Tokenizer
 
 import eval_incremental
@@ -616,3 +618,80 @@ def test_a_token_of_images_needs_no_embedding(bert, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, extra_special_tokens={"image_token": "<image>"})
     tokenizer.save_pretrained(folder)
     assert len(tokenizer) == 1001 and load(folder).tokenizer.image_token == "<image>"
+
+
+def rename_weights(folder, pattern, replacement):
+    """Rename the weights of a saved model that match a regular expression."""
+    path = folder / "model.safetensors"
+    save_file({re.sub(pattern, replacement, name): tensor for name, tensor in load_file(path).items()}, path)
+
+
+@pytest.mark.parametrize("name", [*TRAINERS, "eval_incremental"])
+@pytest.mark.parametrize("pattern", ["^", r"^encoder\.layer\.1\.", "^embeddings", r"(?<=layer\.0\.output)\.dense"])
+def test_weights_that_do_not_fit(pattern, name, bert, tmp_path):
+    """Those of another kind of model, in all layers, one or the embeddings, would be random: refused."""
+    folder = shutil.copytree(bert, tmp_path / "model")
+    rename_weights(folder, pattern, "trunk.")
+    script = importlib.import_module(name)
+    with pytest.raises(script.UserError, match=r"model: .* weights .* such as (\w+\.)*(weight|bias)"):
+        if name == "eval_incremental":
+            script.load_bi_encoder(str(folder), script.parse_args(["--beir", "x", "--bm25"]))
+        else:
+            script.load_model(script.parse_args(["--train_data", "x", "--model_name_or_path", str(folder)]))
+
+
+REMOTE = """
+import safetensors.torch
+import transformers
+
+class New(transformers.BertModel):
+    supports_gradient_checkpointing = False
+
+    @classmethod
+    def from_pretrained(cls, path, config, **options):
+        model = cls(config)
+        model.load_state_dict(safetensors.torch.load_file(f"{path}/model.safetensors"))
+        return model
+"""
+
+
+def test_remote_code_that_loads_weights_by_itself(bert, tmp_path):
+    """It does not mark those that it has loaded, and is trusted."""
+    folder = shutil.copytree(bert, tmp_path / "own_loader")
+    (folder / "new.py").write_text(REMOTE)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "new.New"}}))
+    model = load(folder, "--trust_remote_code")
+    assert type(model[0].model).__name__ == "New"
+    saved = load_file(folder / "model.safetensors")["pooler.dense.weight"]
+    assert torch.equal(model[0].model.pooler.dense.weight, saved)
+
+
+KINDS = ["BertForMaskedLM", "RobertaForMaskedLM", "MPNetForMaskedLM", "DistilBertForMaskedLM", "AlbertForMaskedLM",
+         "ModernBertForMaskedLM", "ModernBertModel", "DebertaV2ForMaskedLM", "BertForPreTraining",
+         "T5ForConditionalGeneration", "T5EncoderModel"]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_and_a_pooler_may_be_new(kind, bert, tmp_path):
+    """Published models often lack the pooler that no embedding needs, and no pretrained model has a reranker's head. A
+    reranker made of an encoder alone would have a random decoder."""
+    folder = tmp_path / "model"
+    make_encoder(folder, kind, bert)
+    load(folder)
+    if kind == "T5EncoderModel":
+        with pytest.raises(train_cross_encoder.UserError, match="such as decoder"):
+            load_reranker(folder)
+    else:
+        load_reranker(folder)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["Qwen3Model", "Qwen3ForCausalLM", "LlamaForCausalLM"])
+def test_a_decoder_may_have_a_new_head(kind, tied, tmp_path):
+    """Also where the weights of the last layer are those of the embeddings."""
+    folder = make_decoder(tmp_path / "model", kind)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
+    load(folder)
+    load_reranker(folder, "--template", TEMPLATE)
