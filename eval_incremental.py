@@ -2234,13 +2234,14 @@ def set_up_transformer(model, length, flag_name):
         tokenizer.pad_token = tokenizer.eos_token
     if getattr(model.config, "pad_token_id", 0) is None:
         model.config.pad_token_id = tokenizer.pad_token_id  # where a classification head looks for the last token
-    limit = getattr(model.config, "max_position_embeddings", None) or 2**31
+    positions = getattr(model.config, "max_position_embeddings", None) or -1
+    limit = positions if positions > 0 else 2**31  # XLNet has -1
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding):
             if name.endswith("position_embeddings") and module.padding_idx is not None:
                 limit -= module.padding_idx + 1  # RoBERTa's positions begin after it
             module.padding_idx = None  # else an end token that is also padding would not be trained
-    model.max_seq_length = length or model.max_seq_length
+    model.max_seq_length = length or min(model.max_seq_length, 2**31)  # without a limit it is 10**30
     if model.max_seq_length > limit:
         raise UserError(f"has positions for {limit} tokens: set --{flag_name} to that or less")
     tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)

@@ -72,6 +72,8 @@ def make_encoder(folder, name, bert):
              "num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": 130}  # fmt: skip
     if name.startswith("T5"):
         shape = {"vocab_size": 1000, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    if name.startswith("XLNet"):
+        shape = {"vocab_size": 1000, "d_model": 32, "d_inner": 64, "n_layer": 2, "n_head": 2}
     torch.manual_seed(0)
     kind(kind.config_class(**shape)).save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(bert).save_pretrained(folder)

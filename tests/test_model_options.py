@@ -695,3 +695,21 @@ def test_a_decoder_may_have_a_new_head(kind, tied, tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
     load(folder)
     load_reranker(folder, "--template", TEMPLATE)
+
+
+@pytest.mark.parametrize("kind", ["XLNetModel", "T5ForConditionalGeneration"])
+@pytest.mark.parametrize("name", [*TRAINERS, "eval_incremental"])
+def test_no_limit_of_positions(name, kind, bert, tmp_path):
+    """XLNet's is -1, T5 has none. The tokenizer's limit counts, or --max_length; without any, texts are not cut."""
+    folder = make_encoder(tmp_path / "model", kind, bert)
+    script = importlib.import_module(name)
+    for own, given, expected in ((128, [], 128), (10**30, ["--max_length", "9"], 9), (10**30, [], 1002)):
+        tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"model_max_length": own}))
+        if name == "eval_incremental":
+            model, _, _ = script.load_bi_encoder(str(folder), script.parse_args(["--beir", "x", "--bm25", *given]))
+        else:
+            args = script.parse_args(["--train_data", "x", "--model_name_or_path", str(folder), *given])
+            model = script.load_model(args)
+        ids = model.tokenizer.backend_tokenizer.encode("a " * 1000).ids
+        assert len(ids) == expected, (own, given)
