@@ -1816,7 +1816,9 @@ def set_dropout(model, probability):
 def finish_model(model, args, task=None):
     """Return the model with --dropout, --gradient_checkpointing and --lora_rank, in float32, in torch's own memory."""
     if args.gradient_checkpointing:
-        model[0].model.gradient_checkpointing_enable({"use_reentrant": False})
+        name = "--gradient_checkpointing (it requires a transformer that supports it)"
+        with user_errors(name, AttributeError, TypeError):
+            model[0].model.gradient_checkpointing_enable({"use_reentrant": False})
     if args.dropout is not None:
         set_dropout(model, args.dropout)
     if args.lora_rank:

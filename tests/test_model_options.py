@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pyarrow as pa
@@ -652,6 +653,9 @@ class New(transformers.BertModel):
         model = cls(config)
         model.load_state_dict(safetensors.torch.load_file(f"{path}/model.safetensors"))
         return model
+
+class Scorer(transformers.BertForSequenceClassification):
+    supports_gradient_checkpointing = False
 """
 
 
@@ -713,3 +717,24 @@ def test_no_limit_of_positions(name, kind, bert, tmp_path):
             model = script.load_model(args)
         ids = model.tokenizer.backend_tokenizer.encode("a " * 1000).ids
         assert len(ids) == expected, (own, given)
+
+
+@pytest.mark.parametrize(
+    "name, kind", [("train_bi_encoder", "static"), *product(TRAINERS, ["MPNetModel", "AlbertModel", "remote"])]
+)
+def test_gradient_checkpointing_without_support(name, kind, bert, static, tmp_path):
+    script, folder = importlib.import_module(name), tmp_path / "model"
+    if kind == "static":
+        shutil.copytree(static, folder)
+    elif kind == "remote":
+        shutil.copytree(bert, folder)
+        (folder / "new.py").write_text(REMOTE)
+        config = json.loads((folder / "config.json").read_text())
+        config["auto_map"] = {"AutoModel": "new.New", "AutoModelForSequenceClassification": "new.Scorer"}
+        (folder / "config.json").write_text(json.dumps(config))
+    else:
+        make_encoder(folder, kind, bert)
+    words = ["--train_data", "x", "--model_name_or_path", str(folder), "--trust_remote_code"]
+    script.load_model(script.parse_args(words))
+    with pytest.raises(script.UserError, match="^--gradient_checkpointing .it requires a transformer that "):
+        script.load_model(script.parse_args([*words, "--gradient_checkpointing"]))
