@@ -524,8 +524,11 @@ def make_loss(args, model):
     """Return loss(columns, whole): one of LOSSES, or a class of sentence-transformers."""
     is_cosine = model.similarity_fn_name == "cosine"
     normalize = partial(F.normalize, dim=-1) if is_cosine else torch.nn.Identity()
-    if max(args.matryoshka_dims, default=0) > model.get_embedding_dimension():
-        raise UserError(f"--matryoshka_dims: the embeddings have only {model.get_embedding_dimension()} dimensions")
+    if args.matryoshka_dims:
+        with model.truncate_embeddings(None):  # training has all dimensions, even if encode() returns fewer
+            dimensions = model.get_embedding_dimension()
+        if max(args.matryoshka_dims) > dimensions:
+            raise UserError(f"--matryoshka_dims: the embeddings have only {dimensions} dimensions")
     kwargs = dict(args.loss_kwargs)
     weight = kwargs.pop("infonce", 0.0) if args.loss in TEACHER_LOSSES else 0.0
     if args.loss in ("infonce", *TEACHER_LOSSES):

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,6 +144,7 @@ def loss_of(columns, hashes, labels=None, mine=None, similarity="cosine", dims=(
     args = parse("--label_column", "y")
     args.loss, args.loss_kwargs, args.matryoshka_dims = loss, loss_kwargs, list(dims)
     model = SimpleNamespace(similarity_fn_name=similarity, get_embedding_dimension=lambda: 8)
+    model.truncate_embeddings = nullcontext
     mine = torch.arange(len(columns[0])) if mine is None else mine
     labels = torch.full((len(columns[0]), 1), torch.nan) if labels is None else labels
     return script.make_loss(args, model)(columns, script.WholeBatch(hashes, labels, mine, 0))

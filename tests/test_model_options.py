@@ -738,3 +738,15 @@ def test_gradient_checkpointing_without_support(name, kind, bert, static, tmp_pa
     script.load_model(script.parse_args(words))
     with pytest.raises(script.UserError, match="^--gradient_checkpointing .it requires a transformer that "):
         script.load_model(script.parse_args([*words, "--gradient_checkpointing"]))
+
+
+def test_matryoshka_dims_of_a_model_that_truncates_its_embeddings(corpus, bert, tmp_path):
+    """Training has all 32 dimensions, of which the model was saved to use 16. It is saved so again."""
+    model = SentenceTransformer(str(bert), device="cpu", truncate_dim=16)
+    model.save_pretrained(str(tmp_path / "model"))
+    flags = flags_for("train_bi_encoder", corpus, tmp_path / "model", tmp_path / "out", "--max_steps", 2)
+    train("train_bi_encoder", *flags, "--matryoshka_dims", 32, 8)
+    saved = SentenceTransformer(str(tmp_path / "out/model"), device="cpu")
+    assert saved.truncate_dim == 16 and saved.encode("a text").shape == (16,)
+    with pytest.raises(train_bi_encoder.UserError, match="--matryoshka_dims: the embeddings have only 32 dimensions"):
+        train("train_bi_encoder", *flags, "--matryoshka_dims", 33, "--output_dir", tmp_path / "more")
