@@ -758,12 +758,15 @@ def schedule(step, steps, args):
 def load_model(args):
     """Return the SentenceTransformer of the flags. A resume builds the same one, and then loads its weights."""
     torch.manual_seed(args.seed)  # for adapters, and weights that the folder lacks
+    options = {"use_safetensors": True}  # never a pickle
+    if args.attn_implementation:  # None would replace the model's own
+        options["attn_implementation"] = args.attn_implementation
     with user_errors(f"--model_name_or_path {args.model_name_or_path}"):
         check_exists(args.model_name_or_path)
         model = SentenceTransformer(
             args.model_name_or_path,
             device="cpu",
-            model_kwargs={"use_safetensors": True, "attn_implementation": args.attn_implementation},  # never a pickle
+            model_kwargs=options,
             processor_kwargs={"chat_template": None},  # else a new embedder made of a chat model puts texts into it
             trust_remote_code=args.trust_remote_code,
         )

@@ -806,12 +806,15 @@ def is_causal(model):
 def load_model(args):
     """Return the CrossEncoder of the flags. A resume builds the same one, and then loads its weights."""
     torch.manual_seed(args.seed)  # for a new head, adapters, and weights that the folder lacks
+    options = {"use_safetensors": True}  # never a pickle
+    if args.attn_implementation:  # None would replace the model's own
+        options["attn_implementation"] = args.attn_implementation
     with user_errors(f"--model_name_or_path {args.model_name_or_path}"):
         check_exists(args.model_name_or_path)
         model = CrossEncoder(
             args.model_name_or_path,
             device="cpu",
-            model_kwargs={"use_safetensors": True, "attn_implementation": args.attn_implementation},  # never a pickle
+            model_kwargs=options,
             trust_remote_code=args.trust_remote_code,
         )
         if model.num_labels != 1:

@@ -750,3 +750,16 @@ def test_matryoshka_dims_of_a_model_that_truncates_its_embeddings(corpus, bert, 
     assert saved.truncate_dim == 16 and saved.encode("a text").shape == (16,)
     with pytest.raises(train_bi_encoder.UserError, match="--matryoshka_dims: the embeddings have only 32 dimensions"):
         train("train_bi_encoder", *flags, "--matryoshka_dims", 33, "--output_dir", tmp_path / "more")
+
+
+@pytest.mark.parametrize("where", ["config.json", "sentence_bert_config.json"])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_the_models_own_attention_is_the_default(name, where, bert, reranker, tmp_path):
+    folder = shutil.copytree(bert if name == "train_bi_encoder" else reranker, tmp_path / "model")
+    config = json.loads((folder / where).read_text())
+    own = {"attn_implementation": "eager"}
+    (folder / where).write_text(json.dumps(config | (own if where == "config.json" else {"model_kwargs": own})))
+    script = importlib.import_module(name)
+    for flags, expected in (([], "eager"), (["--attn_implementation", "sdpa"], "sdpa")):
+        args = script.parse_args(["--train_data", "x", "--model_name_or_path", str(folder), *flags])
+        assert script.load_model(args).config._attn_implementation == expected
