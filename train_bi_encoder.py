@@ -233,6 +233,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm.auto import tqdm
+from transformers.utils.peft_utils import find_adapter_config_file
 from xxhash import xxh3_64_intdigest
 
 # ---- main
@@ -763,6 +764,7 @@ def load_model(args):
         options["attn_implementation"] = args.attn_implementation
     with user_errors(f"--model_name_or_path {args.model_name_or_path}"):
         check_exists(args.model_name_or_path)
+        check_adapters(args.model_name_or_path)
         model = SentenceTransformer(
             args.model_name_or_path,
             device="cpu",
@@ -1873,6 +1875,15 @@ def set_up_transformer(model, length, flag_name):
         raise UserError(f"has positions for {limit} tokens: set --{flag_name} to that or less")
     tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
     tokenizer.backend_tokenizer.no_padding()
+
+
+def check_adapters(name):
+    """Raise UserError if a model is saved as adapters of peft: loaded, they are frozen, and would not be merged."""
+    if find_adapter_config_file(name) or any(Path(name).glob("0_*/adapter_config.json")):
+        raise UserError(
+            "contains adapters of peft: merge the adapters first, PeftModel.from_pretrained(BASE_MODEL, ADAPTERS)"
+            ".merge_and_unload().save_pretrained(NEW), and save the tokenizer there"
+        )
 
 
 def check_weights(transformer):

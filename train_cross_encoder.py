@@ -241,6 +241,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from tqdm.auto import tqdm
+from transformers.utils.peft_utils import find_adapter_config_file
 
 # ---- main
 
@@ -811,6 +812,7 @@ def load_model(args):
         options["attn_implementation"] = args.attn_implementation
     with user_errors(f"--model_name_or_path {args.model_name_or_path}"):
         check_exists(args.model_name_or_path)
+        check_adapters(args.model_name_or_path)
         model = CrossEncoder(
             args.model_name_or_path,
             device="cpu",
@@ -1970,6 +1972,15 @@ def set_up_transformer(model, length, flag_name):
         raise UserError(f"has positions for {limit} tokens: set --{flag_name} to that or less")
     tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
     tokenizer.backend_tokenizer.no_padding()
+
+
+def check_adapters(name):
+    """Raise UserError if a model is saved as adapters of peft: loaded, they are frozen, and would not be merged."""
+    if find_adapter_config_file(name) or any(Path(name).glob("0_*/adapter_config.json")):
+        raise UserError(
+            "contains adapters of peft: merge the adapters first, PeftModel.from_pretrained(BASE_MODEL, ADAPTERS)"
+            ".merge_and_unload().save_pretrained(NEW), and save the tokenizer there"
+        )
 
 
 def check_weights(transformer):

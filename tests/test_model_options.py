@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import ROOT, TRAINERS, launch, metrics, weights, write_jsonl
 from forked import merge_flags
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from test_best_model import train
@@ -763,3 +764,31 @@ def test_the_models_own_attention_is_the_default(name, where, bert, reranker, tm
     for flags, expected in (([], "eager"), (["--attn_implementation", "sdpa"], "sdpa")):
         args = script.parse_args(["--train_data", "x", "--model_name_or_path", str(folder), *flags])
         assert script.load_model(args).config._attn_implementation == expected
+
+
+@pytest.mark.parametrize("where", ["", "with modules", "with modules/0_Transformer"])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_folder_of_adapters(name, where, bert, reranker, tmp_path):
+    """Refused, as they would not be trained, or not be merged at the end. What is merged as the line says, is not."""
+    kind, base = (
+        (transformers.AutoModel, bert)
+        if name == "train_bi_encoder"
+        else (transformers.AutoModelForSequenceClassification, reranker)
+    )
+    folder = tmp_path / "model" / where
+    adapted = get_peft_model(kind.from_pretrained(base), LoraConfig(target_modules=["query"], init_lora_weights=False))
+    adapted.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    if where:
+        shutil.copy(base / "modules.json", folder.parent if "/" in where else folder)
+    script, root = importlib.import_module(name), tmp_path / "model" / where.partition("/")[0]
+    for flags in ([], ["--lora_rank", "2"]):
+        args = script.parse_args(["--train_data", "x", "--model_name_or_path", str(root), *flags])
+        with pytest.raises(script.UserError, match=f"^--model_name_or_path {root}: .* merge the adapters first, "):
+            script.load_model(args)
+    merged = PeftModel.from_pretrained(kind.from_pretrained(base), folder).merge_and_unload()
+    merged.save_pretrained(tmp_path / "new")
+    transformers.AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "new")
+    args = script.parse_args(["--train_data", "x", "--model_name_or_path", str(tmp_path / "new")])
+    name = next(name for name in merged.state_dict() if name.endswith("query.weight"))
+    assert torch.equal(script.load_model(args)[0].model.get_parameter(name), merged.get_parameter(name))
