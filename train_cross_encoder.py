@@ -1945,6 +1945,8 @@ def add_lora(model, args, task):
 
         model.requires_grad_(False)  # other modules, too: the adapters contain all that is trained
         defaults = {"lora_alpha": 2 * args.lora_rank, "target_modules": "all-linear", "task_type": task}
+        if task == "SEQ_CLS":  # of these peft trains all weights, also of DistilBERT's pre_classifier
+            defaults["exclude_modules"] = ".*(classifier|score)"
         config = LoraConfig(r=args.lora_rank, **(defaults | args.lora_kwargs))
         model[0].model = get_peft_model(model[0].model, config)
 

@@ -792,3 +792,20 @@ def test_a_folder_of_adapters(name, where, bert, reranker, tmp_path):
     args = script.parse_args(["--train_data", "x", "--model_name_or_path", str(tmp_path / "new")])
     name = next(name for name in merged.state_dict() if name.endswith("query.weight"))
     assert torch.equal(script.load_model(args)[0].model.get_parameter(name), merged.get_parameter(name))
+
+
+@pytest.mark.parametrize("more", [[], ["--lora_kwargs", '{"target_modules": ["q_lin", "v_lin"]}']])
+def test_adapters_of_a_reranker_whose_head_has_two_layers(more, corpus, bert, tmp_path):
+    """DistilBERT's pre_classifier and classifier, both new, are trained as they are; layers get adapters."""
+    folder = make_encoder(tmp_path / "model", "DistilBertForMaskedLM", bert)
+    flags = flags_for("train_cross_encoder", corpus, folder, tmp_path / "out", "--lora_rank", 2, *more)
+    before, _ = load_reranker(folder)
+    train("train_cross_encoder", *flags, "--max_steps", 2)
+    after = CrossEncoder(str(tmp_path / "out/model"), device="cpu").state_dict()
+    ranks = {}
+    for name, tensor in before.state_dict().items():
+        if tensor.ndim == 2:
+            ranks[name] = int(torch.linalg.matrix_rank(after[name] - tensor, atol=1e-5))
+    assert ranks["0.model.pre_classifier.weight"] > 2 and ranks["0.model.classifier.weight"] == 1
+    assert all(rank <= 2 for name, rank in ranks.items() if ".layer." in name)
+    assert ranks["0.model.distilbert.transformer.layer.1.attention.q_lin.weight"] == 2
