@@ -320,6 +320,20 @@ def test_held_out_rows_have_the_prompts_of_their_sources(rows, reranker, tmp_pat
     assert all(row.query[4:] in sources[row.query[:4]] for row in held_out)
 
 
+@pytest.mark.parametrize("name", ["Qwen3Model", "LlamaModel"])
+def test_a_decoder_whose_attention_is_not_causal(name, corpus, rows, tmp_path):
+    """One saved with `is_causal: false` trains so, and is saved so: the first token sees the last one."""
+    folder = make_decoder(tmp_path / "model", name)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"is_causal": False}))
+    check("train_bi_encoder", folder, "--pooling", "cls")
+    train("train_bi_encoder", *flags_of(corpus, folder, tmp_path / "out", "--pooling", "cls", "--max_steps", 2))
+    assert json.loads((tmp_path / "out/model/config.json").read_text())["is_causal"] is False
+    check("train_bi_encoder", tmp_path / "out/model")
+    first, second = SentenceTransformer(str(tmp_path / "out/model"), device="cpu").encode(["a text", "a test"])
+    assert abs(first - second).max() > 1e-4
+
+
 # ---- yes/no rerankers
 
 
