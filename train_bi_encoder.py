@@ -170,6 +170,11 @@ def check_flags(args):
         raise UserError(f"--mixing_weights: give {len(args.train_data)} numbers, one for each source")
     if args.streaming and not (args.max_steps or args.rows_per_epoch):
         raise UserError("--streaming requires --max_steps or --rows_per_epoch: the length of a stream is unknown")
+    if args.loss == "infonce" and args.label_column:
+        raise UserError(
+            "--label_column: infonce reads no labels, the first document is the positive: leave it out, or set --loss "
+            "kl, margin_mse or one of sentence-transformers that reads them, such as CoSENTLoss"
+        )
     if args.loss in TEACHER_LOSSES and not args.label_column:
         raise UserError(f"--loss {args.loss} requires teacher scores: set --label_column")
     if args.loss in TEACHER_LOSSES and "teacher_temperature" not in args.loss_kwargs:
@@ -516,6 +521,7 @@ def library_loss(args, model):
         columns = [column[present] for column in columns]
         with user_errors(f"--loss {args.loss}", *BUGS):  # it can reject these columns or labels
             value = module.compute_loss_from_embeddings(columns, labels if args.label_column else None)
+        value = sum(value.values()) if isinstance(value, dict) else value  # of the terms of a sum, by name
         return value * (whole.hashes[0][whole.mine] >= 0).sum() / len(present)
 
     return loss
@@ -860,15 +866,22 @@ CORRELATIONS = ["Spearman", "Pearson"]
 
 def open_eval_sets(rows, args):
     """Return {name: EvalSet} of the held-out rows and of --eval_beir. A held-out query searches the positives of all
-    held-out rows for its own. If each row has one label, queries are instead paired with their positives."""
+    held-out rows for its own; equal texts are one, as in eval_incremental.py. If each row has one label, queries are
+    instead paired with their positives."""
     eval_sets = {}
     if rows:
         add_prompts(rows, args)
-        queries = {f"{number}": row.query for number, row in enumerate(rows)}
-        documents = {f"document {number}": row.documents[0] for number, row in enumerate(rows)}
+        queries = [row.query for row in rows]
+        documents = [row.documents[0] for row in rows]
         scored = all(len(row.labels) == 1 for row in rows)
         relevance = [row.labels[0] for row in rows] if scored else 1
-        qrels = pd.DataFrame({"query_id": queries.keys(), "doc_id": documents.keys(), "relevance": relevance})
+        pairs = pd.DataFrame({"query": queries, "document": documents})
+        numbers = pairs.apply(lambda texts: texts.index if scored else pd.factorize(texts)[0])
+        query_ids = numbers["query"].astype(str)
+        document_ids = "document " + numbers["document"].astype(str)
+        qrels = pd.DataFrame({"query_id": query_ids, "doc_id": document_ids, "relevance": relevance}).drop_duplicates()
+        queries = dict(zip(query_ids, queries))
+        documents = dict(zip(document_ids, documents))
         eval_sets["held_out"] = EvalSet(queries, documents, qrels, scored)
     return eval_sets | read_collections(args, args.query_prompt[0], args.document_prompt)
 
@@ -2292,6 +2305,9 @@ def start(args):
             project_dir=args.output_dir,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=30))],
         )
+    for name in args.report_to:
+        if name not in ("all", *map(str, accelerator.log_with)):
+            raise UserError(f"--report_to {name}: its package is not installed")
     kind = accelerator.distributed_type
     unsupported = kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or accelerator.parallelism_config
     if kind == DistributedType.FSDP:
@@ -2311,10 +2327,13 @@ def start(args):
 
 def announce(model, data, progress, steps, args, accelerator):
     """Print what is trained, on what, and how far it is."""
-    rows = "a stream" if args.streaming else f"{sum(map(len, data.sources)):,} rows"
+    rows = "a stream of rows" if args.streaming else f"{sum(map(len, data.sources)):,} rows"
+    roles = ["query", *(["document"] if args.label_column else ["positive", "negative"])]
+    roles += roles[-1:] * len(args.columns)
+    columns = ", ".join(f"{role}: {name}" for role, name in zip(roles, args.columns))
     parameters = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     accelerator.print(
-        f"{parameters:,} parameters, {rows} of {', '.join(args.columns)}, {len(data.held_out):,} held out\n"
+        f"{parameters:,} parameters, {rows} ({columns}), {len(data.held_out):,} held out\n"
         f"step {progress.step:,} of {steps:,}: {args.gradient_accumulation_steps} x {args.batch_size:,} rows on "
         f"{accelerator.num_processes} x {accelerator.device}, in micro-batches of {args.micro_batch_tokens:,} tokens"
     )
@@ -2405,7 +2424,10 @@ class Log:
                 lines = [json.dumps(line) + "\n" for line in self.metrics]
                 (output / "metrics.jsonl").write_text("".join(lines))
                 (output / "args.yaml").write_text(yaml.safe_dump(flags_of_run(self.args), sort_keys=False))
-        self.accelerator.init_trackers("evenstep", {name: str(value) for name, value in asdict(self.args).items()})
+        flags = {name: str(value) for name, value in asdict(self.args).items()}
+        logged = self.metrics[-1]["step"] if self.metrics else -1
+        options = {"tensorboard": {"purge_step": logged + 1}}  # a resume logs later steps again
+        self.accelerator.init_trackers("evenstep", flags, options)
 
     def write(self, step, record):
         """Append the record of a step, unless it is empty, to metrics.jsonl and the trackers."""
@@ -2435,6 +2457,8 @@ class Log:
         if not self.metrics or name not in self.metrics[0]:
             choices = ", ".join(self.measures()) or "none, as there is nothing to evaluate on"
             raise UserError(f"--metric_for_best_model {name} is not measured by evaluations: choose one of {choices}")
+        if math.isnan(self.metrics[0][name]):
+            raise UserError(f"--metric_for_best_model {name} is not a number: all labels, or all scores, are equal")
         values = {record["step"]: record[name] for record in self.metrics if record["step"] and name in record}
         values = pd.Series(values, dtype=float).fillna(-math.inf)
         best = int(values.idxmax()) if len(values) else 0

@@ -599,6 +599,11 @@ def read_row(cells, random, step, args):
         groups.append([read_text(value, column, args.corpus) for value in values])
     if not groups[0]:
         raise ValueError(f"{document_columns[0]!r} has no text")
+    if not args.label_column:  # a positive is no negative
+        positives = groups[0] if len(groups) > 1 else groups[0][:1]
+        groups[1:] = [[text for text in group if text not in positives] for group in groups[1:]]
+        if len(groups) == 1:
+            groups[0] = positives + [text for text in groups[0] if text not in positives]
     labels = read_labels(cells, args)
     one_list = len(groups) == 1 and len(labels) == len(groups[0])
     if one_list and args.num_negatives is not None and args.loss not in TEACHER_LOSSES:
@@ -2389,6 +2394,9 @@ def start(args):
             project_dir=args.output_dir,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=30))],
         )
+    for name in args.report_to:
+        if name not in ("all", *map(str, accelerator.log_with)):
+            raise UserError(f"--report_to {name}: its package is not installed")
     kind = accelerator.distributed_type
     unsupported = kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM) or accelerator.parallelism_config
     if kind == DistributedType.FSDP:
@@ -2408,10 +2416,13 @@ def start(args):
 
 def announce(model, data, progress, steps, args, accelerator):
     """Print what is trained, on what, and how far it is."""
-    rows = "a stream" if args.streaming else f"{sum(map(len, data.sources)):,} rows"
+    rows = "a stream of rows" if args.streaming else f"{sum(map(len, data.sources)):,} rows"
+    roles = ["query", *(["document"] if args.label_column else ["positive", "negative"])]
+    roles += roles[-1:] * len(args.columns)
+    columns = ", ".join(f"{role}: {name}" for role, name in zip(roles, args.columns))
     parameters = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     accelerator.print(
-        f"{parameters:,} parameters, {rows} of {', '.join(args.columns)}, {len(data.held_out):,} held out\n"
+        f"{parameters:,} parameters, {rows} ({columns}), {len(data.held_out):,} held out\n"
         f"step {progress.step:,} of {steps:,}: {args.gradient_accumulation_steps} x {args.batch_size:,} rows on "
         f"{accelerator.num_processes} x {accelerator.device}, in micro-batches of {args.micro_batch_tokens:,} tokens"
     )
@@ -2502,7 +2513,10 @@ class Log:
                 lines = [json.dumps(line) + "\n" for line in self.metrics]
                 (output / "metrics.jsonl").write_text("".join(lines))
                 (output / "args.yaml").write_text(yaml.safe_dump(flags_of_run(self.args), sort_keys=False))
-        self.accelerator.init_trackers("evenstep", {name: str(value) for name, value in asdict(self.args).items()})
+        flags = {name: str(value) for name, value in asdict(self.args).items()}
+        logged = self.metrics[-1]["step"] if self.metrics else -1
+        options = {"tensorboard": {"purge_step": logged + 1}}  # a resume logs later steps again
+        self.accelerator.init_trackers("evenstep", flags, options)
 
     def write(self, step, record):
         """Append the record of a step, unless it is empty, to metrics.jsonl and the trackers."""
@@ -2532,6 +2546,8 @@ class Log:
         if not self.metrics or name not in self.metrics[0]:
             choices = ", ".join(self.measures()) or "none, as there is nothing to evaluate on"
             raise UserError(f"--metric_for_best_model {name} is not measured by evaluations: choose one of {choices}")
+        if math.isnan(self.metrics[0][name]):
+            raise UserError(f"--metric_for_best_model {name} is not a number: all labels, or all scores, are equal")
         values = {record["step"]: record[name] for record in self.metrics if record["step"] and name in record}
         values = pd.Series(values, dtype=float).fillna(-math.inf)
         best = int(values.idxmax()) if len(values) else 0

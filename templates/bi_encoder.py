@@ -153,11 +153,11 @@ def make_micro_batches(model, queries, documents, args, accelerator):
     texts = queries + documents
     micro_batches = []
     for role in ("query", "document"):
-        is_query = role == "query"
-        indices = [index for index in range(len(texts)) if (index < len(queries)) == is_query]
+        indices = [index for index in range(len(texts)) if (index < len(queries)) == (role == "query")]
         by_length = sorted(indices, key=lambda index: len(texts[index]))  # equal work for all
-        mine = torch.tensor(by_length[accelerator.process_index :: accelerator.num_processes])
-        features = model.preprocess([texts[index] for index in mine], prompt=model.prompts[role])
+        mine = by_length[accelerator.process_index :: accelerator.num_processes]
+        encoded = mine or by_length[:1]  # a stand-in, whose embedding is not used: of no text there are no features
+        features = model.preprocess([texts[index] for index in encoded], prompt=model.prompts[role])
         mask = features["attention_mask"]
         for places in cut(mask.sum(1).tolist(), args.micro_batch_tokens):
             used = mask[places].any(0)  # columns that are not padding in all of these texts
@@ -165,7 +165,7 @@ def make_micro_batches(model, queries, documents, args, accelerator):
             for name, value in features.items():
                 if torch.is_tensor(value):
                     part[name] = value[places][:, used]
-            micro_batches.append((role, mine[places], part))
+            micro_batches.append((role, torch.tensor(mine).long()[places[: len(mine)]], part))
     return micro_batches
 
 
@@ -173,7 +173,7 @@ def gather(micro_batches, outputs, size, accelerator):
     """Return the (size, D) embeddings of the texts of all processes, without their graphs."""
     embeddings = outputs[0].new_zeros(size, outputs[0].shape[1])
     for (_, indices, _), output in zip(micro_batches, outputs):
-        embeddings[indices] = output.detach()
+        embeddings[indices] = output[: len(indices)].detach()
     return accelerator.reduce(embeddings, "sum")
 
 
@@ -208,7 +208,7 @@ def forward_backward(model, queries, documents, step, extra, args, accelerator):
     loss.backward()
     for number, (_, indices, _) in enumerate(micro_batches):
         output = outputs[number] if keep_graphs else forward(number)
-        output.backward(embeddings.grad[indices])
+        output[: len(indices)].backward(embeddings.grad[indices])
     for weight in model.parameters():
         if weight.requires_grad:
             if weight.grad is None:  # no text of this process needs it: others may have a gradient

@@ -160,12 +160,11 @@ def cut(lengths, max_tokens):
 
 def make_micro_batches(model, rows, args, accelerator):
     """Return [(indices, features)] of this process' part of the pairs of rows; indices: (pairs,) in all of them."""
-    pairs = []
-    for query, *documents in rows:
-        pairs += [(query, document) for document in documents]
+    pairs = [(query, document) for query, *documents in rows for document in documents]
     by_length = sorted(range(len(pairs)), key=lambda index: len("".join(pairs[index])))  # equal work for all
-    mine = torch.tensor(by_length[accelerator.process_index :: accelerator.num_processes])
-    features = model.preprocess([pairs[index] for index in mine])
+    mine = by_length[accelerator.process_index :: accelerator.num_processes]
+    encoded = mine or by_length[:1]  # a stand-in, whose score is not used: of no pair there are no features
+    features = model.preprocess([pairs[index] for index in encoded])
     mask = features["attention_mask"]
     micro_batches = []
     for places in cut(mask.sum(1).tolist(), args.micro_batch_tokens):
@@ -174,7 +173,7 @@ def make_micro_batches(model, rows, args, accelerator):
         for name, value in features.items():
             if torch.is_tensor(value):
                 part[name] = value[places][:, used]
-        micro_batches.append((mine[places], part))
+        micro_batches.append((torch.tensor(mine).long()[places[: len(mine)]], part))
     return micro_batches
 
 
@@ -182,7 +181,7 @@ def gather(micro_batches, outputs, rows, accelerator):
     """Return the (B, L) scores of all processes, without their graphs."""
     scores = outputs[0].new_zeros(len(rows) * (len(rows[0]) - 1))
     for (indices, _), output in zip(micro_batches, outputs):
-        scores[indices] = output.detach()
+        scores[indices] = output[: len(indices)].detach()
     return accelerator.reduce(scores, "sum").view(len(rows), -1)
 
 
@@ -212,7 +211,7 @@ def forward_backward(model, rows, step, extra, args, accelerator):
     loss.backward()
     for number, (indices, _) in enumerate(micro_batches):
         output = outputs[number] if keep_graphs else forward(number)
-        output.backward(scores.grad.flatten()[indices])
+        output[: len(indices)].backward(scores.grad.flatten()[indices])
     for weight in model.parameters():
         if weight.requires_grad:
             if weight.grad is None:  # no pair of this process needs it: others may have a gradient

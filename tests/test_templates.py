@@ -130,6 +130,20 @@ def test_killed_and_resumed(folder, bert, reranker, tmp_path, kind, way, process
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_processes_without_a_text(folder, tmp_path, kind):
+    """A batch of one row has no query, or no pair, for some of four processes; nor have held-out rows."""
+    for processes in (1, 4):
+        more = ["--batch_size", 1, "--eval_rows", 1, "--max_steps", 3, "--warmup_ratio", 0]
+        launch(
+            ROOT / f"templates/{kind}.py", *flags(kind, folder, tmp_path / f"{processes}", *more), processes=processes
+        )
+    one, four = (metrics(tmp_path / f"{processes}") for processes in (1, 4))
+    for line, expected in zip(four, one, strict=True):
+        del line["rows_per_second" if "loss" in line else "step"]
+        assert line == pytest.approx({name: expected[name] for name in line}, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_alone_in_an_empty_folder(folder, tmp_path, kind):
     """One of the two by Accelerate's launcher; the saved model loads in sentence-transformers, and has changed."""
     shutil.copy(ROOT / f"templates/{kind}.py", tmp_path / "mine.py")

@@ -1,0 +1,169 @@
+"""What was asked is what is trained and measured: else a run is refused, with a line that says why."""
+
+import importlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import TRAINERS, metrics, train, write_jsonl
+
+import train_bi_encoder
+import train_cross_encoder
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+ROWS = [{"q": f"query {i}", "d": f"document {i}", "n": f"negative {i}", "label": i % 3 / 2} for i in range(40)]
+
+
+@pytest.fixture
+def flags(static):
+    write_jsonl(Path("rows.jsonl"), ROWS)
+    return ["--train_data", "rows.jsonl", "--model_name_or_path", static, "--columns", "q", "d", "--batch_size", 4,
+            "--max_steps", 2, "--eval_rows", 0, "--output_dir", "out"]  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------- labels
+
+
+@pytest.mark.parametrize("loss", [[], ["--loss", "infonce"]])
+def test_infonce_refuses_labels(flags, capsys, loss):
+    """It takes the first document for the positive, whatever its label."""
+    with pytest.raises(SystemExit, match="2"):
+        train("train_bi_encoder", *flags, *loss, "--label_column", "label")
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "--label_column: infonce reads no labels" in line and "kl, margin_mse" in line and "CoSENTLoss" in line
+
+
+def test_a_loss_that_returns_several_terms(flags):
+    """They are summed, as the library's trainer does."""
+    train("train_bi_encoder", *flags, "--loss", "GlobalOrthogonalRegularizationLoss", "--logging_steps", 1)
+    assert all(np.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in metrics("out"))
+
+
+# ------------------------------------------------------------------------------------------------- held-out rows
+
+
+def test_equal_texts_of_held_out_rows_are_one(static, evaluate, rows):
+    """Documents of several queries, and queries with several positives, are measured as by eval_incremental.py."""
+    rows = [{"q": rows[i % 60]["docstring"], "d": rows[i % 83]["code"]} for i in range(500)]
+    write_jsonl(Path("rows.jsonl"), rows)
+    train("train_bi_encoder", "--train_data", "rows.jsonl", "--eval_data", "rows.jsonl", "--eval_rows", 500,
+          "--model_name_or_path", static, "--batch_size", 4, "--max_steps", 1, "--output_dir", "out")  # fmt: skip
+    names = ["nDCG@10", "RR@10", "Success@1"]
+    first = metrics("out")[0]
+    found = evaluate("--pairs", "rows.jsonl", "--model_name_or_path", static, "--metrics", *names)["metrics"]
+    assert first["step"] == 0
+    for name in names:
+        assert first[name] == pytest.approx(found[name]["mean"], abs=1e-12), name
+
+
+@pytest.mark.parametrize("equal", ["q", "d"])
+def test_positives_that_are_found_count(static, equal):
+    """Each query has the words of its documents, so that all measures are 1."""
+    rows = [{"q": f"word{i // 5}", "d": f"word{i // 5} x{i}"} for i in range(30)]
+    if equal == "d":
+        rows = [{"q": row["d"], "d": row["q"]} for row in rows]
+    args = train_bi_encoder.parse_args(["--train_data", "x", "--model_name_or_path", "y", "--columns", "q", "d",
+                                        "--query_prompt", "", "--document_prompt", ""])  # fmt: skip
+    cells = {"<source>": 0}
+    rows = [train_bi_encoder.Row(row["q"], [row["d"]], [], cells) for row in rows]
+    (found,) = train_bi_encoder.open_eval_sets(rows, args).values()
+    sizes = (6, 30) if equal == "q" else (30, 6)
+    assert (len(found.queries), len(found.documents)) == sizes and len(found.qrels) == 30 and not found.scored
+
+
+def test_pairs_with_labels_stay_pairs():
+    flags = ["--columns", "q", "d", "--loss", "CoSENTLoss", "--label_column", "label", "--query_prompt", ""]
+    args = train_bi_encoder.parse_args(["--train_data", "x", "--model_name_or_path", "y", *flags])
+    args.document_prompt = ""
+    rows = [train_bi_encoder.Row("q", ["d"], [label], {"<source>": 0}) for label in (0.0, 0.5, 1.0)]
+    (found,) = train_bi_encoder.open_eval_sets(rows, args).values()
+    assert found.scored and len(found.queries) == len(found.documents) == len(found.qrels) == 3
+
+
+# --------------------------------------------------------------------------------------------------- negatives
+
+
+def read(script, cells, columns, random=None, *more):
+    args = script.parse_args(["--train_data", "x", "--model_name_or_path", "y", "--columns", *columns, *more])
+    args.loss = args.loss or "listwise_ce"
+    return script.read_row(cells, random, 0, args)
+
+
+def test_a_positive_is_no_negative_of_its_row():
+    """Else a pair would have the labels 1 and 0. Of lists, none of the positives is."""
+    from random import Random
+
+    cells = {"q": "q", "d": "p", "n": "p", "m": "n"}
+    assert read(train_cross_encoder, cells, ["q", "d", "n", "m"]).documents == ["p", "n"]
+    lists = {"q": "q", "d": ["p 0", "p 1"], "n": ["p 0", "n", "p 1"]}
+    for number in range(9):
+        row = read(train_cross_encoder, lists, ["q", "d", "n"], Random(number))
+        assert row.documents[1:] == ["n"] and row.labels == [1.0, 0.0]
+    assert read(train_cross_encoder, {"q": "q", "d": ["p", "n", "p"]}, ["q", "d"]).documents == ["p", "n"]
+    given = {"q": "q", "d": ["p", "n", "p"], "y": [1, 0, 0.5]}  # labels of one's own stay
+    row = read(train_cross_encoder, given, ["q", "d"], None, "--label_column", "y")
+    assert row.documents == ["p", "n", "p"] and row.labels == [1.0, 0.0, 0.5]
+
+
+# ------------------------------------------------------------------------------------------------ before the run
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_measure_that_is_not_a_number(name, flags, reranker):
+    """The first evaluation would be the best, and no later one could be better."""
+    model = flags[3] if name == "train_bi_encoder" else reranker
+    loss = "CoSENTLoss" if name == "train_bi_encoder" else "bce"
+    given = [*flags, "--model_name_or_path", model, "--label_column", "label", "--loss", loss, "--eval_rows", 5]
+    write_jsonl(Path("equal.jsonl"), [row | {"label": 1} for row in ROWS])
+    script = importlib.import_module(name)
+    with pytest.raises(script.UserError, match="^--metric_for_best_model Spearman is not a number: all labels, or"):
+        train(name, *given, "--eval_data", "equal.jsonl", "--metric_for_best_model", "Spearman")
+    assert [line["step"] for line in metrics("out")] == [0]
+    train(name, *given, "--eval_rows", 10, "--metric_for_best_model", "Spearman", "--output_dir", "other")
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_roles_of_columns_are_printed(name, flags, reranker, capsys):
+    """As they are found by position: an id would be the query."""
+    write_jsonl(
+        Path("ids.jsonl"), [{"id": f"row-{i}", "query": row["q"], "doc": row["d"]} for i, row in enumerate(ROWS)]
+    )
+    model = flags[3] if name == "train_bi_encoder" else reranker
+    given = [word for word in flags if word not in ("--columns", "q", "d")]
+    train(name, *given, "--model_name_or_path", model, "--train_data", "ids.jsonl")
+    assert "40 rows (query: id, positive: query, negative: doc), 0 held out" in capsys.readouterr().out
+    loss = ["--loss", "CoSENTLoss"] if name == "train_bi_encoder" else []
+    train(name, *flags, "--model_name_or_path", model, "--label_column", "label", *loss, "--output_dir", "labels")
+    assert "(query: q, document: d), 0 held out" in capsys.readouterr().out
+
+
+def test_a_tracker_that_is_not_installed(flags, monkeypatch):
+    from accelerate import tracking
+
+    missing = [
+        name for name in ("wandb", "clearml", "comet_ml", "aim") if name not in tracking.get_available_trackers()
+    ]
+    for name in missing[:1]:
+        with pytest.raises(train_bi_encoder.UserError, match=f"^--report_to {name}: its package is not installed$"):
+            train("train_bi_encoder", *flags, "--report_to", name)
+    assert missing and not Path("out/args.yaml").exists()
+
+
+def test_tensorboard_has_each_step_once_after_a_resume(flags):
+    """Though steps after the checkpoint were logged before the run was killed."""
+    pytest.importorskip("tensorboard")
+    import shutil
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    given = [*flags, "--report_to", "tensorboard", "--logging_steps", 1, "--save_steps", 2, "--max_steps", 6]
+    train("train_bi_encoder", *given)
+    for folder in ("out/model", "out/checkpoints/step_00000006"):
+        shutil.rmtree(folder)
+    train("train_bi_encoder", *given, "--resume")
+    events = EventAccumulator("out/evenstep").Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+    expected = [line["loss"] for line in metrics("out")]
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx(expected)
+    assert json.loads(Path("out/metrics.jsonl").read_text().splitlines()[-1])["step"] == 6
