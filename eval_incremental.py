@@ -222,7 +222,7 @@ import xxhash
 import yaml
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import broadcast_object_list, gather_object
-from datasets.data_files import DataFilesDict, get_data_patterns
+from datasets.data_files import DataFilesList, get_data_patterns
 from datasets.formatting import PythonFormatter
 from filelock import FileLock
 from matplotlib.figure import Figure
@@ -2004,8 +2004,8 @@ def list_files(source):
     elif os.path.isfile(path):
         raise UserError(UNSUPPORTED)
     elif "://" in path and not path.startswith("hf:"):  # a folder of an object store
-        suffixes = [f".{suffix}" for suffix in FORMATS]
-        files = DataFilesDict.from_patterns(get_data_patterns(path), path, suffixes)
+        found = get_data_patterns(path).items()
+        files = {str(part): DataFilesList.from_patterns(patterns, path, [*FORMATS]) for part, patterns in found}
     else:
         if path.count(":") == 2:
             path, config, split = path.split(":")
@@ -2027,10 +2027,7 @@ def open_files(files, streaming=True):
     kind, options = FORMATS[suffix], {"split": "train", "writer_batch_size": 20_000}
     if kind == "csv":
         files = [file for file in files if not os.path.isfile(file) or os.path.getsize(file)] or files
-        options |= {"keep_default_na": False, "na_values": [""], "index_col": False}
-        warnings.simplefilter("error", pd.errors.ParserWarning)  # the first row has more fields than the header
-    if suffix == ".tsv":
-        options |= {"sep": "\t", "quoting": csv.QUOTE_NONE}
+        options |= csv_options(suffix)
     if kind == "parquet":  # else pyarrow reads up to 1 GiB ahead, and keeps what it has read of a file
         options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
     load = partial(datasets.load_dataset, kind, data_files=files, **options)
@@ -2043,6 +2040,14 @@ def open_files(files, streaming=True):
             parts = [datasets.Dataset.from_file(file) for file in files]
             return datasets.concatenate_datasets(parts).with_format("arrow")
     return load(streaming=streaming).with_format("arrow")
+
+
+def csv_options(suffix):
+    """Return the options by which `datasets` reads CSV or TSV as it is written: only an empty cell is missing, and TSV
+    has no quotes."""
+    warnings.simplefilter("error", pd.errors.ParserWarning)  # the first row has more fields than the header
+    options = {"keep_default_na": False, "na_values": [""], "index_col": False}
+    return options | ({"sep": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {})
 
 
 def plain_type(kind):
@@ -2381,6 +2386,8 @@ def parse_args(argv):
         for value in given if isinstance(given, list) else [given]:
             if isinstance(value, str) and SECRET.search(value):
                 parser.error(f"--{name}: a URL with a credential, which files would show; use ~/.netrc")
+            if name in ("output_dir", "output", "export_vectors", "cache_dir") and "://" in (value or ""):
+                parser.error(f"--{name} {value}: must be local; copy it elsewhere when the command has ended")
             if isinstance(value, int | float) and not least <= value < math.inf:
                 parser.error(f"--{name} {value}: must be finite, and {'above 0' if least else '0 or more'}")
     try:
@@ -2390,6 +2397,12 @@ def parse_args(argv):
     return args
 
 
+def exit_now(status):
+    """End the process: pyarrow threads that still read ahead can hang or abort a normal exit (apache/arrow 45214)."""
+    sys.stdout.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
     status = 0
     try:
@@ -2397,5 +2410,4 @@ if __name__ == "__main__":
     except (Exception, KeyboardInterrupt) as error:
         again = "the same command continues; the vectors encoded so far are cached"
         status = print_error(error, again, "lower --micro_batch_tokens")
-    sys.stdout.flush()
-    os._exit(status)  # pyarrow threads that still read ahead can hang or abort a normal exit (apache/arrow 45214)
+    exit_now(status)

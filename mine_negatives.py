@@ -43,7 +43,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import transformers
-from datasets.data_files import DataFilesDict, get_data_patterns
+from datasets.data_files import DataFilesList, get_data_patterns
 from pyarrow.dataset import ParquetFragmentScanOptions
 from tqdm.auto import tqdm
 
@@ -101,6 +101,8 @@ def parse_args(argv):
                 parser.error(f"--{name} {value}: must be finite and, except for a margin, 0 or more")
     if not 1 <= args.num_negatives <= args.range_max - args.range_min:
         parser.error(f"--num_negatives {args.num_negatives}: must be between 1 and --range_max - --range_min")
+    if "://" in args.output:
+        parser.error(f"--output {args.output}: must be a local file; copy it elsewhere afterwards")
     files = [args.corpus, args.queries, args.qrels]
     collections = [args.pairs, args.beir, any(files)]
     if not args.run or sum(map(bool, collections)) != 1 or any(files) != all(files):
@@ -466,8 +468,8 @@ def list_files(source):
     elif os.path.isfile(path):
         raise UserError(UNSUPPORTED)
     elif "://" in path and not path.startswith("hf:"):  # a folder of an object store
-        suffixes = [f".{suffix}" for suffix in FORMATS]
-        files = DataFilesDict.from_patterns(get_data_patterns(path), path, suffixes)
+        found = get_data_patterns(path).items()
+        files = {str(part): DataFilesList.from_patterns(patterns, path, [*FORMATS]) for part, patterns in found}
     else:
         if path.count(":") == 2:
             path, config, split = path.split(":")
@@ -489,10 +491,7 @@ def open_files(files, streaming=True):
     kind, options = FORMATS[suffix], {"split": "train", "writer_batch_size": 20_000}
     if kind == "csv":
         files = [file for file in files if not os.path.isfile(file) or os.path.getsize(file)] or files
-        options |= {"keep_default_na": False, "na_values": [""], "index_col": False}
-        warnings.simplefilter("error", pd.errors.ParserWarning)  # the first row has more fields than the header
-    if suffix == ".tsv":
-        options |= {"sep": "\t", "quoting": csv.QUOTE_NONE}
+        options |= csv_options(suffix)
     if kind == "parquet":  # else pyarrow reads up to 1 GiB ahead, and keeps what it has read of a file
         options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
     load = partial(datasets.load_dataset, kind, data_files=files, **options)
@@ -505,6 +504,14 @@ def open_files(files, streaming=True):
             parts = [datasets.Dataset.from_file(file) for file in files]
             return datasets.concatenate_datasets(parts).with_format("arrow")
     return load(streaming=streaming).with_format("arrow")
+
+
+def csv_options(suffix):
+    """Return the options by which `datasets` reads CSV or TSV as it is written: only an empty cell is missing, and TSV
+    has no quotes."""
+    warnings.simplefilter("error", pd.errors.ParserWarning)  # the first row has more fields than the header
+    options = {"keep_default_na": False, "na_values": [""], "index_col": False}
+    return options | ({"sep": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {})
 
 
 def plain_type(kind):
@@ -659,10 +666,20 @@ def pair_ids(pairs):
 
 # ---- command line
 
+
+def exit_now(status):
+    """End the process: pyarrow threads that still read ahead can hang or abort a normal exit (apache/arrow 45214)."""
+    sys.stdout.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
+    status = 0
     try:
         main(parse_args(sys.argv[1:]))
     except UserError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        status = 1
     except KeyboardInterrupt:
-        sys.exit(130)
+        status = 130
+    exit_now(status)

@@ -12,8 +12,10 @@ Output of the demo: {train,heldout}/{stdlib,packages}-*.parquet, corpus.json (fi
 their own tokenizers: bi_encoder/ (static embeddings), cross_encoder/ (a small BERT). Whole files are held out; train
 shares no docstring or code with them. Existing output is kept; --overwrite rebuilds it.
 Output of a conversion: data-*.arrow or .parquet, which `datasets` maps. Columns missing in a file or row are null.
-CSV and JSON are read twice, first to find types that fit every row: text where numbers and texts are mixed.
-Output of --ir_dataset: a BEIR folder and triples of ids. Left out: types set by hand, shuffling, remote outputs.
+JSON is read twice, first to find types that fit every row: text where numbers and texts are mixed. Columns of CSV and
+TSV are texts, as they are written.
+--output_dir may be a URL of fsspec, such as s3://bucket/pairs: what is written to a temporary folder is copied there.
+Output of --ir_dataset: a BEIR folder and triples of ids. Left out: types set by hand, shuffling.
 """
 
 # /// script
@@ -25,6 +27,7 @@ Output of --ir_dataset: a BEIR folder and triples of ids. Left out: types set by
 
 import argparse
 import ast
+import csv
 import gc
 import hashlib
 import json
@@ -35,6 +38,7 @@ import re
 import shutil
 import sys
 import sysconfig
+import tempfile
 import warnings
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -45,6 +49,7 @@ from itertools import chain, islice, product
 from pathlib import Path
 
 import datasets
+import fsspec
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -67,10 +72,15 @@ def parse_args(argv):
     option = parser.add_argument
     option("sources", nargs="*", metavar="SOURCE",
            help="Parquet, ORC, Arrow, JSON, CSV, text: path, glob, folder, URL, Hub id (default: demo)")  # fmt: skip
-    option("--output_dir", type=Path, help=f"new folder for the shards (default: {DEMO}; for reports: runs/lengths)")
+    option("--output_dir", metavar="DIR",
+           help=f"new folder or URL for the shards (default: {DEMO}; for reports: runs/lengths)")  # fmt: skip
     option("--overwrite", action="store_true", help="replace a non-empty --output_dir, when the new one is complete")
     option("--columns", nargs="+", action="extend", metavar="C", help="columns to keep, in this order (default: all)")
-    option("--filter", metavar="F", help="rows to keep, a pyarrow filter: \"[('lang', 'in', ['en', 'de'])]\"")
+    option(
+        "--filter",
+        metavar="F",
+        help="rows to keep, a pyarrow filter: \"[('lang', 'in', ['en', 'de'])]\"; of CSV, compare texts",
+    )
     option("--format", choices=["arrow", "parquet"], default="arrow", help="arrow: mapped as it is; parquet: smaller")
     option("--rows_per_shard", type=int, default=1_000_000, help="maximum rows per file")
     option("--ir_dataset", metavar="NAME", help="collection of ir_datasets to convert, such as beir/scifact")
@@ -87,6 +97,8 @@ def parse_args(argv):
         parser.error("--columns and --filter require SOURCE; --ir_dataset excludes SOURCE")
     if (args.ir_dataset or args.sources) and not (args.output_dir or args.length_report):
         parser.error("SOURCE and --ir_dataset require --output_dir")
+    if "://" in (args.output_dir or "") and (args.length_report or not (args.sources or args.ir_dataset)):
+        parser.error("--output_dir: must be a local folder for --length_report and the demo")
     return args
 
 
@@ -97,10 +109,13 @@ def main(args):
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors are reported once, as a UserError
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each load of a local file asks the Hub
     if args.length_report:
-        report_lengths(args, args.output_dir or Path("runs/lengths"))
+        report_lengths(args, Path(args.output_dir or "runs/lengths"))
+        return
+    if "://" in (args.output_dir or ""):
+        write_remote_output(args)
         return
     is_demo = not (args.sources or args.ir_dataset)
-    output = (args.output_dir or Path(DEMO)).resolve()
+    output = Path(args.output_dir or DEMO).resolve()
     is_kept = is_demo and (output / "corpus.json").exists() and not args.overwrite
     if not is_kept:
         if any(Path(source).resolve().is_relative_to(output) for source in args.sources):
@@ -110,6 +125,22 @@ def main(args):
         with new_folder(output) as part:
             write_output(part, args)
     print(f"output: {output}")
+
+
+def write_remote_output(args):
+    """Write a collection or converted sources to a temporary folder, and copy it to the URL --output_dir."""
+    with user_errors(f"--output_dir {args.output_dir}"):
+        fs, path = fsspec.core.url_to_fs(args.output_dir)
+        exists = bool(fs.exists(path) and fs.find(path))
+    if exists and not args.overwrite:
+        raise UserError(f"--output_dir {args.output_dir}: is not empty; choose another, or set --overwrite")
+    with tempfile.TemporaryDirectory() as folder:
+        write_output(Path(folder), args)
+        with user_errors(f"--output_dir {args.output_dir}"):
+            if exists:
+                fs.rm(path, recursive=True)
+            fs.put(f"{folder}/", f"{path}/", recursive=True)
+    print(f"output: {args.output_dir}")
 
 
 def write_output(folder, args):
@@ -355,24 +386,17 @@ def convert(args, folder):
 
 
 def common_schema(files):
-    """Return the narrowest schema that fits every row of the files; CSV and JSON files are read completely."""
+    """Return the narrowest schema that fits every row of the files; JSON files are read completely."""
     types = {}
     for file in tqdm(files, desc="inspecting", unit="file"):
         kind, _ = format_of(file)
         for columns in read_columns(file):
             for name, values in columns.items():
-                if kind == "csv":
-                    values = [parse_cell(cell) for cell in values.to_pylist()]
                 types[name] = common_type(types.get(name, pa.null()), values)
-            if kind in ("parquet", "orc", "arrow"):
+            if kind in ("parquet", "orc", "arrow", "csv"):
                 break  # their first table has the types of the file
     text = pa.string()  # the most likely type of later values
     return pa.schema({name: text if pa.types.is_null(kind) else kind for name, kind in types.items()})
-
-
-def parse_cell(cell):
-    """Return the number or boolean in a cell of a CSV file; otherwise the text itself, or None."""
-    return json.loads(cell) if CSV_VALUE.fullmatch(cell or "") else cell
 
 
 def common_type(data_type, values):
@@ -444,9 +468,7 @@ def rebatch(tables, schema):
 FORMATS = {"parquet": "parquet", "orc": "orc", "arrow": "arrow", "jsonl": "json", "json": "json", "ndjson": "json",
            "csv": "csv", "tsv": "csv", "txt": "text"}  # fmt: skip
 COLUMNAR = {"parquet": ParquetFileFormat(pre_buffer=False), "orc": OrcFileFormat()}  # pre_buffer: up to 1 GiB ahead
-SUFFIX = re.compile(rf"\.({'|'.join(FORMATS)})(\.(gz|zst|bz2|xz))?$", re.IGNORECASE)
-# CSV cells that may become numbers or booleans; all others stay text, such as 007 and ids too long for a number.
-CSV_VALUE = re.compile(r"true|false|-?(0|[1-9]\d{0,14})(\.\d+)?([eE][-+]?\d{1,2})?")
+SUFFIX = re.compile(rf"\.({'|'.join(FORMATS)})(\.(gz|zst|bz2|xz))?(\?.*)?$", re.IGNORECASE)  # and a query of a URL
 
 
 def format_of(file):
@@ -455,7 +477,7 @@ def format_of(file):
     if not match:
         raise UserError(f"{file}: unknown suffix; supported: {', '.join(FORMATS)}; text also compressed, as .gz")
     suffix = match[1].lower()
-    options = {"sep": "\t"} if suffix == "tsv" else {}
+    options = csv_options(f".{suffix}") if FORMATS[suffix] == "csv" else {}
     return FORMATS[suffix], options
 
 
@@ -518,7 +540,8 @@ def read_stream(file, kind, options):
     """Yield tables of at most 1,000 rows of a file of another format: all columns of CSV as texts, lines of JSON."""
     load = partial(datasets.load_dataset, data_files=file, split="train", streaming=True)
     if kind == "csv":
-        options |= {"keep_default_na": False, "na_values": [""]}  # None, NA and nan are texts
+        if os.path.isfile(file) and not os.path.getsize(file):  # Spark writes such
+            return
         header = next(iter(load(kind, **options)), {})
         types = dict.fromkeys(header, datasets.Value("string"))
         options["features"] = datasets.Features(types) or None
@@ -818,6 +841,14 @@ def check_exists(name):
         )
 
 
+def csv_options(suffix):
+    """Return the options by which `datasets` reads CSV or TSV as it is written: only an empty cell is missing, and TSV
+    has no quotes."""
+    warnings.simplefilter("error", pd.errors.ParserWarning)  # the first row has more fields than the header
+    options = {"keep_default_na": False, "na_values": [""], "index_col": False}
+    return options | ({"sep": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {})
+
+
 def cut_micro_batches(lengths, max_tokens):
     """Return index arrays, longest text first, each of at most `max_tokens` with padding; a longer text is alone.
 
@@ -851,10 +882,20 @@ def cut_micro_batches(lengths, max_tokens):
 
 # ---- command line
 
+
+def exit_now(status):
+    """End the process: pyarrow threads that still read ahead can hang or abort a normal exit (apache/arrow 45214)."""
+    sys.stdout.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
+    status = 0
     try:
         main(parse_args(sys.argv[1:]))
     except UserError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        status = 1
     except KeyboardInterrupt:
-        sys.exit(130)
+        status = 130
+    exit_now(status)

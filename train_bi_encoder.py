@@ -223,7 +223,7 @@ import yaml
 from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from accelerate.utils.memory import should_reduce_batch_size
-from datasets.data_files import DataFilesDict, get_data_patterns
+from datasets.data_files import DataFilesList, get_data_patterns
 from datasets.formatting import PythonFormatter
 from filelock import FileLock, Timeout
 from matplotlib.figure import Figure
@@ -1084,6 +1084,8 @@ def parse_args(argv):
         for value in given if isinstance(given, list) else [given]:
             if isinstance(value, str) and SECRET.search(value):
                 parser.error(f"--{option.name}: a URL with a credential, which files would show; use ~/.netrc")
+            if option.name == "output_dir" and "://" in value:
+                parser.error(f"--output_dir {value}: must be a local folder; copy it elsewhere when the run has ended")
             if isinstance(value, int | float) and not least <= value < math.inf:
                 relation = "above 0" if least else "0 or more"
                 parser.error(f"--{option.name} {value}: must be finite, and {relation}")
@@ -1134,8 +1136,8 @@ def list_files(source):
     elif os.path.isfile(path):
         raise UserError(UNSUPPORTED)
     elif "://" in path and not path.startswith("hf:"):  # a folder of an object store
-        suffixes = [f".{suffix}" for suffix in FORMATS]
-        files = DataFilesDict.from_patterns(get_data_patterns(path), path, suffixes)
+        found = get_data_patterns(path).items()
+        files = {str(part): DataFilesList.from_patterns(patterns, path, [*FORMATS]) for part, patterns in found}
     else:
         if path.count(":") == 2:
             path, config, split = path.split(":")
@@ -1157,10 +1159,7 @@ def open_files(files, streaming=True):
     kind, options = FORMATS[suffix], {"split": "train", "writer_batch_size": 20_000}
     if kind == "csv":
         files = [file for file in files if not os.path.isfile(file) or os.path.getsize(file)] or files
-        options |= {"keep_default_na": False, "na_values": [""], "index_col": False}
-        warnings.simplefilter("error", pd.errors.ParserWarning)  # the first row has more fields than the header
-    if suffix == ".tsv":
-        options |= {"sep": "\t", "quoting": csv.QUOTE_NONE}
+        options |= csv_options(suffix)
     if kind == "parquet":  # else pyarrow reads up to 1 GiB ahead, and keeps what it has read of a file
         options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
     load = partial(datasets.load_dataset, kind, data_files=files, **options)
@@ -1173,6 +1172,14 @@ def open_files(files, streaming=True):
             parts = [datasets.Dataset.from_file(file) for file in files]
             return datasets.concatenate_datasets(parts).with_format("arrow")
     return load(streaming=streaming).with_format("arrow")
+
+
+def csv_options(suffix):
+    """Return the options by which `datasets` reads CSV or TSV as it is written: only an empty cell is missing, and TSV
+    has no quotes."""
+    warnings.simplefilter("error", pd.errors.ParserWarning)  # the first row has more fields than the header
+    options = {"keep_default_na": False, "na_values": [""], "index_col": False}
+    return options | ({"sep": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {})
 
 
 def plain_type(kind):

@@ -241,8 +241,10 @@ NAMES = "a.parquet a.orc file.arrow stream.arrow a.csv a.csv.gz a.tsv a.tsv.zst 
 @pytest.mark.parametrize("name", NAMES.split())
 def test_every_format_gives_the_same_rows_and_can_be_filtered(tmp_path, name):
     source = write(tmp_path / name)
-    assert convert(tmp_path, source) == ROWS
-    keep = "[('score', '>', 0.5), ('lang', 'in', ['en', 'de']), ('text', '!=', 'row 51: é')]"
+    is_text = "sv" in name  # columns of CSV and TSV are
+    assert convert(tmp_path, source) == [row | {"score": str(row["score"])} if is_text else row for row in ROWS]
+    least = "'0.5'" if is_text else "0.5"
+    keep = f"[('score', '>', {least}), ('lang', 'in', ['en', 'de']), ('text', '!=', 'row 51: é')]"
     got = convert(tmp_path, source, "--columns", "lang", "text", "--filter", keep, format="parquet")
     expected = [row for row in ROWS if row["score"] > 0.5 and row["lang"] != "fr" and row["text"] != "row 51: é"]
     assert got == [{"lang": row["lang"], "text": row["text"]} for row in expected] and len(got) > 30
@@ -337,7 +339,7 @@ def test_sources_are_read_in_order_and_shards_are_memory_mapped(tmp_path):
     datasets.Dataset.from_list(ROWS[:40]).save_to_disk(saved)
     datasets.load_from_disk(str(saved)).map(lambda row: row | {"n": 0})  # writes a cache into the folder
     several = [[folder], [folder / "*.jsonl"], [f"file://{folder}/[ab].jsonl"]]
-    several += [[saved, write(tmp_path / "c.csv", ROWS[40:])]]
+    several += [[saved, write(tmp_path / "c.parquet", ROWS[40:])]]
     for i, sources in enumerate(several):
         out = tmp_path / f"out{i}"
         run(*sources, "--output_dir", out, "--rows_per_shard", "30")
@@ -371,10 +373,51 @@ def test_values_of_csv_are_kept_as_written(tmp_path):
     lines += ['0.5,"un\nknown",7b,008,1,false,,,None,']
     (tmp_path / "a.csv").write_text("n,day,x,code,long,flag,gap,none,word,void\n" + "\n".join(lines) + "\n")
     got = convert(tmp_path, tmp_path / "a.csv")
-    same = {"code": "007", "long": "12345678901234567890", "flag": True, "none": None, "void": None, "word": "NA"}
-    assert got[0] == {"n": 0.0, "day": "2024-01-01", "x": "7", "gap": 0, **same}
-    same = {"code": "008", "long": "1", "flag": False, "none": None, "void": None, "word": "None"}
-    assert got[1500] == {"n": 0.5, "day": "un\nknown", "x": "7b", "gap": None, **same}
+    same = {"code": "007", "long": "12345678901234567890", "flag": "true", "none": None, "void": None, "word": "NA"}
+    assert got[0] == {"n": "0", "day": "2024-01-01", "x": "7", "gap": "0", **same}
+    same = {"code": "008", "long": "1", "flag": "false", "none": None, "void": None, "word": "None"}
+    assert got[1500] == {"n": "0.5", "day": "un\nknown", "x": "7b", "gap": None, **same}
+
+
+@pytest.mark.parametrize("suffix, mark", [("csv", ","), ("tsv", "\t")])
+def test_csv_and_tsv_are_text(tmp_path, suffix, mark):
+    """Quotes of a TSV are characters, empty files are passed over, and a query of a URL is no suffix."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / f"in/0.{suffix}").write_text("")
+    words = ["NA", "0016", "9007199254740993", '"open' if suffix == "tsv" else "open", "'x", ""]
+    (tmp_path / f"in/1.{suffix}").write_text("\n".join(["a" + mark + "b", *(f"{word}{mark}1" for word in words)]))
+    assert convert(tmp_path, tmp_path / "in") == [{"a": word or None, "b": "1"} for word in words]
+    assert prepare_corpus.format_of(f"https://host/x.{suffix}.gz?download=true")[0] == "csv"
+    (tmp_path / f"wide.{suffix}").write_text(f"a{mark}b\n1{mark}2{mark}3\n")
+    assert "line 2 has more fields than the header" in fail(
+        tmp_path / f"wide.{suffix}", "--output_dir", tmp_path / "x"
+    )
+
+
+def test_exit_of_a_run(tmp_path):
+    """Threads that still read ahead do not abort it; the output is complete, and the status is that of the run."""
+    write(tmp_path / "a.jsonl")
+    for _ in range(3):
+        flags = [tmp_path / "a.jsonl", "--output_dir", tmp_path / "out", "--overwrite"]
+        done = subprocess.run([sys.executable, SCRIPT, *flags], capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout.endswith("out\n") and "terminate" not in done.stderr
+    done = subprocess.run([sys.executable, SCRIPT, "none.csv", "--output_dir", "x"], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: none.csv")
+    assert "os._exit" in SCRIPT.read_text()
+
+
+def test_output_to_a_url(tmp_path):
+    """It is written to a temporary folder and copied; what is there is not replaced without --overwrite."""
+    fs = fsspec.filesystem("memory")
+    source = write(tmp_path / "a.jsonl")
+    run(source, "--output_dir", "memory://bucket/pairs", "--format", "parquet")
+    assert [Path(name).name for name in fs.find("/bucket/pairs")] == ["data-00000.parquet"]
+    with fs.open("/bucket/pairs/data-00000.parquet") as file:
+        assert pq.read_table(file).to_pylist() == ROWS
+    assert "memory://bucket/pairs: is not empty" in fail(source, "--output_dir", "memory://bucket/pairs")
+    run(source, "--output_dir", "memory://bucket/pairs", "--overwrite")
+    assert [Path(name).name for name in fs.find("/bucket/pairs")] == ["data-00000.arrow"]
+    assert not list(tmp_path.glob("memory*"))
 
 
 # --------------------------------------------------------------------------------------------------- bad input
