@@ -185,9 +185,14 @@ def check_measure(name):
         cutoff = int(measure.params.get("cutoff", 1000))
         if cutoff < 1:  # crashes trec_eval
             raise UserError("the cutoff must be above 0")
+        options = measure.SUPPORTED_PARAMS.items()
+        missing = [option for option, info in options if info.required and option not in measure.params]
+        if missing:
+            raise UserError(f"requires {', '.join(missing)}; a cutoff is written as in P@10")
         qrels = {"1": {"1": 1, "2": 0}}  # gdeval requires numbers, Accuracy a document that is not relevant
         ir_measures.calc_aggregate([measure], qrels, {"1": {"1": 2, "2": 1}})  # raises what the measure lacks
-    return cutoff
+    # With judged_only, the first judged documents count, which may be far below the cutoff.
+    return max(cutoff, 1000) if measure.params.get("judged_only") else cutoff
 
 
 def make_parser():
@@ -293,7 +298,7 @@ def main(args):
         for warning in dict.fromkeys(warnings):
             print(f"warning: {collection.name}: {warning}", file=sys.stderr)
     if args.query:
-        return print_hits(runs[0][-1], collections[0])
+        return print_hits(runs[0][-1], collections[0], args.top_k)
     not_written = f"--output_dir {args.output_dir}: results not written, but the vectors are cached"
     lock = FileLock(Path(args.output_dir, ".lock"), is_singleton=True)
     with user_errors(not_written):
@@ -526,12 +531,12 @@ def read_qrels(source, *others):
 def read_trec(path, name):
     """Return a DataFrame (query_id, doc_id, score) of a TREC run (name "run") or TREC or BEIR judgments ("qrels")."""
     with user_errors(f"--{name} {path}"):
-        with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
-            separator = "\t" if "\t" in file.readline() else r"\s+"  # BEIR's ids may contain spaces
-        options = {"header": None, "dtype": str, "quoting": csv.QUOTE_NONE, "keep_default_na": False}
-        frame = pd.read_csv(path, sep=separator, encoding="utf-8-sig", **options)
-        fields = frame.shape[1]
         columns = {6: [0, 2, 4]} if name == "run" else {3: [0, 1, 2], 4: [0, 2, 3]}
+        with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
+            by_tabs = file.readline().count("\t") + 1 in columns  # then ids may contain spaces
+        options = {"header": None, "dtype": str, "quoting": csv.QUOTE_NONE, "keep_default_na": False}
+        frame = pd.read_csv(path, sep="\t" if by_tabs else r"\s+", encoding="utf-8-sig", **options)
+        fields = frame.shape[1]
         if fields not in columns:
             raise UserError(f"has {fields} fields per line, not {' or '.join(map(str, columns))}")
         frame = frame[columns[fields]].set_axis(["query_id", "doc_id", "score"], axis=1)
@@ -595,11 +600,15 @@ def read_run(path, name, collection):
     return make_run(name, ranking[known], collection, {}, counts)
 
 
+REPEATED_IDS = "ids belong to several documents; each counts once, with its best score"
+
+
 def retrieve(encoder, name, collection, args, accelerator):
     """Return the Run of a bi-encoder over a collection, the same on every process (the reranker requires that)."""
     corpus = collection.corpus
     queries = encoder.encode_queries(list(collection.queries.values()), args.corpus_chunk_size)  # (Q, D)
-    depth = args.top_k + collection.omit_same_id
+    results = max(args.top_k, args.rerank_k) if args.query else args.top_k  # a search may rerank more than it prints
+    depth = results + collection.omit_same_id
     top = TopK(queries, min(depth, corpus.rows or depth))
     judged = collection.judged_pairs()
     numbers = {query: number for number, query in enumerate(collection.queries)}
@@ -623,12 +632,12 @@ def retrieve(encoder, name, collection, args, accelerator):
     repeated = pd.concat(again)["doc_id"]
     missing = len(judged_ids) - scored["doc_id"].nunique()
     counts = {
-        "ids belong to several documents; each counts once, with its best score": repeated.nunique(),
+        REPEATED_IDS: repeated.nunique(),
         "judged documents are not in the corpus; they count as not found": missing,
         "documents are empty; encoded as the empty string": empty,
         "of the oldest blocks were removed, to keep --cache_size_limit": encoder.cache.removed,
     }
-    run = make_run(name, ranking, collection, metadata, counts, args.top_k)
+    run = make_run(name, ranking, collection, metadata, counts, results)
     if args.judged:
         run.judged = scored.sort_values("score", ascending=False, kind="stable").drop_duplicates(PAIR)
     if args.query:
@@ -807,7 +816,11 @@ def bm25_run(collection, args, accelerator):
     if isinstance(ranking, UserError):
         raise ranking
     missing = len(collection.queries.keys() - set(ranking["query_id"]))
-    counts = {"queries share no word with a document; BM25 knows words between spaces, but no stop words": missing}
+    again = ranking.loc[ranking.duplicated(PAIR), "doc_id"].nunique()
+    counts = {
+        "queries share no word with a document; BM25 knows words between spaces, but no stop words": missing,
+        REPEATED_IDS: again,
+    }
     return make_run("BM25", ranking, collection, {}, counts, args.top_k)
 
 
@@ -1007,7 +1020,8 @@ def compute_metrics(ranking, collection, metrics):
     document id, descending. A script gets the layout of the metric trec_eval of `evaluate`."""
     ranking = ranking.sort_values(["score", "doc_id"], ascending=False)
     ranking = ranking[[*PAIR, "score"]].assign(rank=1 + ranking.groupby("query_id").cumcount())
-    ranked = ranking.assign(score=-ranking["rank"].astype(float))  # providers of ir_measures break ties differently
+    # Providers of ir_measures break ties differently, and Compat takes documents with a score below 0 for unranked.
+    ranked = ranking.assign(score=1 / ranking["rank"])
     queries = {query: str(number) for number, query in enumerate(collection.queries, 1)}
     numbered = []  # qrels and ranking: some providers require numbers for ids
     documents = {}
@@ -1232,11 +1246,11 @@ def plot_report(title, rows, names, path):
     figure.savefig(path, dpi=110)
 
 
-def print_hits(run, collection):
-    """Print the documents of each query, with their scores."""
+def print_hits(run, collection, count):
+    """Print the best `count` documents of each query, with their scores."""
     for query, part in run.ranking.groupby("query_id", sort=False):
         print(f"\n{collection.queries[query]}")
-        for name, score in zip(part["doc_id"], part["score"]):
+        for name, score in zip(part["doc_id"][:count], part["score"]):
             print(f"  {score:6.3f}  {name:>8}  {' '.join(run.texts[name].split())}"[:120])
 
 

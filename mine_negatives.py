@@ -634,12 +634,12 @@ def read_qrels(source, *others):
 def read_trec(path, name):
     """Return a DataFrame (query_id, doc_id, score) of a TREC run (name "run") or TREC or BEIR judgments ("qrels")."""
     with user_errors(f"--{name} {path}"):
-        with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
-            separator = "\t" if "\t" in file.readline() else r"\s+"  # BEIR's ids may contain spaces
-        options = {"header": None, "dtype": str, "quoting": csv.QUOTE_NONE, "keep_default_na": False}
-        frame = pd.read_csv(path, sep=separator, encoding="utf-8-sig", **options)
-        fields = frame.shape[1]
         columns = {6: [0, 2, 4]} if name == "run" else {3: [0, 1, 2], 4: [0, 2, 3]}
+        with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
+            by_tabs = file.readline().count("\t") + 1 in columns  # then ids may contain spaces
+        options = {"header": None, "dtype": str, "quoting": csv.QUOTE_NONE, "keep_default_na": False}
+        frame = pd.read_csv(path, sep="\t" if by_tabs else r"\s+", encoding="utf-8-sig", **options)
+        fields = frame.shape[1]
         if fields not in columns:
             raise UserError(f"has {fields} fields per line, not {' or '.join(map(str, columns))}")
         frame = frame[columns[fields]].set_axis(["query_id", "doc_id", "score"], axis=1)
