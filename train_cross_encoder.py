@@ -2066,42 +2066,46 @@ def average(found):
     return means
 
 
-def collections_of(name, split):
-    """Return {collection: (files of documents, of queries, of judgments)} of a folder or Hub id in the layout of BEIR,
-    NanoBEIR or MTEB, where ID:LANGUAGE names one of many languages. split: of the judgments. If each split is a
-    collection, as in sentence-transformers/NanoBEIR-en, it chooses one of them; "test" stands for all, unless one has
-    that name."""
+def find_splits(name):
+    """Return {split: files} of the documents, of the queries and of the judgments of a folder or Hub id in the layout
+    of BEIR, NanoBEIR or MTEB. NAME:fr has the configurations fr-corpus, fr-queries and fr-qrels."""
     source = name
-    language = ""
-    if not os.path.isdir(name):
-        source, _, language = name.partition(":")
-    candidates = [path.name for path in Path(name).glob("top_ranked*")]
+    prefix = ""
+    if not os.path.isdir(name) and ":" in name:
+        source, _, language = name.rpartition(":")
+        prefix = f"{language}-"
     if os.path.exists(f"{name}/corpus.jsonl"):
-        documents = {"all": [f"{name}/corpus.jsonl"]}
-        queries = {"all": [f"{name}/queries.jsonl"]}
+        configs = os.listdir(name)
         files = filter(file_suffix, map(str, sorted(Path(name, "qrels").glob("*"))))
         judgments = {Path(file).name.partition(".")[0]: [file] for file in files}
+        found = [{"all": [f"{name}/corpus.jsonl"]}, {"all": [f"{name}/queries.jsonl"]}, judgments]
     else:
         check_exists(source)
         configs = datasets.get_dataset_config_names(source)
-        prefix = f"{language}-" if language else ""
         if not {f"{prefix}corpus", f"{prefix}queries"} <= set(configs):
             languages = [config.removesuffix("-corpus") for config in configs if config.endswith("-corpus")]
             if languages:
                 raise UserError(f"give one of its languages, as {source}:{languages[0]}: {', '.join(languages)}")
             raise UserError("neither a file corpus.jsonl nor configurations corpus and queries")
-        judged = [(source, f"{prefix}{config}") for config in ("qrels", "default") if f"{prefix}{config}" in configs]
-        apart = f"{source}-qrels"  # of BEIR
-        if not judged and os.path.isdir(source) and not os.path.isdir(apart):
-            raise UserError(f"has no judgments: neither of {', '.join(configs)} is qrels or default")
-        candidates += [config for config in configs if config == f"{prefix}top_ranked"]
-        parts = []
-        for place, config in [(source, f"{prefix}corpus"), (source, f"{prefix}queries"), *judged, (apart, None)][:3]:
-            found = datasets.load_dataset_builder(place, config).config.data_files
-            parts.append({str(part): list(files) for part, files in found.items() if files})
-        documents, queries, judgments = parts
+        judged = [config for config in ("qrels", "default", "relevance") if f"{prefix}{config}" in configs]
+        parts = [(source, f"{prefix}{config}") for config in ("corpus", "queries", *judged[:1])]
+        if not judged:  # those of BEIR lie in a repository of their own
+            parts.append((f"{source}-qrels", None))
+        found = []
+        for part in parts:
+            files = datasets.load_dataset_builder(*part).config.data_files
+            found.append({str(split): list(files[split]) for split in files if files[split]})
+    candidates = any(config.startswith(f"{prefix}top_ranked") for config in configs)
     if candidates and os.environ.get("RANK", "0") == "0":
-        print(f"warning: {name}: all documents are ranked, not only those of {candidates[0]}", file=sys.stderr)
+        print(f"warning: {name}: all documents are ranked, not only those of top_ranked", file=sys.stderr)
+    return found
+
+
+def collections_of(name, split):
+    """Return {collection: (files of documents, of queries, of judgments)} of a source of find_splits. split: of the
+    judgments. If each split is a collection, as in sentence-transformers/NanoBEIR-en, it chooses one of them; "test"
+    stands for all, unless one has that name."""
+    documents, queries, judgments = find_splits(name)
     chosen = [split]
     if split == "test" and split not in judgments and documents.keys() == judgments.keys():
         chosen = list(judgments)
