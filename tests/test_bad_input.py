@@ -31,6 +31,7 @@ import train_bi_encoder as script
 
 SCRIPT = ROOT / "train_bi_encoder.py"
 ROWS = [{"a": f"anchor {i} of the corpus", "b": f"positive {i} of the corpus", "score": i / 60} for i in range(60)]
+COSENT = ["--loss", "CoSENTLoss"]  # reads labels
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
@@ -326,7 +327,7 @@ def test_file_without_rows(flags, refusal, suffix, way):
 def test_missing_column(flags, refusal, way):
     message = refusal(flags, "--train_data", jsonl("x.jsonl"), "--columns", "a", "c", *streaming(way))
     assert "x.jsonl" in message and "['c']" in message and "score" in message
-    message = refusal(flags, "--train_data", "x.jsonl", "--label_column", "stars", *streaming(way))
+    message = refusal(flags, "--train_data", "x.jsonl", "--label_column", "stars", *COSENT, *streaming(way))
     assert "x.jsonl" in message and "['stars']" in message
     other = jsonl("y.jsonl", [{"a": "an anchor", "c": "a positive"}])
     assert "y.jsonl" in refusal(flags, "--train_data", "x.jsonl", other, *streaming(way))
@@ -335,7 +336,7 @@ def test_missing_column(flags, refusal, way):
 @pytest.mark.parametrize("row", [{"a": "text"}, {"score": 1.0}])
 def test_too_few_columns(static, refusal, row):
     given = ["--model_name_or_path", static, "--train_data", jsonl("x.jsonl", [row] * 60), "--output_dir", "out"]
-    assert "--columns" in refusal(given, "--label_column", "score")
+    assert "--columns" in refusal(given, "--label_column", "score", *COSENT)
 
 
 @both_ways
@@ -542,7 +543,7 @@ def test_damaged_weights_of_the_model(flags, refusal, bert, tmp_path):
 
 def test_one_labelled_row_to_evaluate_on(flags):
     """The correlation of one pair is undefined: it is reported as NaN, and the run trains."""
-    label = ["--label_column", "score", "--loss", "CoSENTLoss", "--eval_rows", 1]
+    label = ["--label_column", "score", *COSENT, "--eval_rows", 1]
     train(flags, "--train_data", jsonl("x.jsonl"), *label)
     lines = metrics("out")
     assert math.isnan(lines[0]["Spearman"]) and math.isnan(lines[-1]["Pearson"])
