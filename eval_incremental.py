@@ -1941,6 +1941,8 @@ def reason_of(error):
         return str(error)
     if isinstance(error, StopIteration):
         return "contains no row"
+    if isinstance(error, KeyError):
+        return f"there is no {error}"
     if isinstance(error, pd.errors.ParserWarning):
         return "line 2 has more fields than the header: check the separator, and quote texts that contain it"
     reason = str(error).strip() or repr(error)
@@ -2000,20 +2002,17 @@ def file_suffix(file):
 
 
 def check_exists(name):
-    """Raise UserError if `name` is not on disk and cannot be a Hub id: NAME or ORG/NAME, without a folder ORG here; or
-    if it is the folder of a model without safetensors."""
+    """Raise UserError if `name` is not on disk and cannot be a Hub id: NAME or ORG/NAME, without a folder ORG here."""
     may_be_id = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not os.path.isdir(os.path.dirname(name))
     if not (may_be_id or "://" in name or os.path.exists(name)):
         raise UserError("no such file or folder")
-    if os.path.exists(f"{name}/pytorch_model.bin") and not os.path.exists(f"{name}/model.safetensors"):
-        raise UserError(
-            "A pickle can run code; convert one you trust: SentenceTransformer('OLD').save_pretrained('NEW')"
-        )
 
 
 def list_files(source):
     """Return the files of a path, glob, folder, URL, Hub id or ID:config:split, as `datasets` resolves them."""
-    path, config, split = os.path.expanduser(source), None, "train"
+    path = os.path.expanduser(source)
+    config = None
+    split = "train"
     if os.path.exists(os.path.join(path, "state.json")):  # of Dataset.save_to_disk; map() adds caches
         files = json.loads(Path(path, "state.json").read_text())["_data_files"]
         return [os.path.join(path, file["filename"]) for file in files]
@@ -2041,8 +2040,8 @@ def open_files(files, streaming=True):
     """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables. The columns of CSV and
     TSV are texts, as written; only an empty cell is missing."""
     suffix = file_suffix(files[0])
-    # A mapped table keeps a list of its record batches: write few, large ones.
-    kind, options = FORMATS[suffix], {"split": "train", "writer_batch_size": 20_000}
+    kind = FORMATS[suffix]
+    options = {"split": "train", "writer_batch_size": 20_000}  # a mapped table lists its record batches: few, large
     if kind == "csv":
         files = [file for file in files if not os.path.isfile(file) or os.path.getsize(file)] or files
         options |= csv_options(suffix)
@@ -2082,6 +2081,9 @@ def plain_type(kind):
 def is_list(kind):
     """Return whether an Arrow type is one of lists."""
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+# ---- collections: their files
 
 
 def find_splits(name):
@@ -2141,7 +2143,7 @@ def collections_of(name, split):
     return collections
 
 
-# ---- padding (same in train_bi_encoder.py)
+# ---- padding
 
 
 def cut_micro_batches(lengths, max_tokens):
@@ -2301,7 +2303,7 @@ def check_tokens(tokenizer, embeddings):
         )
 
 
-# ---- pairs (same in train_cross_encoder.py)
+# ---- pairs
 
 
 @dataclass

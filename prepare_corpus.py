@@ -808,6 +808,8 @@ def reason_of(error):
         return str(error)
     if isinstance(error, StopIteration):
         return "contains no row"
+    if isinstance(error, KeyError):
+        return f"there is no {error}"
     if isinstance(error, pd.errors.ParserWarning):
         return "line 2 has more fields than the header: check the separator, and quote texts that contain it"
     reason = str(error).strip() or repr(error)
@@ -830,15 +832,10 @@ def user_errors(name):
 
 
 def check_exists(name):
-    """Raise UserError if `name` is not on disk and cannot be a Hub id: NAME or ORG/NAME, without a folder ORG here; or
-    if it is the folder of a model without safetensors."""
+    """Raise UserError if `name` is not on disk and cannot be a Hub id: NAME or ORG/NAME, without a folder ORG here."""
     may_be_id = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not os.path.isdir(os.path.dirname(name))
     if not (may_be_id or "://" in name or os.path.exists(name)):
         raise UserError("no such file or folder")
-    if os.path.exists(f"{name}/pytorch_model.bin") and not os.path.exists(f"{name}/model.safetensors"):
-        raise UserError(
-            "A pickle can run code; convert one you trust: SentenceTransformer('OLD').save_pretrained('NEW')"
-        )
 
 
 def csv_options(suffix):

@@ -10,9 +10,10 @@ with lists of positives and negatives, from which each epoch draws one positive 
     {"question": "read a gzip file", "code": "def read(path): ...", "wrong": "def write(path): ..."}
     {"query": "read a gzip file", "pos": ["def read(file): ..."], "neg": ["def write(path): ...", "def cut(x): ..."]}
 
-Above the line "machinery" is what an experiment changes: options, the run, the step, losses, rows (open_source says
-where they come from, read_row what they mean), optimizer, model and evaluation. What is below that line is the same in
-train_cross_encoder.py.
+The file has three parts. "experiment" is what one changes: options, the run, the step, losses, rows (open_source says
+where they come from, read_row what they mean), optimizer, schedule, model, evaluation. "the path of a batch" is for
+whoever doubts the promise below, "services" need not be read. The last two are the same in train_cross_encoder.py;
+templates/bi_encoder.py is this script with all but the essential left out.
 
 The gradient depends on the batch alone (--batch_size rows over all processes). Each process encodes its part of the
 texts, longest first, in micro-batches of at most --micro_batch_tokens; the embeddings are gathered for one loss over
@@ -20,16 +21,15 @@ the whole batch. So the number of processes, --micro_batch_tokens and --grad_cac
 gradient (except with dropout, whose random masks depend on how texts are grouped).
 
 Output: model/ (loads in sentence-transformers), checkpoints/, metrics.jsonl, args.yaml and training.png.
-Left out on purpose: asymmetric models, images, DeepSpeed, models from scratch. docs/recipes/ has tested changes.
+Left out on purpose: images, DeepSpeed, models from scratch. docs/recipes/ has tested changes.
 """
 
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["accelerate>=1.12,<2", "backports.zstd>=1,<2; python_version < '3.14'", "datasets>=5.2,<6",
-#   "filelock>=3.16,<5", "fsspec[http]>=2025.3", "ir_measures>=0.4,<1", "matplotlib>=3.9,<4", "numpy>=2.2,<3",
-#   "pandas>=2.2.3,<4", "psutil>=5.9,<8", "pyarrow>=24,<27", "pyyaml>=6.0.1,<7", "safetensors>=0.8,<1",
-#   "sentence-transformers>=6.2,<7", "tokenizers>=0.23.1,<1", "torch>=2.6,<3", "tqdm>=4.67,<5",
-#   "transformers>=5.18,<6", "xxhash>=3.5,<5"]
+#   "filelock>=3.16,<5", "fsspec[http]>=2025.3", "matplotlib>=3.9,<4", "numpy>=2.2,<3", "pandas>=2.2.3,<4",
+#   "psutil>=5.9,<8", "pyarrow>=24,<27", "pyyaml>=6.0.1,<7", "safetensors>=0.8,<1", "sentence-transformers>=6.2,<7",
+#   "tokenizers>=0.23.1,<1", "torch>=2.6,<3", "tqdm>=4.67,<5", "transformers>=5.18,<6", "xxhash>=3.5,<5"]
 # ///
 
 import copy
@@ -43,6 +43,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -53,7 +54,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
-from itertools import chain, count, pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from random import Random
 from typing import Literal
@@ -63,6 +64,8 @@ import transformers
 # Shapes: B rows of a batch on P processes, n = ceil(B / P) slots for rows on each; C texts of a row (anchor, then
 # documents, the positive first); L labels of a row; D dimensions of an embedding.
 
+# ==== experiment
+#
 # ---- options
 
 TEACHER_LOSSES = ("margin_mse", "kl")
@@ -86,9 +89,8 @@ class Args:
     train_data: list[str] = flag([], "paths, globs, folders, URLs, Hub ids, ID:config:split")
     eval_data: list[str] = flag([], "sources of held-out rows; none: rows of --train_data, of streams the first")
     eval_rows: int | None = flag(None, "rows held out to evaluate on; None: 1,000, but at most a tenth of the rows")
-    eval_beir: list[str] = flag([], "small collections to evaluate on as well: BEIR folders, or Hub ids")
-    eval_split: str = flag("test", "split of the judgments of --eval_beir, or one collection of many")
-    keep_same_id: bool = flag(False, "also rank the document with the query's own id, which BEIR excludes")
+    eval_beir: list[str] = flag([], "also evaluate on these: BEIR folders, or Hub ids in the layout of NanoBEIR")
+    eval_split: str = flag("test", "split of the judgments of BEIR folders")
     streaming: bool = flag(False, "read the sources front to back instead of at random from a memory-mapped table")
     columns: list[str] = flag([], "columns of anchor, positive, negatives...: texts or lists; none: all but the label")
     num_negatives: int | None = flag(None, "negatives of a row: its first ones or, from lists, drawn ones; None: all")
@@ -183,7 +185,7 @@ def check_flags(args):
             "probabilities the same as temperature"
         )
     if args.early_stopping_patience and not args.metric_for_best_model:
-        raise UserError("--early_stopping_patience requires --metric_for_best_model, such as nDCG@10")
+        raise UserError("--early_stopping_patience requires --metric_for_best_model, such as held_out_cosine_ndcg@10")
     if len(args.query_prompt) not in (0, 1, len(args.train_data)):
         raise UserError("--query_prompt takes one, or one for each source")
 
@@ -211,7 +213,6 @@ if __name__ == "__main__":  # --help and mistyped flags are answered now: what f
 
 import datasets
 import fsspec
-import ir_measures
 import numpy as np
 import pandas as pd
 import psutil
@@ -230,7 +231,15 @@ from matplotlib.figure import Figure
 from pyarrow.dataset import ParquetFragmentScanOptions
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer import losses, modules
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.sentence_transformer.evaluation import (
+    EmbeddingSimilarityEvaluator,
+    InformationRetrievalEvaluator,
+    NanoBEIREvaluator,
+)
+from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding
+from sentence_transformers.util.distributed import distributed_evaluation
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -244,48 +253,49 @@ from xxhash import xxh3_64_intdigest
 # ---- main
 
 
-def main(given):
+def main(args):
     # ---- set up
-    accelerator = start(given)
+    given = args  # kept in args.yaml and checkpoints: a resume on another machine resolves the rest anew
+    accelerator = start(args)
     device = accelerator.device
     is_main = accelerator.is_main_process
     sharded = accelerator.distributed_type == DistributedType.FSDP
-    _lock = lock_output(given.output_dir, accelerator)  # held until the process ends
-    checkpoint, saved = find_checkpoint(given, accelerator)
-    model = load_model(given)
-    args = resolve_args(given, model, accelerator)
+    _lock = lock_output(args.output_dir, accelerator)  # held until the process ends
+    checkpoint, saved = find_checkpoint(args, accelerator)
+    model = load_model(args)
+    args = resolve_args(args, model, accelerator)
 
     # ---- data
     data = open_data(args)
     check_changes(saved, given, data, accelerator)
-    eval_sets = open_eval_sets(data.held_out, args)
+    evaluators = open_evaluators(data, model, args)
     accumulation = args.gradient_accumulation_steps
     steps = args.max_steps or math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
+    args = replace(args, max_steps=steps)  # of this run: for read_row and losses that depend on the step
     eval_steps = args.eval_steps or math.ceil(steps / 10)
 
     # ---- model, loss and optimizer
     model_to_save = copy.deepcopy(model) if sharded and is_main else model  # FSDP will shard `model`
     model = model.to(device).train()
-    check_encode(model, args, accelerator)
     loss_fn = make_loss(args, model)
     optimizer = make_optimizer(model, args)
-    peak_rates = [group["lr"] for group in optimizer.param_groups]
     if sharded:
         model, optimizer = accelerator.prepare(model, optimizer)
     else:  # without DDP: reduce_gradients needs no wrapper
         optimizer = accelerator.prepare(optimizer)
 
     # ---- resume, and evaluate before the first step
-    extra = {}  # state of your own, {name: tensor}, equal on all processes: saved in checkpoints, filled by a resume
+    # State of your own, {name: tensor}, equal on all processes, not sharded: saved in checkpoints. A resume sets it.
+    extra = {}
     optimizers = [optimizer.optimizer]  # checkpoints hold the state of each
     checkpoints = Checkpoints(given, accelerator, data.description, model, optimizers, model_to_save, extra)
     progress = checkpoints.restore(checkpoint, saved)
-    log = Log(given, accelerator, progress.metrics)
+    log = Log(given, accelerator, progress.metrics, shown=list(evaluators))
     log.begin()
     announce(model, data, progress, steps, args, accelerator)
     signals = receive_signals()
-    if progress.step == 0 and eval_sets:
-        log.write(0, evaluate_model(model, eval_sets, args, accelerator))
+    if progress.step == 0 and evaluators:
+        log.write(0, evaluate(model, evaluators, accelerator))
     best_step, out_of_patience = log.find_best()
     finished = out_of_patience or progress.step >= steps
 
@@ -298,11 +308,12 @@ def main(given):
     while not finished:
         # one optimizer step
         started = time.perf_counter()
-        for group, rate in zip(optimizer.param_groups, peak_rates):
-            group["lr"] = rate * schedule(progress.step, steps, args)
+        factor = schedule(progress.step, steps, args)
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * factor
         step_batches = [next(batches) for _ in range(accumulation)]
-        losses_of_batches = [forward_backward(model, batch, loss_fn, args, accelerator) for batch in step_batches]
-        loss = sum(losses_of_batches) / accumulation  # as accelerator.backward does with the gradient
+        losses_of_batches = [forward_backward(model, batch, args, accelerator, loss_fn) for batch in step_batches]
+        loss = sum(losses_of_batches) / accumulation  # accelerator.backward divides by it, too
         reduce_gradients(model, accelerator)
         norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         norm = norm.full_tensor() if sharded else norm
@@ -311,8 +322,9 @@ def main(given):
             break
         optimizer.step()
         optimizer.zero_grad()
-        progress.count(loss, skipped, step_batches[-1].state)  # change `extra` after this line, not in the step
-        meter.count(args.batch_size * accumulation - skipped, step_batches, time.perf_counter() - started)
+        progress.advance(loss, skipped, step_batches[-1].state)
+        # Change `extra` here: not before, as a run that stops above saves it as it was.
+        meter.add(args.batch_size * accumulation - skipped, step_batches, time.perf_counter() - started)
         finished = progress.step == steps
         bar.update()
 
@@ -320,10 +332,9 @@ def main(given):
         record = {}
         evaluated = progress.step % eval_steps == 0 or finished
         if evaluated:
-            record = evaluate_model(model, eval_sets, args, accelerator)
+            record = evaluate(model, evaluators, accelerator)
         if progress.step % args.logging_steps == 0 or finished:
-            last_rate = optimizer.param_groups[-1]["lr"]
-            record |= {"loss": progress.mean_loss(), "grad_norm": norm, "learning_rate": last_rate}
+            record |= {"loss": progress.mean_loss(), "grad_norm": norm, "learning_rate": args.learning_rate * factor}
             record |= meter.read(accelerator)
             bar.set_postfix_str("loss {loss:.4f}, {rows_per_second:,.0f} rows/s".format(**record), refresh=False)
         log.write(progress.step, record)
@@ -344,7 +355,7 @@ def main(given):
     elif is_main:
         step = best_step or progress.step
         write_model(checkpoints.model_of(step), log, step)
-        plot_metrics(log.metrics, log.measures(), Path(args.output_dir, "training.png"))
+        plot_metrics(log.metrics, log.shown, Path(args.output_dir, "training.png"))
         if progress.skipped + data.skipped:
             print(f"{progress.skipped + data.skipped:,} bad rows skipped")
     accelerator.end_training()
@@ -352,50 +363,126 @@ def main(given):
         raise KeyboardInterrupt
 
 
-# ---- step
+# ---- the step
 
 
-def encode(model, features, accelerator):
-    """Return (texts, D) float embeddings of one micro-batch."""
+def encode(model, role, features, accelerator):
+    """Return (texts, D) float embeddings of a micro-batch; role: that of its texts, the name of their prompt."""
     features = transformers.BatchEncoding(features).to(accelerator.device, non_blocking=True).data
     with accelerator.autocast():  # gives flash attention its dtype
-        return model(features)["sentence_embedding"].float()
+        return model(features, task=task_of(role))["sentence_embedding"].float()
 
 
-def forward_backward(model, batch, loss_fn, args, accelerator):
+def task_of(role):
+    """Return what sentence-transformers calls the task of a text. "query_2": of queries of the second source."""
+    return role.split("_")[0]
+
+
+def forward_backward(model, batch, args, accelerator, loss_fn):
     """Add the gradient of this process' texts to that of the model; return this process' part of the loss. Summed over
     processes, they are the gradient and the loss of the whole batch."""
-    parts, tokens = equalize_micro_batches(batch.micro_batches, accelerator)
-    keep_graphs = keeps_graphs(tokens, args, accelerator.device)
+    micro_batches, tokens = equalize(batch, accelerator)
+    keep_graphs = not args.grad_cache
+    if args.grad_cache is None:
+        keep_graphs = tokens <= args.micro_batch_tokens * (16 if accelerator.device.type == "cpu" else 4)
 
     def forward(number):  # (texts, D)
         seeds = np.random.SeedSequence([args.seed, batch.number, accelerator.process_index, number])
         torch.manual_seed(int(seeds.generate_state(1)[0]))  # dropout is the same in a second forward pass
-        features, indices = parts[number]
-        return encode(model, features, accelerator)[: len(indices)]
+        role, indices, features = micro_batches[number]
+        return encode(model, role, features, accelerator)[: len(indices)]
 
     hashes = pad_columns(batch.hashes, -1, accelerator)  # (n, C)
     labels = pad_columns(batch.labels, math.nan, accelerator)  # (n, L)
+    slots = tuple(batch.slots.to(accelerator.device, non_blocking=True))
     # One autocast around all micro-batches: they share its half-precision copies of the weights, which graphs keep.
     with accelerator.autocast(), torch.set_grad_enabled(keep_graphs):
-        outputs = [forward(number) for number in range(len(parts))]
+        outputs = [forward(number) for number in range(len(micro_batches))]
     # The graph is cut here: the loss gives the gradient of the gathered embeddings, which is then passed on by hand.
-    embeddings = gather_slots(outputs, batch.micro_batches, hashes.shape, accelerator).requires_grad_()  # (P n, C, D)
+    embeddings = gather(outputs, slots, hashes.shape, accelerator).requires_grad_()  # (P n, C, D)
+    # The rows of this process among the gathered ones, (n,):
     mine = torch.arange(len(hashes), device=hashes.device) + accelerator.process_index * len(hashes)
     whole = WholeBatch(accelerator.gather(hashes).T, accelerator.gather(labels), mine, batch.step)
     loss = loss_fn(embeddings.unbind(1), whole)
-    accelerator.backward(loss)  # scaled: a weight of the model that the loss itself reads is trained like the others
+    # As all gradients are, embeddings.grad is now divided by the accumulated batches, and scaled if fp16 is.
+    accelerator.backward(loss)
 
     # embeddings.grad is the gradient, for all embeddings, of the losses of this process' rows. Sum it over processes,
     # and take the part of this process' texts.
     gradient = accelerator.reduce(embeddings.grad, "sum")[mine]  # (n, C, D)
-    gradient = gradient[batch.micro_batches.slots(accelerator)]  # (texts, D), in the order of the parts
-    gradients = gradient.split([len(indices) for _, indices in parts])
+    gradient = gradient[slots]  # (texts, D), in the order of the micro-batches
+    gradients = gradient.split([len(indices) for _, indices, _ in micro_batches])
     for number, gradient in enumerate(gradients):  # a micro-batch at a time, so that gradients add up in float32
         # If graphs are not kept, there is one at a time (Gao et al. 2021, section 3.2).
         output = outputs[number] if keep_graphs else forward(number)
         (output * gradient).sum().backward()
     return loss.detach()
+
+
+def equalize(batch, accelerator):
+    """Return (micro-batches of a Batch, their tokens with padding). Under FSDP, whose forward passes are collective,
+    the last one is repeated, for no text, until all processes run equally many; the tokens are those of the most."""
+    micro_batches = batch.micro_batches
+    tokens = sum(features["input_ids"].numel() for *_, features in micro_batches)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        sizes = torch.tensor([[len(micro_batches), tokens]], device=accelerator.device)
+        most, tokens = accelerator.gather(sizes).amax(0).tolist()
+        role, _, features = micro_batches[-1]  # its output is discarded
+        micro_batches = micro_batches + [(role, [], features)] * (most - len(micro_batches))
+    return micro_batches, tokens
+
+
+def gather(outputs, slots, shape, accelerator):
+    """Return the (P n, C, D) embeddings of all processes, without their graphs, 0 where there is no text; outputs:
+    (texts, D) of each micro-batch; slots: (rows, columns) of these texts; shape: (n, C)."""
+    embeddings = outputs[0].new_zeros(*shape, *outputs[0].shape[1:])
+    embeddings[slots] = torch.cat(outputs).detach()
+    return accelerator.gather(embeddings)
+
+
+def pad_columns(tensor, fill, accelerator):
+    """Return a process' (n, C) tensor on the device, with as many columns as that of the process with most."""
+    tensor = tensor.to(accelerator.device, non_blocking=True)
+    if accelerator.num_processes == 1:  # else waits for the device to compare the shape with itself
+        return tensor
+    return accelerator.pad_across_processes(tensor, dim=1, pad_index=fill)
+
+
+BUCKET = 2**23  # numbers of which gradients are summed at once, by one collective
+
+
+def reduce_gradients(model, accelerator):
+    """Sum the gradients of all micro-batches of a step over processes, once. All processes visit the same weights in
+    the same order: one that has no gradient here, as no text of this process needs it, may have one elsewhere."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    if accelerator.distributed_type == DistributedType.FSDP:  # each backward pass has taken the mean
+        for grad in filter(torch.is_tensor, (weight.grad for weight in weights)):
+            grad.mul_(accelerator.num_processes)
+    elif accelerator.num_processes > 1:
+        found = torch.tensor([weight.grad is not None for weight in weights], device=accelerator.device)
+        used = [weight for weight, anywhere in zip(weights, accelerator.reduce(found.int()).tolist()) if anywhere]
+        for weight in used:
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        places = np.cumsum([weight.numel() for weight in used]) // BUCKET
+        for place in np.unique(places):
+            grads = [used[number].grad for number in np.flatnonzero(places == place)]
+            vector_to_parameters(accelerator.reduce(parameters_to_vector(grads)), grads)
+
+
+def agree(loss, norm, batches, signals, step, accelerator):
+    """Return (loss, gradient norm, skipped rows, whether to stop, what is wrong or None) of a step, the same on all
+    processes, by one collective and one wait for the device."""
+    error = next((describe(batch.error) for batch in batches if batch.error), None)
+    numbers = [len(signals), error is not None, sum(batch.skipped for batch in batches)]
+    numbers = torch.stack([loss, *(torch.full_like(loss, number) for number in numbers)])
+    loss, received, failed, skipped, norm = torch.stack([*accelerator.reduce(numbers), norm]).tolist()
+    if failed:
+        error = next(filter(None, gather_object([error])))
+    elif step == 0 and skipped and loss == 0:
+        error = "every row of the first step is bad: choose other --columns or --label_column, or edit read_row"
+    elif not math.isfinite(loss) or not (math.isfinite(norm) or accelerator.scaler):
+        error = f"step {step + 1}: loss {loss}, gradient norm {norm}: fix the data, or {LOWER_RATE}"
+    return loss, norm, int(skipped), bool(received or error), error
 
 
 # ---- losses
@@ -408,7 +495,8 @@ def forward_backward(model, batch, loss_fn, args, accelerator):
 #
 # columns: C tensors (P n, D), the embeddings of the whole batch, from all processes: anchors, positives, negatives...,
 # normalized if the similarity is cosine, 0 if missing. The sum over processes is then the mean over the batch. Options
-# are --loss_kwargs. With --matryoshka_dims it is called for each of them.
+# are --loss_kwargs; the default of `temperature` is 0.05 for cosines, 1 for dot products. With --matryoshka_dims it is
+# called for each of them.
 
 MAX_SCORES = 2**26  # in memory at once (256 MB); larger score matrices are computed in chunks, and again in backward
 
@@ -428,26 +516,26 @@ def count_rows(whole):
     return (whole.hashes[0] >= 0).sum().clamp(min=1)
 
 
-def softmax_loss(queries, documents, anchors, texts, mine, temperature, margin):
+def softmax_loss(queries, documents, anchor_hashes, text_hashes, mine, temperature, margin):
     """Return the cross-entropy of document i, the target, for query i among all documents, summed over the queries
-    `mine`. queries: (P n, D); documents: (M, D), of which the first P n are the targets; anchors, texts: (M,) hashes
-    of each document's anchor, -1 for hard negatives, and of its text, -1 if it is missing.
+    `mine`. queries: (P n, D); documents: (M, D), of which the first P n are the targets; anchor_hashes: (M,) of
+    each document's anchor, -1 for hard negatives; text_hashes: (M,) of its text, -1 if it is missing.
 
     False negatives are masked: documents with the anchor or the text of the target, and those whose similarity to the
     query exceeds the target's by more than `margin`, if it is given."""
 
     def chunk(targets):
         similar = queries[targets] @ documents.T  # (targets, M)
-        masked = anchors[targets, None] == anchors
-        masked |= texts[targets, None] == texts
-        masked |= texts < 0
+        masked = anchor_hashes[targets, None] == anchor_hashes
+        masked |= text_hashes[targets, None] == text_hashes
+        masked |= text_hashes < 0
         if margin is not None:
             similarity = similar.detach()
             masked |= similarity > similarity.gather(1, targets[:, None]) + margin
         masked.scatter_(1, targets[:, None], False)  # never the target
         scores = (similar * (1 / temperature)).masked_fill(masked, -torch.inf)
         losses = F.cross_entropy(scores, targets, reduction="none")
-        return (losses * (anchors[targets] >= 0)).sum()
+        return (losses * (anchor_hashes[targets] >= 0)).sum()
 
     chunks = mine.split(max(1, MAX_SCORES // len(documents)))
     if len(chunks) == 1:
@@ -538,9 +626,9 @@ def make_loss(args, model):
             raise UserError(f"--matryoshka_dims: the embeddings have only {dimensions} dimensions")
     kwargs = dict(args.loss_kwargs)
     weight = kwargs.pop("infonce", 0.0) if args.loss in TEACHER_LOSSES else 0.0
-    if args.loss in ("infonce", *TEACHER_LOSSES):
-        kwargs = {"temperature": 0.05 if is_cosine else 1.0} | kwargs
     if args.loss in LOSSES:
+        if "temperature" in inspect.signature(LOSSES[args.loss]).parameters:
+            kwargs = {"temperature": 0.05 if is_cosine else 1.0} | kwargs
         base = partial(LOSSES[args.loss], **kwargs)
         with user_errors("--loss_kwargs", TypeError):
             inspect.signature(base).bind("columns", "whole")
@@ -566,7 +654,8 @@ def make_loss(args, model):
 
 # ---- rows
 #
-# For each batch local_batches takes this process' rows, calls read_row, replaces ids by texts, and calls make_batch.
+# For each batch local_batches calls local_rows, which calls read_row for each row and replaces ids by texts; and then
+# make_batch.
 
 
 def find_files(name):
@@ -578,10 +667,11 @@ def find_files(name):
 def open_source(files, args):
     """Return the rows of files of a source, with the columns of --columns and --label_column: a Dataset or, with
     --streaming, an IterableDataset, that yields pyarrow Tables. The files are those of find_files; of a stream in
-    another order in each epoch, or the first ones alone.
+    another order in each epoch, and for held-out rows the first ones alone.
 
-    Edit it for rows from elsewhere, such as IterableDataset.from_generator(f).with_format("arrow"), and set --columns.
-    Each call must give the same rows in the same order: a resume seeks a row, or loads the state_dict of a stream."""
+    For rows from elsewhere, such as IterableDataset.from_generator(f).with_format("arrow"), edit this and find_files,
+    and set --columns and --streaming. Each call must give the same rows in the same order: a resume seeks a row, or
+    loads the state_dict of a stream; it does not notice other rows of the same name."""
     names = dict.fromkeys([*args.columns, *args.label_column])
     return open_files(files, args.streaming).select_columns(list(names))
 
@@ -591,18 +681,18 @@ class Row:
     """What a row of data means."""
 
     query: str
-    documents: list  # of str, the positive first; if they have labels, a cross-encoder's may be in any order
+    documents: list  # of str, the positive first
     labels: list  # of float
-    cells: dict = field(default_factory=dict)  # the row as read
+    cells: dict = field(default_factory=dict)  # the row as read, with SOURCE and NUMBER; set after read_row
 
 
-def read_row(cells, random, step, args):
+def read_row(cells, step, args, random=None):
     """Return the Row that {column: value} means. Edit this function if your rows have another form.
 
     cells: those of --columns and --label_column, as Python objects; a list that is null is empty. Raise ValueError for
-    a bad row: " in the row {...}" will follow its text. `random` is None unless a column holds lists; its draws are
-    the same for a row on any number of processes, and others in each epoch. `step`: the optimizer steps before that of
-    the row's batch, for whatever changes during a run; 0 for held-out rows."""
+    a bad row: " in the row {...}" will follow its text. step: the optimizer steps before that of the row's batch, for
+    whatever changes during a run; 0 for held-out rows. random is None unless a column holds lists; its draws are the
+    same for a row on any number of processes, and others in each epoch."""
     query_column, *document_columns = args.columns
     query = read_text(cells[query_column], query_column, args.queries)
     groups = []
@@ -661,11 +751,10 @@ def choose_documents(groups, labels, random, args):
     return [documents[index] for index in chosen], [labels[index] for index in chosen if labels]
 
 
-def add_prompts(rows, args):
-    """Prepend --query_prompt, that of the row's source if there are several, and --document_prompt."""
-    for row in rows:
-        row.query = args.query_prompt[min(row.cells[SOURCE], len(args.query_prompt) - 1)] + row.query
-        row.documents = [args.document_prompt + document for document in row.documents]
+def local_rows(table, local, step, data, args):
+    """Return (rows, number of bad rows) of this process. table: all rows of a batch; local: the indices of its own.
+    Edit it for a batch in which rows depend on each other."""
+    return read_rows(table.take(local), data.sources, data.lookups, step, args)
 
 
 @dataclass
@@ -675,7 +764,8 @@ class Batch:
     rows: list  # of Row, at most n
     hashes: torch.Tensor  # (n, C) int64, equal for equal texts; -1 if missing
     labels: torch.Tensor  # (n, L) float; NaN if missing
-    micro_batches: "MicroBatches"
+    micro_batches: list  # (role, indices of texts, features)
+    slots: torch.Tensor  # (2, texts): row and column of each text, in the order of the micro-batches
     number: int  # batches before this one
     step: int  # optimizer steps before that of this batch
     state: dict | None = None  # of row_batches, after this batch
@@ -686,65 +776,60 @@ class Batch:
 
 def make_batch(rows, number, model, args, accelerator):
     """Return the Batch of this process' rows."""
-    device = accelerator.device
-    slots = math.ceil(args.batch_size / accelerator.num_processes)
-    add_prompts(rows, args)
-    hashes = [] if rows else [[-1, -1]]  # two columns for the text that make_micro_batches encodes then
     texts = []
     places = []
+    hashes = []
     for place, row in enumerate(rows):
-        row_texts = [row.query, *row.documents]
-        hashes.append([xxh3_64_intdigest(text.encode()) >> 1 for text in row_texts])  # 63 bits: not negative
-        texts += row_texts
+        has_own_prompt = len(args.query_prompt) > 1 and row.cells[SOURCE] > 0
+        role = f"query_{row.cells[SOURCE] + 1}" if has_own_prompt else "query"
+        row_texts = [(role, row.query), *(("document", document) for document in row.documents)]
+        prompted = [(model.prompts[role] + text).encode() for role, text in row_texts]
+        hashes.append([xxh3_64_intdigest(text) >> 1 for text in prompted])  # 63 bits: not negative
         places += [(place, column) for column in range(len(row_texts))]
-    hashes = pinned(pad_lists(hashes, slots, -1), device)
-    labels = pinned(pad_lists([row.labels for row in rows], slots, np.nan, np.float32), device)
-    micro_batches = make_micro_batches(texts, places, model, args, device)
-    return Batch(rows, hashes, labels, micro_batches, number, number // args.gradient_accumulation_steps)
-
-
-def is_static(model):
-    """Return whether a model is a static embedding model: lookups, without a transformer."""
-    return isinstance(model.tokenizer, Tokenizer)
-
-
-def make_micro_batches(texts, places, model, args, device):
-    """Return the MicroBatches of texts; places: (row, column) of each in the slots. Column 0 has the queries, all
-    others have documents: two encoders would get micro-batches of their own here."""
-    if not texts:  # forward passes and collectives must match those of other processes
-        texts = ["a text"]
+        texts += row_texts
+    if not rows:  # forward passes and collectives must match those of other processes
+        texts = [("query", "a text")]
         places = [(0, 0)]
-    if not is_static(model):
-        encodings = model.tokenizer.backend_tokenizer.encode_batch_fast(texts)
-        return pad_micro_batches(encodings, places, model, args.micro_batch_tokens, device)
-    # Of a static model, texts are concatenated, without padding.
-    encodings = model.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    lengths = np.array([len(encoding) for encoding in encodings])
-    cuts = np.flatnonzero(np.diff(np.cumsum(lengths) // args.micro_batch_tokens)) + 1
-    parts = []
-    for indices in np.split(np.arange(len(texts)), cuts):
-        tokens = chain.from_iterable(encodings[index].ids for index in indices)
-        ids = torch.from_numpy(np.fromiter(tokens, np.int64))
-        offsets = torch.from_numpy(np.cumsum(lengths[indices]) - lengths[indices])
-        parts.append(({"input_ids": ids, "offsets": offsets}, indices))
-    return collect(parts, places, lengths, device)
+        hashes = [[-1, -1]]
+    micro_batches = make_micro_batches(model, texts, args, accelerator)
+    order = list(chain.from_iterable(indices for _, indices, _ in micro_batches))
+    slots = pinned(torch.tensor(places)[order].T.contiguous(), accelerator.device)
+    size = math.ceil(args.batch_size / accelerator.num_processes)
+    hashes = pinned(pad_lists(hashes, size, -1), accelerator.device)
+    labels = pinned(pad_lists([row.labels for row in rows], size, np.nan, np.float32), accelerator.device)
+    step = number // args.gradient_accumulation_steps
+    return Batch(rows, hashes, labels, micro_batches, slots, number, step)
+
+
+def make_micro_batches(model, texts, args, accelerator):
+    """Return [(role, indices, features)] of this process' [(role, text)]; a micro-batch has texts of one role."""
+    micro_batches = []
+    for role in sorted({role for role, _ in texts}):
+        chosen = [index for index, (other, _) in enumerate(texts) if other == role]
+        options = {"prompt": model.prompts[role], "task": task_of(role)}
+        texts_of_role = [texts[index][1] for index in chosen]
+        for places, features in tokenize(model, texts_of_role, args, accelerator, **options):
+            micro_batches.append((role, [chosen[place] for place in places], features))
+    return micro_batches
 
 
 # ---- optimizer and schedule
 
 
 def make_optimizer(model, args):
-    """Return AdamW; weight decay is for matrices only."""
+    """Return AdamW; weight decay is for matrices only. Each group needs a "peak": main sets the rate of each step to
+    peak * schedule(...)."""
     groups = []
-    for decay in (True, False):
-        chosen = [p for p in model.parameters() if p.requires_grad and (p.ndim > 1) == decay]
-        groups.append({"params": chosen, "weight_decay": decay * args.weight_decay})
+    for is_matrix in (True, False):
+        weights = [p for p in model.parameters() if p.requires_grad and (p.ndim > 1) == is_matrix]
+        decay = args.weight_decay * is_matrix
+        groups.append({"params": weights, "weight_decay": decay, "peak": args.learning_rate})
     return torch.optim.AdamW(groups, lr=args.learning_rate, fused=True)
 
 
 def schedule(step, steps, args):
-    """Return the factor of the learning rates at a step: that of transformers.get_scheduler, but that a warmup has at
-    most one step fewer than the run."""
+    """Return the factor of the learning rates at a step: that of transformers.get_scheduler, with a rate of 0 in the
+    first step of a warmup; but a warmup has at most one step fewer than the run."""
     warmup = min(math.ceil(args.warmup_ratio * steps), steps - 1)
     if args.lr_scheduler_type == "constant":
         return 1.0
@@ -763,7 +848,8 @@ def schedule(step, steps, args):
 
 
 def load_model(args):
-    """Return the SentenceTransformer of the flags. A resume builds the same one, and then loads its weights."""
+    """Return the SentenceTransformer of the flags. A resume builds the same one, and then loads its weights. Two
+    encoders are a Router of sentence-transformers: its folder as --model_name_or_path, or built here."""
     torch.manual_seed(args.seed)  # for adapters, and weights that the folder lacks
     options = {"use_safetensors": True}  # never a pickle
     if args.attn_implementation:  # None would replace the model's own
@@ -780,21 +866,20 @@ def load_model(args):
         )
         if "SequenceClassification" in str(getattr(model.config, "architectures", None)):
             raise UserError("is a cross-encoder: use train_cross_encoder.py")
+        if any("message" in getattr(module, "modality_config", {}) for module in model.modules()):
+            raise UserError("puts texts into a chat template, which is not supported")
         if model.similarity_fn_name not in ("cosine", "dot"):
             raise UserError(f"similarity {model.similarity_fn_name} is not supported, only cosine and dot")
-        if is_static(model):
-            check_tokens(model.tokenizer, model[0].embedding.num_embeddings)
-            if args.max_length:
-                model.tokenizer.enable_truncation(args.max_length)
-        else:
-            if args.append_eos:
-                append_eos(model)
-            set_up_transformer(model, args.max_length, "max_length")
+        set_up(model, args.max_length)
+        if args.append_eos:
+            for transformer in transformers_of(model, "--append_eos"):
+                append_eos(transformer)
         if args.pooling:
-            number = next((n for n, module in enumerate(model) if isinstance(module, modules.Pooling)), None)
+            number = next((n for n, module in enumerate(model) if isinstance(module, Pooling)), None)
             if number is None:
                 raise UserError("--pooling: the model has no pooling to replace")
-            model[number] = modules.Pooling(model[number].embedding_dimension, pooling_mode=args.pooling)
+            model[number] = Pooling(model[number].embedding_dimension, pooling_mode=args.pooling)
+        check_last_token(model)
     for number, prompt in enumerate(args.query_prompt, 1):
         model.prompts["query" if number == 1 else f"query_{number}"] = prompt
     model.prompts.setdefault("query", "")
@@ -804,10 +889,10 @@ def load_model(args):
     return finish_model(model, args)
 
 
-def append_eos(model):
+def append_eos(transformer):
     """Let the tokenizer end each text, a truncated one as well, in its end token, if it does not end in a special one.
     It is saved so with the model."""
-    tokenizer = model.tokenizer
+    tokenizer = transformer.tokenizer
     if tokenizer.eos_token is None:
         raise UserError("--append_eos: the tokenizer has no end token")
     encoding = tokenizer.backend_tokenizer.encode("a text")
@@ -818,29 +903,21 @@ def append_eos(model):
         pairs = zip(added, tokenizer.convert_tokens_to_ids(added))
         template = TemplateProcessing(single=[*before, "$A", tokenizer.eos_token], special_tokens=list(pairs))
         tokenizer.backend_tokenizer.post_processor = template
-    model[0].processor = as_fast_tokenizer(tokenizer)
+    transformer.processor = as_fast_tokenizer(tokenizer)
 
 
-def check_encode(model, args, accelerator):
-    """Raise UserError if the model's own `encode` has other embeddings of two texts, one of them long, than training:
-    it would be trained for other inputs than it gets later. Also if last-token pooling reads a word: transformers 5
-    ignores `add_eos_token` if tokenizer.json lacks it, without a word."""
-    path = f"--model_name_or_path {args.model_name_or_path}"
-    if any("lasttoken" in getattr(module, "pooling_mode", "") for module in model):
-        encoding = model.tokenizer.backend_tokenizer.encode(SAMPLE[0])
+def check_last_token(model):
+    """Raise UserError if last-token pooling reads a word: transformers 5 ignores `add_eos_token` if tokenizer.json
+    lacks it, and does not warn."""
+    if any("lasttoken" in getattr(module, "pooling_mode", "") for module in model.modules()):
+        encoding = model.tokenizer.backend_tokenizer.encode("a text")
         if not encoding.special_tokens_mask[-1]:
-            word = encoding.tokens[-1]
-            raise UserError(f"{path}: pools the last token, but texts end in {word!r}: set --append_eos")
-    for prompt in {*args.query_prompt, args.document_prompt}:
-        with user_errors(path), accelerator.autocast(), torch.no_grad():
-            expected = model.encode(SAMPLE, prompt=prompt, convert_to_tensor=True)  # (2, D or truncate_dim)
-            getattr(model.tokenizer, "backend_tokenizer", model.tokenizer).no_padding()  # encode() has changed this
-            found = []
-            for text in SAMPLE:
-                micro_batches = make_micro_batches([prompt + text], [(0, 0)], model, args, accelerator.device)
-                found.append(encode(model, micro_batches.parts[0][0], accelerator))
-        check_outputs(path, torch.cat(found)[:, : expected.shape[1]], expected, model, accelerator)
-    model.train()
+            raise UserError(f"pools the last token, but texts end in {encoding.tokens[-1]!r}: set --append_eos")
+
+
+def is_static(model):
+    """Return whether a model is a static embedding model: lookups, without a transformer."""
+    return isinstance(model.tokenizer, Tokenizer)
 
 
 def resolve_args(args, model, accelerator):
@@ -849,251 +926,164 @@ def resolve_args(args, model, accelerator):
     return replace(
         args,
         columns=args.columns or find_columns(args),
-        query_prompt=args.query_prompt or [model.prompts["query"]],
-        document_prompt=model.prompts["document"],
         micro_batch_tokens=args.micro_batch_tokens or (2**20 if is_static(model) else tokens),
         gradient_accumulation_steps=accelerator.gradient_accumulation_steps,  # a launch may set it
     )
 
 
-# ---- evaluation
+# ---- evaluation: that of sentence-transformers, with its names of measures
 
 EVAL_ROWS = 1000  # held out by default
-# Higher is better, as --metric_for_best_model requires; names of ir_measures, of the first 10 documents or fewer.
-RANKING = ["nDCG@10", "RR@10", "Success@1"]
-CORRELATIONS = ["Spearman", "Pearson"]
+EVAL_BATCH = 64  # texts
+DEPTHS = {f"{name}_at_k": [10] for name in ("ndcg", "mrr", "map", "precision_recall")}
+DEPTHS |= {"accuracy_at_k": [1], "batch_size": EVAL_BATCH, "write_csv": False}
 
 
-def open_eval_sets(rows, args):
-    """Return {name: EvalSet} of the held-out rows and of --eval_beir. A held-out query searches the positives of all
-    held-out rows for its own; equal texts are one, as in eval_incremental.py. If each row has one label, queries are
-    instead paired with their positives."""
-    eval_sets = {}
-    if rows:
-        add_prompts(rows, args)
-        queries = [row.query for row in rows]
-        documents = [row.documents[0] for row in rows]
-        scored = all(len(row.labels) == 1 for row in rows)
-        relevance = [row.labels[0] for row in rows] if scored else 1
-        pairs = pd.DataFrame({"query": queries, "document": documents})
-        numbers = pairs.apply(lambda texts: texts.index if scored else pd.factorize(texts)[0])
-        query_ids = numbers["query"].astype(str)
-        document_ids = "document " + numbers["document"].astype(str)
-        qrels = pd.DataFrame({"query_id": query_ids, "doc_id": document_ids, "relevance": relevance}).drop_duplicates()
-        queries = dict(zip(query_ids, queries))
-        documents = dict(zip(document_ids, documents))
-        eval_sets["held_out"] = EvalSet(queries, documents, qrels, scored)
-    return eval_sets | read_collections(args, args.query_prompt[0], args.document_prompt)
+def open_evaluators(data, model, args):
+    """Return {its main measure: evaluator} of the held-out rows and of --eval_beir. A held-out query searches the
+    positives of all rows for its own; if each row has one label, scores of its pair are correlated with that."""
+    evaluators = {}
+    rows = data.held_out
+    cosine = model.similarity_fn_name  # or dot
+    several = len(args.query_prompt) > 1  # as evaluators take one prompt, they are then part of the queries
+    prompts = args.query_prompt if several else [""]
+    queries = [prompts[min(row.cells[SOURCE], len(prompts) - 1)] + row.query for row in rows]
+    documents = [row.documents[0] for row in rows]
+    options = {"name": "held_out", "query_prompt": "" if several else None}  # None: the model's own
+    if rows and all(len(row.labels) == 1 for row in rows):
+        labels = [row.labels[0] for row in rows]
+        evaluators[f"held_out_spearman_{cosine}"] = PairEvaluator(queries, documents, labels, **options)
+    elif rows:
+        relevant = defaultdict(set)
+        for query, document in zip(queries, documents):
+            relevant[query].add(document)
+        texts = [dict(zip(column, column)) for column in (queries, documents)]  # its own id: equal texts are one
+        evaluators[f"held_out_{cosine}_ndcg@10"] = InformationRetrievalEvaluator(*texts, relevant, **options, **DEPTHS)
+    for name in args.eval_beir:
+        with user_errors(f"--eval_beir {name} (eval_incremental.py reads more layouts)", KeyError):
+            if os.path.isdir(name):
+                evaluator = open_beir(name, args.eval_split)
+            else:
+                evaluator = NanoBEIREvaluator(nano_names(name), name, **DEPTHS)
+            measure = f"{evaluator.name}_{cosine}_ndcg@10"
+            if measure in evaluators:
+                raise UserError("another collection has the same name")
+            evaluators[measure] = evaluator
+    return evaluators
 
 
-@torch.no_grad()
-def embed_texts(model, queries, documents, args, accelerator):
-    """Return (queries, D) and (documents, D) embeddings on all processes, normalized if the similarity is cosine; each
-    process encodes every P-th text."""
-    processes = accelerator.num_processes
-    rows = max(len(queries), len(documents))
+class PairEvaluator(EmbeddingSimilarityEvaluator):
+    """The library's, but for prompts: its own encodes both sides alike, without any."""
+
+    def __init__(self, queries, documents, labels, name, query_prompt):
+        super().__init__(queries, documents, labels, batch_size=EVAL_BATCH, name=name, write_csv=False)
+        self.query_prompt = query_prompt
+
+    def __call__(self, model, *args, **options):
+        if len(self.scores) == 1:  # the correlation of one pair is undefined
+            return {f"{self.name}_{kind}_{model.similarity_fn_name}": math.nan for kind in ("pearson", "spearman")}
+        return super().__call__(model, *args, **options)
+
+    def embed_inputs(self, model, sentences, **options):
+        options["batch_size"] = self.batch_size
+        if sentences is self.sentences1:
+            return model.encode_query(sentences, prompt=self.query_prompt, **options)
+        return model.encode_document(sentences, **options)
+
+
+def open_beir(folder, split):
+    """Return the evaluator of a folder in the layout of BEIR, whose documents are relevant or not, without grades."""
     texts = []
-    places = []
-    for column, column_texts in enumerate((queries, documents)):
-        mine = column_texts[accelerator.process_index :: processes]
-        texts += mine
-        places += [(number, column) for number in range(len(mine))]
-    micro_batches = make_micro_batches(texts, places, model, args, accelerator.device)
-    parts, _ = equalize_micro_batches(micro_batches, accelerator)
-    bar = tqdm(parts, "embedding", delay=2, leave=False, disable=not accelerator.is_main_process)
-    with accelerator.autocast():
-        outputs = [encode(model, features, accelerator)[: len(indices)] for features, indices in bar]
-    slots = math.ceil(rows / processes)
-    embeddings = gather_slots(outputs, micro_batches, (slots, 2), accelerator)  # (P slots, 2, D)
-    embeddings = embeddings.unflatten(0, (processes, slots)).transpose(0, 1).flatten(0, 1)  # in the order of the texts
-    if model.similarity_fn_name == "cosine":
-        embeddings = F.normalize(embeddings, dim=-1)
-    return embeddings[: len(queries), 0], embeddings[: len(documents), 1]
+    for name in ("queries", "corpus"):
+        rows = to_python(open_files([f"{folder}/{name}.jsonl"], streaming=False)[:])
+        texts.append({str(row["_id"]): f"{row.get('title') or ''} {row['text']}".strip() for row in rows})
+    relevant = defaultdict(set)
+    judgments = open_files([f"{folder}/qrels/{split}.tsv"], streaming=False)
+    for row in to_python(judgments[:]):
+        grade = float(row["score"])
+        if grade not in (0, 1) or row["query-id"] in texts[1]:
+            raise UserError("has grades, or documents with ids of queries: evaluate it after training")
+        if grade and row["query-id"] in texts[0]:
+            relevant[row["query-id"]].add(row["corpus-id"])
+    return InformationRetrievalEvaluator(*texts, relevant, name=Path(folder).name, **DEPTHS)
 
 
-def search(queries, documents, eval_set, args, depth=10):
-    """Return the ranking (query_id, doc_id, score) in which all queries, (Q, D), search all documents, (M, D), for the
-    `depth` best; of equal scores the earlier document is first."""
-    document_ids = list(eval_set.documents)
-    rows = []
-    for query_id, query in zip(eval_set.queries, queries):
-        scores = documents @ query
-        best = scores.argsort(descending=True, stable=True)[: depth + 1]
-        hits = [(query_id, document_ids[place], score) for place, score in zip(best.tolist(), scores[best].tolist())]
-        rows += [hit for hit in hits if args.keep_same_id or hit[1] != query_id][:depth]
-    return pd.DataFrame(rows, columns=["query_id", "doc_id", "score"])
+def nano_names(collection):
+    """Return the names of the splits of a Hub id in the layout of NanoBEIR, as its evaluators take them."""
+    check_exists(collection)
+    splits = datasets.get_dataset_split_names(collection, "queries")
+    return [split.removeprefix("Nano").lower() for split in splits]  # not always all thirteen
 
 
-def evaluate_model(model, eval_sets, args, accelerator):
-    """Return {measure: mean over held-out rows and --eval_beir}, and the value of each if there are several. Held-out
-    rows with one label each are measured by correlation. Edit it to measure something else."""
-    model.eval()
+def evaluate(model, evaluators, accelerator):
+    """Return {measure: value} of the evaluators, the same on all processes, which share the encoding."""
+    sharded = accelerator.distributed_type == DistributedType.FSDP  # its forward passes are collective: all evaluate
     found = {}
-    for name, eval_set in eval_sets.items():
-        texts = [*eval_set.queries.values()], [*eval_set.documents.values()]
-        queries, documents = embed_texts(model, *texts, args, accelerator)
-        if eval_set.scored:
-            scores = (queries * documents).sum(-1).tolist()
-            found[name] = correlate(scores, eval_set.qrels["relevance"])
-        else:
-            found[name] = measure_ranking(search(queries, documents, eval_set, args), eval_set.qrels)
+    # Training refuses tensors of inference mode, which a model may keep: rotary positions, or the buffers of FSDP.
+    infer = partial(model._inference.__wrapped__, model)  # without its own inference_mode
+    model._inference = torch.inference_mode(False)(torch.no_grad()(infer))
+    for evaluator in evaluators.values():
+        with TOKENIZING, distributed_evaluation(model, not sharded) as is_mine, accelerator.autocast():
+            if is_mine:
+                found |= evaluator(model)
+    del model._inference
     model.train()
-    return average(found)
+    found = broadcast_object_list([found])[0]
+    return {measure: float(value) for measure, value in found.items()}
 
 
-def measure_ranking(ranking, qrels):
-    """Return {measure: mean over queries} of a ranking (query_id, doc_id, score); of equal scores the first counts as
-    the higher."""
-    order = -ranking.groupby("query_id").cumcount()
-    parsed = {measure: ir_measures.parse_measure(measure) for measure in RANKING}
-    values = ir_measures.calc_aggregate(parsed.values(), qrels, ranking.assign(score=order.astype(float)))
-    return {measure: values[parsed[measure]] for measure in RANKING}
+# ==== the path of a batch: from here to the end identical in train_cross_encoder.py
+#
+# ---- all data of a run
 
 
-def correlate(scores, labels):
-    """Return {measure: correlation} of scores and labels, (pairs,) each."""
-    pairs = pd.DataFrame({"score": scores, "label": labels})
-    return {measure: float(pairs.corr(measure.lower()).iloc[0, 1]) for measure in CORRELATIONS}
+@dataclass
+class Data:
+    """What a run trains and evaluates on."""
+
+    sources: list  # of Source
+    held_out: list  # of Row
+    skipped: int  # bad rows among those held out
+    lookups: list  # TextLookup of queries and of documents; None where rows contain texts
+    weights: list  # share of each source
+    epoch_rows: float  # mixed rows of an epoch
+    description: list  # [name, rows, fingerprint] of each source and table of texts
 
 
-# ==== machinery: from here to the end identical in train_cross_encoder.py
+def open_data(args):
+    """Return the Data of the flags."""
+    with user_errors("--train_data"):
+        sources = [Source(name, number, args) for number, name in enumerate(args.train_data)]
+    with user_errors("--eval_data"):
+        eval_sources = [Source(name, number, args) for number, name in enumerate(args.eval_data)]
+    lookups = []
+    for names, columns in (args.queries, args.query_columns), (args.corpus, args.corpus_columns):
+        with user_errors(" ".join(names)):
+            lookups.append(TextLookup(names, columns) if names else None)
+    description = [[source.name, len(source), data_fingerprint(source.files)] for source in (*sources, *eval_sources)]
+    description += [[lookup.name, len(lookup.dataset), lookup.fingerprint] for lookup in filter(None, lookups)]
 
+    eval_rows = args.eval_rows
+    if eval_rows is None:
+        unlimited = args.streaming or args.eval_data
+        eval_rows = EVAL_ROWS if unlimited else min(EVAL_ROWS, sum(map(len, sources)) // 10)
+    shares = list(map(len, eval_sources)) or args.mixing_weights or list(map(len, sources))
+    eval_sources = eval_sources or sources
+    held_out = []
+    skipped = 0
+    if eval_rows:
+        counts = apportion([0] * len(shares), shares, eval_rows)
+        tables = [source.hold_out(count) for source, count in zip(eval_sources, counts) if count]
+        table = join_tables(tables, eval_sources)
+        held_out, skipped = read_rows(table, eval_sources, lookups, 0, args)
+    for source in sources:
+        if not len(source):
+            raise UserError(f"{source.name}: no row is left to train on after --eval_rows {eval_rows}")
 
-class UserError(ValueError):
-    """Something the user can fix; printed as one line, without a traceback."""
-
-
-class AgreedError(UserError):
-    """What all processes raise together, after a collective; printed by the main process alone."""
-
-
-def stop_together(error):
-    """Raise AgreedError on all processes if any has an error, a text, not None: the first. Every process calls it."""
-    error = next(filter(None, gather_object([error])), None)
-    if error:
-        raise AgreedError(error)
-
-
-# Errors of code, such as an edited function: they keep their traceback.
-BUGS = (KeyError, IndexError, TypeError, AttributeError, NameError)
-
-
-HINTS = {  # what to do about errors of `datasets`
-    "available configs": "choose one as ID:config:split",
-    "Couldn't cast": "prepare_corpus.py rewrites rows of irregular types",
-    "as a scalar of type": "prepare_corpus.py rewrites rows of irregular types",
-    "the same columns": "prepare_corpus.py rewrites them, null where one is missing",
-}
-
-
-def reason_of(error):
-    """Return the root cause of an error in one line, with what to do about it."""
-    while error.__cause__ and not isinstance(error, UserError):
-        error = error.__cause__
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, StopIteration):
-        return "contains no row"
-    if isinstance(error, pd.errors.ParserWarning):
-        return "line 2 has more fields than the header: check the separator, and quote texts that contain it"
-    reason = str(error).strip() or repr(error)
-    if isinstance(error, datasets.table.CastError):
-        reason = f"not all rows have the same columns: {error.details()}"
-    reason = " ".join(reason.split())[:500].replace("set 'local_files_only' to False", "unset HF_HUB_OFFLINE")
-    return "; ".join([reason, *(hint for words, hint in HINTS.items() if words in reason)])
-
-
-@contextmanager
-def user_errors(name, *expected):
-    """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause.
-    expected: types of errors that are the user's here, although they are of code elsewhere."""
-    try:
-        yield
-    except Exception as error:
-        is_bug = isinstance(error, BUGS) and not isinstance(error, expected) and "Couldn't cast" not in str(error)
-        if is_bug or should_reduce_batch_size(error):  # out of memory: not the data's fault, or the model's
-            raise
-        reason = reason_of(error)
-        raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
-
-
-def describe(error):
-    """Return what is printed of an error of a batch: of a UserError its line, of others the traceback as well."""
-    if isinstance(error, UserError):
-        return str(error)
-    return f"a batch could not be prepared\n{''.join(traceback.format_exception(error))}"
-
-
-def print_error(error):
-    """Print why a run ended: UserError and Ctrl-C in one line, others with a traceback. Return the exit status."""
-    if isinstance(error, KeyboardInterrupt):  # at once: background threads may wait for data
-        print("\ninterrupted: --resume continues from the newest checkpoint, if there is one", file=sys.stderr)
-        return 130
-    traceback.clear_frames(error.__traceback__)  # deletes main's progress bar, which ends its line
-    is_main = os.environ.get("RANK", "0") == "0"
-    if isinstance(error, AgreedError):
-        if is_main:
-            print(f"error: {error}", file=sys.stderr)
-        PartialState().wait_for_everyone()  # once a process has ended, a launcher ends the others
-    elif isinstance(error, UserError):
-        if not is_main:  # of this process alone, or of each: a launcher then ends this one while it waits
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(5)
-        print(f"error: {error}", file=sys.stderr)
-    else:
-        traceback.print_exception(error)
-        if should_reduce_batch_size(error):
-            advice = "lower --micro_batch_tokens, or set --grad_cache true, then --gradient_checkpointing"
-            print(f"out of memory: {advice}", file=sys.stderr)
-    return 1
-
-
-def words_of(path):
-    """Return the words of a command line that a YAML or JSON file of flags stands for."""
-    words = []
-    with user_errors(f"{path}: not a file of flags", TypeError):
-        for name, value in dict(yaml.safe_load(Path(path).read_text())).items():
-            values = value if isinstance(value, list) else [value]
-            if name == "trust_remote_code":
-                raise UserError("--trust_remote_code: only on the command line, as a file may have been downloaded")
-            if values not in ([], [None]):  # else the default
-                words.append(f"--{name}")
-                words += [json.dumps(part) if isinstance(part, dict | bool) else str(part) for part in values]
-    return words
-
-
-SECRET = re.compile(r"://[^/@]*:[^/@]*@|://.*[?&][\w-]*(sig|signature|token|key|secret|password|credential)=", re.I)
-
-
-def parse_args(argv):
-    """Return Args from flags, or from a YAML or JSON file and flags that override it; exit on a wrong value."""
-    parser = make_parser()
-    lists = {name for name, option in parser._option_string_actions.items() if option.nargs == "+"}
-    names = [word.partition("=")[0] for word in argv]
-    for name in lists.intersection(names):
-        if names.count(name) > 1:  # argparse would ignore the first list; of any other flag, the last value counts
-            parser.error(f"{name}: given twice; list all values after one flag")
-    if path := parser.parse_args(argv).file:
-        argv = [path, *words_of(path), *(word for word in argv if word != path)]
-    flags = vars(parser.parse_args(argv))
-    del flags["file"]
-    args = Args(**flags)
-    for option in fields(args):
-        given = flags[option.name]
-        least = 1e-12 if option.metadata["above_zero"] else 0
-        for value in given if isinstance(given, list) else [given]:
-            if isinstance(value, str) and SECRET.search(value):
-                parser.error(f"--{option.name}: a URL with a credential, which files would show; use ~/.netrc")
-            if option.name == "output_dir" and "://" in value:
-                parser.error(f"--output_dir {value}: must be a local folder; copy it elsewhere when the run has ended")
-            if isinstance(value, int | float) and not least <= value < math.inf:
-                relation = "above 0" if least else "0 or more"
-                parser.error(f"--{option.name} {value}: must be finite, and {relation}")
-    try:
-        check_flags(args)
-    except UserError as error:
-        parser.error(str(error))
-    return args
+    weights = args.mixing_weights or list(map(len, sources))  # without the rows held out
+    ends = [len(source) * sum(weights) / weight for source, weight in zip(sources, weights)]  # of each, in mixed rows
+    end = min(ends) if args.stopping_strategy == "first_exhausted" else max(ends)
+    return Data(sources, held_out, skipped, lookups, weights, args.rows_per_epoch or end, description)
 
 
 # ---- files
@@ -1114,20 +1104,17 @@ def file_suffix(file):
 
 
 def check_exists(name):
-    """Raise UserError if `name` is not on disk and cannot be a Hub id: NAME or ORG/NAME, without a folder ORG here; or
-    if it is the folder of a model without safetensors."""
+    """Raise UserError if `name` is not on disk and cannot be a Hub id: NAME or ORG/NAME, without a folder ORG here."""
     may_be_id = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not os.path.isdir(os.path.dirname(name))
     if not (may_be_id or "://" in name or os.path.exists(name)):
         raise UserError("no such file or folder")
-    if os.path.exists(f"{name}/pytorch_model.bin") and not os.path.exists(f"{name}/model.safetensors"):
-        raise UserError(
-            "A pickle can run code; convert one you trust: SentenceTransformer('OLD').save_pretrained('NEW')"
-        )
 
 
 def list_files(source):
     """Return the files of a path, glob, folder, URL, Hub id or ID:config:split, as `datasets` resolves them."""
-    path, config, split = os.path.expanduser(source), None, "train"
+    path = os.path.expanduser(source)
+    config = None
+    split = "train"
     if os.path.exists(os.path.join(path, "state.json")):  # of Dataset.save_to_disk; map() adds caches
         files = json.loads(Path(path, "state.json").read_text())["_data_files"]
         return [os.path.join(path, file["filename"]) for file in files]
@@ -1155,8 +1142,8 @@ def open_files(files, streaming=True):
     """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables. The columns of CSV and
     TSV are texts, as written; only an empty cell is missing."""
     suffix = file_suffix(files[0])
-    # A mapped table keeps a list of its record batches: write few, large ones.
-    kind, options = FORMATS[suffix], {"split": "train", "writer_batch_size": 20_000}
+    kind = FORMATS[suffix]
+    options = {"split": "train", "writer_batch_size": 20_000}  # a mapped table lists its record batches: few, large
     if kind == "csv":
         files = [file for file in files if not os.path.isfile(file) or os.path.getsize(file)] or files
         options |= csv_options(suffix)
@@ -1223,6 +1210,8 @@ def count_bytes(column):
     if is_list(column.type):
         rows = pc.list_parent_indices(column)
         return np.bincount(rows, count_bytes(pc.list_flatten(column)), minlength=len(column))
+    if pa.types.is_struct(column.type):
+        return sum(map(count_bytes, column.flatten()), np.zeros(len(column)))
     if column.type in (pa.string(), pa.large_string()):
         return pc.fill_null(pc.binary_length(column), 0).to_numpy()
     return np.zeros(len(column))
@@ -1234,12 +1223,12 @@ def row_lengths(table, args):
 
 
 def to_python(table):
-    """Return {column: list of values} of a Table; a list that is null is empty."""
+    """Return [{column: value}] of the rows of a Table; a list that is null is empty."""
     columns = PythonFormatter(datasets.Features.from_arrow_schema(table.schema)).format_batch(table)
     for name, values in columns.items():
         if is_list(table[name].type):
             columns[name] = [value or [] for value in values]
-    return columns
+    return [dict(zip(columns, values)) for values in zip(*columns.values())]
 
 
 def find_columns(args):
@@ -1253,86 +1242,7 @@ def find_columns(args):
     return columns
 
 
-def read_rows(table, sources, lookups, step, args, add_documents=None):
-    """Return (list of Row, number of bad rows) of a Table, with texts in place of ids; raise UserError for a bad row
-    unless --on_bad_row is skip. sources: those that the column SOURCE counts; step: that of the rows' batch;
-    add_documents(rows, step) may add documents of other rows, with labels, before ids are looked up."""
-    columns = to_python(table)
-    random = Random() if any(is_list(table[name].type) for name in args.columns) else None
-    rows = []
-    for values in zip(*columns.values()):
-        cells = dict(zip(columns, values))
-        if random:  # seeding takes 5 µs
-            random.seed(f"{args.seed} {cells[SOURCE]} {cells[NUMBER]}")
-        try:
-            rows.append(read_row(cells, random, step, args))
-            rows[-1].cells = cells
-        except ValueError as error:
-            reject(error, cells, sources, args)
-    sizes = [len(row.documents) for row in rows]
-    if add_documents:
-        add_documents(rows, step)
-    resolve_ids(rows, lookups)
-    known = []
-    for row, size in zip(rows, sizes):
-        if row.query is None or None in row.documents[:size]:
-            reject("no text has its id", row.cells, sources, args)
-        else:
-            known.append(row)
-            while None in row.documents:  # added from another row: that one is bad, not this one
-                place = row.documents.index(None)
-                del row.documents[place], row.labels[place]
-    return known, len(table) - len(known)
-
-
-def reject(problem, cells, sources, args):
-    """Raise UserError for a bad row, unless --on_bad_row is skip and nothing but the row is wrong."""
-    source = sources[cells[SOURCE]].name
-    if isinstance(problem, UserError):
-        raise UserError(f"{source}: {problem}") from problem
-    if args.on_bad_row == "error":
-        shown = str({name: cells[name] for name in (*args.columns, *args.label_column)})[:200]
-        raise UserError(f"{source}: {problem} in the row {shown}; fix it, edit read_row, or --on_bad_row skip")
-
-
-def resolve_ids(rows, lookups):
-    """Replace the ids of rows by texts, None for an unknown id; lookups: of queries and of documents."""
-    queries, documents = lookups
-    if queries:
-        for row, text in zip(rows, queries.texts([row.query for row in rows])):
-            row.query = text
-    if documents:
-        texts = iter(documents.texts([name for row in rows for name in row.documents]))
-        for row in rows:
-            row.documents = [next(texts) for _ in row.documents]
-
-
-def local_batches(tables, first, model, data, args, accelerator, add_documents=None):
-    """Yield this process' Batch of each (Table, state) without end; runs in a background thread. `first`: the number
-    of the first one. Whatever fails becomes the `error` of a batch without rows, so that all processes stop at the
-    same step, and save it first."""
-    error = None
-    for number in count(first):
-        batch = None
-        try:
-            if error is None:
-                table, state = next(tables)
-                by_length = np.argsort(-row_lengths(table, args), kind="stable")  # each process takes every P-th row
-                mine = np.sort(by_length[accelerator.process_index :: accelerator.num_processes])
-                hook = add_documents and partial(add_documents, table)
-                step = number // args.gradient_accumulation_steps
-                rows, skipped = read_rows(table.take(mine), data.sources, data.lookups, step, args, hook)
-                batch = make_batch(rows, number, model, args, accelerator)
-                batch.skipped = skipped
-                batch.state = state
-        except Exception as caught:
-            error = caught
-        batch = batch or make_batch([], number, model, args, accelerator)
-        batch.error = error
-        yield batch
-
-
-# ---- sources and the order of their rows
+# ---- a source, its windows, and where a resume continues
 
 BLOCK = 100  # neighbouring rows of a mapped table that are read together; a shuffle window mixes many blocks
 
@@ -1439,9 +1349,9 @@ class Source:
         if self.args.shuffle_buffer:
             is_short = blocks[-1][1] < self.block_rows  # the last block: it stays last
             self.random().shuffle(order[: len(blocks) - is_short])
-        count = self.window_rows // self.block_rows
-        for window in range(self.position.window * count, len(blocks), count):
-            chosen = [blocks[number] for number in order[window : window + count]]
+        num_blocks = self.window_rows // self.block_rows  # of a window
+        for start in range(self.position.window * num_blocks, len(blocks), num_blocks):
+            chosen = [blocks[number] for number in order[start : start + num_blocks]]
             # As dataset[first : first + size] does, without the 70 µs that formatting takes.
             yield pa.concat_tables([self.dataset.data.fast_slice(first, size) for first, size in chosen]), None
 
@@ -1455,7 +1365,7 @@ class Source:
         before = self.position.stream
         if before:
             stream.load_state_dict(before)
-        before = before or stream.state_dict()  # does not reflect a loaded state before the first row
+        before = before or stream.state_dict()  # ignores a loaded state until a row is read
         for table in stream.iter(self.window_rows):
             yield table, before
             before = stream.state_dict()
@@ -1471,6 +1381,9 @@ def spread_blocks(rows, count):
     number = math.ceil(count / size)
     firsts = [place * size + place * (rows - count) // number for place in range(number)]
     return [(first, first + min(size, count - place * size)) for place, first in enumerate(firsts)]
+
+
+# ---- mixing sources
 
 
 def apportion(drawn, weights, count):
@@ -1500,12 +1413,12 @@ def row_batches(sources, weights, args, state=None):
     for source, position in zip(sources, state["sources"]):
         source.seek(Position(**position))
     cut = state["cut"]
-    window = args.batch_size * args.length_window
-    unit = 1 if args.mix_by == "row" else window  # rows that are taken together from a source
+    size = args.batch_size * args.length_window  # rows that are drawn together
+    unit = 1 if args.mix_by == "row" else size  # of these, rows from one source
     while True:
         before = [asdict(source.position) for source in sources]
         drawn = [source.position.taken for source in sources]
-        units = apportion([rows // unit for rows in drawn], weights, window // unit)
+        units = apportion([rows // unit for rows in drawn], weights, size // unit)
         tables = [source.take(count * unit) for source, count in zip(sources, units) if count]
         table = join_tables(tables, sources)
         order = np.arange(args.length_window)
@@ -1518,6 +1431,9 @@ def row_batches(sources, weights, args, state=None):
             positions = [asdict(source.position) for source in sources] if done else before
             yield rows, {"sources": positions, "cut": 0 if done else number + 1}
         cut = 0
+
+
+# ---- from ids to texts
 
 
 class TextLookup:
@@ -1559,10 +1475,9 @@ class TextLookup:
             places = np.searchsorted(self.index[0], self.hashes(np.array(ids, object)))
             rows = self.index[1, places.clip(max=len(self.dataset) - 1)]
             table = self.dataset[rows.tolist()].combine_chunks()  # else one chunk for each row
-            columns = to_python(table.select(self.text_columns))
             texts = []
-            for wanted, found, *parts in zip(ids, self.ids(table), *columns.values()):
-                text = " ".join(part or "" for part in parts).strip()
+            for wanted, found, row in zip(ids, self.ids(table), to_python(table.select(self.text_columns))):
+                text = " ".join(part or "" for part in row.values()).strip()
                 texts.append(text if text and found == wanted else None)
             return texts
 
@@ -1575,61 +1490,135 @@ class TextLookup:
         return pd.util.hash_array(ids, categorize=False)  # uint64, the same in every process
 
 
-@dataclass
-class Data:
-    """What a run trains and evaluates on."""
+def resolve_ids(rows, lookups):
+    """Replace the ids of rows by texts, None for an unknown id; lookups: of queries and of documents."""
+    queries, documents = lookups
+    if queries:
+        for row, text in zip(rows, queries.texts([row.query for row in rows])):
+            row.query = text
+    if documents:
+        texts = iter(documents.texts([name for row in rows for name in row.documents]))
+        for row in rows:
+            row.documents = [next(texts) for _ in row.documents]
 
-    sources: list  # of Source
-    held_out: list  # of Row
-    skipped: int  # bad rows among those held out
-    lookups: list  # TextLookup of queries and of documents; None where rows contain texts
-    weights: list  # share of each source
-    epoch_rows: float  # mixed rows of an epoch
-    description: list  # [name, rows, fingerprint] of each source and table of texts
+
+# ---- this process' rows
 
 
-def open_data(args, add_documents=None):
-    """Return the Data of the flags; `add_documents`: as in local_batches."""
-    with user_errors("--train_data"):
-        sources = [Source(name, number, args) for number, name in enumerate(args.train_data)]
-    with user_errors("--eval_data"):
-        eval_sources = [Source(name, number, args) for number, name in enumerate(args.eval_data)]
-    lookups = []
-    for names, columns in (args.queries, args.query_columns), (args.corpus, args.corpus_columns):
-        with user_errors(" ".join(names)):
-            lookups.append(TextLookup(names, columns) if names else None)
-    description = [[source.name, len(source), data_fingerprint(source.files)] for source in (*sources, *eval_sources)]
-    description += [[lookup.name, len(lookup.dataset), lookup.fingerprint] for lookup in filter(None, lookups)]
+def read_rows(table, sources, lookups, step, args):
+    """Return (list of Row, number of bad rows) of a Table, with texts in place of ids; raise UserError for a bad row
+    unless --on_bad_row is skip. sources: those that the column SOURCE counts; step: that of the rows' batch."""
+    random = Random() if any(is_list(table[name].type) for name in args.columns) else None
+    rows = []
+    for cells in to_python(table):
+        if random:  # seeding takes 5 µs
+            random.seed(f"{args.seed} {cells[SOURCE]} {cells[NUMBER]}")
+        try:
+            rows.append(read_row(cells, step, args, random))
+            rows[-1].cells = cells
+        except ValueError as error:
+            reject(error, cells, sources, args)
+    resolve_ids(rows, lookups)
+    known = []
+    for row in rows:
+        if row.query is None or None in row.documents:
+            reject("no text has its id", row.cells, sources, args)
+        else:
+            known.append(row)
+    return known, len(table) - len(known)
 
-    eval_rows = args.eval_rows
-    if eval_rows is None:
-        unlimited = args.streaming or args.eval_data
-        eval_rows = EVAL_ROWS if unlimited else min(EVAL_ROWS, sum(map(len, sources)) // 10)
-    shares = list(map(len, eval_sources)) or args.mixing_weights or list(map(len, sources))
-    eval_sources = eval_sources or sources
-    held_out = []
-    skipped = 0
-    if eval_rows:
-        counts = apportion([0] * len(shares), shares, eval_rows)
-        tables = [source.hold_out(count) for source, count in zip(eval_sources, counts) if count]
-        table = join_tables(tables, eval_sources)
-        hook = add_documents and partial(add_documents, table)
-        held_out, skipped = read_rows(table, eval_sources, lookups, 0, args, hook)
-    for source in sources:
-        if not len(source):
-            raise UserError(f"{source.name}: no row is left to train on after --eval_rows {eval_rows}")
 
-    weights = args.mixing_weights or list(map(len, sources))  # without the rows held out
-    ends = [len(source) * sum(weights) / weight for source, weight in zip(sources, weights)]  # of each, in mixed rows
-    end = min(ends) if args.stopping_strategy == "first_exhausted" else max(ends)
-    return Data(sources, held_out, skipped, lookups, weights, args.rows_per_epoch or end, description)
+def reject(problem, cells, sources, args):
+    """Raise UserError for a bad row, unless --on_bad_row is skip and nothing but the row is wrong."""
+    source = sources[cells[SOURCE]].name
+    if isinstance(problem, UserError):
+        raise UserError(f"{source}: {problem}") from problem
+    if args.on_bad_row == "error":
+        shown = str({name: cells[name] for name in (*args.columns, *args.label_column)})[:200]
+        raise UserError(f"{source}: {problem} in the row {shown}; fix it, edit read_row, or --on_bad_row skip")
+
+
+def local_batches(tables, first, model, data, args, accelerator):
+    """Yield this process' Batch of each (Table, state) without end; runs in a background thread. `first`: the number
+    of the first one. Whatever fails becomes the `error` of a batch without rows, so that all processes stop before the
+    same step, and save the one before."""
+    number = first
+    error = None
+    while True:
+        batch = None
+        try:
+            if error is None:
+                table, state = next(tables)
+                by_length = np.argsort(-row_lengths(table, args), kind="stable")
+                local = np.sort(by_length[accelerator.process_index :: accelerator.num_processes])  # every P-th row
+                rows, skipped = local_rows(table, local, number // args.gradient_accumulation_steps, data, args)
+                batch = make_batch(rows, number, model, args, accelerator)
+                batch.skipped = skipped
+                batch.state = state
+        except Exception as caught:
+            error = caught
+        batch = batch or make_batch([], number, model, args, accelerator)
+        batch.error = error
+        yield batch
+        number += 1
 
 
 # ---- micro-batches
 
+TOKENIZING = threading.Lock()  # each call configures the tokenizer, which cannot be done while another uses it
+CHUNK = 8192  # texts that are tokenized together: of similar length, as they are padded to the longest
+AS_NUMPY = {"processing_kwargs": {"common": {"return_tensors": "np"}}}  # torch.tensor() of lists takes as long again
+# Modules that do without a mask of ones, by where they are defined; others may read it, and get it.
+WITHOUT_MASK = (
+    "torch.",
+    "transformers.",
+    "peft.",
+    "sentence_transformers.base.",
+    "sentence_transformers.cross_encoder.",
+    "sentence_transformers.sentence_transformer.model",
+    "sentence_transformers.sentence_transformer.modules.pooling",
+    "sentence_transformers.sentence_transformer.modules.static_embedding",
+)
 
-def cut_micro_batches(lengths, max_tokens):
-    """Return index arrays, longest text first, each of at most `max_tokens` with padding; a longer text is alone.
+
+def tokenize(model, texts, args, accelerator, **options):
+    """Yield (indices, features) of texts or pairs as sentence-transformers preprocesses them, cut into micro-batches
+    of at most --micro_batch_tokens; options: of preprocess()."""
+    device = accelerator.device
+    # The library restores the end of a truncated chat template in lists and torch's tensors, not in numpy's.
+    has_chat = any("message" in getattr(module, "modality_config", {}) for module in model.modules())
+    options |= {} if has_chat else AS_NUMPY
+    needs_mask = any(not type(module).__module__.startswith(WITHOUT_MASK) for module in model.modules())
+    characters = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts]
+    order = np.argsort(characters)[::-1].tolist()
+    for first in range(0, len(order), CHUNK):
+        indices = order[first : first + CHUNK]
+        with TOKENIZING:
+            features = model.preprocess([texts[index] for index in indices], **options)
+        features = {name: torch.as_tensor(v) if isinstance(v, np.ndarray) else v for name, v in features.items()}
+        for places, part in split_features(features, args.micro_batch_tokens, device, needs_mask):
+            yield [indices[place] for place in places], {name: pinned(part[name], device) for name in part}
+
+
+def split_features(features, max_tokens, device, needs_mask):
+    """Yield (places, features) of the texts at these places, the longest first, for each micro-batch."""
+    if "offsets" in features:  # of a static model, whose tokens need no memory to speak of
+        yield range(len(features["offsets"])), features
+    elif "cu_seq_lens_q" in features:  # concatenated without padding, for flash attention
+        bounds = features["cu_seq_lens_q"].tolist()
+        for places in cut(np.diff(bounds), max_tokens, is_padded=False):
+            yield places, take_flat(features, bounds, places)
+    else:
+        lengths = features["attention_mask"].sum(1).numpy()
+        if device.type != "cpu":  # kernels are faster at multiples of 8
+            lengths = np.minimum(-(-lengths // 8) * 8, features["attention_mask"].shape[1])
+        for places in cut(lengths, max_tokens):
+            yield places, take_padded(features, places, int(lengths[places[0]]), needs_mask)
+
+
+def cut(lengths, max_tokens, is_padded=True):
+    """Return lists of places, the longest text first, each of at most `max_tokens` with padding; a longer text is
+    alone.
 
     Minimize the tokens with padding plus a cost for each forward pass: 1/64 of `max_tokens` up to 2,048 (12 to 35
     tokens measured on CPUs), 1/16 above (an estimate for GPUs, not measured). Cuts are tried where the length changes
@@ -1637,6 +1626,16 @@ def cut_micro_batches(lengths, max_tokens):
     long."""
     order = np.argsort(-lengths, kind="stable")
     sizes = np.maximum(lengths[order], 1)
+    parts = []
+    if not is_padded:
+        left = 0
+        for place, size in zip(order.tolist(), sizes.tolist()):
+            if not parts or size > left:
+                parts.append([])
+                left = max_tokens
+            parts[-1].append(place)
+            left -= size
+        return parts
     sixteenths = np.cumsum(sizes) * 16 // max_tokens
     begins = np.flatnonzero(np.diff(sizes, prepend=0) | np.diff(sixteenths, prepend=0))
     widths = sizes[begins].tolist()
@@ -1650,37 +1649,50 @@ def cut_micro_batches(lengths, max_tokens):
             tokens = (begins[end] - begins[first]) * widths[first]
             costs.append((cost_of_a_pass + tokens + best[end][0], end))
         best[first] = min(costs)
-    cuts = []
     first = 0
     while first < len(widths):
         end = best[first][1]
-        cuts.append(order[begins[first] : begins[end]])
+        parts.append(order[begins[first] : begins[end]].tolist())
         first = end
-    return cuts
+    return parts
 
 
-@dataclass
-class MicroBatches:
-    """The texts or pairs that this process encodes."""
+def take_padded(features, places, width, needs_mask):
+    """Return the features of some texts, without columns of padding beyond `width`, on whichever side it is."""
+    mask = features["attention_mask"][places]
+    columns = slice(width) if mask[:, 0].all() else slice(mask.shape[1] - width, None)
+    part = dict(features)
+    for name, value in features.items():
+        if torch.is_tensor(value):  # (texts, tokens)
+            part[name] = value[places, columns]
+    if part["attention_mask"].all() and not needs_mask:  # else models wait for the device to see that all is 1
+        del part["attention_mask"]
+    return part
 
-    parts: list  # (features, indices of their texts)
-    places: torch.Tensor  # (2, texts) row and column of each in the (n, C) slots, in the order of the parts
-    tokens: int  # without padding
-    padded: int  # with padding
 
-    def slots(self, accelerator):
-        """Return (rows, columns), to index a tensor of slots, (n, C, ...)."""
-        return tuple(self.places.to(accelerator.device, non_blocking=True))
+def take_flat(features, bounds, places):
+    """Return the features of some texts that are concatenated; bounds: where texts begin, and the end of the last."""
+    spans = [slice(bounds[place], bounds[place + 1]) for place in places]
+    part = dict(features)
+    for name, value in features.items():
+        if torch.is_tensor(value) and value.shape[-1] == bounds[-1]:  # (1, tokens)
+            part[name] = torch.cat([value[:, span] for span in spans], 1)
+    lengths = torch.tensor([span.stop - span.start for span in spans])
+    ends = F.pad(lengths.cumsum(0), (1, 0)).int()
+    longest = int(lengths.max())
+    part |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    part["seq_idx"] = torch.arange(len(spans), dtype=torch.int32).repeat_interleave(lengths)[None]
+    return part
 
 
-def collect(parts, places, lengths, device):
-    """Return the MicroBatches of [(features, indices)]; places: (row, column) of each text, lengths: its tokens."""
-    padded = sum(features["input_ids"].numel() for features, _ in parts)
-    order = np.concatenate([indices for _, indices in parts])
-    places = torch.tensor(places)[order].T.contiguous()
-    for features, _ in parts:
-        features.update({name: pinned(value, device) for name, value in features.items()})
-    return MicroBatches(parts, pinned(places, device), int(lengths.sum()), padded)
+def token_counts(micro_batches):
+    """Return (tokens without padding, tokens with padding) of micro-batches."""
+    tokens = padded = 0
+    for *_, features in micro_batches:
+        mask = features.get("attention_mask", features["input_ids"])
+        tokens += int(mask.count_nonzero()) if "attention_mask" in features else mask.numel()
+        padded += features["input_ids"].numel()
+    return tokens, padded
 
 
 def pinned(value, device):
@@ -1688,56 +1700,12 @@ def pinned(value, device):
     return value.pin_memory() if device.type == "cuda" and torch.is_tensor(value) else value
 
 
-def pad_lists(lists, size, fill, dtype=np.int64, width=1, side="right"):
-    """Return a (size, longest) tensor of lists, padded with `fill` on a side, at least `width` wide."""
-    width = max([width, *map(len, lists)])
-    padded = np.full((size, width), fill, dtype)
+def pad_lists(lists, size, fill, dtype=np.int64):
+    """Return a (size, longest) tensor of lists, padded with `fill`, at least 1 wide."""
+    padded = np.full((size, max([1, *map(len, lists)])), fill, dtype)
     for row, values in zip(padded, lists):
-        start = width - len(values) if side == "left" else 0
-        row[start : start + len(values)] = values
+        row[: len(values)] = values
     return torch.from_numpy(padded)
-
-
-def pad_micro_batches(encodings, places, model, max_tokens, device):
-    """Return the MicroBatches of tokenized texts or pairs, longest first; places: (row, column) of each."""
-    lengths = np.array([len(encoding) for encoding in encodings])
-    widths = lengths
-    if device.type != "cpu":  # fast kernels require multiples of 8
-        widths = np.maximum(lengths, np.minimum(-(-lengths // 8) * 8, model.max_seq_length))
-    # Models of these libraries do without a mask of ones; a module of one's own, or remote code, may read it.
-    known = ("sentence_transformers.", "transformers.", "peft.")
-    needs_mask = any(not type(module).__module__.startswith(known) for module in (*model, model[0].model))
-    parts = []
-    for indices in cut_micro_batches(widths, max_tokens):
-        chosen = [encodings[index] for index in indices]
-        if model[0].can_flatten_inputs:
-            features = flatten_texts(chosen, model[0])
-        else:
-            features = pad_texts(chosen, int(widths[indices[0]]), model.tokenizer, needs_mask)
-        parts.append((features, indices))
-    return collect(parts, places, lengths, device)
-
-
-def pad_texts(encodings, width, tokenizer, needs_mask=False):
-    """Return the features of tokenized texts or pairs, (texts, width) each; the mask if it masks anything, or if it is
-    needed all the same."""
-    pad = partial(pad_lists, size=len(encodings), width=width, side=tokenizer.padding_side)
-    features = {"input_ids": pad([encoding.ids for encoding in encodings], fill=tokenizer.pad_token_id)}
-    if "token_type_ids" in tokenizer.model_input_names:
-        types = [encoding.type_ids for encoding in encodings]
-        features["token_type_ids"] = pad(types, fill=tokenizer.pad_token_type_id)
-    # Without a need, none: transformers would wait for the device to see that nothing is masked.
-    if needs_mask or min(map(len, encodings)) < width:
-        features["attention_mask"] = pad([[1] * len(encoding) for encoding in encodings], fill=0)
-    return features
-
-
-def flatten_texts(encodings, transformer):
-    """Return the features of tokenized texts, concatenated without padding for flash attention."""
-    features = transformer.data_collator([{"input_ids": encoding.ids} for encoding in encodings])
-    features["position_ids"] += transformer._flatten_position_offset  # RoBERTa counts from 2
-    del features["labels"]
-    return features
 
 
 def prefetch(batches, depth=2):
@@ -1752,79 +1720,154 @@ def prefetch(batches, depth=2):
             yield batch
 
 
-def equalize_micro_batches(micro_batches, accelerator):
-    """Return (parts of the MicroBatches, their tokens with padding). Under FSDP, whose forwards are collective, the
-    last part is repeated, for no text, until all ranks run equally many; the tokens are then the most of a rank."""
-    parts = micro_batches.parts
-    tokens = micro_batches.padded
-    if accelerator.distributed_type == DistributedType.FSDP:
-        sizes = torch.tensor([[len(parts), tokens]], device=accelerator.device)
-        most, tokens = accelerator.gather(sizes).amax(0).tolist()
-        features, _ = parts[-1]  # the shortest texts; the output is discarded
-        parts = parts + [(features, ())] * (most - len(parts))
-    return parts, tokens
+# ==== services
+#
+# ---- errors
 
 
-def gather_slots(outputs, micro_batches, shape, accelerator):
-    """Return (P n, C, ...) detached outputs of all processes; `outputs`: (texts, ...) of each part; shape:
-    (n, C), the slots of each process. Slots without a text are 0."""
-    slots = outputs[0].new_zeros(*shape, *outputs[0].shape[1:])
-    slots[micro_batches.slots(accelerator)] = torch.cat(outputs).detach()
-    return accelerator.gather(slots)
+class UserError(ValueError):
+    """Something the user can fix; printed as one line, without a traceback."""
 
 
-def pad_columns(tensor, fill, accelerator):
-    """Return a process' (n, C) tensor on the device, with as many columns as that of the process with most."""
-    tensor = tensor.to(accelerator.device, non_blocking=True)
-    if accelerator.num_processes == 1:  # else waits for the device to compare the shape with itself
-        return tensor
-    return accelerator.pad_across_processes(tensor, dim=1, pad_index=fill)
+class AgreedError(UserError):
+    """What all processes raise together, after a collective; printed by the main process alone."""
 
 
-def keeps_graphs(tokens, args, device):
-    """Return whether the graphs of this many tokens are kept until the loss (--grad_cache)."""
-    if args.grad_cache is not None:
-        return not args.grad_cache
-    return tokens <= args.micro_batch_tokens * (16 if device.type == "cpu" else 4)
+def stop_together(error):
+    """Raise AgreedError on all processes if any has an error, a text, not None: the first. Every process calls it."""
+    error = next(filter(None, gather_object([error])), None)
+    if error:
+        raise AgreedError(error)
 
 
-BUCKET = 2**23  # numbers of which gradients are summed at once, by one collective
+# Errors of code, such as an edited function: they keep their traceback.
+BUGS = (KeyError, IndexError, TypeError, AttributeError, NameError)
 
 
-def reduce_gradients(model, accelerator):
-    """Sum the gradients of all micro-batches of a step over processes, once. All processes visit the same weights in
-    the same order: one that has no gradient here, as no text of this process needs it, may have one elsewhere."""
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    if accelerator.distributed_type == DistributedType.FSDP:  # each backward pass has taken the mean
-        for grad in filter(torch.is_tensor, (weight.grad for weight in weights)):
-            grad.mul_(accelerator.num_processes)
-    elif accelerator.num_processes > 1:
-        found = torch.tensor([weight.grad is not None for weight in weights], device=accelerator.device)
-        used = [weight for weight, anywhere in zip(weights, accelerator.reduce(found.int()).tolist()) if anywhere]
-        for weight in used:
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        places = np.cumsum([weight.numel() for weight in used]) // BUCKET
-        for place in np.unique(places):
-            grads = [used[number].grad for number in np.flatnonzero(places == place)]
-            vector_to_parameters(accelerator.reduce(parameters_to_vector(grads)), grads)
+HINTS = {  # what to do about errors of `datasets`
+    "available configs": "choose one as ID:config:split",
+    "Couldn't cast": "prepare_corpus.py rewrites rows of irregular types",
+    "as a scalar of type": "prepare_corpus.py rewrites rows of irregular types",
+    "the same columns": "prepare_corpus.py rewrites them, null where one is missing",
+}
 
 
-# ---- model
+def reason_of(error):
+    """Return the root cause of an error in one line, with what to do about it."""
+    while error.__cause__ and not isinstance(error, UserError):
+        error = error.__cause__
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, StopIteration):
+        return "contains no row"
+    if isinstance(error, KeyError):
+        return f"there is no {error}"
+    if isinstance(error, pd.errors.ParserWarning):
+        return "line 2 has more fields than the header: check the separator, and quote texts that contain it"
+    reason = str(error).strip() or repr(error)
+    if isinstance(error, datasets.table.CastError):
+        reason = f"not all rows have the same columns: {error.details()}"
+    reason = " ".join(reason.split())[:500].replace("set 'local_files_only' to False", "unset HF_HUB_OFFLINE")
+    return "; ".join([reason, *(hint for words, hint in HINTS.items() if words in reason)])
 
-SAMPLE = ["a text", "a longer text, which a model for short texts truncates " * 30]
+
+@contextmanager
+def user_errors(name, *expected):
+    """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause.
+    expected: types of errors that are the user's here, although they are of code elsewhere."""
+    try:
+        yield
+    except Exception as error:
+        is_bug = isinstance(error, BUGS) and not isinstance(error, expected) and "Couldn't cast" not in str(error)
+        if is_bug or should_reduce_batch_size(error):  # out of memory: not the data's fault, or the model's
+            raise
+        reason = reason_of(error)
+        raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
 
 
-def check_outputs(path, found, expected, model, accelerator):
-    """Raise UserError if a model's outputs of the texts SAMPLE, (2, ...), differ from sentence-transformers' own."""
-    found = found.detach().float()
-    expected = expected.float().to(found.device)
-    difference = (found - expected).norm() / (1 + expected.norm())
-    exact = accelerator.mixed_precision == "no" and next(model.parameters()).dtype == torch.float32
-    if difference > (1e-3 if exact else 0.05):
-        raise UserError(
-            f"{path}: sentence-transformers' outputs differ from those of this script by {difference:.2g}: the model "
-            "reads more than the tokens of texts, such as the length of prompts, or padding on the left"
-        )
+def describe(error):
+    """Return what is printed of an error of a batch: of a UserError its line, of others the traceback as well."""
+    if isinstance(error, UserError):
+        return str(error)
+    return f"a batch could not be prepared\n{''.join(traceback.format_exception(error))}"
+
+
+def print_error(error):
+    """Print why a run ended: UserError and Ctrl-C in one line, others with a traceback. Return the exit status."""
+    if isinstance(error, KeyboardInterrupt):  # at once: background threads may wait for data
+        print("\ninterrupted: --resume continues from the newest checkpoint, if there is one", file=sys.stderr)
+        return 130
+    traceback.clear_frames(error.__traceback__)  # deletes main's progress bar, which ends its line
+    is_main = os.environ.get("RANK", "0") == "0"
+    if isinstance(error, AgreedError):
+        if is_main:
+            print(f"error: {error}", file=sys.stderr)
+        PartialState().wait_for_everyone()  # once a process has ended, a launcher ends the others
+    elif isinstance(error, UserError):
+        if not is_main:  # of this process alone, or of each: a launcher then ends this one while it waits
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(5)
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+        if should_reduce_batch_size(error):
+            advice = "lower --micro_batch_tokens, or set --grad_cache true, then --gradient_checkpointing"
+            print(f"out of memory: {advice}", file=sys.stderr)
+    return 1
+
+
+# ---- command line
+
+
+def words_of(path):
+    """Return the words of a command line that a YAML or JSON file of flags stands for."""
+    words = []
+    with user_errors(f"{path}: not a file of flags", TypeError):
+        for name, value in dict(yaml.safe_load(Path(path).read_text())).items():
+            values = value if isinstance(value, list) else [value]
+            if name == "trust_remote_code":
+                raise UserError("--trust_remote_code: only on the command line, as a file may have been downloaded")
+            if values not in ([], [None]):  # else the default
+                words.append(f"--{name}")
+                words += [json.dumps(part) if isinstance(part, dict | bool) else str(part) for part in values]
+    return words
+
+
+SECRET = re.compile(r"://[^/@]*:[^/@]*@|://.*[?&][\w-]*(sig|signature|token|key|secret|password|credential)=", re.I)
+
+
+def parse_args(argv):
+    """Return Args from flags, or from a YAML or JSON file and flags that override it; exit on a wrong value."""
+    parser = make_parser()
+    lists = {name for name, option in parser._option_string_actions.items() if option.nargs == "+"}
+    names = [word.partition("=")[0] for word in argv]
+    for name in lists.intersection(names):
+        if names.count(name) > 1:  # argparse would ignore the first list; of any other flag, the last value counts
+            parser.error(f"{name}: given twice; list all values after one flag")
+    if path := parser.parse_args(argv).file:
+        argv = [path, *words_of(path), *(word for word in argv if word != path)]
+    flags = vars(parser.parse_args(argv))
+    del flags["file"]
+    args = Args(**flags)
+    for option in fields(args):
+        given = flags[option.name]
+        least = 1e-12 if option.metadata["above_zero"] else 0
+        for value in given if isinstance(given, list) else [given]:
+            if isinstance(value, str) and SECRET.search(value):
+                parser.error(f"--{option.name}: a URL with a credential, which files would show; use ~/.netrc")
+            if option.name == "output_dir" and "://" in value:
+                parser.error(f"--output_dir {value}: must be a local folder; copy it elsewhere when the run has ended")
+            if isinstance(value, int | float) and not least <= value < math.inf:
+                relation = "above 0" if least else "0 or more"
+                parser.error(f"--{option.name} {value}: must be finite, and {relation}")
+    try:
+        check_flags(args)
+    except UserError as error:
+        parser.error(str(error))
+    return args
+
+
+# ---- options of a model
 
 
 def set_dropout(model, probability):
@@ -1841,16 +1884,24 @@ def set_dropout(model, probability):
         raise UserError(f"--dropout {probability}: the model has no dropout")
 
 
-def finish_model(model, args, task=None):
+def transformers_of(model, flag_name):
+    """Return the Transformer modules of a model, those of a Router too; raise UserError if there is none."""
+    found = [module for module in model.modules() if isinstance(module, Transformer)]
+    if not found:
+        raise UserError(f"{flag_name} requires a transformer")
+    return found
+
+
+def finish_model(model, args, **lora_options):
     """Return the model with --dropout, --gradient_checkpointing and --lora_rank, in float32, in torch's own memory."""
     if args.gradient_checkpointing:
-        name = "--gradient_checkpointing (it requires a transformer that supports it)"
-        with user_errors(name, AttributeError, TypeError):
-            model[0].model.gradient_checkpointing_enable({"use_reentrant": False})
+        for transformer in transformers_of(model, "--gradient_checkpointing"):
+            with user_errors("--gradient_checkpointing: the model does not support it", AttributeError):
+                transformer.model.gradient_checkpointing_enable({"use_reentrant": False})
     if args.dropout is not None:
         set_dropout(model, args.dropout)
     if args.lora_rank:
-        add_lora(model, args, task)
+        add_lora(model, args, lora_options)
     else:
         model.float()  # with autocast, too, the weights updated are float32
     # Loaded tensors are views of a mapped file, at addresses that depend on its header; kernels choose their order of
@@ -1860,43 +1911,54 @@ def finish_model(model, args, task=None):
     return model
 
 
-def add_lora(model, args, task):
-    """Freeze the transformer and add adapters to its linear layers (Hu et al. 2021, section 4). `task`: peft's task
-    type, which decides what other layers are trained."""
-    with user_errors("--lora_rank, --lora_kwargs (they require a transformer and peft)", AttributeError, TypeError):
+def add_lora(model, args, options):
+    """Freeze the model and add adapters to the linear layers of its transformers (Hu et al. 2021, section 4); options:
+    of peft.LoraConfig, under --lora_kwargs."""
+    transformers = transformers_of(model, "--lora_rank")
+    with user_errors("--lora_rank, --lora_kwargs (they require peft)", AttributeError, TypeError):
         from peft import LoraConfig, get_peft_model  # optional
 
         model.requires_grad_(False)  # other modules, too: the adapters contain all that is trained
-        defaults = {"lora_alpha": 2 * args.lora_rank, "target_modules": "all-linear", "task_type": task}
-        if task == "SEQ_CLS":  # of these peft trains all weights, also of DistilBERT's pre_classifier
-            defaults["exclude_modules"] = ".*(classifier|score)"
-        config = LoraConfig(r=args.lora_rank, **(defaults | args.lora_kwargs))
-        model[0].model = get_peft_model(model[0].model, config)
+        defaults = {"lora_alpha": 2 * args.lora_rank, "target_modules": "all-linear"}
+        config = LoraConfig(r=args.lora_rank, **(defaults | options | args.lora_kwargs))
+        for transformer in transformers:
+            transformer.model = get_peft_model(transformer.model, config)
 
 
-def set_up_transformer(model, length, flag_name):
-    """Let the tokenizer truncate texts to `length` tokens or the model's limit, in pairs the longer text first, as
-    predict() does, and add no padding: once, not at each call, as two threads use it. Let the embeddings of all tokens
-    be trained."""
-    tokenizer = model.tokenizer
-    check_weights(model[0].model)
-    check_tokens(tokenizer, getattr(model.config, "vocab_size", math.inf))
+def set_up(model, length):
+    """Check weights and tokens of the modules of a model, and truncate to --max_length or the model's own length. Let
+    the embeddings of all tokens be trained."""
+    for module in model.modules():
+        if isinstance(module, Transformer):
+            check_weights(module.model)
+            check_tokens(module.tokenizer, getattr(module.config, "vocab_size", math.inf))
+            set_up_transformer(module, length)
+        elif isinstance(module, StaticEmbedding):
+            check_tokens(module.tokenizer, module.embedding.num_embeddings)
+            if length:
+                module.tokenizer.enable_truncation(length)
+
+
+def set_up_transformer(transformer, length):
+    """Set padding and the length of a Transformer module; raise UserError if that is beyond its positions."""
+    tokenizer = transformer.tokenizer
+    config = transformer.config
     if tokenizer.pad_token is None:  # of a decoder; what is padded is masked
         tokenizer.pad_token = tokenizer.eos_token
-    if getattr(model.config, "pad_token_id", 0) is None:
-        model.config.pad_token_id = tokenizer.pad_token_id  # where a classification head looks for the last token
-    positions = getattr(model.config, "max_position_embeddings", None) or -1
+    if getattr(config, "pad_token_id", 0) is None:
+        config.pad_token_id = tokenizer.pad_token_id  # where a classification head looks for the last token
+    positions = getattr(config, "max_position_embeddings", None) or -1
     limit = positions if positions > 0 else 2**31  # XLNet has -1
-    for name, module in model.named_modules():
+    for name, module in transformer.named_modules():
         if isinstance(module, torch.nn.Embedding):
             if name.endswith("position_embeddings") and module.padding_idx is not None:
                 limit -= module.padding_idx + 1  # RoBERTa's positions begin after it
+            elif name.endswith(("position_embeddings", "wpe")) and tokenizer.padding_side == "left":
+                raise UserError("pads on the left, which moves its positions: save it with padding_side right")
             module.padding_idx = None  # else an end token that is also padding would not be trained
-    model.max_seq_length = length or min(model.max_seq_length, 2**31)  # without a limit it is 10**30
-    if model.max_seq_length > limit:
-        raise UserError(f"has positions for {limit} tokens: set --{flag_name} to that or less")
-    tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
-    tokenizer.backend_tokenizer.no_padding()
+    transformer.max_seq_length = length or min(transformer.max_seq_length or limit, 2**31)  # 10**30 if without a limit
+    if transformer.max_seq_length > limit:
+        raise UserError(f"has positions for {limit} tokens: set --max_length to that or less")
 
 
 def check_adapters(name):
@@ -1939,123 +2001,6 @@ def as_fast_tokenizer(tokenizer):
     names = ("model_input_names", "model_max_length", "padding_side", "truncation_side")
     options = {name: getattr(tokenizer, name) for name in names} | tokenizer.special_tokens_map
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **options)
-
-
-# ---- collections to evaluate on
-
-
-@dataclass
-class EvalSet:
-    """Queries, documents and judgments of a collection, in memory."""
-
-    queries: dict  # {id: text}
-    documents: dict  # {id: text}
-    qrels: pd.DataFrame  # query_id, doc_id, relevance: the layout of ir_measures
-    scored: bool = False  # relevance is a label of the pair, not a grade
-    candidates: pd.DataFrame | None = None  # query_id, doc_id: the pairs that a cross-encoder scores
-
-
-def read_collections(args, query_prompt, document_prompt):
-    """Return {name: EvalSet} of --eval_beir."""
-    eval_sets = {}
-    for name in args.eval_beir:
-        with user_errors(f"--eval_beir {name}"):
-            for collection, files in collections_of(name, args.eval_split).items():
-                short = Path(collection).name
-                eval_set = open_beir(*files, query_prompt, document_prompt)
-                eval_sets[collection if short in ("held_out", *eval_sets) else short] = eval_set
-    return eval_sets
-
-
-def average(found):
-    """Return {measure: mean over collections}, and the value of each if there are several; found: {collection:
-    {measure: value}}."""
-    means = pd.DataFrame(found).mean(axis=1).to_dict()
-    if len(found) > 1:
-        for name, values in found.items():
-            means |= {f"{name} {measure}": value for measure, value in values.items()}
-    return means
-
-
-def find_splits(name):
-    """Return {split: files} of the documents, of the queries and of the judgments of a folder or Hub id in the layout
-    of BEIR, NanoBEIR or MTEB. NAME:fr has the configurations fr-corpus, fr-queries and fr-qrels."""
-    source = name
-    prefix = ""
-    if not os.path.isdir(name) and ":" in name:
-        source, _, language = name.rpartition(":")
-        prefix = f"{language}-"
-    if os.path.exists(f"{name}/corpus.jsonl"):
-        configs = os.listdir(name)
-        files = filter(file_suffix, map(str, sorted(Path(name, "qrels").glob("*"))))
-        judgments = {Path(file).name.partition(".")[0]: [file] for file in files}
-        found = [{"all": [f"{name}/corpus.jsonl"]}, {"all": [f"{name}/queries.jsonl"]}, judgments]
-    else:
-        check_exists(source)
-        configs = datasets.get_dataset_config_names(source)
-        if not {f"{prefix}corpus", f"{prefix}queries"} <= set(configs):
-            languages = [config.removesuffix("-corpus") for config in configs if config.endswith("-corpus")]
-            if languages:
-                raise UserError(f"give one of its languages, as {source}:{languages[0]}: {', '.join(languages)}")
-            raise UserError("neither a file corpus.jsonl nor configurations corpus and queries")
-        judged = [config for config in ("qrels", "default", "relevance") if f"{prefix}{config}" in configs]
-        parts = [(source, f"{prefix}{config}") for config in ("corpus", "queries", *judged[:1])]
-        if not judged:  # those of BEIR lie in a repository of their own
-            parts.append((f"{source}-qrels", None))
-        found = []
-        for part in parts:
-            files = datasets.load_dataset_builder(*part).config.data_files
-            found.append({str(split): list(files[split]) for split in files if files[split]})
-    candidates = any(config.startswith(f"{prefix}top_ranked") for config in configs)
-    if candidates and os.environ.get("RANK", "0") == "0":
-        print(f"warning: {name}: all documents are ranked, not only those of top_ranked", file=sys.stderr)
-    return found
-
-
-def collections_of(name, split):
-    """Return {collection: (files of documents, of queries, of judgments)} of a source of find_splits. split: of the
-    judgments. If each split is a collection, as in sentence-transformers/NanoBEIR-en, it chooses one of them; "test"
-    stands for all, unless one has that name."""
-    documents, queries, judgments = find_splits(name)
-    chosen = [split]
-    if split == "test" and split not in judgments and documents.keys() == judgments.keys():
-        chosen = list(judgments)
-    collections = {}
-    for part in chosen:
-        if part not in judgments:
-            raise UserError(f"no judgments of split {part!r}; available: {', '.join(judgments) or 'none'}")
-        files = []
-        for splits in (documents, queries):
-            wanted = part if len(splits) > 1 else next(iter(splits))  # a single one serves all judgments
-            if wanted not in splits:
-                raise UserError(f"no documents or queries of split {wanted!r}; available: {', '.join(splits)}")
-            files.append(splits[wanted])
-        collections[f"{name}/{part}" if len(documents) > 1 else name] = (*files, judgments[part])
-    return collections
-
-
-def open_beir(corpus, queries, judgments, query_prompt, document_prompt):
-    """Return the EvalSet of the files of a collection: its judged queries, and all documents."""
-    if judgments[0].endswith(".tsv"):  # read ids as texts: they may begin with zeros
-        qrels = pd.read_csv(judgments[0], sep="\t", dtype=str, quoting=3, keep_default_na=False)
-    else:
-        qrels = open_files(judgments, streaming=False)[:].to_pandas().astype(str)
-    qrels = qrels.rename(columns={"query-id": "query_id", "corpus-id": "doc_id"})
-    qrels = qrels.drop_duplicates(["query_id", "doc_id"], keep="last")
-    texts = read_collection(queries, query_prompt)
-    qrels = qrels[qrels["query_id"].isin(texts)]
-    if qrels.empty:
-        raise UserError(f"no judgment of {judgments[0]} has a query of {queries[0]}")
-    qrels["relevance"] = qrels["score"].astype(int) if "score" in qrels else 1  # NanoBEIR has no grades
-    judged = {query: texts[query] for query in qrels["query_id"].unique()}
-    return EvalSet(judged, read_collection(corpus, document_prompt), qrels[["query_id", "doc_id", "relevance"]])
-
-
-def read_collection(files, prompt):
-    """Return {id: prompt, title and text} of the queries or documents of a collection."""
-    frame = open_files(files, streaming=False)[:].to_pandas()
-    frame = frame.reindex(columns=["_id", "title", "text"], fill_value="").fillna("").astype(str)
-    return dict(zip(frame["_id"], prompt + (frame["title"] + " " + frame["text"]).str.strip()))
 
 
 # ---- checkpoints
@@ -2165,7 +2110,7 @@ class Progress:
     metrics: list = field(default_factory=list)  # the lines of metrics.jsonl
     scaler: dict | None = None  # state of the gradient scaler (fp16)
 
-    def count(self, loss, skipped, data_state):
+    def advance(self, loss, skipped, data_state):
         """Count an optimizer step."""
         self.step += 1
         self.losses.append(loss)
@@ -2364,22 +2309,6 @@ def receive_signals():
     return received
 
 
-def agree(loss, norm, batches, signals, step, accelerator):
-    """Return (loss, gradient norm, skipped rows, whether to stop, what is wrong or None) of a step, the same on all
-    processes, by one collective and one wait for the device."""
-    error = next((describe(batch.error) for batch in batches if batch.error), None)
-    numbers = [len(signals), error is not None, sum(batch.skipped for batch in batches)]
-    numbers = torch.stack([loss, *(torch.full_like(loss, number) for number in numbers)])
-    loss, received, failed, skipped, norm = torch.stack([*accelerator.reduce(numbers), norm]).tolist()
-    if failed:
-        error = next(filter(None, gather_object([error])))
-    elif step == 0 and skipped and loss == 0:
-        error = "every row of the first step is bad: choose other --columns or --label_column, or edit read_row"
-    elif not math.isfinite(loss) or not (math.isfinite(norm) or accelerator.scaler):
-        error = f"step {step + 1}: loss {loss}, gradient norm {norm}: fix the data, or {LOWER_RATE}"
-    return loss, norm, int(skipped), bool(received or error), error
-
-
 @dataclass
 class Meter:
     """What this process has done since the last line of metrics.jsonl with a loss."""
@@ -2390,14 +2319,15 @@ class Meter:
     tokens: int = 0  # without padding
     padded: int = 0  # with padding
 
-    def count(self, rows, batches, seconds):
+    def add(self, rows, batches, seconds):
         """Count an optimizer step of this process' batches."""
         self.rows += rows
         self.seconds += seconds
         for batch in batches:
+            tokens, padded = token_counts(batch.micro_batches)
             self.waited += batch.waited
-            self.tokens += batch.micro_batches.tokens
-            self.padded += batch.micro_batches.padded
+            self.tokens += tokens
+            self.padded += padded
 
     def read(self, accelerator):
         """Return speeds and memory of all processes, and start anew."""
@@ -2425,6 +2355,7 @@ class Log:
     args: Args
     accelerator: Accelerator
     metrics: list  # the lines of metrics.jsonl
+    shown: list  # names of measures to print and plot
 
     def begin(self):
         """Write args.yaml and the lines so far, and open the trackers."""
@@ -2449,14 +2380,9 @@ class Log:
         if self.accelerator.is_main_process:
             with open(Path(self.args.output_dir, "metrics.jsonl"), "a") as file:
                 file.write(json.dumps(self.metrics[-1]) + "\n")
-            measured = {name: round(record[name], 4) for name in self.measures() if name in record}
+            measured = {name: round(record[name], 4) for name in self.shown if name in record}
             if measured:
                 tqdm.write(f"step {step:,}: {measured}")
-
-    def measures(self):
-        """Return the names of what evaluations measure, without those of single collections, which have a space."""
-        first = self.metrics[0] if self.metrics else {"step": None}
-        return [name for name in first if name != "step" and " " not in name] if first["step"] == 0 else []
 
     def find_best(self):
         """Return (step of the best evaluation by --metric_for_best_model, of which more is better; whether patience
@@ -2466,7 +2392,7 @@ class Log:
         if name is None:
             return 0, False
         if not self.metrics or name not in self.metrics[0]:
-            choices = ", ".join(self.measures()) or "none, as there is nothing to evaluate on"
+            choices = ", ".join([*self.metrics[0]][1:]) if self.metrics else "none, as there is nothing to evaluate on"
             raise UserError(f"--metric_for_best_model {name} is not measured by evaluations: choose one of {choices}")
         if math.isnan(self.metrics[0][name]):
             raise UserError(f"--metric_for_best_model {name} is not a number: all labels, or all scores, are equal")
@@ -2483,11 +2409,14 @@ def write_model(model, log, step):
     measured = {}
     for line in log.metrics:
         if line["step"] <= step:
-            measured |= {name: line[name] for name in log.measures() if name in line}
+            measured |= {name: line[name] for name in log.shown if name in line}
     with save_atomically(output / "model") as part:
         if log.args.lora_rank:
-            model[0].model = model[0].model.merge_and_unload()  # loads without peft
+            for transformer in transformers_of(model, "--lora_rank"):
+                transformer.model = transformer.model.merge_and_unload()  # loads without peft
         model._model_card_text = None  # that of the model before training
+        model.model_card_data.eval_results_dict.clear()  # of the last evaluation, which may not be that of `step`
+        model.model_card_data.training_logs.clear()
         model.model_card_data.local_files_only = os.path.isdir(log.args.model_name_or_path)  # else it asks the Hub
         with log.accelerator.autocast():  # the card embeds examples, which flash attention refuses in float32
             model.save_pretrained(str(part))
@@ -2497,9 +2426,9 @@ def write_model(model, log, step):
     print(f"the model is in {output / 'model'}")
 
 
-def plot_metrics(metrics, measures, path):
+def plot_metrics(metrics, shown, path):
     """Plot loss, measures of evaluations, speed and memory over the steps."""
-    names = ["loss", *measures, "tokens_per_second", "peak_memory_gb"]
+    names = ["loss", *shown, "tokens_per_second", "peak_memory_gb"]
     frame = pd.DataFrame(metrics).set_index("step").filter(names)
     frame = frame.interpolate("index", limit_area="inside")  # lines from one evaluation to the next
     figure = Figure(figsize=(4 * len(frame.columns), 3.6), layout="constrained")

@@ -1,8 +1,8 @@
 """Copy what several scripts share from the first script that contains it into the others: `make copies`.
 
-Both trainers have the same machinery. Functions, classes and constants of the machinery with equal names are equal in
-all scripts, but for the exceptions below. Edit such a function in train_bi_encoder.py, then run `make copies`, which
-refuses to overwrite an edit made in a copy.
+Both trainers have the same path of a batch and the same services. Functions and classes with equal names, and
+constants of these two parts, are equal in all scripts, but for the exceptions below. Edit such a function in
+train_bi_encoder.py, then run `make copies`, which refuses to overwrite an edit made in a copy.
 """
 
 import ast
@@ -14,13 +14,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TRAINERS = ["train_bi_encoder.py", "train_cross_encoder.py"]
 SCRIPTS = [*TRAINERS, "eval_incremental.py", "mine_negatives.py", "prepare_corpus.py"]
-MARK = re.compile(r"^# ==== machinery: from here to the end identical in (\w+\.py)\n", re.M)
+MARK = re.compile(r"^# ==== (?:machinery|the path of a batch): from here to the end identical in (\w+\.py)\n", re.M)
 # Each script has its own version of these: the same purpose, for another kind of row, model or output.
-OWN = {"main", "Args", "check_flags", "forward_backward", "margin_mse", "kl", "make_loss", "read_row", "add_prompts",
-       "Batch", "make_batch", "make_micro_batches", "load_model", "resolve_args", "open_eval_sets", "evaluate_model",
-       "parse_args", "FORMATS"}  # fmt: skip
-# The scripts other than the trainers have a common version of these.
-TOOLS = {"flag", "user_errors", "print_error", "make_parser", "encode", "score", "prefetch", "pad_micro_batches"}
+OWN = {"main", "Args", "check_flags", "forward_backward", "margin_mse", "kl", "make_loss", "Row", "read_row",
+       "local_rows", "Batch", "make_batch", "make_micro_batches", "load_model", "resolve_args", "open_evaluators",
+       "open_beir", "PairEvaluator", "parse_args", "FORMATS"}  # fmt: skip
+# The scripts other than the trainers have a common version of these; they tokenize by themselves.
+TOOLS = {"flag", "user_errors", "print_error", "make_parser", "encode", "score", "prefetch",
+         "pad_lists", "set_up_transformer", "check_template"}  # fmt: skip
 
 
 def read_scripts():
@@ -41,7 +42,7 @@ def definitions(text):
     return found
 
 
-def machinery(text):
+def shared_parts(text):
     """Return (the other trainer that a trainer names at its mark, what is above the mark, what is below)."""
     (mark,) = MARK.finditer(text)
     return mark[1], text[: mark.start()], text[mark.end() :]
@@ -50,13 +51,13 @@ def machinery(text):
 def copy(texts):
     """Return {script: text} after the copies; the first script of `texts` is a trainer."""
     first, *_ = texts
-    below = machinery(texts[first])[2]
+    below = shared_parts(texts[first])[2]
     constants = {name for name, _ in definitions(below) if name}
     sources = {}
     results = {}
     for script, text in texts.items():
         if script in TRAINERS:
-            text = text.removesuffix(machinery(text)[2]) + below
+            text = text.removesuffix(shared_parts(text)[2]) + below
         for name, source in definitions(text):
             is_shared = source.startswith(("def ", "class ", "@")) or name in constants
             if name is None or name in OWN or not is_shared:
@@ -78,12 +79,12 @@ def git(*words, given=""):
 
 
 def statements(script, text):
-    """Return [(name, source)] of a script, and of the machinery as a whole; without one that has conflicts of a merge,
-    which are settled in the source."""
-    below = machinery(text)[2] if script in TRAINERS else ""
+    """Return [(name, source)] of a script, and of its shared parts as a whole; without parts that have conflicts of a
+    merge, which are settled in the source."""
+    below = shared_parts(text)[2] if script in TRAINERS else ""
     if "\n<<<<<<< " in below:
         return definitions(text.removesuffix(below))
-    return [*definitions(text), ("the machinery", below)]
+    return [*definitions(text), ("a shared part", below)]
 
 
 def known_sources(texts):

@@ -5,7 +5,6 @@ accelerate launch tests/cross_gradient_worker.py MODEL SOURCE OUTPUT
 
 import sys
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -55,13 +54,12 @@ def gradients_of(flags, settings, accumulation=1):
     for max_tokens, cache in settings:
         args = replace(args, micro_batch_tokens=max_tokens, grad_cache=cache == "true")
         model.zero_grad()
-        draw = partial(script.draw_negatives, args)
-        batches = script.local_batches(iter(tables), 0, model, data, args, accelerator, draw)
+        batches = script.local_batches(iter(tables), 0, model, data, args, accelerator)
         for batch in islice(batches, accumulation):
-            loss = script.forward_backward(model, batch, loss_fn, args, accelerator)
+            loss = script.forward_backward(model, batch, args, accelerator, loss_fn)
         script.reduce_gradients(model, accelerator)
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        yield gradient, accelerator.reduce(loss).item(), len(batch.micro_batches.parts), pairs_of(batch)
+        yield gradient, accelerator.reduce(loss).item(), len(batch.micro_batches), pairs_of(batch)
 
 
 model = script.load_model(parse()).eval()  # no dropout: its masks depend on the micro-batches

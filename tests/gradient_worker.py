@@ -88,10 +88,10 @@ def gradients_of(flags, settings, accumulation=1, change=None):
         model.zero_grad()
         batches = script.local_batches(iter(tables), 0, model, data, args, accelerator)
         for batch in islice(batches, accumulation):
-            loss = script.forward_backward(model, batch, loss_fn, args, accelerator)
+            loss = script.forward_backward(model, batch, args, accelerator, loss_fn)
         script.reduce_gradients(model, accelerator)
         skipped = accelerator.reduce(torch.tensor(batch.skipped)).item()
-        yield gradient_of(model), accelerator.reduce(loss).item(), len(batch.micro_batches.parts), skipped
+        yield gradient_of(model), accelerator.reduce(loss).item(), len(batch.micro_batches), skipped
 
 
 def gradient_of(model):
@@ -104,10 +104,10 @@ def without_gradient(model):
     return [name for name, weight in model.named_parameters() if weight.grad is None]
 
 
-def encode_marked(model, features, accelerator):
+def encode_marked(model, role, features, accelerator):
     """Return the embeddings of a micro-batch; those of texts with [MASK] pass `rare`, a second encoder that no
     other text uses. No text uses `head`."""
-    found = encode(model, features, accelerator)
+    found = encode(model, role, features, accelerator)
     marked = (features["input_ids"] == model.tokenizer.mask_token_id).any(1)
     return torch.where(marked[:, None], model[0].rare(found), found) if marked.any() else found
 

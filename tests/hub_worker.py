@@ -1,10 +1,13 @@
 """Read collections of a Hub: `hub_worker.py '[[ID, split or null], ...]'` prints a JSON list for each, with what the
-evaluator and both trainers find: {collection: [documents, {query: {document: grade}}, texts of the first document and
-query]}, or the message of the error."""
+evaluator and both trainers find, or the message of the error. The evaluator finds {collection: [documents, {query:
+{document: grade}}, texts of the first document and query]}, a trainer {main measure: {collection: {text of a query:
+texts of its relevant documents}}}; of the cross-encoder, [these texts, texts to rerank]."""
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -34,24 +37,29 @@ def of_evaluator(name, split):
     return found
 
 
-def of_trainer(script, name, split):
-    flags = ["--train_data", "none", "--model_name_or_path", "none", "--eval_beir", name] + (
-        ["--eval_split", split] if split else []
-    )
-    args = script.parse_args(flags)
+def of_trainer(script, name, _):
+    flags = ["--train_data", "none", "--model_name_or_path", "none", "--eval_beir", name]
+    data, model = SimpleNamespace(held_out=[]), SimpleNamespace(similarity_fn_name="cosine")
     found = {}
-    for collection, eval_set in script.read_collections(args, "", "").items():
-        judgments = nested(eval_set.qrels.itertuples(index=False))
-        first_texts = [next(iter(texts.values())) for texts in (eval_set.documents, eval_set.queries)]
-        found[Path(collection).name] = [len(eval_set.documents), judgments, first_texts]
+    for measure, evaluator in script.open_evaluators(data, model, script.parse_args(flags)).items():
+        found[measure] = {part.name: relevant_texts(part) for part in evaluator.evaluators}
     return found
+
+
+def relevant_texts(evaluator):
+    """Return what of_trainer finds in an evaluator of sentence-transformers."""
+    if hasattr(evaluator, "samples"):
+        return {sample["query"]: [sample["positive"], sample["documents"]] for sample in evaluator.samples}
+    documents = dict(zip(evaluator.corpus_ids, evaluator.corpus))
+    queries = zip(evaluator.queries_ids, evaluator.queries)
+    return {text: [documents[document] for document in evaluator.relevant_docs[name]] for name, text in queries}
 
 
 for name, split in json.loads(sys.argv[1]):
     answers = []
-    for read, *script in ((of_evaluator,), (of_trainer, train_bi_encoder), (of_trainer, train_cross_encoder)):
+    for read in (of_evaluator, partial(of_trainer, train_bi_encoder), partial(of_trainer, train_cross_encoder)):
         try:
-            answers.append(read(*script, name, split))
+            answers.append(read(name, split))
         except Exception as error:
-            answers.append(str(error).removeprefix(f"--beir {name}: ").removeprefix(f"--eval_beir {name}: "))
+            answers.append(str(error).removeprefix(f"--beir {name}: "))
     print(json.dumps(answers))

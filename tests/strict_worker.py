@@ -65,8 +65,8 @@ def run(job):
     os.environ["ACCELERATE_MIXED_PRECISION"] = mixed  # as `accelerate launch` does
     device, result = StrictDevice(job.get("flash", False), mixed), {"error": None, "waits": []}
 
-    def recorded(model, features, accelerator):
-        found = forward(model, features, accelerator)
+    def recorded(model, *given):
+        found = forward(model, *given)
         if model.training:
             outputs.append(on_cpu(found.detach()).clone())
         return found

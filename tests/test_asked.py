@@ -3,10 +3,15 @@
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import TRAINERS, metrics, train, write_jsonl
+from sentence_transformers.sentence_transformer.evaluation import (
+    EmbeddingSimilarityEvaluator,
+    InformationRetrievalEvaluator,
+)
 
 import train_bi_encoder
 import train_cross_encoder
@@ -49,36 +54,53 @@ def test_equal_texts_of_held_out_rows_are_one(static, evaluate, rows):
     write_jsonl(Path("rows.jsonl"), rows)
     train("train_bi_encoder", "--train_data", "rows.jsonl", "--eval_data", "rows.jsonl", "--eval_rows", 500,
           "--model_name_or_path", static, "--batch_size", 4, "--max_steps", 1, "--output_dir", "out")  # fmt: skip
-    names = ["nDCG@10", "RR@10", "Success@1"]
+    names = {"nDCG@10": "ndcg@10", "RR@10": "mrr@10", "Success@1": "accuracy@1", "R@10": "recall@10"}
     first = metrics("out")[0]
     found = evaluate("--pairs", "rows.jsonl", "--model_name_or_path", static, "--metrics", *names)["metrics"]
     assert first["step"] == 0
-    for name in names:
-        assert first[name] == pytest.approx(found[name]["mean"], abs=1e-12), name
+    for name, measure in names.items():
+        assert first[f"held_out_cosine_{measure}"] == pytest.approx(found[name]["mean"], abs=1e-4), name
+
+
+def held_out_evaluator(rows, *more):
+    """Return the evaluator of held-out rows."""
+    required = ["--train_data", "x", "--model_name_or_path", "y", "--columns", "q", "d"]
+    args = train_bi_encoder.parse_args([*required, *more])
+    data, model = SimpleNamespace(held_out=rows), SimpleNamespace(similarity_fn_name="cosine")
+    (found,) = train_bi_encoder.open_evaluators(data, model, args).values()
+    return found
+
+
+def test_rows_with_one_document_to_rank(reranker):
+    """Among rows with several: it is the first."""
+    rows = [{"q": f"query {i}", "d": [f"document {i}", "another"][: 1 + i // 2 % 2], "y": [1, 0][: 1 + i // 2 % 2]}
+            for i in range(20)]  # fmt: skip
+    write_jsonl(Path("rows.jsonl"), rows)
+    train("train_cross_encoder", "--train_data", "rows.jsonl", "--eval_rows", 10, "--model_name_or_path", reranker,
+          "--columns", "q", "d", "--label_column", "y", "--loss", "mse", "--batch_size", 4, "--max_steps", 1,
+          "--output_dir", "out")  # fmt: skip
+    first = metrics("out")[0]
+    assert 0.5 < first["held_out_ndcg@10"] <= 1 and 0.5 < first["held_out_map"] <= 1
 
 
 @pytest.mark.parametrize("equal", ["q", "d"])
-def test_positives_that_are_found_count(static, equal):
-    """Each query has the words of its documents, so that all measures are 1."""
+def test_positives_that_are_found_count(equal):
+    """Each query has the words of its documents, which are all relevant to it."""
     rows = [{"q": f"word{i // 5}", "d": f"word{i // 5} x{i}"} for i in range(30)]
     if equal == "d":
         rows = [{"q": row["d"], "d": row["q"]} for row in rows]
-    args = train_bi_encoder.parse_args(["--train_data", "x", "--model_name_or_path", "y", "--columns", "q", "d",
-                                        "--query_prompt", "", "--document_prompt", ""])  # fmt: skip
-    cells = {"<source>": 0}
-    rows = [train_bi_encoder.Row(row["q"], [row["d"]], [], cells) for row in rows]
-    (found,) = train_bi_encoder.open_eval_sets(rows, args).values()
+    rows = [train_bi_encoder.Row(row["q"], [row["d"]], [], {"<source>": 0}) for row in rows]
+    found = held_out_evaluator(rows)
     sizes = (6, 30) if equal == "q" else (30, 6)
-    assert (len(found.queries), len(found.documents)) == sizes and len(found.qrels) == 30 and not found.scored
+    assert isinstance(found, InformationRetrievalEvaluator) and (len(found.queries), len(found.corpus)) == sizes
+    assert sum(map(len, found.relevant_docs.values())) == 30
 
 
 def test_pairs_with_labels_stay_pairs():
-    flags = ["--columns", "q", "d", "--loss", "CoSENTLoss", "--label_column", "label", "--query_prompt", ""]
-    args = train_bi_encoder.parse_args(["--train_data", "x", "--model_name_or_path", "y", *flags])
-    args.document_prompt = ""
     rows = [train_bi_encoder.Row("q", ["d"], [label], {"<source>": 0}) for label in (0.0, 0.5, 1.0)]
-    (found,) = train_bi_encoder.open_eval_sets(rows, args).values()
-    assert found.scored and len(found.queries) == len(found.documents) == len(found.qrels) == 3
+    found = held_out_evaluator(rows, "--loss", "CoSENTLoss", "--label_column", "label")
+    assert isinstance(found, EmbeddingSimilarityEvaluator)
+    assert len(found.sentences1) == len(found.sentences2) == 3 and found.scores == [0.0, 0.5, 1.0]
 
 
 # --------------------------------------------------------------------------------------------------- negatives
@@ -87,7 +109,7 @@ def test_pairs_with_labels_stay_pairs():
 def read(script, cells, columns, random=None, *more):
     args = script.parse_args(["--train_data", "x", "--model_name_or_path", "y", "--columns", *columns, *more])
     args.loss = args.loss or "listwise_ce"
-    return script.read_row(cells, random, 0, args)
+    return script.read_row(cells, 0, args, random)
 
 
 def test_a_positive_is_no_negative_of_its_row():
@@ -117,10 +139,11 @@ def test_a_measure_that_is_not_a_number(name, flags, reranker):
     given = [*flags, "--model_name_or_path", model, "--label_column", "label", "--loss", loss, "--eval_rows", 5]
     write_jsonl(Path("equal.jsonl"), [row | {"label": 1} for row in ROWS])
     script = importlib.import_module(name)
-    with pytest.raises(script.UserError, match="^--metric_for_best_model Spearman is not a number: all labels, or"):
-        train(name, *given, "--eval_data", "equal.jsonl", "--metric_for_best_model", "Spearman")
+    measure = "held_out_spearman_cosine" if name == "train_bi_encoder" else "held_out_spearman"
+    with pytest.raises(script.UserError, match=f"^--metric_for_best_model {measure} is not a number: all labels, or"):
+        train(name, *given, "--eval_data", "equal.jsonl", "--metric_for_best_model", measure)
     assert [line["step"] for line in metrics("out")] == [0]
-    train(name, *given, "--eval_rows", 10, "--metric_for_best_model", "Spearman", "--output_dir", "other")
+    train(name, *given, "--eval_rows", 10, "--metric_for_best_model", measure, "--output_dir", "other")
 
 
 @pytest.mark.parametrize("name", TRAINERS)

@@ -11,7 +11,12 @@ from forked import Forked
 from test_resume import signal_when
 
 STEPS = 16
-MEASURE = "nDCG@10"
+MEASURES = {"train_bi_encoder": "held_out_cosine_ndcg@10", "train_cross_encoder": "held_out_ndcg@10"}
+ALL_MEASURES = {
+    "train_bi_encoder": {f"held_out_cosine_{name}@10" for name in ("ndcg", "mrr", "map", "precision", "recall")}
+    | {"held_out_cosine_accuracy@1"},
+    "train_cross_encoder": {"held_out_ndcg@10", "held_out_mrr@10", "held_out_map"},
+}
 
 
 def lines(output):
@@ -27,9 +32,10 @@ def final_state(output):
     return lines(output), saved_weights(output / "model")
 
 
-def naive_best(found):
+def naive_best(found, name):
     """Return (step of the best evaluation, steps of all evaluations)."""
-    values = {line["step"]: line[MEASURE] for line in found if line["step"] and MEASURE in line}
+    measure = MEASURES[name]
+    values = {line["step"]: line[measure] for line in found if line["step"] and measure in line}
     return next(step for step, value in values.items() if value == max(values.values())), list(values)
 
 
@@ -60,7 +66,7 @@ def settings(tmp_path_factory, rows, bert):
                                 "--learning_rate", 2e-3, "--eval_steps", 2, "--dropout", 0],
     }  # fmt: skip
     return {
-        name: [*common, *flags, "--train_data", folder / f"{name}.jsonl", "--metric_for_best_model", MEASURE]
+        name: [*common, *flags, "--train_data", folder / f"{name}.jsonl", "--metric_for_best_model", MEASURES[name]]
         for name, flags in own.items()
     }
 
@@ -83,15 +89,15 @@ def undisturbed(tmp_path_factory, settings):
 def test_the_saved_model_is_that_of_the_best_evaluation(undisturbed, name):
     output = undisturbed(name)
     found = lines(output)
-    best, _ = naive_best(found)
+    best, _ = naive_best(found, name)
     assert found[0]["step"] == 0 and 2 < best < STEPS - 6
     assert kept_steps(output) == [best, STEPS]
     saved = weights(output / "model")  # names in a checkpoint begin with that of the module
     assert saved.equal(weights(output / f"checkpoints/step_{best:08}"))
     assert not saved.equal(weights(output / f"checkpoints/step_{STEPS:08}"))
     line, card = next(line for line in found if line["step"] == best), (output / "model/README.md").read_text()
-    measured = {name: line[name] for name in found[0] if name != "step"}
-    assert {"nDCG@10", "RR@10"} <= set(measured)
+    assert found[0].keys() == {"step"} | ALL_MEASURES[name]
+    measured = {MEASURES[name]: line[MEASURES[name]]}  # the main measure alone
     assert card.endswith(f"\nTrained for {best} steps by `{name}.py args.yaml`: {measured}\n")
 
 
@@ -117,7 +123,7 @@ def test_patience(undisturbed, settings, tmp_path, name):
     """The run equals the undisturbed one up to three evaluations after the best; its resume takes no step."""
     flags = [*settings[name], "--output_dir", tmp_path, "--early_stopping_patience", 3]
     train(name, *flags)
-    best, measured = naive_best(lines(undisturbed(name)))
+    best, measured = naive_best(lines(undisturbed(name)), name)
     last = measured[measured.index(best) + 3]
     assert last < STEPS and lines(tmp_path) == [line for line in lines(undisturbed(name)) if line["step"] <= last]
     assert kept_steps(tmp_path) == [best, last]
@@ -135,7 +141,7 @@ import os, sys
 sys.path.insert(0, {0!r})
 import {1} as script
 measured = iter([[0, 1, 2, 3, 1], [0, 3, 1, 1, 1]][int(os.environ["RANK"])])
-script.evaluate_model = lambda *_: {{"nDCG@10": next(measured)}}
+script.evaluate = lambda *_: {{{2!r}: next(measured)}}
 script.main(script.parse_args(sys.argv[1:]))
 os._exit(0)
 """
@@ -144,7 +150,7 @@ os._exit(0)
 @pytest.mark.parametrize("name", TRAINERS)
 def test_processes_that_measure_differently_stop_together(settings, tmp_path, name):
     """The main process decides; by the measures of the second, the run would end after step 2."""
-    (tmp_path / "driver.py").write_text(DIFFERENT_MEASURES.format(str(ROOT), name))
+    (tmp_path / "driver.py").write_text(DIFFERENT_MEASURES.format(str(ROOT), name, MEASURES[name]))
     flags = [*settings[name], "--output_dir", tmp_path / "out", "--eval_steps", 1, "--early_stopping_patience", 1]
     done = launch(tmp_path / "driver.py", *flags, processes=2, check=False, timeout=60)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -154,9 +160,9 @@ def test_processes_that_measure_differently_stop_together(settings, tmp_path, na
 def test_adapters(settings, tmp_path):
     """The merged model equals that of a run that ends at the best step."""
     name = "train_bi_encoder"
-    flags = [*settings[name], "--lora_rank", 2, "--learning_rate", 0.04]
+    flags = [*settings[name], "--lora_rank", 2, "--learning_rate", 0.06]
     train(name, *flags, "--output_dir", tmp_path / "best")
-    best, _ = naive_best(lines(tmp_path / "best"))
+    best, _ = naive_best(lines(tmp_path / "best"), name)
     assert best < STEPS
     train(name, *flags, "--output_dir", tmp_path / "short", "--max_steps", best)
     assert saved_weights(tmp_path / "best/model") == saved_weights(tmp_path / "short/model")
@@ -166,14 +172,16 @@ def test_adapters(settings, tmp_path):
 def test_unknown_measures(settings, tmp_path, name):
     """Refused with a list of the measures, also if nothing is evaluated; the training loss is none of them."""
     error = importlib.import_module(name).UserError
+    nothing = {"none", "as there is nothing to evaluate on"}
     for measure, more, measured in (
-        ("nDCG@5", [], "nDCG@10, RR@10(, Success@1)?"),
-        ("loss", [], "nDCG@10, RR@10(, Success@1)?"),
-        ("loss", ["--eval_rows", 0], "none, as there is nothing to evaluate on"),
+        ("nDCG@5", [], ALL_MEASURES[name]),
+        ("loss", [], ALL_MEASURES[name]),
+        ("loss", ["--eval_rows", 0], nothing),
     ):
         flags = [*settings[name], "--metric_for_best_model", measure, "--output_dir", tmp_path / f"{measure}{more}"]
-        with pytest.raises(error, match=f"^--metric_for_best_model {measure} .*choose one of {measured}$"):
+        with pytest.raises(error, match=f"^--metric_for_best_model {measure} .*choose one of ") as caught:
             train(name, *flags, *more)
+        assert set(str(caught.value).partition("choose one of ")[2].split(", ")) == measured
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -181,7 +189,7 @@ def test_a_damaged_best_checkpoint(undisturbed, settings, tmp_path, name):
     """Reported in one line; model/ is not written."""
     output = tmp_path / "out"
     shutil.copytree(undisturbed(name), output)
-    best, _ = naive_best(lines(output))
+    best, _ = naive_best(lines(output), name)
     path = output / f"checkpoints/step_{best:08}"
     (path / "model.safetensors").write_bytes(saved_weights(path)[:-1] + b"x")
     shutil.rmtree(output / "model")
@@ -208,7 +216,7 @@ def test_best_evaluation(name):
 
     def best(records, measure="a", patience=1):
         args = script.Args(metric_for_best_model=measure, early_stopping_patience=patience)
-        return script.Log(args, None, records).find_best()
+        return script.Log(args, None, records, shown=[]).find_best()
 
     def records(*values):
         return [{"step": step, "a": value, "other": 5.0, "loss": value} for step, value in enumerate(values)]

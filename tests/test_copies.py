@@ -1,4 +1,4 @@
-"""What several scripts share is the same text in each: the machinery of the trainers, and functions of equal name."""
+"""What several scripts share is the same text in each: two parts of the trainers, and functions of equal name."""
 
 import re
 import shutil
@@ -7,13 +7,13 @@ import sys
 
 import copies
 import pytest
-from copies import OWN, SCRIPTS, TOOLS, TRAINERS, copy, definitions, machinery, read_scripts
+from copies import OWN, SCRIPTS, TOOLS, TRAINERS, copy, definitions, read_scripts, shared_parts
 
 HEADING = re.compile(r"^# -+ (.+?)(?: \(same in (.+)\))?$", re.M)
 TEXT = """X = 1
 
 
-# ==== machinery: from here to the end identical in {}
+# ==== the path of a batch: from here to the end identical in {}
 FORMATS = 1
 LIMIT = 2
 
@@ -45,7 +45,7 @@ def test_copies_are_equal(script):
 
 def test_the_trainers_name_each_other():
     scripts = read_scripts()
-    parts = [machinery(scripts[name]) for name in TRAINERS]
+    parts = [shared_parts(scripts[name]) for name in TRAINERS]
     assert [part[0] for part in parts] == TRAINERS[::-1]
     assert parts[0][2] == parts[1][2] and "\nclass Checkpoints:" in parts[0][2] and "__main__" in parts[0][2]
 
@@ -101,7 +101,9 @@ def make_copies(tmp_path):
     (tmp_path / "tests").mkdir()
     shutil.copy(copies.__file__, tmp_path / "tests")
     for script in SCRIPTS:
-        (tmp_path / script).write_text(TEXT.replace("# ==== machinery: from here to the end identical in {}\n", ""))
+        (tmp_path / script).write_text(
+            TEXT.replace("# ==== the path of a batch: from here to the end identical in {}\n", "")
+        )
     (tmp_path / FIRST).write_text(TEXT.format(SECOND))
     (tmp_path / SECOND).write_text(TEXT.format(FIRST))
 
@@ -135,8 +137,8 @@ def commit(make_copies, tmp_path):
     [
         (SECOND, "cut", "return x", "return -x"),
         (SECOND, "added", "\ndef cut", "\ndef added():\n    pass\n\n\ndef cut"),
-        (SECOND, "the machinery", "LIMIT = 2", "LIMIT = 2\n# a comment"),
-        (SECOND, "the machinery", "LIMIT = 2\n", ""),
+        (SECOND, "a shared part", "LIMIT = 2", "LIMIT = 2\n# a comment"),
+        (SECOND, "a shared part", "LIMIT = 2\n", ""),
         (TOOL, "cut", "return x", "return -x"),
         (TOOL, "LIMIT", "LIMIT = 2", "LIMIT = 3"),
     ],
@@ -168,7 +170,7 @@ def test_edits_of_the_source_are_copied_again_and_again(make_copies, commit, tmp
     assert make_copies(FIRST, "LIMIT = 4", "LIMIT = 5")[0] == 0
     conflict = "<<<<<<< ours\n    return 1\n=======\n    return 2\n>>>>>>> theirs"
     assert make_copies(SECOND, "    return x + 1 + 1 + 1", conflict) == (0, f"{SECOND}: changed\n")
-    assert machinery((tmp_path / SECOND).read_text())[2] == machinery((tmp_path / FIRST).read_text())[2]
+    assert shared_parts((tmp_path / SECOND).read_text())[2] == shared_parts((tmp_path / FIRST).read_text())[2]
 
 
 def test_an_edit_that_was_committed_in_a_copy(make_copies, commit, tmp_path):

@@ -7,12 +7,11 @@ import subprocess
 import sys
 from collections import ChainMap
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean as mean
+from types import SimpleNamespace
 
-import ir_measures
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -205,8 +204,8 @@ def test_held_out_labels_that_are_not_grades(loss, labels):
     """The highest is relevant: of fractions, if none is above 0, and of a teacher's scores."""
     kwargs = '{"teacher_temperature": 1}' if loss == "kl" else "{}"
     row = script.Row("q", ["a", "b", "c"], labels)
-    found = script.held_out_set([row], parse("--loss", loss, "--label_column", "y", "--loss_kwargs", kwargs))
-    assert found.qrels["relevance"].tolist() == [0, 1, 0]
+    found = script.held_out_samples([row], parse("--loss", loss, "--label_column", "y", "--loss_kwargs", kwargs))
+    assert found == [{"query": "q", "positive": ["b"], "negative": ["a", "c"]}]
 
 
 CASES = ["bce", "mse", "listwise_ce", "drawn", "lists", "ranknet", "lambdaloss", "margin_mse", "kl"]
@@ -297,23 +296,23 @@ def test_row_formats(suffix, way):
     assert read([{"q": "a", "d": "b", "e": "c"}], "--num_negatives", 0)[1] == [(["a", "b"], [1])]
 
 
-def read_pairs(pairs, first=0):
-    """Return (Table, list of Row, Args); pairs: (query, document or documents); first: number of the first row."""
-    args = parse("--columns", "q", "d")
-    columns = {"q": [query for query, _ in pairs], "d": [documents for _, documents in pairs]}
+def read_pairs(pairs, *flags, first=0, **cells):
+    """Return (rows as local_rows returns them, with negatives, of all of a batch); pairs: (query, document or
+    documents); first: number of the first row; cells: further columns."""
+    args = parse("--columns", "q", "d", *flags)
+    columns = {"q": [query for query, _ in pairs], "d": [documents for _, documents in pairs], **cells}
     numbers = {script.SOURCE: [0] * len(pairs), script.NUMBER: range(first, first + len(pairs))}
-    table = pa.table(columns | numbers)
-    return table, script.read_rows(table, [], [None, None], 0, args)[0], args
+    data = SimpleNamespace(sources=[], lookups=[None, None])
+    rows, skipped = script.local_rows(pa.table(columns | numbers), np.arange(len(pairs)), 0, data, args)
+    assert not skipped
+    return rows
 
 
 def test_drawn_negatives():
     pairs = [(f"query {i // 2}", f"document {i % 17}") for i in range(40)]
 
-    def draw(epoch, count=None):  # default: 4
-        table, rows, args = read_pairs(pairs, 40 * epoch)
-        args.num_negatives = count
-        script.draw_negatives(args, table, rows, 0)
-        return rows
+    def draw(epoch, *flags):  # default: 4
+        return read_pairs(pairs, *flags, first=40 * epoch)
 
     def documents_of(rows):
         return [row.documents for row in rows]
@@ -321,7 +320,7 @@ def test_drawn_negatives():
     found = draw(0)
     assert documents_of(found) == documents_of(draw(0)) != documents_of(draw(1))
     everything = {f"document {i}" for i in range(17)}
-    for i, (row, all_drawn) in enumerate(zip(found, draw(0, 99))):
+    for i, (row, all_drawn) in enumerate(zip(found, draw(0, "--num_negatives", 99))):
         positive, *negatives = row.documents
         assert positive == f"document {i % 17}" and row.labels == [1, 0, 0, 0, 0]
         same_query = {positive, f"document {(i ^ 1) % 17}"}
@@ -331,19 +330,32 @@ def test_drawn_negatives():
 
 
 def test_negatives_are_drawn_only_for_rows_without_negatives():
-    table, rows, args = read_pairs([("a", ["b", "c"]), ("d", ["e"]), ("f", ["g"])])
-    script.draw_negatives(args, table, rows, 0)
+    rows = read_pairs([("a", ["b", "c"]), ("d", ["e"]), ("f", ["g"])])
     assert rows[0].documents == ["b", "c"]
     assert [sorted(row.documents[1:]) for row in rows[1:]] == [["b", "c", "g"], ["b", "c", "e"]]
     assert [row.labels for row in rows] == [[1, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
     for pairs in ([("a", "b"), ("a", "c")], [("a", "b"), ("d", "b")]):
-        table, rows, args = read_pairs(pairs)
-        args.label_column = ["y"]
-        script.draw_negatives(args, table, rows, 0)
+        rows = read_pairs(pairs, "--label_column", "y", "--loss", "bce", y=[1, 0])
         assert [row.documents for row in rows] == [[document] for _, document in pairs]
-        args.label_column = []
         with pytest.raises(script.UserError, match="no other row has a negative to draw"):
-            script.draw_negatives(args, table, rows, 0)
+            read_pairs(pairs)
+
+
+def test_negatives_drawn_from_ids_are_texts():
+    """Never a document of the same query, by its id, and never one that the corpus lacks."""
+    corpus = write("corpus.jsonl", [{"_id": i, "text": f"text {i}"} for i in range(12)])
+    rows = [{"q": f"query {i // 2}", "d": i} for i in range(14)]  # two documents are missing
+    args = parse("--train_data", write("x.jsonl", rows), "--corpus", corpus, "--corpus_columns", "_id", "text",
+                 "--columns", "q", "d", "--eval_rows", 0, "--num_negatives", 99, "--on_bad_row", "skip")  # fmt: skip
+    data = script.open_data(args)
+    found, skipped = script.local_rows(data.sources[0].take(14), np.arange(14), 0, data, args)
+    assert len(found) == 12 and skipped == 2
+    for row in found:
+        number = int(row.documents[0].split()[1])
+        same_query = {f"text {number}", f"text {number ^ 1}"}
+        assert row.query == f"query {number // 2}"
+        assert {*row.documents[1:]} == {f"text {i}" for i in range(12)} - same_query
+        assert row.labels == [1.0] + [0.0] * 10
 
 
 def test_ids_in_lists():
@@ -373,14 +385,13 @@ def test_ids_in_lists():
 
 def token_ids(model, pairs):
     """Return the token ids of each pair, without padding."""
-    rows = [script.Row(query, [document], []) for query, document in pairs]
     args = parse("--micro_batch_tokens", "1000000")
-    made = script.make_micro_batches(rows, model, args, torch.device("cpu"))
+    made = script.make_micro_batches(model, [(None, pair) for pair in pairs], args, Accelerator(cpu=True))
     found = {}
-    for features, cut in made.parts:
+    for _, indices, features in made:
         masks = features.get("attention_mask", torch.ones_like(features["input_ids"]))
-        found |= {i: row[mask.bool()].tolist() for i, row, mask in zip(cut, features["input_ids"], masks)}
-    assert made.tokens == sum(map(len, found.values()))
+        found |= {i: row[mask.bool()].tolist() for i, row, mask in zip(indices, features["input_ids"], masks)}
+    assert script.token_counts(made)[0] == sum(map(len, found.values()))
     return [found[i] for i in range(len(pairs))]
 
 
@@ -404,54 +415,33 @@ def test_pairs_are_truncated_as_by_the_library(bert):
 # --------------------------------------------------------------------------------------------------------- measures
 
 
-def library_ranking_measures(scores, labels, groups):
-    """Return the measures of rankings in which each group of documents has a query."""
-    qrels, run = {}, {}
-    for i, group in enumerate(map(str, groups)):
-        qrels.setdefault(group, {})[f"{i:05}"] = int(labels[i])
-        run.setdefault(group, {})[f"{i:05}"] = float(scores[i])
-    found = ir_measures.calc_aggregate([ir_measures.RR @ 10, ir_measures.nDCG @ 10], qrels, run)
-    return {str(measure): value for measure, value in found.items()}
-
-
-def measure_rankings(scores, labels, groups, *flags):
-    """Return the measures of held-out rows with these scores, a group a row."""
-    args = replace(parse(*flags), query_prompt=[""])
-    cells = {script.SOURCE: 0}
-    rows = []
+def ranking_measures(scores, labels, groups):
+    """Return the measures of rankings in which each group of documents has a query, one document at a time."""
+    found = []
     for group in range(groups.max() + 1):
         own = groups == group
-        rows.append(script.Row("a query", ["a document"] * own.sum(), labels[own].tolist(), cells))
-    eval_sets = script.open_eval_sets(rows, args)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script, "score_rows", lambda *_: scores.tolist())
-        return script.evaluate_model(torch.nn.Identity(), eval_sets, args, None)
+        order = np.argsort(-scores[own], kind="stable")
+        relevant = (labels[own] > 0)[order]
+        ranks = 1 + np.flatnonzero(relevant)
+        ideal = sum(1 / math.log2(1 + rank) for rank in range(1, min(10, len(ranks)) + 1))
+        ndcg = sum(1 / math.log2(1 + rank) for rank in ranks if rank <= 10) / ideal
+        precisions = [number / rank for number, rank in enumerate(ranks, 1)]
+        found.append((mean(precisions), 1 / ranks[0] if ranks[0] <= 10 else 0.0, ndcg))
+    names = ["held_out_map", "held_out_mrr@10", "held_out_ndcg@10"]
+    return dict(zip(names, np.mean(found, 0)))
 
 
 KL = ["--loss", "kl", "--label_column", "y", "--loss_kwargs", '{"teacher_temperature": 1}']
 
 
-def test_ranking_measures_equal_those_of_the_library():
-    random = np.random.default_rng(0)
-    groups = np.repeat(np.arange(40), random.integers(1, 30, 40))
-    scores, labels = random.permutation(len(groups)) / 100, random.integers(0, 3, len(groups)) * 1.0
-    assert measure_rankings(scores, labels, groups) == pytest.approx(library_ranking_measures(scores, labels, groups))
-    teacher = random.random(len(groups))
-    best = np.array([teacher[i] == teacher[groups == groups[i]].max() for i in range(len(groups))])
-    for flags in (KL, ["--loss", "mse", "--label_column", "y"]):
-        found = measure_rankings(scores, teacher, groups, *flags)
-        assert found == pytest.approx(library_ranking_measures(scores, best, groups))
-    equal = measure_rankings(np.ones(2), np.array([1.0, 0.0]), np.zeros(2, int))
-    assert equal["RR@10"] == 0.5  # of equal scores the worse document ranks first
-
-
-@pytest.mark.parametrize("kind", ["drawn", "lists", "teacher", "classes", "scores"])
+@pytest.mark.parametrize("kind", ["drawn", "lists", "grades", "teacher", "classes", "scores"])
 def test_held_out_measures_equal_those_of_predict(rows, reranker, kind):
     """Without labels, each query ranks its document among 50, drawn from the held-out documents."""
     labels, codes = ["--label_column", "y"], [row["code"][:80] for row in rows]
     flags, cells = {
         "drawn": ([], lambda i: {}),
         "lists": (labels, lambda i: {"d": codes[i : i + 2 + i % 3], "y": [int(j == i % 2) for j in range(2 + i % 3)]}),
+        "grades": ([*labels, "--loss", "ranknet"], lambda i: {"d": codes[i : i + 4], "y": [0, i % 3, 2, 0]}),
         "teacher": (KL, lambda i: {"d": codes[i : i + 4], "y": [3 * i % 7, i % 5, i % 3, 2.5]}),
         "classes": (labels, lambda i: {"y": i % 2}),
         "scores": ([*labels, "--loss", "mse"], lambda i: {"y": i % 7 / 7}),
@@ -459,12 +449,14 @@ def test_held_out_measures_equal_those_of_predict(rows, reranker, kind):
     texts = [{"q": row["docstring"][:60], "d": codes[i]} | cells(i) for i, row in enumerate(rows[:70])]
     accelerator = Accelerator(cpu=True)
     given = parse("--train_data", write("x.parquet", texts), "--model_name_or_path", reranker, "--eval_rows", 60,
-                  "--micro_batch_tokens", 700, *flags)  # fmt: skip
+                  *flags)  # fmt: skip
     model = script.load_model(given).train()
     args = script.resolve_args(given, model, accelerator)
-    data = script.open_data(args, partial(script.draw_negatives, replace(args, num_negatives=script.CANDIDATES - 1)))
+    model.activation_fn = torch.nn.Identity()  # as main does but for bce
+    data = script.open_data(args)
+    evaluators = script.open_evaluators(data, model, args)
     held_out = data.held_out
-    found = script.evaluate_model(model, script.open_eval_sets(held_out, args), args, accelerator)
+    found = script.evaluate(model, evaluators, accelerator)
     assert model.training
     if kind == "drawn":
         assert all(len(set(row.documents)) == 50 for row in held_out)
@@ -479,10 +471,16 @@ def test_held_out_measures_equal_those_of_predict(rows, reranker, kind):
         labels = np.concatenate([np.array(row.labels) == max(row.labels) for row in held_out])
     if kind in ("classes", "scores"):
         pair = pd.DataFrame({"scores": scores, "labels": labels})
-        expected = {"Spearman": pair.corr("spearman").iloc[0, 1], "Pearson": pair.corr().iloc[0, 1]}
+        expected = {
+            "held_out_spearman": pair.corr("spearman").iloc[0, 1],
+            "held_out_pearson": pair.corr().iloc[0, 1],
+        }
+        (shown,) = evaluators
+        assert shown == "held_out_spearman"
     else:
-        expected = library_ranking_measures(scores, labels, groups)
-    assert found == pytest.approx(expected, abs=5e-3 if "Pearson" in expected else 1e-5)  # near-ties may swap ranks
+        expected = ranking_measures(scores, labels, groups)
+        assert list(evaluators) == ["held_out_ndcg@10"]
+    assert found == pytest.approx(expected, abs=5e-3 if len(expected) == 2 else 1e-5)  # near-ties may swap ranks
 
 
 # ------------------------------------------------------------------------------------------------------- whole runs
@@ -506,25 +504,25 @@ def test_copied_alone_into_an_empty_folder(tmp_path, rows, bert, loss):
     run, lines = tmp_path / "runs/cross_encoder", metrics("runs/cross_encoder")
     assert {"model", "checkpoints", "metrics.jsonl", "args.yaml", "training.png"} <= {p.name for p in run.iterdir()}
     assert [p.name for p in sorted((run / "checkpoints").iterdir())] == ["step_00000001", "step_00000002"]
-    measures = {"Spearman", "Pearson"} if loss == "bce" else {"RR@10", "nDCG@10"}
+    names = ("spearman", "pearson") if loss == "bce" else ("ndcg@10", "mrr@10", "map")
+    measures = {f"held_out_{name}" for name in names}
     assert measures < set(lines[0]) and lines[0]["step"] == 0
     assert {"loss", "padding_fraction", "tokens_per_second", "data_wait_fraction", *measures} <= set(lines[-1])
-    measure = max(measures)
+    measure = f"held_out_{names[0]}"
     card = (run / "model/README.md").read_text()
     assert "train_cross_encoder.py" in card and f"{measure!r}: {lines[-1][measure]}" in card
     assert list(run.glob("evenstep/events*"))
 
     again = script.parse_args([str(run / "args.yaml")])
     assert again == script.parse_args(list(map(str, flags)))
-    again, accelerator = replace(again, micro_batch_tokens=10**6), Accelerator(cpu=True)
     pairs = [(rows[0]["docstring"], rows[0]["code"]), ("a", "b")]
-    some = [script.Row(query, [document], []) for query, document in pairs]
     scores = {}
     for step in (1, 2):
         trained = script.load_model(again).eval()
         tensors = load_file(run / f"checkpoints/step_{step:08}/model.safetensors")
         trained.load_state_dict(tensors)
-        scores[step] = torch.tensor(script.score_rows(trained, some, again, accelerator))
+        with torch.no_grad():
+            scores[step] = script.score(trained, trained.preprocess(pairs), Accelerator(cpu=True))
     expected = scores[2].sigmoid() if loss == "bce" else scores[2]
     saved = CrossEncoder(str(run / "model"), device="cpu")
     assert torch.allclose(torch.tensor(saved.predict(pairs)), expected, atol=1e-6)

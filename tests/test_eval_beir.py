@@ -1,33 +1,39 @@
-"""--eval_beir: the trainers' measures on small collections equal those of eval_incremental.py for the saved models."""
+"""--eval_beir: the trainers' measures on small collections equal those of eval_incremental.py for the saved models,
+and those of a naive loop over predict()."""
 
 import importlib
+import json
+import math
 import random
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, TRAINERS, launch, metrics, write_jsonl
+from sentence_transformers import CrossEncoder
 from test_best_model import train
 
+import train_bi_encoder
 import train_cross_encoder
 
-NAMES = ["nDCG@10", "RR@10", "Success@1"]  # the cross-encoder measures the first two
 BI, CROSS = TRAINERS
+NAMES = {"nDCG@10": "ndcg@10", "RR@10": "mrr@10", "Success@1": "accuracy@1", "R@10": "recall@10"}
 
 
 def write_beir(folder, rows):
-    """Write a BEIR folder of 60 functions, every other with a title, and 24 queries, one with the id of a document.
-    The ids "NA" and "null" must be read as texts."""
+    """Write a BEIR folder of 60 functions, every other with a title, and 24 queries. The ids "NA" and "null" must be
+    read as texts; a judged document is not in the corpus, and a query not among the queries."""
     ids = [f"{i:04}" for i in range(59)] + ["NA"]
     titles = [row["docstring"][:20] * (i % 2) for i, row in enumerate(rows)]
     records = [{"_id": name, "title": title, "text": row["code"][:300]} for name, title, row in zip(ids, titles, rows)]
     write_jsonl(folder / "corpus.jsonl", records)
     queries = {f"{i:03}": row["docstring"][:200] for i, row in enumerate(rows[:22])}
-    queries |= {"0005": rows[5]["code"][:300], "null": rows[59]["docstring"]}
+    queries |= {"005": rows[5]["code"][:300], "null": rows[59]["docstring"]}
     write_jsonl(folder / "queries.jsonl", [{"_id": name, "text": text} for name, text in queries.items()])
-    qrels = [(f"{i:03}", ids[i + more], grade) for i in range(20) for more, grade in ((0, 2), (3 + i, 1), (30, 0))]
-    qrels += [("020", "0030", 0), ("021", "0021", 1), ("0005", "0006", 1), ("021", "9999", 2), ("null", "NA", 1)]
+    qrels = [(f"{i:03}", ids[i + more], grade) for i in range(20) for more, grade in ((0, 1), (3 + i, 1), (30, 0))]
+    qrels += [("020", "0030", 1), ("021", "0021", 1), ("021", "9999", 1), ("null", "NA", 1), ("none", "0001", 1)]
     (folder / "qrels").mkdir()
     for split, kept in (("test", qrels), ("dev", qrels[::2])):
         lines = [f"{query}\t{document}\t{grade}\n" for query, document, grade in kept]
@@ -43,10 +49,10 @@ def collections(tmp_path_factory, rows):
         write_beir(folder / name, rows[first : first + 60])
         ids = [f"{i:04}" for i in range(59)] + ["NA"]
         lines = []
-        for query in [*(f"{i:03}" for i in range(21)), "0005", "null", "unjudged"]:  # 021 has no line
-            documents = ["0005"] * (query == "0005") + rng.sample([name for name in ids if name != "0005"], depth)
+        for query in [*(f"{i:03}" for i in range(21)), "null", "unjudged"]:  # 021 has no line
+            documents = rng.sample(ids, depth)
             right = f"0{query}"
-            if len(query) == 3 and query.isdigit() and right not in documents:
+            if query.isdigit() and right not in documents:
                 documents[int(query) % depth] = right
             documents += documents[int(query) % depth :][:1] if query.isdigit() else []  # counts once
             lines += [f"{query} Q0 {document} 1 {-place / 4} tag\n" for place, document in enumerate(documents)]
@@ -62,107 +68,144 @@ def flags_for(name, corpus, bert, reranker, output, *more):
             "--eval_steps", 3, "--learning_rate", 1e-3, "--max_length", 64, "--output_dir", output, *more]  # fmt: skip
 
 
-def measured(line, prefix=""):
-    return {name: line[prefix + name] for name in NAMES if prefix + name in line}
+def measured(line, prefix):
+    """Return {name in eval_incremental.py: value} of a record of metrics.jsonl."""
+    return {name: line[prefix + measure] for name, measure in NAMES.items() if prefix + measure in line}
 
 
 def means(result):
     return {name: value["mean"] for name, value in result["metrics"].items()}
 
 
-def average(parts):
-    return {name: np.mean([part[name] for part in parts]) for name in parts[0]}
+def read_beir(folder, split):
+    """Return ({query: text}, {document: text}, {query: relevant documents}) of a BEIR folder."""
+    texts = []
+    for name in ("queries", "corpus"):
+        records = map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines())
+        texts.append({row["_id"]: f"{row.get('title', '')} {row['text']}".strip() for row in records})
+    relevant = {}
+    for line in (folder / f"qrels/{split}.tsv").read_text().splitlines()[1:]:
+        query, document, grade = line.split("\t")
+        if grade != "0" and query in texts[0]:
+            relevant.setdefault(query, set()).add(document)
+    return *texts, relevant
+
+
+def rerank(folder, split, candidates, model, prompt=""):
+    """Return {name: mean} of reranking {query: documents} by predict(), of a naive loop. nDCG@10 is that of the
+    library, whose ideal has the relevant documents among the candidates; RR@10 does not depend on that."""
+    queries, documents, relevant = read_beir(folder, split)
+    predict = CrossEncoder(str(model), device="cpu", activation_fn=torch.nn.Identity()).predict
+    found = {"nDCG@10": [], "RR@10": []}
+    for query, positives in relevant.items():
+        names = candidates.get(query, [])
+        scores = predict([(queries[query], documents[name]) for name in names], prompt=prompt) if names else []
+        ranked = [names[place] in positives for place in np.argsort(-np.array(scores), kind="stable")]
+        gain = sum(hit / math.log2(2 + rank) for rank, hit in enumerate(ranked[:10]))
+        ideal = sum(1 / math.log2(2 + rank) for rank in range(min(10, sum(ranked))))
+        found["nDCG@10"].append(gain / ideal if ideal else 0.0)
+        found["RR@10"].append(next((1 / (1 + rank) for rank, hit in enumerate(ranked[:10]) if hit), 0.0))
+    return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+def read_candidates(run, depth):
+    """Return {query: its `depth` best documents} of a run file, of which each counts once."""
+    found = {}
+    for line in run.read_text().splitlines():
+        query, _, document, _, score, _ = line.split()
+        found.setdefault(query, {})
+        found[query][document] = max(float(score), found[query].get(document, -math.inf))
+    return {query: sorted(scores, key=scores.get, reverse=True)[:depth] for query, scores in found.items()}
 
 
 def test_bi_encoder(evaluate, collections, corpus, bert, tmp_path):
-    """The mean is over held-out rows and all collections; prompts are applied."""
+    """Prompts are applied."""
     folders = [folder for folder, _ in collections]
     more = ["--eval_rows", 50, "--eval_beir", *folders, "--query_prompt", "find: "]
     more += ["--document_prompt", "code of a function: "]
     train(BI, *flags_for(BI, corpus, bert, None, tmp_path / "run", *more))
     line = metrics(tmp_path / "run")[-1]
-    parts = [measured(line, f"{name} ") for name in ("held_out", "one", "two")]
-    assert line["step"] == 3 and measured(line) == pytest.approx(average(parts)) and len(parts[0]) == 3
+    parts = [measured(line, f"{name}_cosine_") for name in ("held_out", "one", "two")]
+    assert line["step"] == 3 and all(part.keys() == NAMES.keys() for part in parts)
     flags = ["--model_name_or_path", tmp_path / "run/model", "--cache_dtype", "float32", "--metrics", *NAMES]
     found = evaluate("--beir", *folders, *flags)["models"]
     assert [means(result) for result in found] == [pytest.approx(part, abs=1e-6) for part in parts[1:]]
     assert 0 < found[0]["metrics"]["nDCG@10"]["mean"] != found[1]["metrics"]["nDCG@10"]["mean"]
-    assert [result["same_id_left_out"] for result in found] == [1, 1]
     without_prompts = evaluate("--beir", *folders, *flags, "--prompts", "", output="without_prompts")["models"]
     assert [means(result) for result in without_prompts] != [pytest.approx(part, abs=1e-6) for part in parts[1:]]
 
 
 def test_cross_encoder(evaluate, collections, corpus, reranker, tmp_path):
-    """Run files provide the candidates; relevant documents that they lack count as not found."""
+    """Run files provide the candidates; a query whose relevant documents they lack counts 0."""
     folders, runs = zip(*collections)
     more = ["--eval_rows", 10, "--eval_beir", *folders, "--eval_run", *runs, "--eval_rerank_k", 12]
     train(CROSS, *flags_for(CROSS, corpus, None, reranker, tmp_path / "run", *more))
-    line = metrics(tmp_path / "run")[-1]
-    parts = [measured(line, f"{name} ") for name in ("held_out", "one", "two")]
-    assert line["step"] == 3 and measured(line) == pytest.approx(average(parts)) and len(parts[0]) == 2
+    line, model = metrics(tmp_path / "run")[-1], tmp_path / "run/model"
+    parts = [measured(line, f"{name}_") for name in ("held_out", "one", "two")]
+    assert line["step"] == 3 and all(part.keys() == {"nDCG@10", "RR@10"} for part in parts)
     for part, (folder, run) in zip(parts[1:], collections):
-        flags = ["--run", run, "--cross_encoder", tmp_path / "run/model", "--rerank_k", 12, "--metrics", *NAMES]
+        expected = rerank(folder, "test", read_candidates(run, 12), model)
+        assert part == pytest.approx(expected, abs=1e-6) and part["nDCG@10"] > 0.05
+        flags = ["--run", run, "--cross_encoder", model, "--rerank_k", 12, "--metrics", *NAMES]
         before, found = map(means, evaluate("--beir", folder, *flags)["models"])
-        assert part == pytest.approx({name: found[name] for name in part}, abs=1e-6) and part["nDCG@10"] > 0.05
-        assert part != pytest.approx({name: before[name] for name in part}, abs=1e-3)
-
-
-@pytest.mark.parametrize("name", TRAINERS)
-def test_keep_same_id(evaluate, collections, corpus, bert, reranker, tmp_path, name):
-    """As in the evaluator: query 0005 also finds document 0005, which is judged relevant."""
-    folder = tmp_path / "one"
-    shutil.copytree(collections[0][0], folder)
-    run = collections[0][1]
-    with open(folder / "qrels/test.tsv", "a") as file:
-        file.write("0005\t0005\t1\n")
-    found = []
-    for keep in ([], ["--keep_same_id"]):
-        output = tmp_path / f"run{len(keep)}"
-        more = ["--eval_rows", 0, "--eval_beir", folder, *keep]
-        flags = ["--model_name_or_path", output / "model"]
-        if name == CROSS:
-            more += ["--eval_run", run, "--eval_rerank_k", 12]
-            flags = ["--run", run, "--cross_encoder", output / "model", "--rerank_k", 12]
-        train(name, *flags_for(name, corpus, bert, reranker, output, *more))
-        flags += ["--beir", folder, "--metrics", *NAMES, "--cache_dtype", "float32", *keep]
-        expected = evaluate(*flags)
-        expected = means(expected["models"][1] if name == CROSS else expected)
-        found.append(measured(metrics(output)[-1]))
-        assert found[-1] == pytest.approx({key: expected[key] for key in found[-1]}, abs=1e-6)
-    assert found[0] != found[1]
+        assert part["RR@10"] == pytest.approx(found["RR@10"], abs=1e-6)
+        assert line[f"{folder.name}_base_mrr@10"] == pytest.approx(before["RR@10"], abs=1e-6)
+        assert part["RR@10"] != pytest.approx(before["RR@10"], abs=1e-3)
 
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_two_processes_without_held_out_rows(evaluate, collections, corpus, bert, reranker, tmp_path, name):
-    """With one collection, only the mean is reported; the cross-encoder reranks the documents of BM25."""
-    beir, model = ["--beir", collections[0][0], "--split", "dev"], tmp_path / "run/model"
-    more = ["--eval_rows", 0, "--eval_beir", collections[0][0], "--eval_split", "dev"]
-    more += ["--eval_rerank_k", 11, "--query_prompt", "return the value of: "] * (name == CROSS)  # not for BM25
+    """The cross-encoder reranks the documents of BM25."""
+    folder, model = collections[0][0], tmp_path / "run/model"
+    more = ["--eval_rows", 0, "--eval_beir", folder, "--eval_split", "dev"]
+    prompt = "return the value of: "  # not for BM25
+    more += ["--eval_rerank_k", 11, "--query_prompt", prompt] * (name == CROSS)
     launch(ROOT / f"{name}.py", *flags_for(name, corpus, bert, reranker, tmp_path / "run", *more), processes=2)
-    first, last = (line for line in metrics(tmp_path / "run") if "nDCG@10" in line)
-    assert not any(name.startswith("one ") for name in last)
-    flags = ["--model_name_or_path", model, "--cache_dtype", "float32"]
-    if name == CROSS:
+    prefix = "one_cosine_" if name == BI else "one_"
+    first, last = (line for line in metrics(tmp_path / "run") if f"{prefix}ndcg@10" in line)
+    assert not any(name.startswith("held_out") for name in last)
+    beir = ["--beir", folder, "--split", "dev", "--metrics", *NAMES]
+    if name == BI:
+        expected = means(evaluate(*beir, "--model_name_or_path", model, "--cache_dtype", "float32"))
+    else:
         evaluate(*beir, "--bm25")
-        flags = ["--run", tmp_path / "out/BM25/run.trec", "--cross_encoder", model, "--rerank_k", 11]
-    found = evaluate(*beir, *flags, "--metrics", *NAMES, output="again")
-    found = means(found["models"][1] if name == CROSS else found)
-    assert measured(last) == pytest.approx({name: found[name] for name in measured(last)}, abs=1e-6)
-    assert measured(first) != measured(last)
-    assert f"'RR@10': {last['RR@10']}" in (model / "README.md").read_text()
+        expected = rerank(folder, "dev", read_candidates(tmp_path / "out/BM25/run.trec", 11), model, prompt)
+    assert measured(last, prefix) == pytest.approx(expected, abs=1e-6)
+    assert measured(first, prefix) != measured(last, prefix)
+    assert f"'{prefix}ndcg@10': {last[prefix + 'ndcg@10']}" in (model / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_collections_of_the_same_name(name, collections, corpus, bert, reranker, tmp_path):
-    """Their measures are kept apart, also from those of the held-out rows."""
+    """Refused, as their measures would be one; also one that has the name of the held-out rows."""
     folders = [tmp_path / "a/held_out", tmp_path / "b/same", tmp_path / "c/same"]
     for folder in folders:
         folder.parent.mkdir()
         folder.symlink_to(collections[0][0])
-    more = ["--eval_rows", 10, "--max_steps", 1, "--eval_beir", *folders]
-    train(name, *flags_for(name, corpus, bert, reranker, tmp_path / "run", *more))
-    found = [key for key in metrics(tmp_path / "run")[0] if key.endswith(" RR@10")]
-    assert found == [f"{place} RR@10" for place in ["held_out", folders[0], "same", folders[2]]]
+    script = importlib.import_module(name)
+    for number, (more, refused) in enumerate(((folders[:1], folders[0]), (folders[1:], folders[2]))):
+        flags = flags_for(
+            name, corpus, bert, reranker, tmp_path / f"{number}", "--eval_rows", 10, "--eval_beir", *more
+        )
+        with pytest.raises(
+            script.UserError, match=f"^--eval_beir {refused} .*: another collection has the same name$"
+        ):
+            train(name, *flags)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("line", ["001\t0030\t2\n", "0005\t0006\t1\n"])
+def test_collections_that_only_the_evaluator_measures(line, name, collections, tmp_path):
+    """With grades, or with a query that has the id of a document, which BEIR leaves out: refused in one line."""
+    folder = shutil.copytree(collections[0][0], tmp_path / "one")
+    with open(folder / "queries.jsonl", "a") as file:
+        file.write('{"_id": "0005", "text": "a query"}\n')
+    with open(folder / "qrels/test.tsv", "a") as file:
+        file.write(line)
+    script = importlib.import_module(name)
+    with pytest.raises(script.UserError) as error, script.user_errors(f"--eval_beir {folder}", KeyError):
+        script.open_beir(str(folder), *(["test"] if name == BI else [collections[0][1], script.Args()]))
+    assert "has grades, or documents with ids of queries: evaluate it after training" in str(error.value)
 
 
 def test_run_files_that_do_not_fit(collections, corpus, reranker, tmp_path):
@@ -173,22 +216,32 @@ def test_run_files_that_do_not_fit(collections, corpus, reranker, tmp_path):
         with pytest.raises(train_cross_encoder.UserError, match=f"--eval_run {path}: ") as error:
             train(CROSS, *flags_for(CROSS, corpus, None, reranker, tmp_path / path.stem, *more))
         assert "\n" not in str(error.value)
-    more = ["--eval_beir", folder, collections[1][0], "--eval_run", collections[0][1]]
-    with pytest.raises(
-        train_cross_encoder.UserError, match="--eval_run requires one run file for each of .*one, .*two"
-    ):
-        train(CROSS, *flags_for(CROSS, corpus, None, reranker, tmp_path / "run", *more))
-    more = ["--eval_run", collections[0][1]]
-    with pytest.raises(
-        train_cross_encoder.UserError, match="--eval_run requires one run file for each of --eval_beir"
-    ):
-        train(CROSS, *flags_for(CROSS, corpus, None, reranker, tmp_path / "alone", *more))
+    for number, folders in ((2, ["--eval_beir", folder, collections[1][0]]), (0, [])):
+        flags = flags_for(CROSS, corpus, None, reranker, tmp_path / f"{number}", *folders, "--eval_run", other)
+        message = f"^--eval_run requires one run file for each folder of --eval_beir: {number}$"
+        with pytest.raises(train_cross_encoder.UserError, match=message):
+            train(CROSS, *flags)
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_a_missing_collection(name, collections):
-    script, (folder, _) = importlib.import_module(name), collections[0]
+def test_a_missing_collection(name, collections, corpus, bert, reranker, tmp_path):
+    script, (folder, run) = importlib.import_module(name), collections[0]
     for split, collection in (("train", folder), ("test", Path("nowhere/at/all"))):
-        with pytest.raises(script.UserError) as error, script.user_errors(f"--eval_beir {collection}"):
-            script.collections_of(str(collection), split)
-        assert str(error.value).startswith(f"--eval_beir {collection}: ") and "\n" not in str(error.value)
+        more = ["--eval_beir", collection, "--eval_split", split, *["--eval_run", run] * (collection == folder)]
+        more = more[: 4 if name == BI else None]
+        with pytest.raises(script.UserError) as error:
+            train(name, *flags_for(name, corpus, bert, reranker, tmp_path / split, *more))
+        assert str(error.value).startswith(f"--eval_beir {collection} ") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+def test_names_of_measures_tell_the_similarity(similarity, evaluate, collections, corpus, bert, tmp_path):
+    config = shutil.copytree(bert, tmp_path / "model") / "config_sentence_transformers.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"similarity_fn_name": similarity}))
+    more = ["--eval_rows", 20, "--eval_beir", collections[0][0], "--max_steps", 1]
+    train(BI, *flags_for(BI, corpus, tmp_path / "model", None, tmp_path / "run", *more))
+    shown = [f"{name}_{similarity}_ndcg@10" for name in ("held_out", "one")]
+    assert set(shown) < metrics(tmp_path / "run")[0].keys()
+    assert train_bi_encoder.SentenceTransformer(str(tmp_path / "run/model")).similarity_fn_name == similarity
+    card = (tmp_path / "run/model/README.md").read_text().splitlines()[-1]
+    assert all(f"'{name}': " in card for name in shown) and "mrr" not in card

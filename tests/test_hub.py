@@ -8,10 +8,11 @@ import sys
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, write_jsonl
+from conftest import ROOT, TRAINERS, metrics, write_jsonl
 from hub import serve
 
 NANO = {"NanoArguAna": 20, "NanoMSMARCO": 12, "NanoNQ": 8}  # {split: queries}
+NANO_ID = "sentence-transformers/NanoBEIR-en"
 LIST = "no judgments of split 'dev'; available: "
 # (Hub id, --split, {collection: queries} or the error)
 CASES = [
@@ -20,9 +21,9 @@ CASES = [
     ("BeIR/scifact", "dev", LIST + "train, test"),
     ("zeta-alpha-ai/NanoX", None, {"NanoX": 5}),
     ("zeta-alpha-ai/NanoX", "dev", LIST + "train"),
-    ("sentence-transformers/NanoBEIR-en", None, NANO),
-    ("sentence-transformers/NanoBEIR-en", "NanoMSMARCO", {"NanoMSMARCO": 12}),
-    ("sentence-transformers/NanoBEIR-en", "dev", LIST + ", ".join(NANO)),
+    (NANO_ID, None, NANO),
+    (NANO_ID, "NanoMSMARCO", {"NanoMSMARCO": 12}),
+    (NANO_ID, "dev", LIST + ", ".join(NANO)),
     ("mteb/scifact", None, {"scifact": 4}),
     ("mteb/scifact", "train", {"scifact": 3}),
     ("mteb/scifact", "dev", LIST + "train, test"),
@@ -90,13 +91,16 @@ def hub(tmp_path_factory):
     # each split has its own documents and queries
     collections = {
         "zeta-alpha-ai/NanoX": {"train": 5},
-        "sentence-transformers/NanoBEIR-en": NANO,
+        NANO_ID: NANO,
         "mteb/own-splits": {"dev": 2, "test": 6},
     }
     for name, splits in collections.items():
         for number, (split, count) in enumerate(splits.items()):
             documents, queries, judgments = make_rows(count, 100 * number)
             parts = {"corpus": documents, "queries": queries, "qrels": without_grades(judgments)}
+            if splits is NANO:
+                ranked = [row["_id"] for row in documents[::-1]]
+                parts["bm25"] = [{"query-id": row["_id"], "corpus-ids": ranked} for row in queries]
             for config, rows in parts.items():
                 write_parquet(root / name / config / f"{split}-0.parquet", rows)
         write_readme(root / name, {config: {split: f"{config}/{split}-*" for split in splits} for config in parts})
@@ -117,25 +121,58 @@ def run_online(hub, tmp_path, *command):
 
 
 def test_collections_of_each_layout(hub, tmp_path):
-    """The evaluator and both trainers find the same collections; ids stay texts; no split is chosen silently."""
+    """Ids stay texts, and no split is chosen silently. The trainers read the layout of NanoBEIR, and name the script
+    that reads others."""
     cases = json.dumps([case[:2] for case in CASES])
     lines = run_online(hub, tmp_path, ROOT / "tests/hub_worker.py", cases).splitlines()
     for (name, split, expected), line in zip(CASES, lines, strict=True):
-        for found in json.loads(line):
-            if isinstance(expected, str):
-                assert found == expected, (name, split)
+        found, *of_trainers = json.loads(line)
+        for trainer, prefix, suffix, answer in zip(TRAINERS, ("cosine_", ""), ("", "_R50"), of_trainers):
+            if "NanoBEIR" not in name:
+                start = f"--eval_beir {name} (eval_incremental.py reads more layouts): "
+                assert answer.startswith(start) and "\n" not in answer, (name, trainer, answer)
                 continue
-            assert {key: len(judgments) for key, (_, judgments, _) in found.items()} == expected, (name, split)
-            for documents, judgments, (document, query) in found.values():
-                first = int(document.split()[-1])
-                assert documents == 30 and document == f"title {first} text {first}" and query.startswith("query ")
-                for query, judged in judgments.items():
-                    grade = 2 if "scifact" in name else 1
-                    assert judged == {f"{int(query) + 1:04}": grade}
+            ((measure, parts),) = answer.items()
+            assert measure == f"NanoBEIR{suffix}_mean_{prefix}ndcg@10"
+            assert {key.removesuffix(suffix): len(queries) for key, queries in parts.items()} == NANO
+            for queries in parts.values():
+                for text, texts in queries.items():
+                    relevant = [f"text {int(text.split()[-1]) + 1}"]
+                    if trainer == TRAINERS[0]:
+                        assert texts == relevant
+                    else:
+                        assert texts[0] == relevant and len(texts[1]) == 30 and relevant[0] in texts[1]
+        if isinstance(expected, str):
+            assert found == expected, (name, split)
+            continue
+        assert {key: len(judgments) for key, (_, judgments, _) in found.items()} == expected, (name, split)
+        for documents, judgments, (document, query) in found.values():
+            first = int(document.split()[-1])
+            assert documents == 30 and document == f"title {first} text {first}" and query.startswith("query ")
+            for query, judged in judgments.items():
+                grade = 2 if "scifact" in name else 1
+                assert judged == {f"{int(query) + 1:04}": grade}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_run_that_is_evaluated_on_the_hub(name, hub, rows, bert, reranker, tmp_path):
+    """Each collection has its measures, and the mean is that of the library's evaluator, which is printed."""
+    write_jsonl(tmp_path / "rows.jsonl", rows[:40])
+    model = bert if name == "train_bi_encoder" else reranker
+    flags = ["--train_data", "rows.jsonl", "--model_name_or_path", model, "--eval_beir", NANO_ID, "--eval_rows", 0,
+             "--max_steps", 1, "--batch_size", 4, "--num_negatives", 1, "--max_length", 32]  # fmt: skip
+    printed = run_online(hub, tmp_path, ROOT / f"{name}.py", *flags, "--output_dir", "out")
+    mean, one = (
+        ("NanoBEIR_mean_cosine", "{}_cosine") if name == "train_bi_encoder" else ("NanoBEIR_R50_mean", "{}_R50")
+    )
+    for line in metrics(tmp_path / "out"):
+        values = [line[f"{one.format(collection)}_ndcg@10"] for collection in NANO]
+        assert line[f"{mean}_ndcg@10"] == pytest.approx(sum(values) / 3) and max(values) > 0
+        assert f"step {line['step']}: {{'{mean}_ndcg@10': {round(line[f'{mean}_ndcg@10'], 4)}}}" in printed
 
 
 def test_the_mean_over_the_collections_of_one_id(hub, tmp_path):
-    flags = ["--beir", "sentence-transformers/NanoBEIR-en", "--bm25", "--metrics", "R@3", "--output_dir", "out"]
+    flags = ["--beir", NANO_ID, "--bm25", "--metrics", "R@3", "--output_dir", "out"]
     printed = run_online(hub, tmp_path, ROOT / "eval_incremental.py", *flags)
     record = json.loads((tmp_path / "out/metrics.json").read_text())
     values = {result["collection"]: result["metrics"]["R@3"]["mean"] for result in record["results"]}

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import ir_measures
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pytest
 import scipy.stats
@@ -57,15 +56,15 @@ def test_partition_balances_count_and_length(processes, monkeypatch):
 
 def test_micro_batches_respect_max_tokens_and_a_longer_text_is_alone():
     lengths = np.array([*np.random.default_rng(0).integers(0, 90, 200), 500, 0, 0])
-    cuts = script.cut_micro_batches(lengths, 256)
-    assert sorted(np.concatenate(cuts)) == list(range(203))
-    assert cuts[0].tolist() == [200]  # 500 tokens, more than max_tokens
+    cuts = script.cut(lengths, 256)
+    assert sorted(chain.from_iterable(cuts)) == list(range(203))
+    assert cuts[0] == [200]  # 500 tokens, more than max_tokens
     assert all(len(cut) * lengths[cut].max() <= 256 for cut in cuts[1:])
-    assert lengths[np.concatenate(cuts)].tolist() == sorted(lengths, reverse=True)
-    assert script.cut_micro_batches(lengths[:0], 256) == []
+    assert lengths[list(chain.from_iterable(cuts))].tolist() == sorted(lengths, reverse=True)
+    assert script.cut(lengths[:0], 256) == []
     few = np.array([250] + [1] * 1000)  # a long text and many short ones never share a micro-batch
-    assert all(len(cut) * few[cut].max() <= 256 for cut in script.cut_micro_batches(few, 256))
-    assert len(script.cut_micro_batches(np.full(100, 10), 256)) <= 5  # not smaller than necessary
+    assert all(len(cut) * few[cut].max() <= 256 for cut in script.cut(few, 256))
+    assert len(script.cut(np.full(100, 10), 256)) <= 5  # not smaller than necessary
 
 
 @pytest.mark.parametrize("max_tokens", [256, 2048, 16384])
@@ -77,53 +76,64 @@ def test_micro_batches_are_nearly_optimal(max_tokens):
     for first in reversed(range(len(lengths))):
         ends = np.arange(first + 1, first + 1 + min(max_tokens // lengths[first], len(lengths) - first))
         best[first] = ((ends - first) * lengths[first] + cost_of_a_pass + best[ends]).min()
-    cuts = script.cut_micro_batches(lengths, max_tokens)
+    cuts = script.cut(lengths, max_tokens)
     found = sum(len(cut) * lengths[cut].max() + cost_of_a_pass for cut in cuts)
     assert best[0] <= found < 1.005 * best[0]
 
 
+@pytest.mark.parametrize("longest", [90, 255, 500])
+def test_micro_batches_of_concatenated_texts(longest):
+    """Whatever the longest text, they have at most so many tokens, and are not smaller than necessary."""
+    lengths = np.array([longest, *np.random.default_rng(0).integers(1, 90, 200)])
+    cuts = script.cut(lengths, 256, is_padded=False)
+    sizes = [lengths[cut].sum() for cut in cuts]
+    assert lengths[list(chain.from_iterable(cuts))].tolist() == sorted(lengths, reverse=True)
+    assert sorted(chain.from_iterable(cuts)) == list(range(201))
+    assert max(sizes) == longest > 256 or max(sizes) <= 256
+    assert len(cuts) <= 1 + lengths.sum() / (256 - 90)
+
+
 @pytest.mark.parametrize("device, widths", [("cpu", [77, 72, 9, 1]), ("xpu", [77, 72, 16, 8])])
-def test_padded_features_equal_those_of_the_tokenizer(bert, device, widths):
-    """The same tensors; on an accelerator, widths are multiples of 8, up to the model's limit."""
-    model = SentenceTransformer(str(bert), device="cpu")
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padded_features_equal_those_of_the_tokenizer(bert, side, device, widths):
+    """The same tensors; on an accelerator, widths are multiples of 8, up to the model's limit. A prompt is part of a
+    text, and each role has micro-batches of its own."""
+    model = SentenceTransformer(str(bert), device="cpu", prompts={"query": "write a ", "document": ""})
     model.max_seq_length = 77
-    model.tokenizer.backend_tokenizer.no_padding()
-    model.tokenizer.backend_tokenizer.enable_truncation(77)
+    model.tokenizer.padding_side = side
     texts = ["file " * count for count in (70, 7, 500, 0)]  # 72, 9, 77 and 2 tokens with [CLS] and [SEP]
+    accelerator = SimpleNamespace(device=torch.device(device))
     for max_tokens, count in ((10, 4), (10**6, 1)):
-        places = [(0, 0), (0, 1), (1, 0), (2, 1)]
         args = script.Args(micro_batch_tokens=max_tokens)
-        micro_batches = script.make_micro_batches(texts, places, model, args, torch.device(device))
-        made = micro_batches.parts
-        assert len(made) == count and micro_batches.tokens == 72 + 9 + 77 + 2
-        assert micro_batches.padded == sum(f["input_ids"].numel() for f, _ in made)
-        assert micro_batches.places.T.tolist() == [list(places[i]) for _, cut in made for i in cut]
+        given = [("document", text) for text in texts] + [("query", "line")]
+        *made, (role, _, of_query) = micro_batches = script.make_micro_batches(model, given, args, accelerator)
+        assert [role for role, *_ in made] == ["document"] * count and role == "query"
+        assert of_query["input_ids"].tolist() == model.tokenizer(["write a line"])["input_ids"]
+        padded = sum(features["input_ids"].numel() for *_, features in micro_batches)
+        assert script.token_counts(micro_batches) == (72 + 9 + 77 + 2 + 5, padded)
+        assert sorted(chain.from_iterable(places for _, places, _ in micro_batches)) == list(range(5))
         if count == 4:
-            assert [f["input_ids"].shape[1] for f, _ in made] == [*widths[:3], max(widths[3], 2)]
-        for features, cut in made:
+            assert [f["input_ids"].shape[1] for *_, f in made] == [*widths[:3], max(widths[3], 2)]
+        for _, places, features in made:
             width = features["input_ids"].shape[1]
-            model.tokenizer.backend_tokenizer.no_padding()
-            expected = model.tokenizer([texts[i] for i in cut], padding="max_length", max_length=width,
+            expected = model.tokenizer([texts[i] for i in places], padding="max_length", max_length=width,
                                      truncation=True, return_tensors="pt")  # fmt: skip
-            model.tokenizer.backend_tokenizer.no_padding()
-            model.tokenizer.backend_tokenizer.enable_truncation(77)
             if expected["attention_mask"].all():  # a mask that masks nothing is omitted
                 del expected["attention_mask"]
-            assert set(features) == set(expected)
-            assert all(torch.equal(features[name], expected[name]) for name in features)
+            tensors = {name for name in features if torch.is_tensor(features[name])}
+            assert tensors == set(expected)
+            assert all(torch.equal(features[name], expected[name]) for name in tensors)
 
 
 def test_equal_texts_have_equal_hashes(bert):
     """In any column, with their prompts; the masks of InfoNCE depend on them."""
-    model = SentenceTransformer(str(bert), device="cpu")
     table = pa.table({"a": ["x", "y", "x"], "b": ["y", "z", "z"], script.SOURCE: [0, 0, 0]})
     for query, text, numbers in (("", "", [[0, 1, 0], [1, 2, 2]]), ("query: ", "text: ", [[0, 1, 0], [2, 3, 3]])):
-        args = parse("--columns", "a", "b", "--query_prompt", query, "--document_prompt", text)
+        flags = ["--query_prompt", query, "--document_prompt", text]
+        args = parse("--columns", "a", "b", *flags, model=str(bert))
         args.micro_batch_tokens = 100
         rows, _ = script.read_rows(table, [], [None, None], 0, args)
-        batch = script.make_batch(rows, 0, model, args, Accelerator(cpu=True))
-        assert [row.query for row in rows] == [query + letter for letter in "xyx"]
-        assert [row.documents for row in rows] == [[text + letter] for letter in "yzz"]
+        batch = script.make_batch(rows, 0, script.load_model(args), args, Accelerator(cpu=True))
         hashes = batch.hashes[:3]
         assert (batch.hashes[3:] == -1).all() and (hashes >= 0).all()
         numbers = torch.tensor(numbers).T
@@ -141,7 +151,8 @@ def embeddings(count, columns, dimensions=8):
 
 def loss_of(columns, hashes, labels=None, mine=None, similarity="cosine", dims=(), loss="infonce", **loss_kwargs):
     """Return the loss selected by --loss, --loss_kwargs and --matryoshka_dims, of all rows unless `mine` are given."""
-    args = parse("--label_column", "y")
+    args = parse()
+    args.label_column = ["y"]
     args.loss, args.loss_kwargs, args.matryoshka_dims = loss, loss_kwargs, list(dims)
     model = SimpleNamespace(similarity_fn_name=similarity, get_embedding_dimension=lambda: 8)
     model.truncate_embeddings = nullcontext
@@ -207,8 +218,8 @@ def test_a_model_distilled_into_itself_stays(name, loss, rows, request, in_an_em
 
 @pytest.mark.parametrize("kind", ["bert", "static"])
 def test_held_out_measures_equal_those_of_libraries(kind, rows, request):
-    """Compared with ir_measures and SciPy. Of equal scores, the earlier row ranks first: in the static case, documents
-    7 and 40 and query 40 are the same text."""
+    """Compared with ir_measures and SciPy. Equal texts are one, and each positive of a query is relevant: in the
+    static case, documents 7 and 40 and query 40 are the same text, and queries 3 and 4."""
     folder = str(request.getfixturevalue(kind))
     model = SentenceTransformer(folder, device="cpu")
     texts = np.array([[row["docstring"], row["code"]] for row in rows[:150]], object)
@@ -219,16 +230,18 @@ def test_held_out_measures_equal_those_of_libraries(kind, rows, request):
     texts, queries, documents = texts[kept], queries[kept], documents[kept]
     if kind == "static":
         texts[40], queries[40], documents[40] = texts[7, 1], documents[7], documents[7]
-    scores = queries @ documents.T
-    scores[:, 40] = scores[:, 7] if kind == "static" else scores[:, 40]
-    ranked = np.argsort(-scores, kind="stable").tolist()
-    run = {str(i): {str(j): -float(rank) for rank, j in enumerate(row)} for i, row in enumerate(ranked)}
-    measures = {"RR@10": ir_measures.RR @ 10, "nDCG@10": ir_measures.nDCG @ 10, "Success@1": ir_measures.P @ 1}
-    found = ir_measures.calc_aggregate(measures.values(), {name: {name: 1} for name in run}, run)
+        texts[4, 0], queries[4] = texts[3, 0], queries[3]
+    scores = (queries @ documents.T).astype(float)
+    run, qrels = {}, {}
+    for (query, document), row in zip(texts, scores):
+        qrels.setdefault(query, {})[document] = 1
+        run[query] = dict(zip(texts[:, 1], row.tolist()))
+    measures = {"ndcg@10": ir_measures.nDCG @ 10, "mrr@10": ir_measures.RR @ 10, "accuracy@1": ir_measures.P @ 1,
+                "precision@10": ir_measures.P @ 10, "recall@10": ir_measures.R @ 10}  # fmt: skip
+    found = ir_measures.calc_aggregate(measures.values(), qrels, run)
 
     labels = [len(text) % 9 / 9 for text in texts[:, 1]]
     args = parse("--query_prompt", "", "--document_prompt", "", model=folder)
-    args.micro_batch_tokens = 600
     model = script.load_model(args)
 
     def evaluate(*more, labels=None):
@@ -236,39 +249,22 @@ def test_held_out_measures_equal_those_of_libraries(kind, rows, request):
         rows = [script.Row(query, [document, *more], [], {script.SOURCE: 0}) for query, document in texts]
         for row, label in zip(rows, labels or []):
             row.labels = [label]
-        return script.evaluate_model(model, script.open_eval_sets(rows, args), args, Accelerator(cpu=True))
+        evaluators = script.open_evaluators(SimpleNamespace(held_out=rows), model, args)
+        assert list(evaluators) == ["held_out_spearman_cosine" if labels else "held_out_cosine_ndcg@10"]
+        return script.evaluate(model, evaluators, Accelerator(cpu=True))
 
-    expected = {name: found[measure] for name, measure in measures.items()}
-    assert evaluate() == pytest.approx(expected, abs=1e-9)
+    measured = evaluate()
+    assert measured.pop("held_out_cosine_map@10") > 0
+    expected = {f"held_out_cosine_{name}": found[measure] for name, measure in measures.items()}
+    assert measured == pytest.approx(expected, abs=1e-9)
     pair = scores.diagonal(), labels
-    expected = {"Spearman": scipy.stats.spearmanr(*pair)[0], "Pearson": scipy.stats.pearsonr(*pair)[0]}
+    expected = {
+        "held_out_spearman_cosine": scipy.stats.spearmanr(*pair)[0],
+        "held_out_pearson_cosine": scipy.stats.pearsonr(*pair)[0],
+    }
     # nearly equal scores may swap ranks
     assert evaluate(labels=labels) == pytest.approx(expected, abs=3e-3)
     assert evaluate("a hard negative", labels=labels) == pytest.approx(expected, abs=3e-3)  # labels: of the first
-
-
-def test_search_leaves_out_the_querys_own_id():
-    """The 40 best documents are those of the whole ranking without it; measures equal those of ir_measures."""
-    queries, documents = (torch.randn(count, 8, dtype=torch.float64) for count in (5, 60))
-    names = [f"d{i}" for i in range(60)]
-    qrels = {"query_id": names[:5], "doc_id": names[20:25], "relevance": [1, 2, 0, 3, 1]}
-    eval_set = script.EvalSet(dict.fromkeys(names[:5]), dict.fromkeys(names), pd.DataFrame(qrels))
-    args = parse()
-    run = {name: {other: score for other, score in zip(names, row) if other != name}
-           for name, row in zip(names, (queries @ documents.T).tolist())}  # fmt: skip
-    found = script.search(queries, documents, eval_set, args, 40)
-    for query in names[:5]:
-        ranked = sorted(run[query], key=run[query].get, reverse=True)
-        own = found[found["query_id"] == query]
-        assert own["doc_id"].tolist() == ranked[:40]
-        assert own["score"].tolist() == pytest.approx([run[query][name] for name in own["doc_id"]])
-    measures = {"RR@10": ir_measures.RR @ 10, "nDCG@10": ir_measures.nDCG @ 10, "Success@1": ir_measures.P @ 1}
-    expected = ir_measures.calc_aggregate(measures.values(), eval_set.qrels, run)
-    measured = script.measure_ranking(script.search(queries, documents, eval_set, args), eval_set.qrels)
-    assert measured == pytest.approx({name: expected[measure] for name, measure in measures.items()})
-    args.keep_same_id = True
-    found = script.search(documents[:5], documents, eval_set, args, 40)
-    assert set(found.groupby("query_id").size()) == {40} and (found["query_id"] == found["doc_id"]).sum() == 5
 
 
 def test_other_losses_refuse_rows_with_fewer_labels():

@@ -4,16 +4,15 @@ import csv
 import gzip
 import importlib
 import json
+import re
 import resource
-import runpy
 import shlex
 import shutil
-import sys
 from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import ROOT, metrics, write_jsonl
+from conftest import ROOT, launch, metrics, write_jsonl
 
 import mine_negatives as script
 
@@ -373,10 +372,9 @@ def test_errors(small, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "rows/mined.jsonl").read_bytes() == before and len(list((tmp_path / "rows").iterdir())) == 1
 
 
-def test_command_line(small, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", list(map(str, ["x", "--beir", small, "--run", small / "x.run"])))
-    runpy.run_path(str(ROOT / "mine_negatives.py"), run_name="__main__")
-    assert "5 rows of 5 queries are in mined.jsonl" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], "y.run", "--overwrite"])
-    with pytest.raises(SystemExit, match="^error: --run y.run: .*No such file"):
-        runpy.run_path(str(ROOT / "mine_negatives.py"), run_name="__main__")
+def test_command_line(small, tmp_path):
+    flags = ["--beir", small, "--run", small / "x.run"]
+    done = launch(ROOT / "mine_negatives.py", *flags, cwd=tmp_path)
+    assert "5 rows of 5 queries are in mined.jsonl" in done.stdout
+    done = launch(ROOT / "mine_negatives.py", *flags, "--run", "y.run", "--overwrite", cwd=tmp_path, check=False)
+    assert done.returncode == 1 and re.search("^error: --run y.run: .*No such file", done.stderr, re.M)

@@ -22,7 +22,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from test_best_model import train
-from test_decoders import TEMPLATE, make_decoder, make_encoder
+from test_decoders import TEMPLATE, make_decoder, make_encoder, score_pairs
 from tokenizers import Tokenizer
 
 import eval_incremental
@@ -83,7 +83,8 @@ def test_losses_depend_on_the_micro_batches_only_with_dropout(name, corpus, bert
             launch(ROOT / f"{name}.py", *flags, "--dropout", dropout, processes=processes)
             found[dropout, tokens, processes] = losses(output)
     first = [metrics(tmp_path / f"0 200 {processes}")[0] for processes in (1, 2)]
-    assert {"RR@10", "nDCG@10"} <= set(first[0]) and first[1] == pytest.approx(first[0], abs=1e-6)
+    measure = "held_out_cosine_ndcg@10" if name == "train_bi_encoder" else "held_out_ndcg@10"
+    assert measure in first[0] and first[1] == pytest.approx(first[0], abs=1e-6)
     expected = found[0, 200, 1]
     assert found[0, 5000, 1] == pytest.approx(expected, rel=1e-4) == found[0, 200, 2]
     assert found[0.1, 200, 1] != pytest.approx(found[0.1, 5000, 1], rel=1e-3)
@@ -159,12 +160,13 @@ def test_flash_attention_pads_nothing(kind, rows, bert, tmp_path, flash):
     for attention in ("sdpa", "flash_attention_2"):
         model = load(folder, "--attn_implementation", attention, "--max_length", "64", "--dropout", "0")
         accelerator = Accelerator(cpu=True)
-        places = [(number, 0) for number in range(len(texts))]
+        given = [("document", text) for text in texts]
         args = train_bi_encoder.Args(micro_batch_tokens=400)
-        made = train_bi_encoder.make_micro_batches(texts, places, model, args, accelerator.device)
-        assert (made.padded == made.tokens) == (attention != "sdpa")
-        embeddings = [train_bi_encoder.encode(model, features, accelerator) for features, _ in made.parts]
-        order = torch.from_numpy(np.concatenate([indices for _, indices in made.parts]))
+        made = train_bi_encoder.make_micro_batches(model, given, args, accelerator)
+        tokens, padded = train_bi_encoder.token_counts(made)
+        assert len(made) > 4 and (padded == tokens) == (attention != "sdpa")
+        embeddings = [train_bi_encoder.encode(model, role, features, accelerator) for role, _, features in made]
+        order = torch.from_numpy(np.concatenate([indices for _, indices, _ in made]))
         embeddings = torch.cat(embeddings)[order.argsort()]
         (embeddings * torch.arange(32)).square().sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -284,27 +286,31 @@ def test_grad_cache_runs_each_forward_pass_twice(name, output, corpus, bert, tmp
         "true",
     ]
     script.main(script.parse_args(list(map(str, merge_flags([*flags, "--eval_rows", 0])))))
-    passes = seen[2:]  # the comparison with the library comes before
-    assert not any(seen[:2])
-    assert len(passes) > 4 and passes == [False] * (len(passes) // 2) + [True] * (len(passes) // 2)
+    assert len(seen) > 4 and seen == [False] * (len(seen) // 2) + [True] * (len(seen) // 2)
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_grad_cache_begins_by_tokens(name, corpus, bert, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name, output", [("train_bi_encoder", "encode"), ("train_cross_encoder", "score")])
+def test_grad_cache_begins_by_tokens(name, output, corpus, bert, tmp_path, monkeypatch):
     """Not by the number of micro-batches: where a pass costs little, there is one for nearly each length."""
     script = importlib.import_module(name)
-    keeps_graphs, seen = script.keeps_graphs, []
+    equalize, forward, seen = script.equalize, getattr(script, output), []
 
-    def record(tokens, args, device):
-        kept = keeps_graphs(tokens, args, device)
-        seen.append((tokens, kept))
-        return kept
+    def count_tokens(*args):
+        found = equalize(*args)
+        seen.append((found[1], []))
+        return found
 
-    monkeypatch.setattr(script, "keeps_graphs", record)
+    def record(*args):
+        seen[-1][1].append(torch.is_grad_enabled())
+        return forward(*args)
+
+    monkeypatch.setattr(script, "equalize", count_tokens)
+    monkeypatch.setattr(script, output, record)
     for size in (4, 12, 128):
         flags = flags_for(name, corpus, bert, tmp_path / str(size), "--batch_size", size, "--max_steps", 2)
         script.main(script.parse_args(merge_flags([*flags, "--micro_batch_tokens", 256, "--max_length", 100])))
-    assert all(kept == (tokens <= 16 * 256) for tokens, kept in seen) and {kept for _, kept in seen} == {True, False}
+    kept = [all(passes) for _, passes in seen]
+    assert kept == [tokens <= 16 * 256 for tokens, _ in seen] and set(kept) == {True, False}
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -328,7 +334,7 @@ def test_dropout_differs_from_step_to_step(name, rows, bert, tmp_path):
     one, two = losses(tmp_path / "0.0")
     assert one == pytest.approx(two, rel=1e-6)
     one, two = losses(tmp_path / "0.1")
-    assert abs(one - two) > 1e-4
+    assert abs(one - two) > 1e-5
 
 
 @pytest.mark.parametrize("name, loss", [("train_bi_encoder", "CosineSimilarityLoss"), ("train_cross_encoder", "bce")])
@@ -352,7 +358,7 @@ def test_a_parameter_group_keeps_its_own_learning_rate(name, corpus, bert, tmp_p
     script, rates, adamw = importlib.import_module(name), [], torch.optim.AdamW
 
     def edited(groups, lr, fused):
-        optimizer = adamw([{**groups[0], "lr": lr / 2}, {**groups[1], "lr": 0.0}], lr=lr, fused=fused)
+        optimizer = adamw([{**groups[0], "peak": lr / 2}, {**groups[1], "peak": 0.0}], lr=lr, fused=fused)
         optimizer.register_step_pre_hook(lambda *_: rates.append([group["lr"] for group in optimizer.param_groups]))
         return optimizer
 
@@ -406,7 +412,8 @@ def test_gradient_checkpointing(name, corpus, bert, tmp_path):
 
 
 def test_prompts_of_sources(rows, bert, tmp_path):
-    """Each source has its own query prompt, also for held-out rows; the first is saved with the model."""
+    """Each source has its own query prompt, also for held-out rows, and all documents one; those of the first source
+    are saved with the model."""
     for number in range(2):
         write_jsonl(tmp_path / f"{number}.jsonl", rows[number:80:2])
     flags = ["--train_data", str(tmp_path / "0.jsonl"), str(tmp_path / "1.jsonl"), "--eval_rows", "10"]
@@ -414,18 +421,29 @@ def test_prompts_of_sources(rows, bert, tmp_path):
     args = train_bi_encoder.parse_args([*flags, "--columns", "docstring", "code"])
     data, accelerator = train_bi_encoder.open_data(args), Accelerator(cpu=True)
     texts = {row["docstring"]: (number % 2, row["code"]) for number, row in enumerate(rows[:80])}
-    train_bi_encoder.open_eval_sets(data.held_out, args)
     model, table = train_bi_encoder.load_model(args), data.sources[0].take(20)
+    (evaluator,) = train_bi_encoder.open_evaluators(data, model, args).values()
+    assert len(evaluator.queries) == 10 and evaluator.query_prompt == ""
+    for query in evaluator.queries:
+        number, code = texts[query[5:]]
+        assert query[:5] == ("one: ", "two: ")[number] and evaluator.relevant_docs[query] == {code}
+    assert {query[:5] for query in evaluator.queries} == {"one: ", "two: "} and evaluator.corpus_prompt is None
     table = pa.concat_tables([table, data.sources[1].take(20)])
     trained, _ = train_bi_encoder.read_rows(table, data.sources, data.lookups, 0, args)
     args.micro_batch_tokens = 1000
-    train_bi_encoder.make_batch(trained, 0, model, args, accelerator)
-    assert len(data.held_out) == 10 and len(trained) == 40
-    for row in data.held_out + trained:
-        number, code = texts[row.query[5:]]
-        assert row.query[:5] == ("one: ", "two: ")[number] and row.documents == [f"code: {code}"]
-    assert {row.query[:5] for row in data.held_out} == {"one: ", "two: "}
-    assert model.prompts["query"] == "one: "
+    batch = train_bi_encoder.make_batch(trained, 0, model, args, accelerator)
+    places = iter(batch.slots.T.tolist())
+    for role, indices, features in batch.micro_batches:
+        assert role in ("query", "query_2", "document")
+        for ids in model.tokenizer.batch_decode(features["input_ids"][: len(indices)], skip_special_tokens=True):
+            row, column = next(places)
+            number, _ = texts[trained[row].query]
+            prompt = "code : " if column else ("one : ", "two : ")[number]
+            text = trained[row].documents[0] if column else trained[row].query
+            expected = model.tokenizer.decode(model.tokenizer.encode(text)[1:-1])
+            assert ids.startswith(prompt) and ids[len(prompt) :] == expected[: len(ids) - len(prompt)]
+    assert next(places, None) is None and len(trained) == 40
+    assert model.prompts["query"] == "one: " and model.prompts["document"] == "code: "
 
 
 def test_wrong_number_of_prompts(capsys):
@@ -443,10 +461,8 @@ def load_reranker(folder, *flags):
 def pair_features(model, pairs):
     """Return [(token ids, token types)] of pairs, as in training."""
     found = {}
-    rows = [train_cross_encoder.Row(query, [document], []) for query, document in pairs]
-    args = train_cross_encoder.Args(micro_batch_tokens=400)
-    made = train_cross_encoder.make_micro_batches(rows, model, args, torch.device("cpu"))
-    for features, cut in made.parts:
+    args, given = train_cross_encoder.Args(micro_batch_tokens=400), [(None, pair) for pair in pairs]
+    for _, cut, features in train_cross_encoder.make_micro_batches(model, given, args, Accelerator(cpu=True)):
         mask = features.get("attention_mask", torch.ones_like(features["input_ids"])).bool()
         for i, number in enumerate(cut):
             parts = (features[part][i][mask[i]].tolist() for part in ("input_ids", "token_type_ids"))
@@ -496,9 +512,7 @@ def test_a_template_is_saved(corpus, rows, reranker, tmp_path):
         str(tmp_path / "model"), eval_incremental.parse_args(["--beir", "x", "--bm25"])
     )
     for model in (trained, resumed, evaluated):
-        some = [train_cross_encoder.Row(query, [document], []) for query, document in pairs]
-        scores = train_cross_encoder.score_rows(model, some, args, Accelerator(cpu=True))
-        found.append(scores)
+        found.append(score_pairs(model, pairs, args))
     predicted = CrossEncoder(str(tmp_path / "model"), device="cpu").predict(pairs).tolist()
     assert all(scores == pytest.approx(predicted, abs=1e-5) for scores in found)
     without_template = CrossEncoder(str(reranker), device="cpu", max_length=48)
@@ -537,7 +551,7 @@ def test_micro_batches_share_half_precision_weights(name, corpus, tmp_path, monk
         kept = [tensor for tensor in kept.values() if tensor.dtype == torch.bfloat16 and tensor.ndim == 2]
         saved.append(sum(any(torch.equal(tensor, weight) for weight in weights) for tensor in kept))
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-        assert len(batch.micro_batches.parts) > 4
+        assert len(batch.micro_batches) > 4
         return loss
 
     monkeypatch.setattr(script, "forward_backward", recorded)
@@ -578,13 +592,13 @@ class Own(torch.nn.Module):
 
 def test_a_module_of_ones_own_gets_the_attention_mask(bert):
     """Also where nothing is padded; without such a module it is left out there."""
-    args = train_bi_encoder.Args(micro_batch_tokens=100)
+    args, texts = train_bi_encoder.Args(micro_batch_tokens=100), [("document", "a text")]
     for own in (False, True):
         model = load(bert)
         if own:
             model.append(Own())
-        batches = train_bi_encoder.make_micro_batches(["a text"], [(0, 0)], model, args, torch.device("cpu"))
-        assert ("attention_mask" in batches.parts[0][0]) == own
+        ((_, _, features),) = train_bi_encoder.make_micro_batches(model, texts, args, Accelerator(cpu=True))
+        assert ("attention_mask" in features) == own
 
 
 @pytest.mark.parametrize("count, is_refused", [(1, True), (5, True), (0, False)])
@@ -716,8 +730,11 @@ def test_no_limit_of_positions(name, kind, bert, tmp_path):
         else:
             args = script.parse_args(["--train_data", "x", "--model_name_or_path", str(folder), *given])
             model = script.load_model(args)
-        ids = model.tokenizer.backend_tokenizer.encode("a " * 1000).ids
-        assert len(ids) == expected, (own, given)
+        if name == "eval_incremental":
+            length = len(model.tokenizer.backend_tokenizer.encode("a " * 1000).ids)
+        else:
+            length = model[0].preprocess(["a " * 1000])["input_ids"].shape[1]
+        assert length == expected, (own, given)
 
 
 @pytest.mark.parametrize(
@@ -737,7 +754,9 @@ def test_gradient_checkpointing_without_support(name, kind, bert, static, tmp_pa
         make_encoder(folder, kind, bert)
     words = ["--train_data", "x", "--model_name_or_path", str(folder), "--trust_remote_code"]
     script.load_model(script.parse_args(words))
-    with pytest.raises(script.UserError, match="^--gradient_checkpointing .it requires a transformer that "):
+    with pytest.raises(
+        script.UserError, match="^--gradient_checkpointing(: the model does not support it: .| requires a t)"
+    ):
         script.load_model(script.parse_args([*words, "--gradient_checkpointing"]))
 
 
@@ -809,3 +828,14 @@ def test_adapters_of_a_reranker_whose_head_has_two_layers(more, corpus, bert, tm
     assert ranks["0.model.pre_classifier.weight"] > 2 and ranks["0.model.classifier.weight"] == 1
     assert all(rank <= 2 for name, rank in ranks.items() if ".layer." in name)
     assert ranks["0.model.distilbert.transformer.layer.1.attention.q_lin.weight"] == 2
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_padding_on_the_left_with_absolute_positions(name, bert, tmp_path):
+    """Padding would move a text's positions: its embedding would depend on the texts beside it."""
+    folder = shutil.copytree(bert, tmp_path / "left")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"padding_side": "left"}))
+    script = importlib.import_module(name)
+    with pytest.raises(script.UserError, match="left: pads on the left, .*: save it with padding_side right"):
+        script.load_model(script.Args(model_name_or_path=str(folder)))

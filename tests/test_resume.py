@@ -117,7 +117,7 @@ def test_sigterm_saves_and_exits_cleanly(settings, tmp_path, name, way, processe
 
 def run_with_signals(name, flags, monkeypatch, step=None, numbers=()):
     """Run a trainer in this process and send it signals in the middle of a step; return how often it evaluated."""
-    script, calls = importlib.import_module(name), {"evaluate_model": 0, "forward_backward": 0}
+    script, calls = importlib.import_module(name), {"evaluate": 0, "forward_backward": 0}
 
     def count(function):
         real = getattr(script, function)
@@ -138,7 +138,7 @@ def run_with_signals(name, flags, monkeypatch, step=None, numbers=()):
             script.main(script.parse_args(merge_flags(flags)))
         except KeyboardInterrupt as error:
             assert signal.SIGINT in numbers and script.print_error(error) == 130
-    return calls["evaluate_model"]
+    return calls["evaluate"]
 
 
 def trajectory(output):
@@ -254,11 +254,11 @@ def test_a_module_of_ones_own_is_restored(settings, tmp_path, monkeypatch, name)
 
 
 # A rate that falls with the norms of the last three gradients, which a resume must know.
-RATE = 'group["lr"] = rate * schedule(progress.step)\n'
-OWN_RATE = 'group["lr"] = rate * schedule(progress.step) / (1 + extra["norms"].mean().item())\n'
+RATE = "factor = schedule(progress.step, steps, args)\n"
+OWN_RATE = RATE.replace("\n", ' / (1 + extra["norms"].mean().item())\n')
 OPTIMIZERS = "    optimizers = [optimizer.optimizer]"
 OWN_EXTRA = '    extra["norms"] = torch.zeros(3)\n'
-COUNT = "        progress.count(loss, skipped, step_batches[-1].state)"
+COUNT = "        progress.advance(loss, skipped, step_batches[-1].state)"
 OWN_COUNT = '        extra["norms"] = torch.cat([extra["norms"][1:], torch.tensor([norm])])\n'
 
 

@@ -105,6 +105,7 @@ def test_a_run_equals_that_of_sentence_transformers_trainer(name, bert, rows, tm
     assert len(found) == len(expected) == 16
     for key, tolerance in (("learning_rate", 1e-9), ("loss", 5e-6), ("grad_norm", 2e-5)):
         assert [line[key] for line in found] == pytest.approx([line[key] for line in expected], rel=tolerance), key
-    difference = (weights(tmp_path / "out/model") - weights(tmp_path / "peer/model")).abs().max()
-    moved = (weights(tmp_path / "peer/model") - weights(bert)).abs().max()
+    # Norms, because AdamW moves a weight whose gradient is nearly 0 by a whole step, in the direction of rounding.
+    difference = (weights(tmp_path / "out/model") - weights(tmp_path / "peer/model")).norm()
+    moved = (weights(tmp_path / "peer/model") - weights(bert)).norm()
     assert difference < 1e-3 * moved, (difference, moved)

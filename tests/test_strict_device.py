@@ -230,9 +230,11 @@ PADDED = ("train_cross_encoder", "waits, flash")  # two waits in each layer
 def test_number_of_waits_per_step(ran, script, name):
     """While the host waits, the device runs idle. A step has one wait for loss, norm and SIGTERM, and one in each
     forward pass with padding: transformers checks whether the mask masks anything. Concatenated texts have no mask. A
-    cross-encoder's pairs are not concatenated, because heads of classifiers read one position of each."""
+    cross-encoder's pairs are not concatenated, because heads of classifiers read one position of each. Queries and
+    documents of a bi-encoder have forward passes of their own."""
     result = ran[f"{script} {name}"]
-    assert losses(result) and np.diff(result["waits"]).tolist() == [WAITS[name]] * 2
+    expected = WAITS[name] + ((script, name) == ("train_bi_encoder", "waits"))
+    assert losses(result) and np.diff(result["waits"]).tolist() == [expected] * 2
 
 
 @pytest.mark.parametrize("model, waits", [("modular", 1), ("chat", 2)])  # one in the pooling of last tokens

@@ -32,8 +32,8 @@ def options(**changed):
 def rows_of(name, count, streaming, **changed):
     """Return the next `count` rows of a source, in the order of its files, as lists of cells."""
     source = script.Source(str(name), 0, options(streaming=streaming, shuffle_buffer=0, **changed))
-    columns = script.to_python(source.take(count).drop_columns([script.SOURCE, script.NUMBER]))
-    return [list(cells) for cells in zip(*columns.values())]
+    rows = script.to_python(source.take(count).drop_columns([script.SOURCE, script.NUMBER]))
+    return [list(cells.values()) for cells in rows]
 
 
 def write(name, text):

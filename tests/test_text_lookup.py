@@ -38,7 +38,7 @@ def write(path, records):
         with gzip.open(path, "wt") as file:
             print(*records[0], sep="\t", file=file)
             for record in records:
-                print(*(f'"{cell}"' for cell in record.values()), sep="\t", file=file)
+                print(*record.values(), sep="\t", file=file)
     else:
         write_jsonl(Path(path), records)
     return path
