@@ -1,14 +1,17 @@
 """The templates: equal to the trainers on the same rows, killed and resumed, and alone in a folder."""
 
+import importlib.util
 import json
 import shutil
 import signal
 import time
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import ROOT, launch, metrics
 from forked import Forked
 from sentence_transformers import CrossEncoder, SentenceTransformer
@@ -17,17 +20,29 @@ STEPS = 10
 KINDS = ["bi_encoder", "cross_encoder"]
 # At 1e-3, rounding grows faster in the cross-encoder, in its trainer as well.
 RATES = {"bi_encoder": 1e-3, "cross_encoder": 2e-5}
+MEASURES = {"bi_encoder": "held_out_cosine_ndcg@10", "cross_encoder": "held_out_ndcg@10"}
+PROMPTS = {
+    "bi_encoder": {"prompts": {"query": "find: ", "document": "a function: "}},
+    "cross_encoder": {"prompts": {"find": "find: "}, "default_prompt_name": "find"},
+}
+TWO_ENCODERS = """    encoders = [SentenceTransformer(args.model_name_or_path, device="cpu") for _ in range(2)]
+    router = Router.for_query_document(*map(list, encoders))
+    model = SentenceTransformer(modules=[router], device="cpu").float()
+"""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, rows, bert, reranker):
-    """Folder with two models without dropout, rows of three texts in two files, and an epoch of a third."""
+    """Folder with two models with prompts and without dropout, rows of three texts in two files, and an epoch of a
+    third."""
     folder = tmp_path_factory.mktemp("templates")
     for name, model in zip(KINDS, (bert, reranker)):
         shutil.copytree(model, folder / name)
         config = json.loads((folder / name / "config.json").read_text())
         config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         (folder / name / "config.json").write_text(json.dumps(config))
+        file = folder / name / "config_sentence_transformers.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | PROMPTS[name]))
     codes = [
         f"# {number}\n{row['code']}" for number, row in enumerate(rows)
     ]  # distinct: measures rank ties differently
@@ -90,15 +105,18 @@ def test_bce_equals_the_trainers(folder, trained, tmp_path):
     assert isinstance(CrossEncoder(str(tmp_path / "out/model"), device="cpu").activation_fn, torch.nn.Sigmoid)
 
 
-def test_streamed_with_held_out_rows(folder, trained, tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_streamed_with_held_out_rows(folder, trained, tmp_path, kind):
     """On 2 processes without gradient cache. The first rows are held out, and measured as by the trainer, before and
     after; the others are trained on."""
     more = ["--streaming", "--eval_rows", 60, "--eval_steps", STEPS]
-    launch(ROOT / "templates/bi_encoder.py", *flags("bi_encoder", folder, tmp_path / "out", *more), processes=2)
-    output = trained("bi_encoder", *more)
-    assert_equal_runs("bi_encoder", tmp_path / "out", output)
-    found = [line["RR@10"] for line in metrics(tmp_path / "out") if "RR@10" in line]
-    expected = [line["RR@10"] for line in metrics(output) if "RR@10" in line]
+    launch(ROOT / f"templates/{kind}.py", *flags(kind, folder, tmp_path / "out", *more), processes=2)
+    output = trained(kind, *more)
+    assert_equal_runs(kind, tmp_path / "out", output)
+    found, expected = (
+        [line[MEASURES[kind]] for line in metrics(path) if MEASURES[kind] in line]
+        for path in (tmp_path / "out", output)
+    )
     assert found == pytest.approx(expected, abs=1e-6) and len(found) == 2
 
 
@@ -141,6 +159,56 @@ def test_processes_without_a_text(folder, tmp_path, kind):
     for line, expected in zip(four, one, strict=True):
         del line["rows_per_second" if "loss" in line else "step"]
         assert line == pytest.approx({name: expected[name] for name in line}, rel=1e-5)
+
+
+def test_two_encoders(folder, tmp_path):
+    """The change that the docstring of the bi-encoder names, on 1 and 4 processes, of which some encode no query. Both
+    encoders are trained, each for its role, and saved as one model."""
+    text = (ROOT / "templates/bi_encoder.py").read_text()
+    line = '    model = SentenceTransformer(args.model_name_or_path, device="cpu").float()\n'
+    assert text.count(line) == 1 and "Router.for_query_document" in text
+    text = text.replace("\n\n\n", "\nfrom sentence_transformers.base.modules import Router\n\n\n", 1)
+    (tmp_path / "mine.py").write_text(text.replace(line, TWO_ENCODERS))
+    for processes in (1, 4):
+        more = ["--batch_size", 3, "--max_steps", 3, "--warmup_ratio", 0, "--eval_rows", 9]
+        launch(
+            tmp_path / "mine.py", *flags("bi_encoder", folder, tmp_path / f"{processes}", *more), processes=processes
+        )
+    one, four = (metrics(tmp_path / f"{processes}") for processes in (1, 4))
+    for line, expected in zip(four, one, strict=True):
+        line.pop("rows_per_second", None)
+        assert line == pytest.approx({name: expected[name] for name in line}, rel=1e-5)
+    new, old = (SentenceTransformer(str(path), device="cpu") for path in (tmp_path / "4/model", folder / "bi_encoder"))
+    found = torch.stack(
+        [
+            encode(["a text"], prompt="", convert_to_tensor=True)[0]
+            for encode in (new.encode_query, new.encode_document, old.encode_query)
+        ]
+    )
+    assert (torch.cdist(found, found) + torch.eye(3) > 1e-3).all()
+
+
+def test_the_role_of_texts_reaches_the_model(folder):
+    """As the task, which modules that list it in forward_kwargs read: when texts are tokenized, and when encoded."""
+    spec = importlib.util.spec_from_file_location("template", ROOT / "templates/bi_encoder.py")
+    template = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(template)
+    args = template.Args([], [], "out", str(folder / "bi_encoder"))
+    model = template.load_model(args)
+    texts = [("query", "a"), ("document", "b c"), ("document", "d")]
+    with mock.patch.object(model, "preprocess", wraps=model.preprocess) as preprocess:
+        micro_batches = template.make_micro_batches(model, texts, args, Accelerator(cpu=True))
+    calls = {call.kwargs["task"]: (call.args[0], call.kwargs["prompt"]) for call in preprocess.call_args_list}
+    assert calls == {"query": (["a"], "find: "), "document": (["d", "b c"], "a function: ")}
+    assert sorted((role, index) for role, indices, _ in micro_batches for index in indices) == [
+        ("document", 1),
+        ("document", 2),
+        ("query", 0),
+    ]
+    for role, _, features in micro_batches:
+        with mock.patch.object(model, "forward", wraps=model.forward) as forward:
+            template.encode(model, role, features, Accelerator(cpu=True))
+        assert forward.call_args.kwargs == {"task": role}
 
 
 @pytest.mark.parametrize("kind", KINDS)
