@@ -19,6 +19,7 @@ from dataclasses import fields, replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -62,10 +63,10 @@ def test_recipe(name, tmp_path, rows, corpus, bert, beir):
         lines = re.findall(r"^[+-](?!\+\+ |-- )", blocks["diff"], re.M)
         table, changed = f"`{script}`", tmp_path / script
         subprocess.run([*APPLY[0], PAGES[name]], cwd=tmp_path, check=True)
-        (before, machinery), (after, same) = (
-            path.read_text().split("# ==== machinery") for path in (ROOT / script, changed)
+        (before, rest), (after, same) = (
+            path.read_text().split("# ==== the path of a batch") for path in (ROOT / script, changed)
         )
-        assert before != after and machinery == same
+        assert before != after and rest == same
     else:  # a file of its own
         lines = [line for line in blocks["python"].splitlines() if line]
         table, changed = f"a file for `{script}`", tmp_path / re.search(r"Save this as `(.+)`", text)[1]
@@ -281,7 +282,7 @@ def check_layers(run, folder, rows):
     args = script["parse_args"](list(map(str, flags)))
     model = script["load_model"](args)
     rates = {
-        id(p): group["lr"] for group in script["make_optimizer"](model, args).param_groups for p in group["params"]
+        id(p): group["peak"] for group in script["make_optimizer"](model, args).param_groups for p in group["params"]
     }
     names = {id(p): name for name, p in model.named_parameters()}
     found = {(re.search(r"layer\.\d|pooler", names[key])[0], rate) for key, rate in rates.items()}
@@ -327,7 +328,8 @@ def check_nested(run, folder, rows):
 def check_margin(run, folder, rows):
     """Its value equals that of a search by sentence-transformers, and it can choose the model."""
     output = folder / "runs/recipe"
-    found = logged(output, "margin")
+    name = "held_out_cosine_margin"
+    found = logged(output, name)
     assert len(found) == 3
     texts = held_out(folder)
     model = SentenceTransformer(str(output / "model"), device="cpu")
@@ -336,7 +338,8 @@ def check_margin(run, folder, rows):
     found_first = scores.diagonal() > best[:, 9]  # among the first 10
     assert found[-1] == pytest.approx((scores.diagonal() - best[:, 0])[found_first].mean().item(), abs=1e-5)
     assert found[0] != found[-1]
-    run("--output_dir", "runs/best", "--metric_for_best_model", "margin")
+    assert f"'{name}': {found[-1]:.4f}"[:-2] in (output / "model/README.md").read_text()
+    run("--output_dir", "runs/best", "--metric_for_best_model", name)
     assert (folder / "runs/best/model").exists()
 
 
@@ -567,7 +570,7 @@ def check_similarity(run, folder, rows):
     texts = held_out(folder)
     queries, documents = embed(model, texts[0], [[text] for text in texts[1]])
     assert model.similarity_fn_name == "euclidean" and queries.norm(dim=1).max() > 1.1
-    assert_reciprocal_ranks(folder, model.similarity(queries, documents))
+    assert_reciprocal_ranks(folder, model.similarity(queries, documents), "euclidean")
 
     changed = runpy.run_path(folder / "train_bi_encoder.py")
     similarities = model.similarity_pairwise(queries, documents)
@@ -581,16 +584,18 @@ def check_similarity(run, folder, rows):
     args = changed["resolve_args"](args, model, accelerator)
     cells = {changed["SOURCE"]: 0}
     labelled = [changed["Row"](query, [text], [float(i)], cells) for i, (query, text) in enumerate(zip(*texts))]
-    found = changed["evaluate_model"](model, changed["open_eval_sets"](labelled, args), args, accelerator)
-    assert found["Spearman"] == pytest.approx(spearmanr(similarities, range(40)).statistic, abs=1e-3)
+    evaluators = changed["open_evaluators"](SimpleNamespace(held_out=labelled), model, args)
+    found = changed["evaluate"](model, evaluators, accelerator)["held_out_spearman_euclidean"]
+    assert found == pytest.approx(spearmanr(similarities, range(40)).statistic, abs=1e-3)
 
 
-def assert_reciprocal_ranks(folder, scores):
-    """Check the last RR@10 against `scores`, (Q, Q), of held-out rows; nearly equal scores may rank in any order."""
+def assert_reciprocal_ranks(folder, scores, similarity="cosine"):
+    """Check the last MRR@10 against `scores`, (Q, Q), of held-out rows; nearly equal scores may rank in any order."""
     own = scores.diagonal()[:, None]
     ranks = torch.stack([(scores > own - 1e-5).sum(1), (scores > own + 1e-5).sum(1) + 1]).double()
     low, high = (1 / ranks * (ranks <= 10)).mean(1).tolist()
-    assert low - 1e-6 < logged(folder / "runs/recipe", "RR@10")[-1] < high + 1e-6 < low + 0.05
+    found = logged(folder / "runs/recipe", f"held_out_{similarity}_mrr@10")[-1]
+    assert low - 1e-6 < found < high + 1e-6 < low + 0.05
 
 
 # ---- images
@@ -691,7 +696,7 @@ def check_splade(run, folder, rows):
     trained, parts, active_after = splade(output / "model")
     assert all(parts[name] < 0.8 * value for name, value in before.items()) and active_after < active
     texts = held_out(folder)
-    assert_reciprocal_ranks(folder, trained.similarity(*map(trained.encode, texts)) / 100)  # of scores near 100
+    assert_reciprocal_ranks(folder, trained.similarity(*map(trained.encode, texts)) / 100, "dot")  # of scores near 100
     check_resume(run, folder, step=6)
 
 
@@ -706,7 +711,8 @@ def setup_colbert(folder, rows):
 def check_colbert(run, folder, rows):
     """First loss and gradient norm equal those of sentence-transformers in one pass; two processes with --grad_cache
     train the same; a resume is bit-identical. The saved model has a lower loss, and gives the last evaluation and the
-    scores of margin_mse and kl. A model that reads queries differently is refused."""
+    scores of margin_mse and kl. A model that reads queries and documents differently is trained so; one with query
+    expansion is refused."""
     queries, documents, _ = next(batches(folder, folder / "pairs/*.parquet"))
 
     def colbert(path):
@@ -729,7 +735,7 @@ def check_colbert(run, folder, rows):
     assert lower < 0.8 * loss
     texts = held_out(folder)
     embeddings = trained.encode_query(texts[0]), trained.encode_document(texts[1])
-    assert_reciprocal_ranks(folder, trained.similarity(*embeddings) / 10)  # of scores near 10
+    assert_reciprocal_ranks(folder, trained.similarity(*embeddings) / 10, "maxsim")  # of scores near 10
     changed = runpy.run_path(folder / "train_bi_encoder.py")
     opposite = [-query.abs() for query in embeddings[0]], [text.abs() for text in embeddings[1]]  # padding would win
     columns = [torch.nn.utils.rnn.pad_sequence(column, batch_first=True) for column in opposite]
@@ -741,9 +747,21 @@ def check_colbert(run, folder, rows):
     scores, _ = changed["row_scores"](columns, whole, 0.5, 1.0)
     assert torch.allclose(scores[:, 0], trained.similarity_pairwise(*opposite)[[3, 5]] / 0.5, atol=1e-4)
     check_resume(run, folder, step=4)
-    model[2] = modules.MultiVectorMask(skiplist_words=[","])
+    # Words that are skipped in documents, and a length of queries, count as in the library.
+    model[2] = modules.MultiVectorMask(skiplist_words=["."])
+    model[0].query_length = 8
     model.save_pretrained(str(folder / "other"))
-    assert "outputs differ" in run("--model_name_or_path", "other", "--output_dir", "runs/other", check=False).stderr
+    model = MultiVectorEncoder(str(folder / "other"), device="cpu")
+    parts = model.encode_query(queries), model.encode_document(sum(documents, []))
+    assert max(map(len, parts[0])) == 8 and sum(map(len, parts[1])) < sum(map(len, trained.encode_document(texts[1])))
+    expected = F.cross_entropy(model.similarity(*parts), torch.arange(len(queries))).item()
+    run("--model_name_or_path", "other", "--output_dir", "runs/other", "--max_steps", 1)
+    assert logged(folder / "runs/other") == pytest.approx([expected], rel=1e-5)
+    model[0].query_length = None
+    model[0].query_expansion = {"strategy": "fixed", "length": 16}
+    model.save_pretrained(str(folder / "expanded"))
+    failed = run("--model_name_or_path", "expanded", "--output_dir", "runs/expanded", check=False)
+    assert "without query expansion" in failed.stderr
 
 
 # ---- teacher_embeddings
@@ -806,8 +824,9 @@ def check_ema(run, folder, rows):
     model = SentenceTransformer(str(output / "model"), device="cpu")
     texts = held_out(folder)
     assert_reciprocal_ranks(folder, model.similarity(*embed(model, texts[0], [[text] for text in texts[1]])))
-    run("--output_dir", best, "--metric_for_best_model", "RR@10", "--eval_steps", 1)
-    scores = logged(best, "RR@10")[1:]
+    name = "held_out_cosine_mrr@10"
+    run("--output_dir", best, "--metric_for_best_model", name, "--eval_steps", 1)
+    scores = logged(best, name)[1:]
     assert_saved(best, averages[1 + scores.index(max(scores))])
     check_resume(run, folder)
 
@@ -888,8 +907,10 @@ def check_queue(run, folder, rows):
 
 
 def setup_two_encoders(folder, rows):
-    """Write another encoder, with as many dimensions and one layer less."""
-    model = SentenceTransformer(str(folder / "model"), device="cpu")
+    """Write another encoder, with as many dimensions, one layer less, and a prompt of documents."""
+    model = SentenceTransformer(
+        str(folder / "model"), device="cpu", prompts={"query": "unused: ", "document": "code: "}
+    )
     del model[0].model.encoder.layer[1:]
     model[0].model.config.num_hidden_layers = 1
     for parameter in model.parameters():
@@ -902,7 +923,7 @@ def check_two_encoders(run, folder, rows):
     document, train the same; the saved model gives the last evaluation; a resume is bit-identical."""
     queries, documents, _ = next(batches(folder, folder / "pairs/*.parquet"))
     encoders = [SentenceTransformer(str(folder / name), device="cpu").eval() for name in ("model", "other")]
-    texts = queries, sum(documents, [])
+    texts = queries, ["code: " + text for text in sum(documents, [])]
     found = [encoder(encoder.preprocess(part))["sentence_embedding"] for encoder, part in zip(encoders, texts)]
     anchors, positives = (F.normalize(part, dim=1) for part in found)
     loss = F.cross_entropy(anchors @ positives.T / 0.05, torch.arange(len(anchors)))
@@ -990,6 +1011,28 @@ def check_curriculum(run, folder, rows):
     assert logged(two) == pytest.approx(logged(output), rel=1e-3)
     check_resume(run, folder)
     check_resume(run, folder, step=4)
+
+
+# ---- flags of the library's losses
+
+FLAGS = re.findall(r"^\|.+\| `(--loss .+)` \|$", (ROOT / "docs/recipes/README.md").read_text(), re.M)
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_flags_of_a_loss(flags, bert):
+    """Over two processes, the loss of the flags is that of the library over all rows, which they change."""
+    args = train_bi_encoder.parse_args(["--model_name_or_path", "x", "--train_data", "x", *shlex.split(flags)])
+    model = SentenceTransformer(str(bert), device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    columns = [torch.randn(6, 8, generator=generator) for _ in range(3)]  # anchors, positives and a hard negative
+    whole = train_bi_encoder.WholeBatch(torch.arange(18).view(3, 6), torch.zeros(6, 1), torch.arange(4), 0)
+    parts = [whole, replace(whole, mine=torch.arange(4, 6))]
+    found = sum(train_bi_encoder.make_loss(args, model)(columns, part) for part in parts)
+    kind = getattr(losses, args.loss)
+    expected, plain = (
+        kind(model, **kwargs).compute_loss_from_embeddings(columns, None) for kwargs in (args.loss_kwargs, {})
+    )
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6) and abs(expected - plain) > 0.01
 
 
 SETUPS, CHECKS = ({name: globals().get(f"{kind}_{name}") for name in PAGES} for kind in ("setup", "check"))
