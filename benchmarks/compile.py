@@ -19,7 +19,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from train_bi_encoder import cut_micro_batches
+from train_bi_encoder import cut
 
 
 def make_batches(args):
@@ -29,7 +29,7 @@ def make_batches(args):
     while len(found) < args.batches:
         lengths = np.clip(random.lognormal(np.log(60), 0.7, 128).astype(int), 4, 256)
         lengths = -(-lengths // args.multiple) * args.multiple
-        for indices in cut_micro_batches(lengths, args.batch_tokens):
+        for indices in cut(lengths, args.batch_tokens):
             shape = (len(indices), int(lengths[indices].max()))
             ids = torch.from_numpy(random.integers(1000, 20_000, shape))
             mask = torch.from_numpy((np.arange(shape[1]) < lengths[indices][:, None]).astype(np.int64))

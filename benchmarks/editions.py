@@ -5,9 +5,9 @@
 
 Requires the demo corpus (prepare_corpus.py). Trains the demo's static model, MODEL_FOLDER as a bi-encoder and
 MODEL_FOLDER as a cross-encoder, each in a process of its own. A rate is rows over the seconds of all steps but the
-first; a ratio is of two runs that followed each other, of which the median is printed. Without dropout, so losses can
-be compared: the largest relative difference is printed too. Memory is the peak of a process (one process only). Writes
-editions.json.
+first; a ratio is of two runs that followed each other, of which the median is printed. Without dropout, and at a
+constant rate, so losses and gradient norms can be compared: the largest relative difference is printed too. Memory is
+the peak of a process (one process only). Writes editions.json.
 """
 
 import argparse
@@ -22,16 +22,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ROWS = "--train_data data/python_code/train/packages-*.parquet --columns docstring code"  # one source: the same rows
 CASES = {  # {name: (script, flags)}
-    "demo, static": ("train_bi_encoder.py", "STATIC --batch_size 2048 --learning_rate 5e-3 --max_steps 25"),
-    "bi-encoder": ("train_bi_encoder.py", "MODEL --batch_size 64 --max_length 256 --dropout 0 --max_steps 5"),
-    "cross-encoder": ("train_cross_encoder.py", "MODEL --batch_size 16 --max_length 256 --dropout 0 --max_steps 5"),
+    "demo, static": ("train_bi_encoder.py", "STATIC --batch_size 2048 --learning_rate 5e-3"),
+    "bi-encoder, 64 tokens": ("train_bi_encoder.py", "MODEL --batch_size 64 --max_length 64 --dropout 0"),
+    "bi-encoder": ("train_bi_encoder.py", "MODEL --batch_size 64 --max_length 256 --dropout 0"),
+    "cross-encoder": ("train_cross_encoder.py", "MODEL --batch_size 16 --max_length 256 --dropout 0"),
 }
 
 
 def train(folder, script, flags, processes):
-    """Return (rows a second, peak memory in GB, losses) of a run."""
+    """Return (rows a second, peak memory in GB, losses and gradient norms) of a run."""
     with tempfile.TemporaryDirectory() as output:
         more = ["--eval_rows", "0", "--logging_steps", "1", "--save_steps", "0", "--output_dir", output]
+        more += ["--lr_scheduler_type", "constant", "--warmup_ratio", "0"]  # the warmup of 626a684 began at 1 / W
         launcher = [sys.executable]
         if processes > 1:
             config = ["--config_file", ROOT / "accelerate_configs/multi_cpu.yaml", "--num_processes", str(processes)]
@@ -44,7 +46,8 @@ def train(folder, script, flags, processes):
         lines = [json.loads(line) for line in Path(output, "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if "loss" in line]
     seconds = [1 / line["rows_per_second"] for line in lines[1:]]  # of a row; all steps have as many
-    return len(seconds) / sum(seconds), usage.ru_maxrss / 1e6, [line["loss"] for line in lines]
+    numbers = [line[name] for name in ("loss", "grad_norm") for line in lines]
+    return len(seconds) / sum(seconds), usage.ru_maxrss / 1e6, numbers
 
 
 def main():
@@ -53,15 +56,18 @@ def main():
     parser.add_argument("model", help="folder of a sentence-transformers model")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--max_steps", type=int, help="of each run; default: 25 of the static model, 5 of others")
     parser.add_argument("--only", nargs="+", default=list(CASES), help="cases to run")
     args = parser.parse_args()
     results = {}
-    print("| case | rows/s, other | rows/s, this | this / other | GB, other | GB, this | difference of a loss |")
+    print("| case | rows/s, other | rows/s, this | this / other | GB, other | GB, this | difference |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for name in args.only:
         script, flags = CASES[name]
         flags = flags.replace("STATIC", "--model_name_or_path data/python_code/bi_encoder")
+        steps = args.max_steps or (25 if "STATIC" in CASES[name][1] else 5)
         flags = flags.replace("MODEL", f"--model_name_or_path {Path(args.model).resolve()}").split()
+        flags += ["--max_steps", str(steps)]
         rates = []
         for number in range(args.rounds):
             order = (args.other, ROOT) if number % 2 == 0 else (ROOT, args.other)

@@ -28,7 +28,7 @@ def ours(lengths, window, budget):
     """Lists of lengths that are encoded together, window by window."""
     found = []
     for part in (np.array(lengths[i : i + window]) for i in range(0, len(lengths), window)):
-        found += [part[cut].tolist() for cut in script.cut_micro_batches(part, budget)]
+        found += [part[places].tolist() for places in script.cut(part, budget)]
     return found
 
 

@@ -4,14 +4,15 @@
 
 Generates a Parquet corpus of pairs of about 64 tokens a text, and makes batches as train_bi_encoder.py does for the
 first of --processes: reads all rows and measures their lengths; turns its own rows into Python; tokenizes them and
-cuts them into tensors, micro-batches of 16,384 tokens. Times are CPU seconds, which other work on the machine does not
-change: of all cores for tokenizing (in Rust), of the thread that prepares batches for the rest. Medians over the
-batches. --script: another version of train_bi_encoder.py. Writes pipeline.json.
+cuts them into tensors, micro-batches of 16,384 tokens. Times are CPU seconds of the thread that prepares batches, on
+which tokenizing (in Rust) runs, too; a run has all cores for it. Medians over the batches.
+--script: another version of train_bi_encoder.py. Writes pipeline.json.
 """
 
 import argparse
 import importlib.util
 import json
+import os
 import random
 import statistics
 import sys
@@ -36,20 +37,6 @@ def generate(path, rows):
     pq.write_table(pa.table(columns), path, row_group_size=20_000)
 
 
-class TimedTokenizer:
-    """A tokenizer of the tokenizers library that adds up the seconds of its calls, of all threads and of this one."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer, self.seconds, self.waited = tokenizer, 0.0, 0.0
-
-    def encode_batch_fast(self, texts):
-        started, thread = time.process_time(), time.thread_time()
-        encodings = self.tokenizer.encode_batch_fast(texts)
-        self.seconds += time.process_time() - started
-        self.waited += time.thread_time() - thread
-        return encodings
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of a SentenceTransformer")
@@ -65,6 +52,7 @@ def main():
     spec.loader.exec_module(script)
 
     torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     results, seconds = [], Counter()
 
     def timed(function, part):
@@ -85,11 +73,9 @@ def main():
         flags = ["--train_data", f"{folder}/rows.parquet", "--eval_rows", "0", "--max_length", "128"]
         flags += ["--model_name_or_path", args.model]
         model = script.load_model(script.parse_args(flags))
-        tokenizer = TimedTokenizer(model.tokenizer.backend_tokenizer)
-        type(model.tokenizer).backend_tokenizer = property(lambda _: tokenizer)
         print(
             "| pairs a batch | processes | all rows, µs a row | own rows, µs a row | own texts, µs a text | "
-            "tokenizing, µs a text | texts/s a process | rows/s a process | rows/s of all |\n" + "|---" * 9 + "|"
+            "texts/s a process | rows/s a process | rows/s of all |\n" + "|---" * 8 + "|"
         )
         for size in args.batch_size:
             for processes in args.processes:
@@ -105,21 +91,19 @@ def main():
                 next(batches)
                 for _ in range(args.batches):
                     seconds.clear()
-                    tokenizer.seconds = tokenizer.waited = 0.0
                     started = time.thread_time()
                     rows = len(next(batches).rows)
                     total = time.thread_time() - started
                     parts = (total - seconds["rows"] - seconds["texts"]) / size, seconds["rows"] / rows
-                    texts = (seconds["texts"] - tokenizer.waited) / rows / 2, tokenizer.seconds / rows / 2
-                    found.append([*parts, *texts, rows / (total - tokenizer.waited)])
+                    found.append([*parts, seconds["texts"] / rows / 2, rows / total])
                 *parts, rate = map(statistics.median, zip(*found))
-                names = ("all_rows_us_a_row", "own_rows_us_a_row", "own_texts_us_a_text", "tokenizing_us_a_text")
+                names = ("all_rows_us_a_row", "own_rows_us_a_row", "own_texts_us_a_text")
                 result = {"batch_size": size, "processes": processes, "rows_per_second": rate}
                 result |= {name: value * 1e6 for name, value in zip(names, parts)}
                 results.append(result)
-                whole, own, texts, apart = (result[name] for name in names)
-                print(f"| {size:,} | {processes} | {whole:.2f} | {own:.1f} | {texts:.1f} | {apart:.1f} "
-                      f"| {2 * rate:,.0f} | {rate:,.0f} | {rate * processes:,.0f} |")  # fmt: skip
+                whole, own, texts = (result[name] for name in names)
+                print(f"| {size:,} | {processes} | {whole:.2f} | {own:.1f} | {texts:.1f} | {2 * rate:,.0f} "
+                      f"| {rate:,.0f} | {rate * processes:,.0f} |")  # fmt: skip
     Path(args.output).write_text(json.dumps({"script": str(args.script), "results": results}, indent=1))
 
 

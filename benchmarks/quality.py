@@ -30,6 +30,7 @@ VARIANTS = {  # name: (rows, flags)
     "mask": ("lists", ["--num_negatives", 2, *MASK]),
     "symmetric": ("lists", ["--num_negatives", 2, "--loss_kwargs", '{"symmetric": true}']),
 }
+MEASURES = {"train_bi_encoder.py": "dev_cosine_ndcg@10", "train_cross_encoder.py": "dev_ndcg@10"}
 
 
 def run(log, script, *flags, precision="no"):
@@ -100,12 +101,13 @@ def train(args, folder, script, name, seed, rows, *flags):
     flags = [args.model if flag == "MODEL" else flag for flag in flags]
     common = ["--model_name_or_path", args.model, "--train_data", folder / f"{rows}.jsonl", "--max_length", 128,
               "--columns", "query", "documents", "--learning_rate", 5e-5, "--eval_rows", 0, "--seed", seed,
-              "--eval_beir", folder / "dev", "--metric_for_best_model", "nDCG@10",
+              "--eval_beir", folder / "dev", "--metric_for_best_model", MEASURES[script],
               "--output_dir", output, "--resume"]  # fmt: skip
     if not (output / "model").exists():
         run(folder / f"logs/{name}.log", script, *common, *flags, precision=args.mixed_precision)
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    measured = {record["step"]: record["nDCG@10"] for record in records if record["step"] and "nDCG@10" in record}
+    measure = MEASURES[script]
+    measured = {record["step"]: record[measure] for record in records if record["step"] and measure in record}
     last = output / f"checkpoints/step_{max(measured):08}"
     return [output / "model", *([last] if measured[max(measured)] < max(measured.values()) else [])]
 
