@@ -1005,6 +1005,8 @@ def open_beir(folder, split):
             raise UserError("has grades, or documents with ids of queries: evaluate it after training")
         if grade and row["query-id"] in texts[0]:
             relevant[row["query-id"]].add(row["corpus-id"])
+    if not relevant:
+        raise UserError(f"no judgment of split {split!r} has a query of queries.jsonl")
     return InformationRetrievalEvaluator(*texts, relevant, name=Path(folder).name, **DEPTHS)
 
 

@@ -1048,6 +1048,8 @@ def open_beir(folder, run, args):
             raise UserError("has grades, or documents with ids of queries: evaluate it after training")
         if grade and row["query-id"] in queries:
             relevant[row["query-id"]].add(row["corpus-id"])
+    if not relevant:
+        raise UserError(f"no judgment of split {args.eval_split!r} has a query of queries.jsonl")
     ranked = open_run(run) if run else rank_bm25(queries, documents, args.eval_rerank_k)
     samples = []
     for query, positives in relevant.items():

@@ -208,6 +208,16 @@ def test_collections_that_only_the_evaluator_measures(line, name, collections, t
     assert "has grades, or documents with ids of queries: evaluate it after training" in str(error.value)
 
 
+@pytest.mark.parametrize("name", TRAINERS)
+def test_judgments_of_other_queries(name, collections, tmp_path):
+    """Of none of these would the measures be defined."""
+    folder = shutil.copytree(collections[0][0], tmp_path / "one")
+    (folder / "qrels/dev.tsv").write_text("query-id\tcorpus-id\tscore\nother\tx\t1\n")
+    script = importlib.import_module(name)
+    with pytest.raises(script.UserError, match="no judgment of split 'dev' has a query of queries.jsonl"):
+        script.open_beir(str(folder), *(["dev"] if name == BI else [None, script.Args(eval_split="dev")]))
+
+
 def test_run_files_that_do_not_fit(collections, corpus, reranker, tmp_path):
     (folder, _), other = collections[0], tmp_path / "other.trec"
     other.write_text("q7 Q0 d7 1 2.5 tag\n")
