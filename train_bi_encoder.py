@@ -950,7 +950,7 @@ def open_evaluators(data, model, args):
     queries = [prompts[min(row.cells[SOURCE], len(prompts) - 1)] + row.query for row in rows]
     documents = [row.documents[0] for row in rows]
     options = {"name": "held_out", "query_prompt": "" if several else None}  # None: the model's own
-    if rows and all(len(row.labels) == 1 for row in rows):
+    if len(rows) > 1 and all(len(row.labels) == 1 for row in rows):
         labels = [row.labels[0] for row in rows]
         evaluators[f"held_out_spearman_{cosine}"] = PairEvaluator(queries, documents, labels, **options)
     elif rows:
@@ -978,11 +978,6 @@ class PairEvaluator(EmbeddingSimilarityEvaluator):
     def __init__(self, queries, documents, labels, name, query_prompt):
         super().__init__(queries, documents, labels, batch_size=EVAL_BATCH, name=name, write_csv=False)
         self.query_prompt = query_prompt
-
-    def __call__(self, model, *args, **options):
-        if len(self.scores) == 1:  # the correlation of one pair is undefined
-            return {f"{self.name}_{kind}_{model.similarity_fn_name}": math.nan for kind in ("pearson", "spearman")}
-        return super().__call__(model, *args, **options)
 
     def embed_inputs(self, model, sentences, **options):
         options["batch_size"] = self.batch_size

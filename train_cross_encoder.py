@@ -974,12 +974,12 @@ def open_evaluators(data, model, args):
         ]
         model.prompts["none"] = ""
         options["prompt_name"] = "none"
-    if rows and all(len(row.documents) == 1 for row in rows):
+    if len(rows) > 1 and all(len(row.documents) == 1 for row in rows):
         pairs = [(row.query, row.documents[0]) for row in rows]
         labels = [row.labels[0] for row in rows]
-        evaluators["held_out_spearman"] = PairEvaluator(pairs, labels, **options)
-    elif rows:
-        evaluators["held_out_ndcg@10"] = RerankingEvaluator(held_out_samples(rows, args), **options)
+        evaluators["held_out_spearman"] = CrossEncoderCorrelationEvaluator(pairs, labels, **options)
+    elif samples := held_out_samples(rows, args):
+        evaluators["held_out_ndcg@10"] = CrossEncoderRerankingEvaluator(samples, **options)
     folders = [name for name in args.eval_beir if os.path.isdir(name)]
     if len(args.eval_run) not in (0, len(folders)):
         raise UserError(f"--eval_run requires one run file for each folder of --eval_beir: {len(folders)}")
@@ -989,7 +989,7 @@ def open_evaluators(data, model, args):
             options = {"always_rerank_positives": False, **EVAL_OPTIONS}
             if name in folders:
                 samples = open_beir(name, runs.get(name), args)
-                evaluator = RerankingEvaluator(samples, name=Path(name).name, **options)
+                evaluator = CrossEncoderRerankingEvaluator(samples, name=Path(name).name, **options)
             else:
                 names = nano_names(name)
                 evaluator = CrossEncoderNanoBEIREvaluator(names, name, rerank_k=args.eval_rerank_k, **options)
@@ -1000,35 +1000,18 @@ def open_evaluators(data, model, args):
     return evaluators
 
 
-class PairEvaluator(CrossEncoderCorrelationEvaluator):
-    """The library's, but for a single pair, whose correlation is undefined."""
-
-    def __call__(self, model, *args, **options):
-        if len(self.scores) == 1:
-            return {f"{self.name}_{kind}": math.nan for kind in ("pearson", "spearman")}
-        return super().__call__(model, *args, **options)
-
-
-class RerankingEvaluator(CrossEncoderRerankingEvaluator):
-    """The library's, but for a single document, and scores that are NaN, which its measures refuse."""
-
-    def compute_metrics(self, y_true, y_pred):
-        if len(y_true) == 1:
-            return y_true * 3
-        return super().compute_metrics(y_true, np.nan_to_num(y_pred))
-
-
 def held_out_samples(rows, args):
-    """Return the query, the positives and the negatives of each row. If labels are not grades, as those of a teacher,
-    the highest of a row is positive."""
+    """Return the query, the positives and the negatives of each row that has both. If labels are not grades, as those
+    of a teacher, the highest of a row is positive."""
     labels = [label for row in rows for label in row.labels]
-    graded = args.loss not in TEACHER_LOSSES and max(labels) > 0 and all(map(float.is_integer, labels))
+    graded = args.loss not in TEACHER_LOSSES and max(labels, default=0) > 0 and all(map(float.is_integer, labels))
     samples = []
     for row in rows:
         least = 1 if graded else max(row.labels)
         positives = [document for document, label in zip(row.documents, row.labels) if label >= least]
         negatives = [document for document in row.documents if document not in positives]
-        samples.append({"query": row.query, "positive": positives, "negative": negatives})
+        if negatives:
+            samples.append({"query": row.query, "positive": positives, "negative": negatives})
     return samples
 
 
@@ -1054,10 +1037,10 @@ def open_beir(folder, run, args):
     samples = []
     for query, positives in relevant.items():
         found = [documents[name] for name in dict.fromkeys(ranked.get(query, [])) if name in documents]
-        found = found[: args.eval_rerank_k] or [""]  # the evaluator requires one
+        found = (found + ["", ""])[: max(2, min(len(found), args.eval_rerank_k))]  # the evaluator requires two
         positives = [documents[name] for name in positives if name in documents]
         samples.append({"query": queries[query], "positive": positives, "documents": found})
-    if all(sample["documents"] == [""] for sample in samples):
+    if not any(sample["documents"][0] for sample in samples):
         raise UserError(f"--eval_run {run}: no document of the collection for any judged query")
     return samples
 

@@ -18,7 +18,7 @@ MARK = re.compile(r"^# ==== (?:machinery|the path of a batch): from here to the 
 # Each script has its own version of these: the same purpose, for another kind of row, model or output.
 OWN = {"main", "Args", "check_flags", "forward_backward", "margin_mse", "kl", "make_loss", "Row", "read_row",
        "local_rows", "Batch", "make_batch", "make_micro_batches", "load_model", "resolve_args", "open_evaluators",
-       "open_beir", "PairEvaluator", "parse_args", "FORMATS"}  # fmt: skip
+       "open_beir", "parse_args", "FORMATS"}  # fmt: skip
 # The scripts other than the trainers have a common version of these; they tokenize by themselves.
 TOOLS = {"flag", "user_errors", "print_error", "make_parser", "encode", "score", "prefetch",
          "pad_lists", "set_up_transformer", "check_template"}  # fmt: skip

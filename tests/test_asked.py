@@ -72,7 +72,7 @@ def held_out_evaluator(rows, *more):
 
 
 def test_rows_with_one_document_to_rank(reranker):
-    """Among rows with several: it is the first."""
+    """Among rows with several: there is nothing to rank, so they are left out."""
     rows = [{"q": f"query {i}", "d": [f"document {i}", "another"][: 1 + i // 2 % 2], "y": [1, 0][: 1 + i // 2 % 2]}
             for i in range(20)]  # fmt: skip
     write_jsonl(Path("rows.jsonl"), rows)
@@ -80,7 +80,7 @@ def test_rows_with_one_document_to_rank(reranker):
           "--columns", "q", "d", "--label_column", "y", "--loss", "mse", "--batch_size", 4, "--max_steps", 1,
           "--output_dir", "out")  # fmt: skip
     first = metrics("out")[0]
-    assert 0.5 < first["held_out_ndcg@10"] <= 1 and 0.5 < first["held_out_map"] <= 1
+    assert 0.5 < first["held_out_ndcg@10"] <= 1 and 0.5 <= first["held_out_map"] <= 1
 
 
 @pytest.mark.parametrize("equal", ["q", "d"])
