@@ -1017,7 +1017,7 @@ def evaluate(model, evaluators, accelerator):
     sharded = accelerator.distributed_type == DistributedType.FSDP  # its forward passes are collective: all evaluate
     found = {}
     # Training refuses tensors of inference mode, which a model may keep: rotary positions, or the buffers of FSDP.
-    infer = partial(model._inference.__wrapped__, model)  # without its own inference_mode
+    infer = partial(inspect.unwrap(type(model)._inference), model)  # without its own inference_mode
     model._inference = torch.inference_mode(False)(torch.no_grad()(infer))
     for evaluator in evaluators.values():
         with TOKENIZING, distributed_evaluation(model, not sharded) as is_mine, accelerator.autocast():
