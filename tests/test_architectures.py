@@ -235,7 +235,7 @@ def test_losses_and_measures(name, rows, bert, tmp_path):
 
 
 def test_models_are_transformers(bert, tmp_path):
-    """The helper finds every Transformer module, those of a Router too."""
+    """Every Transformer module is found, those of a Router too."""
     model = SentenceTransformer(modules=router_first(tmp_path, bert), device="cpu")
     assert len(script.transformers_of(model, "--x")) == 2
     assert transformers.__version__
