@@ -2337,8 +2337,8 @@ def tokenize_pairs(pairs, model):
 
 
 def has_chat_template(model):
-    """Return whether sentence-transformers puts pairs into a chat template."""
-    return "message" in model[0].modality_config
+    """Return whether sentence-transformers puts texts or pairs into a chat template."""
+    return any("message" in getattr(module, "modality_config", {}) for module in model.modules())
 
 
 def is_causal(model):

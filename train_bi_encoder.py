@@ -122,7 +122,10 @@ class Args:
     # step
     batch_size: int = flag(64, "rows of a batch, over all processes", above_zero=True)
     micro_batch_tokens: int | None = flag(
-        None, "tokens per forward; None: 2,048 (CPU), 16,384 (GPU), 2**20 (static)", may_change=True, above_zero=True
+        None,
+        "tokens per forward, but of static models; None: 2,048 (CPU), 16,384 (GPU)",
+        may_change=True,
+        above_zero=True,
     )
     gradient_accumulation_steps: int = flag(1, "batches of a step, each with its own negatives", above_zero=True)
     grad_cache: bool | None = flag(
@@ -240,7 +243,6 @@ from sentence_transformers.sentence_transformer.evaluation import (
 )
 from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding
 from sentence_transformers.util.distributed import distributed_evaluation
-from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -409,9 +411,8 @@ def forward_backward(model, batch, args, accelerator, loss_fn):
 
     # embeddings.grad is the gradient, for all embeddings, of the losses of this process' rows. Sum it over processes,
     # and take the part of this process' texts.
-    gradient = accelerator.reduce(embeddings.grad, "sum")[mine]  # (n, C, D)
-    gradient = gradient[slots]  # (texts, D), in the order of the micro-batches
-    gradients = gradient.split([len(indices) for _, indices, _ in micro_batches])
+    own = accelerator.reduce(embeddings.grad, "sum")[mine]  # (n, C, D)
+    gradients = own[slots].split([len(indices) for _, indices, _ in micro_batches])  # (texts, D) of each micro-batch
     for number, gradient in enumerate(gradients):  # a micro-batch at a time, so that gradients add up in float32
         # If graphs are not kept, there is one at a time (Gao et al. 2021, section 3.2).
         output = outputs[number] if keep_graphs else forward(number)
@@ -423,7 +424,7 @@ def equalize(batch, accelerator):
     """Return (micro-batches of a Batch, their tokens with padding). Under FSDP, whose forward passes are collective,
     the last one is repeated, for no text, until all processes run equally many; the tokens are those of the most."""
     micro_batches = batch.micro_batches
-    tokens = sum(features["input_ids"].numel() for *_, features in micro_batches)
+    _, tokens = token_counts(micro_batches)
     if accelerator.distributed_type == DistributedType.FSDP:
         sizes = torch.tensor([[len(micro_batches), tokens]], device=accelerator.device)
         most, tokens = accelerator.gather(sizes).amax(0).tolist()
@@ -866,7 +867,7 @@ def load_model(args):
         )
         if "SequenceClassification" in str(getattr(model.config, "architectures", None)):
             raise UserError("is a cross-encoder: use train_cross_encoder.py")
-        if any("message" in getattr(module, "modality_config", {}) for module in model.modules()):
+        if has_chat_template(model):
             raise UserError("puts texts into a chat template, which is not supported")
         if model.similarity_fn_name not in ("cosine", "dot"):
             raise UserError(f"similarity {model.similarity_fn_name} is not supported, only cosine and dot")
@@ -916,8 +917,9 @@ def check_last_token(model):
 
 
 def is_static(model):
-    """Return whether a model is a static embedding model: lookups, without a transformer."""
-    return isinstance(model.tokenizer, Tokenizer)
+    """Return whether a model embeds texts by lookups alone; a Router may have a transformer beside them."""
+    kinds = [type(module) for module in model.modules()]
+    return StaticEmbedding in kinds and Transformer not in kinds
 
 
 def resolve_args(args, model, accelerator):
@@ -960,7 +962,7 @@ def open_evaluators(data, model, args):
         texts = [dict(zip(column, column)) for column in (queries, documents)]  # its own id: equal texts are one
         evaluators[f"held_out_{cosine}_ndcg@10"] = InformationRetrievalEvaluator(*texts, relevant, **options, **DEPTHS)
     for name in args.eval_beir:
-        with user_errors(f"--eval_beir {name} (eval_incremental.py reads more layouts)", KeyError):
+        with user_errors(f"--eval_beir {name} (eval_incremental.py reads more layouts)", KeyError, TypeError):
             if os.path.isdir(name):
                 evaluator = open_beir(name, args.eval_split)
             else:
@@ -991,7 +993,7 @@ def open_beir(folder, split):
     texts = []
     for name in ("queries", "corpus"):
         rows = to_python(open_files([f"{folder}/{name}.jsonl"], streaming=False)[:])
-        texts.append({str(row["_id"]): f"{row.get('title') or ''} {row['text']}".strip() for row in rows})
+        texts.append({str(row["_id"]): f"{row.get('title') or ''} {row['text'] or ''}".strip() for row in rows})
     relevant = defaultdict(set)
     judgments = open_files([f"{folder}/qrels/{split}.tsv"], streaming=False)
     for row in to_python(judgments[:]):
@@ -1582,9 +1584,8 @@ def tokenize(model, texts, args, accelerator, **options):
     """Yield (indices, features) of texts or pairs as sentence-transformers preprocesses them, cut into micro-batches
     of at most --micro_batch_tokens; options: of preprocess()."""
     device = accelerator.device
-    # The library restores the end of a truncated chat template in lists and torch's tensors, not in numpy's.
-    has_chat = any("message" in getattr(module, "modality_config", {}) for module in model.modules())
-    options |= {} if has_chat else AS_NUMPY
+    if not has_chat_template(model):  # the library restores the end of a truncated one in torch's tensors only
+        options |= AS_NUMPY
     needs_mask = any(not type(module).__module__.startswith(WITHOUT_MASK) for module in model.modules())
     characters = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts]
     order = np.argsort(characters)[::-1].tolist()
@@ -1686,9 +1687,9 @@ def token_counts(micro_batches):
     """Return (tokens without padding, tokens with padding) of micro-batches."""
     tokens = padded = 0
     for *_, features in micro_batches:
-        mask = features.get("attention_mask", features["input_ids"])
-        tokens += int(mask.count_nonzero()) if "attention_mask" in features else mask.numel()
-        padded += features["input_ids"].numel()
+        size = features["input_ids"].numel()
+        tokens += int(features["attention_mask"].sum()) if "attention_mask" in features else size
+        padded += size
     return tokens, padded
 
 
@@ -1887,6 +1888,11 @@ def transformers_of(model, flag_name):
     if not found:
         raise UserError(f"{flag_name} requires a transformer")
     return found
+
+
+def has_chat_template(model):
+    """Return whether sentence-transformers puts texts or pairs into a chat template."""
+    return any("message" in getattr(module, "modality_config", {}) for module in model.modules())
 
 
 def finish_model(model, args, **lora_options):

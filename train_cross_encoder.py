@@ -432,7 +432,7 @@ def equalize(batch, accelerator):
     """Return (micro-batches of a Batch, their tokens with padding). Under FSDP, whose forward passes are collective,
     the last one is repeated, for no text, until all processes run equally many; the tokens are those of the most."""
     micro_batches = batch.micro_batches
-    tokens = sum(features["input_ids"].numel() for *_, features in micro_batches)
+    _, tokens = token_counts(micro_batches)
     if accelerator.distributed_type == DistributedType.FSDP:
         sizes = torch.tensor([[len(micro_batches), tokens]], device=accelerator.device)
         most, tokens = accelerator.gather(sizes).amax(0).tolist()
@@ -738,26 +738,28 @@ def draw_negatives(rows, cells_of_all, step, data, args):
     """Add up to --num_negatives documents of other rows, as negatives, to each of `rows` that has only one document;
     never one that another row has for the same query. cells_of_all: of all rows of the batch; step: that of it."""
     limit = NUM_NEGATIVES if args.num_negatives is None else args.num_negatives
+    unlimited = replace(args, num_negatives=None)
     listed = defaultdict(set)  # {query: its documents}, or their ids
     pool = {}  # of documents, or ids, in the order of the batch
     queries = {}  # {(source, number) of a row: query}
     for cells in cells_of_all:
         with suppress(ValueError):  # a bad row
-            row = read_row(cells, step, replace(args, num_negatives=None))
+            row = read_row(cells, step, unlimited)
             queries[cells[SOURCE], cells[NUMBER]] = row.query
             listed[row.query].update(row.documents)
             pool.update(dict.fromkeys(row.documents))
-    drawn = []  # a Row of negatives for each row
-    for row in rows:
+    pool = list(pool)
+    lonely = [row for row in rows if len(row.documents) == 1]
+    drawn = []  # a Row of negatives for each of these
+    for row in lonely:
         source = row.cells[SOURCE]
         number = row.cells[NUMBER]
         known = listed[queries[source, number]]
         random = Random(f"{args.seed} {source} {number} negatives")
-        size = limit + len(known) if len(row.documents) == 1 else 0  # more than needed, as listed ones are dropped
-        negatives = random.sample(list(pool), min(len(pool), size))
+        negatives = random.sample(pool, min(len(pool), limit + len(known)))  # listed ones are dropped
         drawn.append(Row(row.query, [document for document in negatives if document not in known][:limit], []))
     resolve_ids(drawn, [None, data.lookups[1]])
-    for row, other in zip(rows, drawn):
+    for row, other in zip(lonely, drawn):
         row.documents += filter(None, other.documents)  # a negative without a text is the fault of its own row
         row.labels += [0.0] * (len(row.documents) - len(row.labels))
     if max(len(row.documents) for row in rows) == 1:
@@ -785,8 +787,7 @@ def make_batch(rows, number, model, args, accelerator):
     pairs = []
     places = []
     for place, row in enumerate(rows):
-        has_own_prompt = len(args.query_prompt) > 1
-        role = f"query_{row.cells[SOURCE] + 1}" if has_own_prompt else model.default_prompt_name
+        role = f"query_{row.cells[SOURCE] + 1}" if len(args.query_prompt) > 1 else model.default_prompt_name
         pairs += [(role, (row.query, document)) for document in row.documents]
         places += [(place, column) for column in range(len(row.documents))]
     if not rows:  # forward passes and collectives must match those of other processes
@@ -844,11 +845,6 @@ def schedule(step, steps, args):
 
 
 # ---- model
-
-
-def has_chat_template(model):
-    """Return whether sentence-transformers puts pairs into a chat template."""
-    return "message" in model[0].modality_config
 
 
 def is_causal(model):
@@ -968,10 +964,9 @@ def open_evaluators(data, model, args):
         draw_negatives(rows, [row.cells for row in rows], 0, data, replace(args, num_negatives=CANDIDATES - 1))
     options = {"name": "held_out", **EVAL_OPTIONS}
     if len(args.query_prompt) > 1:  # as evaluators take one prompt, they are part of the queries
-        rows = [
-            replace(row, query=args.query_prompt[min(row.cells[SOURCE], len(args.query_prompt) - 1)] + row.query)
-            for row in rows
-        ]
+        last = len(args.query_prompt) - 1  # of --eval_data, there may be more sources
+        prompts = [args.query_prompt[min(row.cells[SOURCE], last)] for row in rows]
+        rows = [replace(row, query=prompt + row.query) for prompt, row in zip(prompts, rows)]
         model.prompts["none"] = ""
         options["prompt_name"] = "none"
     if len(rows) > 1 and all(len(row.documents) == 1 for row in rows):
@@ -985,7 +980,7 @@ def open_evaluators(data, model, args):
         raise UserError(f"--eval_run requires one run file for each folder of --eval_beir: {len(folders)}")
     runs = dict(zip(folders, args.eval_run))
     for name in args.eval_beir:
-        with user_errors(f"--eval_beir {name} (eval_incremental.py reads more layouts)", KeyError):
+        with user_errors(f"--eval_beir {name} (eval_incremental.py reads more layouts)", KeyError, TypeError):
             options = {"always_rerank_positives": False, **EVAL_OPTIONS}
             if name in folders:
                 samples = open_beir(name, runs.get(name), args)
@@ -1021,7 +1016,7 @@ def open_beir(folder, run, args):
     texts = []
     for name in ("queries", "corpus"):
         rows = to_python(open_files([f"{folder}/{name}.jsonl"], streaming=False)[:])
-        texts.append({str(row["_id"]): f"{row.get('title') or ''} {row['text']}".strip() for row in rows})
+        texts.append({str(row["_id"]): f"{row.get('title') or ''} {row['text'] or ''}".strip() for row in rows})
     queries, documents = texts
     relevant = defaultdict(set)
     judgments = open_files([f"{folder}/qrels/{args.eval_split}.tsv"], streaming=False)
@@ -1644,9 +1639,8 @@ def tokenize(model, texts, args, accelerator, **options):
     """Yield (indices, features) of texts or pairs as sentence-transformers preprocesses them, cut into micro-batches
     of at most --micro_batch_tokens; options: of preprocess()."""
     device = accelerator.device
-    # The library restores the end of a truncated chat template in lists and torch's tensors, not in numpy's.
-    has_chat = any("message" in getattr(module, "modality_config", {}) for module in model.modules())
-    options |= {} if has_chat else AS_NUMPY
+    if not has_chat_template(model):  # the library restores the end of a truncated one in torch's tensors only
+        options |= AS_NUMPY
     needs_mask = any(not type(module).__module__.startswith(WITHOUT_MASK) for module in model.modules())
     characters = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts]
     order = np.argsort(characters)[::-1].tolist()
@@ -1748,9 +1742,9 @@ def token_counts(micro_batches):
     """Return (tokens without padding, tokens with padding) of micro-batches."""
     tokens = padded = 0
     for *_, features in micro_batches:
-        mask = features.get("attention_mask", features["input_ids"])
-        tokens += int(mask.count_nonzero()) if "attention_mask" in features else mask.numel()
-        padded += features["input_ids"].numel()
+        size = features["input_ids"].numel()
+        tokens += int(features["attention_mask"].sum()) if "attention_mask" in features else size
+        padded += size
     return tokens, padded
 
 
@@ -1949,6 +1943,11 @@ def transformers_of(model, flag_name):
     if not found:
         raise UserError(f"{flag_name} requires a transformer")
     return found
+
+
+def has_chat_template(model):
+    """Return whether sentence-transformers puts texts or pairs into a chat template."""
+    return any("message" in getattr(module, "modality_config", {}) for module in model.modules())
 
 
 def finish_model(model, args, **lora_options):

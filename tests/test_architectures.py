@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-import transformers
 from conftest import launch, metrics, train, write_jsonl
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses
@@ -238,4 +237,10 @@ def test_models_are_transformers(bert, tmp_path):
     """Every Transformer module is found, those of a Router too."""
     model = SentenceTransformer(modules=router_first(tmp_path, bert), device="cpu")
     assert len(script.transformers_of(model, "--x")) == 2
-    assert transformers.__version__
+
+
+def test_tokens_of_a_router(bert, static, tmp_path):
+    """Only a model without any transformer may have a million tokens a forward pass."""
+    model = SentenceTransformer(modules=router_of_static(tmp_path, bert), device="cpu")
+    assert not script.is_static(model) and not script.is_static(SentenceTransformer(str(bert), device="cpu"))
+    assert script.is_static(SentenceTransformer(str(static), device="cpu"))
