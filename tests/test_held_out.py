@@ -29,16 +29,19 @@ def numbers(table):
     return np.array([int(text.split()[1]) for text in table["query"].to_pylist()])
 
 
-@pytest.mark.parametrize("count", [1, 7, 20, 250, 1003, ROWS])
-def test_blocks_are_spread_evenly(count):
-    blocks = script.spread_blocks(ROWS, count)
-    rows = np.concatenate([np.arange(*block) for block in blocks])
-    assert len(np.unique(rows)) == len(rows) == count and rows.max() < ROWS
-    assert max(end - first for first, end in blocks) <= max(script.BLOCK, count // 10)
-    if 10 <= count < ROWS:
-        assert len(blocks) >= 10
-        tenths = np.histogram(rows, bins=10, range=(0, ROWS))[0]
-        assert tenths.max() <= count / 10 + script.BLOCK
+@pytest.mark.parametrize("size", [11, 15, ROWS])
+@pytest.mark.parametrize("count", [1, 7, 10, 14, 250, 1003, ROWS])
+def test_blocks_are_spread_evenly(table, size, count):
+    dataset = script.open_files([str(table)], streaming=False).select(range(size))
+    count = min(count, size)
+    parts = script.split_rows(dataset, count)
+    rows, others = (numbers(part[:]) if len(part) else np.zeros(0, int) for part in parts)
+    assert sorted([*rows, *others]) == list(range(size)) and len(rows) == count
+    assert (np.diff(rows) > 0).all() and (np.diff(others) > 0).all()
+    assert parts[1]._indices is None  # slices of the mapped table, not a list of rows
+    if count >= 10:
+        tenths = np.histogram(rows, bins=10, range=(0, size))[0]
+        assert tenths.max() - tenths.min() <= 2
 
 
 @pytest.mark.parametrize("count", [20, 250, 1003])
