@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TRAINERS = ["train_bi_encoder.py", "train_cross_encoder.py"]
-SCRIPTS = [*TRAINERS, "eval_incremental.py", "mine_negatives.py", "prepare_corpus.py"]
+SCRIPTS = [*TRAINERS, "eval_incremental.py", "mine_negatives.py", "check_overlap.py", "prepare_corpus.py"]
 MARK = re.compile(r"^# ==== (?:machinery|the path of a batch): from here to the end identical in (\w+\.py)\n", re.M)
 # Each script has its own version of these: the same purpose, for another kind of row, model or output.
 OWN = {"main", "Args", "check_flags", "forward_backward", "margin_mse", "kl", "make_loss", "Row", "read_row",

@@ -241,7 +241,7 @@ def test_a_misspelt_folder_is_not_asked_for_on_the_hub(monkeypatch, name, source
                 load(unknown)
 
 
-@pytest.mark.parametrize("name", [*TRAINERS, "eval_incremental", "mine_negatives"])
+@pytest.mark.parametrize("name", [*TRAINERS, "eval_incremental", "mine_negatives", "check_overlap"])
 def test_files_of_other_formats(name):
     """The message lists the formats; of a folder, `datasets` says that it has no data files."""
     os.mkdir("folder")
@@ -443,7 +443,8 @@ def test_a_flag_given_twice(name, capsys):
 
 
 @pytest.mark.parametrize("words", ["eval_incremental --beir a --split test --beir b",
-                         "mine_negatives --corpus a --split test --corpus=b"])  # fmt: skip
+                         "mine_negatives --corpus a --split test --corpus=b",
+                         "check_overlap --train_data a --split test --train_data=b"])  # fmt: skip
 def test_a_flag_given_twice_to_another_script(words, capsys):
     name, flag, *words = words.split()
     with pytest.raises(SystemExit, match="2"):

@@ -1,0 +1,255 @@
+"""Overlap of training data with collections: the same findings as a loop over sets; sources, outputs, errors."""
+
+import json
+import random
+import unicodedata
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import ROOT, launch, write_jsonl
+
+import check_overlap as script
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+LONG = "the quick brown fox jumps over the lazy dog while nobody in the house is looking at it"
+
+
+def check(*flags):
+    """Return the findings of the script for flags."""
+    script.main(script.parse_args([*map(str, flags), "--overwrite"]))
+    return [json.loads(line) for line in Path("overlap.jsonl").read_text().splitlines()]
+
+
+def write_beir(name, queries, documents, judged=None):
+    """Write a folder in BEIR's layout. queries, documents: {id: text, or (title, text)}."""
+    folder = Path(name)
+    write_jsonl(folder / "queries.jsonl", [{"_id": key, "text": text} for key, text in queries.items()])
+    rows = [(key, *((None, cell) if isinstance(cell, str) else cell)) for key, cell in documents.items()]
+    write_jsonl(folder / "corpus.jsonl", [{"_id": key, "title": title, "text": text} for key, title, text in rows])
+    (folder / "qrels").mkdir()
+    lines = [f"{key}\td\t1\n" for key in (queries if judged is None else judged)]
+    (folder / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines))
+
+
+# ---- the same as a loop over sets
+
+
+def words_of(text):
+    """Return the words of a text, character by character."""
+    words = [""]
+    for char in unicodedata.normalize("NFKC", text).casefold():
+        if "\u3040" <= char <= "\u9fff":  # kana and Han
+            words += [char, ""]
+        elif unicodedata.category(char)[0] in "LMN":
+            words[-1] += char
+        else:
+            words.append("")
+    return [word for word in words if word]
+
+
+def expected_findings(rows, texts, size, min_share):
+    """Return {(row, type, id): (kind, share)} by comparing each row (a list of texts) with each text."""
+    found = {}
+    all_words = {key: words_of(text) for key, text in texts.items()}
+    for number, cells in enumerate(rows):
+        row_words = [words_of(cell) for cell in cells]
+        row_grams = {tuple(part[i : i + size]) for part in row_words for i in range(len(part) - size + 1)}
+        for key, words in all_words.items():
+            grams = {tuple(words[i : i + size]) for i in range(len(words) - size + 1)}
+            share = len(grams & row_grams) / len(grams) if grams else 0
+            length = len(words)
+            inside = any(part[i : i + length] == words for part in row_words for i in range(len(part)))
+            if words and words in row_words:
+                found[number, *key] = ("verbatim", 1)
+            elif length >= size and inside:
+                found[number, *key] = ("inside", 1)
+            elif length >= size and share >= min_share:
+                found[number, *key] = ("ngrams", share)
+    return found
+
+
+def random_text(dice, length):
+    """Return a text of up to `length` of few words, so that n-grams repeat, with case, punctuation and scripts."""
+    words = [
+        "red",
+        "Red",
+        "RED",
+        "blue",
+        "café",
+        "café",
+        "Straße",
+        "STRASSE",
+        "हिन्दी",
+        "ｆｕｌｌ",
+        "full",
+        "東京",
+        "x_y",
+        "it's",
+        "don’t",
+    ]
+    marks = [" ", "  ", ", ", "\n", " - ", "\t", "… ", "\u00a0", "\u200b "]
+    return "".join(dice.choice(words) + dice.choice(marks) for _ in range(dice.randrange(length)))
+
+
+@pytest.mark.parametrize("size, min_share", [(2, 0.5), (3, 0.8), (4, 1.0), (5, 0.35)])
+def test_findings_equal_those_of_a_loop(size, min_share):
+    """Of 1,500 rows, two batches, with lists and missing cells."""
+    dice = random.Random(size)
+    queries = {f"q{i}": random_text(dice, 8) for i in range(40)}
+    documents = {f"d{i}": random_text(dice, 20) for i in range(60)}
+    write_beir("small", queries, documents)
+    texts = {("query", key): text for key, text in queries.items()}
+    texts |= {("document", key): text for key, text in documents.items()}
+    records = []
+    for _ in range(1500):
+        copied = dice.choice(list(texts.values()))
+        a = dice.choice([random_text(dice, 12), copied, copied.upper(), f"red {copied} blue", None])
+        half = len(copied) // 2
+        records.append({"a": a, "b": dice.choice([[random_text(dice, 6), copied[half:], copied[:half]], [], [""]])})
+    schema = pa.schema({"a": pa.string(), "b": pa.list_(pa.string())})
+    pq.write_table(pa.Table.from_pylist(records, schema), "rows.parquet")
+    rows = [[text for text in [record["a"], *record["b"]] if text is not None] for record in records]
+    expected = expected_findings(rows, texts, size, min_share)
+    flags = ["--train_data", "rows.parquet", "--beir", "small", "--ngram", size, "--min_share", min_share]
+    findings = check(*flags)
+    found = {(line["row"], line["type"], line["id"]): (line["kind"], line["share"]) for line in findings}
+    assert len(found) == len(findings) and found == expected
+    kinds = [kind for kind, _ in found.values()]
+    assert min(map(kinds.count, ("verbatim", "inside"))) > 100 and (min_share == 1 or kinds.count("ngrams") > 20)
+    assert all(texts[line["type"], line["id"]] == line["text"] for line in findings)
+    assert all(line["row_text"] in rows[line["row"]] for line in findings)
+
+
+# ---- what is found
+
+
+def find_copy(copy, text=LONG, **flags):
+    """Return (kind, share) of a text in a row that is a copy; None if it is not found."""
+    write_beir(f"c{len(list(Path().iterdir()))}", {"q": text}, {"d": "another"})
+    folder = max(Path().glob("c*"), key=lambda path: int(path.name[1:]))
+    write_jsonl(Path("row.jsonl"), [{"text": copy}])
+    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    findings = check("--train_data", "row.jsonl", "--beir", folder, *words)
+    assert len(findings) <= 1
+    return (findings[0]["kind"], round(findings[0]["share"], 3)) if findings else None
+
+
+def test_planted_copies():
+    words = LONG.split()
+    assert find_copy(LONG) == find_copy(f"  “{LONG.upper()}!?”\n") == ("verbatim", 1)
+    assert find_copy(f"Somebody said: {LONG}, and left.") == ("inside", 1)
+    assert find_copy(" ".join(words[:-1])) == ("ngrams", 0.909)
+    assert find_copy(" ".join(words[:-3])) is None  # 8 of 11 n-grams
+    changed = " ".join("x" if i % 10 == 9 else word for i, word in enumerate(words))
+    assert find_copy(changed) is None
+    assert find_copy(changed, ngram=3, min_share=0.7) == ("ngrams", 0.812)
+    assert find_copy(" ".join(reversed(words))) is None
+    assert find_copy("What is it?", "what is it") == ("verbatim", 1)
+    assert find_copy("what is it about", "what is it") is None  # shorter than an n-gram
+    assert find_copy("what is it about", "what is it", ngram=3) == ("inside", 1)
+
+
+def test_texts_without_words_are_not_found():
+    write_beir("c", {"q0": "?!", "q1": "good words", "q2": ""}, {"d0": "", "d1": ("", " "), "d2": ("Title.", "")})
+    write_jsonl(Path("row.jsonl"), [{"text": text} for text in ("", " ", "...", "?!", None, "title", "good\nwords")])
+    found = [(line["row"], line["id"], line["text"]) for line in check("--train_data", "row.jsonl", "--beir", "c")]
+    assert found == [(6, "q1", "good words"), (5, "d2", "Title.")]
+
+
+def test_documents_are_found_without_their_titles():
+    write_beir("c", {"q": "none"}, {"d": ("A title that is rather long, of eleven words or even more", LONG)})
+    write_jsonl(Path("row.jsonl"), [{"text": LONG}, {"text": f"A title. {LONG}"}])
+    assert [line["kind"] for line in check("--train_data", "row.jsonl", "--beir", "c")] == ["verbatim", "inside"]
+
+
+def test_only_judged_queries_are_searched_for(capsys):
+    """Those of the train split may well be in training data."""
+    write_beir("c", {"q0": "first query", "q1": "second query"}, {"d": "nothing"}, judged=["q1"])
+    write_jsonl(Path("row.jsonl"), [{"text": "First query"}, {"text": "Second query"}, {"text": "second, query"}])
+    assert [line["id"] for line in check("--train_data", "row.jsonl", "--beir", "c")] == ["q1", "q1"]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1] == ["c", "1", "1", "2", "1", "0", "0"]
+    Path("c/qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\nq9\td\t1\n")
+    with pytest.raises(script.UserError, match="^--beir c: --split test judges none of its queries$"):
+        check("--train_data", "row.jsonl", "--beir", "c")
+
+
+# ---- sources and outputs
+
+
+def test_pairs_and_several_sources(capsys):
+    """Sources of several formats; the columns of the pairs have other names, and each text counts once."""
+    Path("test.csv").write_text("n,q,title\n1,how are you,fine thanks\n2,how are you,very well\n3,NA,007\n")
+    write_jsonl(Path("a.jsonl"), [{"x": "?", "y": ["no", "How are you?"]}, {"x": "Fine, thanks", "y": []}])
+    Path("b.csv").write_text("x,y\nwell,Very well\n007,na\n")
+    flags = ["--train_data", "a.jsonl", "b.csv", "--pairs", "test.csv", "--pair_columns", "q", "title"]
+    found = [(line["source"], line["row"], line["type"], line["id"]) for line in check(*flags)]
+    assert found == [("a.jsonl", 0, "query", "0"), ("a.jsonl", 1, "document", "0"), ("b.csv", 1, "query", "2"),
+                     ("b.csv", 0, "document", "1"), ("b.csv", 1, "document", "2")]  # fmt: skip
+    assert capsys.readouterr().out.splitlines()[1].split() == ["test.csv", "2", "2", "2", "3", "3", "3"]
+    assert [line["row"] for line in check(*flags, "--columns", "x")] == [1, 1]
+
+
+def test_output_has_the_rows_without_queries():
+    write_beir("c", {"q": "a query"}, {"d": "a document"})
+    rows = [{"n": i, "text": ["A query", "a document", "else"][i % 3], "labels": [i, 0.5]} for i in range(3000)]
+    write_jsonl(Path("a.jsonl"), rows)
+    flags = ["--train_data", "a.jsonl", "a.jsonl", "--columns", "text", "--beir", "c", "--output", "clean.parquet"]
+    check(*flags)
+    kept = pq.read_table("clean.parquet").to_pylist()
+    assert kept == 2 * [row for row in rows if row["n"] % 3]
+    check(*flags, "--also_documents")
+    assert pq.read_table("clean.parquet").to_pylist() == 2 * [row for row in rows if row["n"] % 3 == 2]
+    assert sorted(path.name for path in Path().iterdir()) == ["a.jsonl", "c", "clean.parquet", "overlap.jsonl"]
+
+
+def test_errors_are_one_line():
+    write_beir("c", {"q": "a query"}, {"d": "a document"})
+    write_jsonl(Path("a.jsonl"), [{"text": "x", "n": 1, "s": {"a": "b"}}])
+    write_jsonl(Path("b.jsonl"), [{"text": "x", "m": 1}])
+    common = ["--beir", "c", "--train_data"]
+    for flags, message in [
+        ([*common, "none.jsonl"], "--train_data none.jsonl: "),
+        ([*common, "a.jsonl", "--columns", "texts"], "--train_data a.jsonl: choose --columns that hold texts; av"),
+        ([*common, "a.jsonl", "--columns", "n"], "--train_data a.jsonl: column 'n' holds int64, not texts: "),
+        ([*common, "a.jsonl", "--columns", "s"], "--train_data a.jsonl: column 's' holds struct<a: string>, "),
+        (["--train_data", "a.jsonl", "--columns", "text", "--beir", "d"], "--beir d: "),
+        ([*common, "a.jsonl", "b.jsonl", "--columns", "text", "--output", "o.parquet"], "--output o.parquet: rows"),
+        ([*common, "a.jsonl", "--columns", "text", "--split", "dev"], "--beir c: no judgments of split 'dev'; avail"),
+        (["--train_data", "b.jsonl", "--pairs", "b.jsonl", "--pair_columns", "text", "x"], "--pairs b.jsonl: "),
+    ]:
+        with pytest.raises(script.UserError) as error:
+            check(*flags)
+        assert str(error.value).startswith(message) and "\n" not in str(error.value), error.value
+    Path("overlap.jsonl").touch()
+    with pytest.raises(script.UserError, match="^overlap.jsonl: exists; choose another file, or set --overwrite$"):
+        script.main(script.parse_args([*common, "b.jsonl"]))
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--train_data a", "requires --train_data, and --beir or --pairs"),
+    ("--train_data a --beir c --pair_columns x", "--pair_columns: takes two names"),
+    ("--train_data a --beir c --min_share 80", "--min_share above 0 and at most 1"),
+    ("--train_data a --beir c --ngram 0", "--ngram must be 1 or more"),
+    ("--train_data a --beir c --output x.jsonl", "--output end in .parquet"),
+    ("--train_data a --beir c --report s3://x/y", "must be local files"),
+])  # fmt: skip
+def test_wrong_flags(flags, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        script.parse_args(flags.split())
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_from_the_command_line(tmp_path, beir, corpus):
+    """On the queries and documents of the fixtures, which are the rows themselves."""
+    flags = ["--train_data", f"{corpus}/*.parquet", "--beir", beir, "--output", "clean.parquet"]
+    done = launch(ROOT / "check_overlap.py", *flags, cwd=tmp_path)
+    cells = done.stdout.splitlines()[1].split()
+    assert cells[1:3] == ["60", "60"] and cells[4:6] == ["293", "293"]
+    assert int(cells[3]) + pq.read_metadata("clean.parquet").num_rows == sum(
+        pq.read_metadata(path).num_rows for path in corpus.iterdir()
+    )
+    done = launch(ROOT / "check_overlap.py", *flags, cwd=tmp_path, check=False)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: overlap.jsonl: exists")
