@@ -16,7 +16,8 @@ import yaml
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ["train_bi_encoder", "train_cross_encoder", "eval_incremental", "mine_negatives", "prepare_corpus"]
+SCRIPTS = ["train_bi_encoder", "train_cross_encoder", "eval_incremental", "mine_negatives", "check_overlap",
+           "prepare_corpus"]  # fmt: skip
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
 # Those of docs/recipes are run by tests/test_recipes.py, as most of them require the diff of their page.
 SOURCES = [*(page for page in PAGES if page.parent.name != "recipes"), ROOT / "accelerate_configs/README.md",
