@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, launch, write_jsonl
+from test_collections import DOCUMENTS, JUDGMENTS, QUERIES, layout_mteb_id, layout_mteb_jsonl, layout_nano_bm25
 
 import check_overlap as script
 
@@ -177,6 +178,16 @@ def test_only_judged_queries_are_searched_for(capsys):
 
 
 # ---- sources and outputs
+
+
+@pytest.mark.parametrize("layout", [layout_mteb_jsonl, layout_mteb_id, layout_nano_bm25])
+def test_layouts_of_collections(layout):
+    layout(Path("x").absolute())
+    judged = {query for query, _ in JUDGMENTS}
+    write_jsonl(Path("a.jsonl"), [{"text": text.upper()} for text in (*QUERIES.values(), *DOCUMENTS.values())])
+    found = [(line["type"], line["id"]) for line in check("--train_data", "a.jsonl", "--beir", Path("x").absolute())]
+    expected = {("query", name) for name in judged} | {("document", name) for name in DOCUMENTS}
+    assert set(found) == expected
 
 
 def test_pairs_and_several_sources(capsys):
