@@ -1,8 +1,11 @@
 """Whole runs as a user starts them: outputs, loading the model, a script copied alone into an empty folder."""
 
+import csv
+import importlib
 import json
 import math
 import re
+import shlex
 import shutil
 
 import pytest
@@ -131,3 +134,32 @@ def test_at_most_ten_evaluations_and_the_first(corpus, bert, tmp_path, name):
     train(name, *flags)
     measure = "held_out_cosine_ndcg@10" if name == "train_bi_encoder" else "held_out_ndcg@10"
     assert [line["step"] for line in metrics(tmp_path) if measure in line] == [0, 2, 4, 6, 8, 10, 12, 14, 15]
+
+
+def test_start_here(tmp_path, rows, bert, monkeypatch, capsys):
+    """The commands of "Start here" in docs/training.md lead from pairs.csv to two models that are compared."""
+    page = (ROOT / "docs/training.md").read_text()
+    (section,) = re.findall(r"^## Start here\n(.+?)^## ", page, re.M | re.S)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))  # holds the embedding cache
+    shutil.copytree(bert, "sentence-transformers/all-MiniLM-L6-v2")
+    with open("pairs.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["question", "answer"], *(row.values() for row in rows)])
+
+    commands = "".join(re.findall(r"^```sh\n(.+?)^```$", section, re.M | re.S)).replace("\\\n", "")
+    commands = commands.replace(" --relative_margin 0.05", "")  # a random model scores all answers alike
+    for command in re.split(r"^(?=python )", commands, flags=re.M)[1:]:
+        _, script, *words = shlex.split(command)
+        if script == "-c":
+            exec(words[0], {})
+        else:
+            module = importlib.import_module(script.removesuffix(".py"))
+            module.main(module.parse_args(words))
+
+    with open("test.csv", newline="") as test, open("train.csv", newline="") as rest:
+        held_out, others = ({row["question"] for row in csv.DictReader(file)} for file in (test, rest))
+    assert len(held_out) == 250 and not held_out & others
+    assert held_out | others == {row["docstring"] for row in rows}
+    assert (tmp_path / "runs/second/model/model.safetensors").exists()
+    results = json.loads((tmp_path / "runs/second/test/metrics.json").read_text())["results"]
+    assert len(results) == 2 and all(result["queries"] == 250 for result in results)
