@@ -111,7 +111,7 @@ def test_two_machines_train_the_same_model_as_one_process(two_machines, folder, 
 
 
 FAKES = {
-    "scontrol": "printf '10.99.0.1\\n10.99.0.2\\n'",
+    "scontrol": "echo $1 >> scontrol.log; printf '10.99.0.1\\n10.99.0.2\\n'",
     "srun": """shift
 SLURM_NODEID=0 ip netns exec {} "$@" & first=$!
 SLURM_NODEID=1 ip netns exec {} "$@" & wait $! && wait $first""",
@@ -145,6 +145,7 @@ def test_slurm_job_stopped_and_requeued_is_bit_identical(two_machines, hosts, fo
                 break
             time.sleep(0.01)
         job.wait(120)
+    assert (folder / "scontrol.log").read_text().split() == ["show", "requeue"]
     (checkpoint,) = (output / "checkpoints").iterdir()
     assert 3 <= int(checkpoint.name[5:]) < STEPS and not (output / "model").exists()
     before = (output / "metrics.jsonl").read_text()
