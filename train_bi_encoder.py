@@ -619,7 +619,6 @@ def library_loss(args, model):
 def make_loss(args, model):
     """Return loss(columns, whole): one of LOSSES, or a class of sentence-transformers."""
     is_cosine = model.similarity_fn_name == "cosine"
-    normalize = partial(F.normalize, dim=-1) if is_cosine else torch.nn.Identity()
     if args.matryoshka_dims:
         with model.truncate_embeddings(None):  # training has all dimensions, even if encode() returns fewer
             dimensions = model.get_embedding_dimension()
@@ -637,20 +636,17 @@ def make_loss(args, model):
         base = library_loss(args, model)
 
     def loss(columns, whole):
-        if args.loss in LOSSES:
-            columns = [normalize(column) for column in columns]
-        value = base(columns, whole)
-        if weight:  # teachers do not score the documents of other rows
-            value += weight * infonce(columns, whole, temperature=kwargs["temperature"])
-        return value
+        total = 0.0
+        for size in args.matryoshka_dims or [None]:  # Kusupati et al. 2022, equation 1, with equal weights
+            parts = [column[:, :size] for column in columns]
+            if is_cosine and (args.matryoshka_dims or args.loss in LOSSES):  # classes normalize by themselves
+                parts = [F.normalize(part, dim=-1) for part in parts]
+            total += base(parts, whole)
+            if weight:  # teachers do not score the documents of other rows
+                total += weight * infonce(parts, whole, temperature=kwargs["temperature"])
+        return total
 
-    def matryoshka(columns, whole):  # Kusupati et al. 2022, equation 1, with equal weights
-        value = 0.0
-        for size in args.matryoshka_dims:
-            value += loss([normalize(column[:, :size]) for column in columns], whole)
-        return value
-
-    return matryoshka if args.matryoshka_dims else loss
+    return loss
 
 
 # ---- rows
