@@ -738,14 +738,14 @@ def choose_documents(groups, labels, random, args):
     num_positives = len(groups[0]) if len(groups) > 1 else 1
     negatives = range(num_positives, len(documents))
     limit = len(negatives) if args.num_negatives is None else min(args.num_negatives, len(negatives))
-    draws = random is not None and (len(groups) > 1 or args.num_negatives is not None)
-    if len(labels) not in (0, len(documents)) and (draws or limit < len(negatives)):
+    chosen = range(num_positives + limit)
+    if random and (len(groups) > 1 or args.num_negatives is not None):
+        chosen = [random.randrange(num_positives), *sorted(random.sample(negatives, limit))]
+    if len(labels) == len(documents):
+        labels = [labels[index] for index in chosen]
+    elif labels and chosen != range(len(documents)):  # it is unknown which labels the chosen ones have
         raise ValueError(f"{' '.join(args.label_column)!r} has missing, extra or non-finite numbers")
-    if not draws:
-        kept = num_positives + limit
-        return documents[:kept], labels[:kept] if len(labels) == len(documents) else labels
-    chosen = [random.randrange(num_positives), *sorted(random.sample(negatives, limit))]
-    return [documents[index] for index in chosen], [labels[index] for index in chosen if labels]
+    return [documents[index] for index in chosen], labels
 
 
 def local_rows(table, local, step, data, args):

@@ -664,9 +664,7 @@ def read_row(cells, step, args, random=None):
         raise ValueError(f"{document_columns[0]!r} has no text")
     if not args.label_column:  # a positive is no negative
         positives = groups[0] if len(groups) > 1 else groups[0][:1]
-        groups[1:] = [[text for text in group if text not in positives] for group in groups[1:]]
-        if len(groups) == 1:
-            groups[0] = positives + [text for text in groups[0] if text not in positives]
+        groups = [positives, [text for text in chain.from_iterable(groups) if text not in positives]]
     labels = read_labels(cells, args)
     one_list = len(groups) == 1 and len(labels) == len(groups[0])
     if one_list and args.num_negatives is not None and args.loss not in TEACHER_LOSSES:
@@ -715,14 +713,14 @@ def choose_documents(groups, labels, random, args):
     num_positives = len(groups[0]) if len(groups) > 1 else 1
     negatives = range(num_positives, len(documents))
     limit = len(negatives) if args.num_negatives is None else min(args.num_negatives, len(negatives))
-    draws = random is not None and (len(groups) > 1 or args.num_negatives is not None)
-    if len(labels) not in (0, len(documents)) and (draws or limit < len(negatives)):
+    chosen = range(num_positives + limit)
+    if random and (len(groups) > 1 or args.num_negatives is not None):
+        chosen = [random.randrange(num_positives), *sorted(random.sample(negatives, limit))]
+    if len(labels) == len(documents):
+        labels = [labels[index] for index in chosen]
+    elif labels and chosen != range(len(documents)):  # it is unknown which labels the chosen ones have
         raise ValueError(f"{' '.join(args.label_column)!r} has missing, extra or non-finite numbers")
-    if not draws:
-        kept = num_positives + limit
-        return documents[:kept], labels[:kept] if len(labels) == len(documents) else labels
-    chosen = [random.randrange(num_positives), *sorted(random.sample(negatives, limit))]
-    return [documents[index] for index in chosen], [labels[index] for index in chosen if labels]
+    return [documents[index] for index in chosen], labels
 
 
 def local_rows(table, local, step, data, args):
@@ -739,23 +737,17 @@ def draw_negatives(rows, cells_of_all, step, data, args):
     never one that another row has for the same query. cells_of_all: of all rows of the batch; step: that of it."""
     limit = NUM_NEGATIVES if args.num_negatives is None else args.num_negatives
     unlimited = replace(args, num_negatives=None)
-    listed = defaultdict(set)  # {query: its documents}, or their ids
-    pool = {}  # of documents, or ids, in the order of the batch
-    queries = {}  # {(source, number) of a row: query}
+    listed = defaultdict(dict)  # {query: its documents}, or their ids; dicts keep the order of the batch
     for cells in cells_of_all:
         with suppress(ValueError):  # a bad row
             row = read_row(cells, step, unlimited)
-            queries[cells[SOURCE], cells[NUMBER]] = row.query
-            listed[row.query].update(row.documents)
-            pool.update(dict.fromkeys(row.documents))
-    pool = list(pool)
+            listed[row.query].update(dict.fromkeys(row.documents))
+    pool = list(dict.fromkeys(chain.from_iterable(listed.values())))
     lonely = [row for row in rows if len(row.documents) == 1]
     drawn = []  # a Row of negatives for each of these
     for row in lonely:
-        source = row.cells[SOURCE]
-        number = row.cells[NUMBER]
-        known = listed[queries[source, number]]
-        random = Random(f"{args.seed} {source} {number} negatives")
+        known = listed[read_row(row.cells, step, unlimited).query]  # row.query may be the text of this id
+        random = Random(f"{args.seed} {row.cells[SOURCE]} {row.cells[NUMBER]} negatives")
         negatives = random.sample(pool, min(len(pool), limit + len(known)))  # listed ones are dropped
         drawn.append(Row(row.query, [document for document in negatives if document not in known][:limit], []))
     resolve_ids(drawn, [None, data.lookups[1]])
@@ -1047,7 +1039,7 @@ def open_run(path):
         options = {"dtype": str, "quoting": csv.QUOTE_NONE, "keep_default_na": False}  # "NA" may be an id
         run = pd.read_csv(path, sep=r"\s+", names=names, **options).astype({"score": float})
     run = run.sort_values("score", ascending=False, kind="stable")
-    return defaultdict(list, run.groupby("query")["document"].agg(list))
+    return run.groupby("query")["document"].agg(list).to_dict()
 
 
 def rank_bm25(queries, documents, depth):
