@@ -1456,16 +1456,16 @@ def join_tables(tables, sources):
 def row_batches(sources, weights, args, state=None):
     """Yield (Table of a batch's rows, state after it) without end: a pure function of sources, seed and batch size.
     Each batch has its own state (JSON), so prefetching loses no row: the position of each source before the length
-    window, and "cut", the batches taken from that window."""
-    state = state or {"sources": [{} for _ in sources], "cut": 0}
+    window, and "used", the batches taken from that window."""
+    state = state or {"sources": [{} for _ in sources], "used": 0}
     for source, position in zip(sources, state["sources"]):
         source.seek(Position(**position))
-    cut = state["cut"]
-    size = args.batch_size * args.length_window  # rows that are drawn together
-    unit = 1 if args.mix_by == "row" else size  # of these, rows from one source
+    used = state["used"]
+    size = args.batch_size * args.length_window  # rows of a length window
+    unit = 1 if args.mix_by == "row" else size  # rows that one source gives at a time
+    positions = [asdict(source.position) for source in sources]
     while True:
-        before = [asdict(source.position) for source in sources]
-        drawn = [source.position.taken for source in sources]
+        drawn = [position["taken"] for position in positions]
         units = apportion([rows // unit for rows in drawn], weights, size // unit)
         tables = [source.take(count * unit) for source, count in zip(sources, units) if count]
         table = join_tables(tables, sources)
@@ -1473,12 +1473,12 @@ def row_batches(sources, weights, args, state=None):
         if args.length_window > 1:
             table = table.take(np.argsort(row_lengths(table, args), kind="stable"))
             np.random.default_rng([args.seed, *drawn]).shuffle(order)
-        for number in range(cut, len(order)):
+        for number in range(used, len(order)):
+            used = (number + 1) % len(order)
+            if used == 0:  # the next batch begins a window
+                positions = [asdict(source.position) for source in sources]
             rows = table.slice(order[number] * args.batch_size, args.batch_size)
-            done = number + 1 == len(order)
-            positions = [asdict(source.position) for source in sources] if done else before
-            yield rows, {"sources": positions, "cut": 0 if done else number + 1}
-        cut = 0
+            yield rows, {"sources": positions, "used": used}
 
 
 # ---- from ids to texts

@@ -386,7 +386,7 @@ def assert_resumes(open_batches, count, cuts):
             expected = whole[done + skipped : done + skipped + 10]
             assert [r.to_pylist() for r, _ in found[: len(expected)]] == [r.to_pylist() for r, _ in expected]
             for (_, state), (_, other) in zip(found, expected):
-                assert state["cut"] == other["cut"]
+                assert state["used"] == other["used"]
                 for one, two in zip(state["sources"], other["sources"]):  # a position in a stream has several forms
                     assert {**one, "stream": None} == {**two, "stream": None}
             state = found[4][1]
