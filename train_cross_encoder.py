@@ -1591,22 +1591,18 @@ def local_batches(tables, first, model, data, args, accelerator):
     of the first one. Whatever fails becomes the `error` of a batch without rows, so that all processes stop before the
     same step, and save the one before."""
     number = first
-    error = None
     while True:
-        batch = None
         try:
-            if error is None:
-                table, state = next(tables)
-                by_length = np.argsort(-row_lengths(table, args), kind="stable")
-                local = np.sort(by_length[accelerator.process_index :: accelerator.num_processes])  # every P-th row
-                rows, skipped = local_rows(table, local, number // args.gradient_accumulation_steps, data, args)
-                batch = make_batch(rows, number, model, args, accelerator)
-                batch.skipped = skipped
-                batch.state = state
-        except Exception as caught:
-            error = caught
-        batch = batch or make_batch([], number, model, args, accelerator)
-        batch.error = error
+            table, state = next(tables)
+            by_length = np.argsort(-row_lengths(table, args), kind="stable")
+            local = np.sort(by_length[accelerator.process_index :: accelerator.num_processes])  # every P-th row
+            rows, skipped = local_rows(table, local, number // args.gradient_accumulation_steps, data, args)
+            batch = make_batch(rows, number, model, args, accelerator)
+            batch.skipped = skipped
+            batch.state = state
+        except Exception as error:
+            batch = make_batch([], number, model, args, accelerator)
+            batch.error = error
         yield batch
         number += 1
 
