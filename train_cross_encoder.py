@@ -2137,10 +2137,13 @@ def unchanging(args, sources):
 
 def check_changes(saved, args, data, accelerator):
     """Raise UserError if flags or sources have changed since the checkpoint; with --accept_changes, print it."""
+    if not saved:
+        return
     changes = []
     for name, value in unchanging(args, data.description).items():
-        if saved and saved["unchanging"].get(name) != value:
-            changes.append(f"{name}: {saved['unchanging'].get(name)} -> {value}")
+        before = saved["unchanging"].get(name)
+        if before != value:
+            changes.append(f"{name}: {before} -> {value}")
     if changes and not args.accept_changes:
         raise UserError(f"--resume: {'; '.join(changes)}: restore it, --accept_changes, or start a new --output_dir")
     for change in changes:
@@ -2237,18 +2240,15 @@ class Checkpoints:
 
     def restore_optimizers(self, tensors):
         """Load {"parameter.key": tensor} into the optimizers. A weight that had no gradient yet has no state."""
-        states = defaultdict(dict)
-        for path, tensor in tensors.items():
-            name, _, key = path.rpartition(".")
-            states[name][key] = tensor
-        names = {weight: name for name, weight in self.model.named_parameters()}
+        weights = dict(self.model.named_parameters())
         for optimizer in self.optimizers:
-            state = optimizer.state_dict()
-            weights = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-            for index, weight in enumerate(weights):  # in the order of state_dict()
-                found = states[names[weight]]
-                state["state"][index] = {key: copy_like(weight, tensor) for key, tensor in found.items()}
-            optimizer.load_state_dict(state)
+            own = set(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+            for path, tensor in tensors.items():
+                name, _, key = path.rpartition(".")
+                weight = weights[name]
+                if weight in own:
+                    optimizer.state[weight][key] = copy_like(weight, tensor)
+            optimizer.load_state_dict(optimizer.state_dict())  # moves each tensor to the device where it belongs
 
     def gather_tensors(self):
         """Return {file: {name: tensor}} of a checkpoint, as full_copies does."""
