@@ -976,14 +976,13 @@ class PairEvaluator(EmbeddingSimilarityEvaluator):
     """The library's, but for prompts: its own encodes both sides alike, without any."""
 
     def __init__(self, queries, documents, labels, name, query_prompt):
-        super().__init__(queries, documents, labels, batch_size=EVAL_BATCH, name=name, write_csv=False)
+        super().__init__(queries, documents, labels, name=name, write_csv=False)
         self.query_prompt = query_prompt
 
-    def embed_inputs(self, model, sentences, **options):
-        options["batch_size"] = self.batch_size
+    def embed_inputs(self, model, sentences):
         if sentences is self.sentences1:
-            return model.encode_query(sentences, prompt=self.query_prompt, **options)
-        return model.encode_document(sentences, **options)
+            return model.encode_query(sentences, prompt=self.query_prompt, batch_size=EVAL_BATCH)
+        return model.encode_document(sentences, batch_size=EVAL_BATCH)
 
 
 def open_beir(folder, split):
@@ -2395,11 +2394,10 @@ class Log:
             raise UserError(f"--metric_for_best_model {name} is not measured by evaluations: choose one of {choices}")
         if math.isnan(self.metrics[0][name]):
             raise UserError(f"--metric_for_best_model {name} is not a number: all labels, or all scores, are equal")
-        values = {record["step"]: record[name] for record in self.metrics if record["step"] and name in record}
-        values = pd.Series(values, dtype=float).fillna(-math.inf)
-        best = int(values.idxmax()) if len(values) else 0
-        out_of_patience = 0 < self.args.early_stopping_patience <= (values.index > best).sum()
-        return broadcast_object_list([(best, out_of_patience)])[0]
+        values = {record["step"]: record[name] for record in self.metrics[1:] if name in record}
+        best = max(values, key=lambda step: np.nan_to_num(values[step], nan=-math.inf), default=0)
+        later = sum(step > best for step in values)
+        return broadcast_object_list([(best, 0 < self.args.early_stopping_patience <= later)])[0]
 
 
 def write_model(model, log, step):

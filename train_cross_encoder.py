@@ -2444,11 +2444,10 @@ class Log:
             raise UserError(f"--metric_for_best_model {name} is not measured by evaluations: choose one of {choices}")
         if math.isnan(self.metrics[0][name]):
             raise UserError(f"--metric_for_best_model {name} is not a number: all labels, or all scores, are equal")
-        values = {record["step"]: record[name] for record in self.metrics if record["step"] and name in record}
-        values = pd.Series(values, dtype=float).fillna(-math.inf)
-        best = int(values.idxmax()) if len(values) else 0
-        out_of_patience = 0 < self.args.early_stopping_patience <= (values.index > best).sum()
-        return broadcast_object_list([(best, out_of_patience)])[0]
+        values = {record["step"]: record[name] for record in self.metrics[1:] if name in record}
+        best = max(values, key=lambda step: np.nan_to_num(values[step], nan=-math.inf), default=0)
+        later = sum(step > best for step in values)
+        return broadcast_object_list([(best, 0 < self.args.early_stopping_patience <= later)])[0]
 
 
 def write_model(model, log, step):
