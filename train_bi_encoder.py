@@ -338,6 +338,7 @@ def main(args):
         if progress.step % args.logging_steps == 0 or finished:
             record |= {"loss": progress.mean_loss(), "grad_norm": norm, "learning_rate": args.learning_rate * factor}
             record |= meter.read(accelerator)
+            meter = Meter()
             bar.set_postfix_str("loss {loss:.4f}, {rows_per_second:,.0f} rows/s".format(**record), refresh=False)
         log.write(progress.step, record)
         if evaluated:
@@ -1832,10 +1833,9 @@ SECRET = re.compile(r"://[^/@]*:[^/@]*@|://.*[?&][\w-]*(sig|signature|token|key|
 def parse_args(argv):
     """Return Args from flags, or from a YAML or JSON file and flags that override it; exit on a wrong value."""
     parser = make_parser()
-    lists = {name for name, option in parser._option_string_actions.items() if option.nargs == "+"}
     names = [word.partition("=")[0] for word in argv]
-    for name in lists.intersection(names):
-        if names.count(name) > 1:  # argparse would ignore the first list; of any other flag, the last value counts
+    for name, option in parser._option_string_actions.items():
+        if option.nargs == "+" and names.count(name) > 1:  # argparse would ignore the first list
             parser.error(f"{name}: given twice; list all values after one flag")
     if path := parser.parse_args(argv).file:
         argv = [path, *words_of(path), *(word for word in argv if word != path)]
@@ -2328,22 +2328,20 @@ class Meter:
             self.padded += padded
 
     def read(self, accelerator):
-        """Return speeds and memory of all processes, and start anew."""
+        """Return speeds and memory of all processes."""
         if accelerator.device.type == "cpu":
             peak = psutil.Process().memory_info().rss  # now: not every system counts the peak
         else:
             peak = torch.accelerator.max_memory_allocated()
         counts = accelerator.gather(torch.tensor([[self.tokens, self.padded, peak]], device=accelerator.device))
         tokens, padded, _ = counts.sum(0).tolist()
-        record = {
+        return {
             "rows_per_second": self.rows / self.seconds,
             "tokens_per_second": tokens / self.seconds,
             "padding_fraction": 1 - tokens / padded,
             "data_wait_fraction": self.waited / self.seconds,
             "peak_memory_gb": counts[:, 2].max().item() / 1e9,
         }
-        vars(self).update(vars(Meter()))
-        return record
 
 
 @dataclass
@@ -2358,9 +2356,8 @@ class Log:
     def begin(self):
         """Write args.yaml and the lines so far, and open the trackers."""
         output = Path(self.args.output_dir)
-        with user_errors(f"--output_dir {output}"):
-            output.mkdir(parents=True, exist_ok=True)  # where the disk is not shared with the main process
-            if self.accelerator.is_main_process:
+        if self.accelerator.is_main_process:
+            with user_errors(f"--output_dir {output}"):
                 lines = [json.dumps(line) + "\n" for line in self.metrics]
                 (output / "metrics.jsonl").write_text("".join(lines))
                 (output / "args.yaml").write_text(yaml.safe_dump(flags_of_run(self.args), sort_keys=False))
