@@ -462,12 +462,12 @@ def reduce_gradients(model, accelerator):
             grad.mul_(accelerator.num_processes)
     elif accelerator.num_processes > 1:
         found = torch.tensor([weight.grad is not None for weight in weights], device=accelerator.device)
-        used = [weight for weight, anywhere in zip(weights, accelerator.reduce(found.int()).tolist()) if anywhere]
-        for weight in used:
+        weights = [weight for weight, anywhere in zip(weights, accelerator.reduce(found.int()).tolist()) if anywhere]
+        for weight in weights:
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        places = np.cumsum([weight.numel() for weight in used]) // BUCKET
-        for place in np.unique(places):
-            grads = [used[number].grad for number in np.flatnonzero(places == place)]
+        buckets = np.cumsum([weight.numel() for weight in weights]) // BUCKET  # that of each weight
+        for bucket in np.unique(buckets):
+            grads = [weights[number].grad for number in np.flatnonzero(buckets == bucket)]
             vector_to_parameters(accelerator.reduce(parameters_to_vector(grads)), grads)
 
 
@@ -775,23 +775,23 @@ class Batch:
 def make_batch(rows, number, model, args, accelerator):
     """Return the Batch of this process' rows."""
     texts = []
-    places = []
+    slots = []  # (slot, column) of each text
     hashes = []
-    for place, row in enumerate(rows):
+    for slot, row in enumerate(rows):
         has_own_prompt = len(args.query_prompt) > 1 and row.cells[SOURCE] > 0
         role = f"query_{row.cells[SOURCE] + 1}" if has_own_prompt else "query"
         row_texts = [(role, row.query), *(("document", document) for document in row.documents)]
         prompted = [(model.prompts[role] + text).encode() for role, text in row_texts]
         hashes.append([xxh3_64_intdigest(text) >> 1 for text in prompted])  # 63 bits: not negative
-        places += [(place, column) for column in range(len(row_texts))]
+        slots += [(slot, column) for column in range(len(row_texts))]
         texts += row_texts
     if not rows:  # forward passes and collectives must match those of other processes
         texts = [("query", "a text")]
-        places = [(0, 0)]
+        slots = [(0, 0)]
         hashes = [[-1, -1]]
     micro_batches = make_micro_batches(model, texts, args, accelerator)
     order = list(chain.from_iterable(indices for _, indices, _ in micro_batches))
-    slots = pinned(torch.tensor(places)[order].T.contiguous(), accelerator.device)
+    slots = pinned(torch.tensor(slots)[order].T.contiguous(), accelerator.device)
     size = math.ceil(args.batch_size / accelerator.num_processes)
     hashes = pinned(pad_lists(hashes, size, -1), accelerator.device)
     labels = pinned(pad_lists([row.labels for row in rows], size, np.nan, np.float32), accelerator.device)
@@ -1015,18 +1015,18 @@ def nano_names(collection):
 def evaluate(model, evaluators, accelerator):
     """Return {measure: value} of the evaluators, the same on all processes, which share the encoding."""
     sharded = accelerator.distributed_type == DistributedType.FSDP  # its forward passes are collective: all evaluate
-    found = {}
+    measures = {}
     # Training refuses tensors of inference mode, which a model may keep: rotary positions, or the buffers of FSDP.
     infer = partial(inspect.unwrap(type(model)._inference), model)  # without its own inference_mode
     model._inference = torch.inference_mode(False)(torch.no_grad()(infer))
     for evaluator in evaluators.values():
         with TOKENIZING, distributed_evaluation(model, not sharded) as is_mine, accelerator.autocast():
             if is_mine:
-                found |= evaluator(model)
+                measures |= evaluator(model)
     del model._inference
     model.train()
-    found = broadcast_object_list([found])[0]
-    return {measure: float(value) for measure, value in found.items()}
+    measures = broadcast_object_list([measures])[0]
+    return {name: float(value) for name, value in measures.items()}
 
 
 # ==== the path of a batch: from here to the end identical in train_cross_encoder.py
@@ -1330,10 +1330,14 @@ class Source:
                 position.stream = stream
                 has_rows = True
                 yield table.combine_chunks()
-                vars(position).update(window=position.window + 1, used=0)
+                position.window += 1
+                position.used = 0
             if not has_rows:
                 raise UserError("no row is left to train on after those that are held out: lower --eval_rows")
-            vars(position).update(epoch=position.epoch + 1, window=0, used=0, stream=None)
+            position.epoch += 1
+            position.window = 0
+            position.used = 0
+            position.stream = None
 
     def read_blocks(self):
         """Yield (Table, None) for each window of an epoch from `position` on: random blocks of neighbouring rows."""
@@ -1390,12 +1394,12 @@ def apportion(drawn, weights, count):
     drawn: rows of each source so far."""
     shares = np.array(weights) / sum(weights)
     missing = shares * (sum(drawn) + count) - drawn
-    given = np.maximum(missing.astype(int) - 1, 0)
-    if given.sum() > count:  # the weights have changed, by a resume: catch up over several calls
-        given[:] = 0
-    for _ in range(count - given.sum()):
-        given[np.argmax(missing - given)] += 1
-    return given.tolist()
+    counts = np.maximum(missing.astype(int) - 1, 0)
+    if counts.sum() > count:  # the weights have changed, by a resume: catch up over several calls
+        counts[:] = 0
+    for _ in range(count - counts.sum()):
+        counts[np.argmax(missing - counts)] += 1
+    return counts.tolist()
 
 
 def join_tables(tables, sources):
@@ -1843,9 +1847,9 @@ def parse_args(argv):
     del flags["file"]
     args = Args(**flags)
     for option in fields(args):
-        given = flags[option.name]
+        values = flags[option.name]
         least = 1e-12 if option.metadata["above_zero"] else 0
-        for value in given if isinstance(given, list) else [given]:
+        for value in values if isinstance(values, list) else [values]:
             if isinstance(value, str) and SECRET.search(value):
                 parser.error(f"--{option.name}: a URL with a credential, which files would show; use ~/.netrc")
             if option.name == "output_dir" and "://" in value:
@@ -1912,14 +1916,14 @@ def finish_model(model, args, **lora_options):
 def add_lora(model, args, options):
     """Freeze the model and add adapters to the linear layers of its transformers (Hu et al. 2021, section 4); options:
     of peft.LoraConfig, under --lora_kwargs."""
-    transformers = transformers_of(model, "--lora_rank")
+    targets = transformers_of(model, "--lora_rank")
     with user_errors("--lora_rank, --lora_kwargs (they require peft)", AttributeError, TypeError):
         from peft import LoraConfig, get_peft_model  # optional
 
         model.requires_grad_(False)  # other modules, too: the adapters contain all that is trained
         defaults = {"lora_alpha": 2 * args.lora_rank, "target_modules": "all-linear"}
         config = LoraConfig(r=args.lora_rank, **(defaults | options | args.lora_kwargs))
-        for transformer in transformers:
+        for transformer in targets:
             transformer.model = get_peft_model(transformer.model, config)
 
 
@@ -2079,10 +2083,10 @@ def flags_of_run(args):
     return {name: value for name, value in asdict(args).items() if name not in launch}
 
 
-def unchanging(args, sources):
-    """Return {flag or source: value} of all that a resume must not change. sources: description of Data."""
+def unchanging(args, description):
+    """Return {flag or source: value} of all that a resume must not change. description: that of Data."""
     options = [option.name for option in fields(args) if not option.metadata["may_change"]]
-    return {f"--{name}": getattr(args, name) for name in options} | {name: shape for name, *shape in sources}
+    return {f"--{name}": getattr(args, name) for name in options} | {name: shape for name, *shape in description}
 
 
 def check_changes(saved, args, data, accelerator):
@@ -2152,7 +2156,7 @@ class Checkpoints:
 
     args: Args
     accelerator: Accelerator
-    sources: list  # description of Data
+    description: list  # of Data
     model: torch.nn.Module  # which is trained
     optimizers: list
     model_to_save: torch.nn.Module  # `model`, or under FSDP a copy of it, on the main process
@@ -2231,7 +2235,7 @@ class Checkpoints:
         stop_together(None if is_finite else f"step {progress.step}: a weight is not finite: {LOWER_RATE}")
         if self.accelerator.is_main_process:
             progress.scaler = self.accelerator.scaler and self.accelerator.scaler.state_dict()
-            state = {"progress": asdict(progress), "unchanging": unchanging(self.args, self.sources)}
+            state = {"progress": asdict(progress), "unchanging": unchanging(self.args, self.description)}
             with save_atomically(folder) as part:
                 for name, tensors in files.items():
                     save_file(tensors, part / f"{name}.safetensors")
