@@ -1418,8 +1418,8 @@ def row_batches(sources, weights, args, state=None):
     used = state["used"]
     size = args.batch_size * args.length_window  # rows of a length window
     unit = 1 if args.mix_by == "row" else size  # rows that one source gives at a time
-    positions = [asdict(source.position) for source in sources]
     while True:
+        positions = [asdict(source.position) for source in sources]
         drawn = [position["taken"] for position in positions]
         units = apportion([rows // unit for rows in drawn], weights, size // unit)
         tables = [source.take(count * unit) for source, count in zip(sources, units) if count]
@@ -1434,6 +1434,7 @@ def row_batches(sources, weights, args, state=None):
                 positions = [asdict(source.position) for source in sources]
             rows = table.slice(order[number] * args.batch_size, args.batch_size)
             yield rows, {"sources": positions, "used": used}
+        used = 0  # also where --length_window was lowered by a resume
 
 
 # ---- from ids to texts

@@ -435,6 +435,20 @@ def test_resume_of_mixed_sources(streaming, mix_by, length_window):
         assert counts == {False: 480, True: 240}
 
 
+def test_a_resume_with_a_shorter_length_window():
+    """--accept_changes allows it: the window of the state counts as used, and the next one begins."""
+    file = write("rows.jsonl", table(150))
+
+    def batches(length_window, state=None):
+        source = open_source(False, file, batch_size=8, shuffle_buffer=40, length_window=length_window)
+        return script.row_batches([source], [1], source.args, state)
+
+    *_, (_, state) = islice(batches(6), 4)
+    states = [state for _, state in islice(batches(2, json.loads(json.dumps(state))), 3)]
+    assert [state["used"] for state in states] == [1, 0, 1]
+    assert [state["sources"][0]["taken"] for state in states] == [16, 32, 32]
+
+
 @pytest.mark.parametrize("weights", [[1], [2, 1], [0.3, 0.7], [5, 3, 2], [1, 1, 1], [10, 1, 1, 1, 1, 1]])
 @pytest.mark.parametrize("rows", [1, 7, 64])
 def test_each_source_is_always_within_a_row_of_its_share(weights, rows):
