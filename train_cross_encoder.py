@@ -669,9 +669,12 @@ def read_row(cells, step, args, random=None):
     labels = read_labels(cells, args)
     one_list = len(groups) == 1 and len(labels) == len(groups[0])
     if one_list and args.num_negatives is not None and args.loss not in TEACHER_LOSSES:
-        best = labels.index(max(labels))  # choose_documents keeps the first, and draws from the others
-        groups[0].insert(0, groups[0].pop(best))
-        labels.insert(0, labels.pop(best))
+        # choose_documents keeps the first, and draws from the others: no negative is as relevant as the positive.
+        top = max(labels)
+        best = labels.index(top)
+        order = [best, *(n for n, label in enumerate(labels) if n != best and (label < top or top <= 0))]
+        groups[0] = [groups[0][n] for n in order]
+        labels = [labels[n] for n in order]
     documents, labels = choose_documents(groups, labels, random, args)
     if not args.label_column:
         return Row(query, documents, [1.0] + [0.0] * (len(documents) - 1))

@@ -127,6 +127,18 @@ def test_the_best_of_labels_in_any_order_is_kept():
     assert {row["documents"][0] for row in read} == {"a"}  # a teacher may score a negative higher
 
 
+def test_no_other_positive_is_drawn_as_a_negative():
+    """Of labels 1, 1, 0, the second may not be drawn: the row would sometimes have no negative, and be a bad one."""
+    flags = ["--columns", "q", "list", "--num_negatives", 1, "--label_column", "y", "--loss"]
+    rows = [{"q": f"query {i}", "list": ["a", "b", "c"], "y": [0, 1, 1]} for i in range(4)]
+    for loss in ("listwise_ce", "ranknet", "bce"):
+        read = [row for epoch in epochs(9, "train_cross_encoder", rows, *flags, loss) for row in epoch]
+        assert len(read) == 36 and {(*row["documents"], *row["labels"]) for row in read} == {("b", "a", 1, 0)}
+    rows = [{"q": f"query {i}", "list": ["a", "b"], "y": [0, 0]} for i in range(4)]  # no positive: all stay
+    read = [row for epoch in epochs(2, "train_cross_encoder", rows, *flags, "bce") for row in epoch]
+    assert all(len(row["documents"]) == 2 for row in read)
+
+
 @BOTH
 def test_draws_depend_only_on_seed_and_epoch(name):
     def draw(*flags):
