@@ -1021,40 +1021,60 @@ def load_metric(name, cache_dir):
 def compute_metrics(ranking, collection, metrics):
     """Return (DataFrame of values, a row for each query and a column for each measure; {measure: value} of measures
     with one value only). As in trec_eval, a document without judgment is not relevant, and equal scores rank by
-    document id, descending. A script gets the layout of the metric trec_eval of `evaluate`."""
-    ranking = ranking.sort_values(["score", "doc_id"], ascending=False)
-    ranking = ranking[[*PAIR, "score"]].assign(rank=1 + ranking.groupby("query_id").cumcount())
-    # Providers of ir_measures break ties differently, and Compat takes documents with a score below 0 for unranked.
-    ranked = ranking.assign(score=1 / ranking["rank"])
-    queries = {query: str(number) for number, query in enumerate(collection.queries, 1)}
-    numbered = []  # qrels and ranking: some providers require numbers for ids
-    documents = {}
-    for frame in (collection.qrels, ranked):
-        names = [documents.setdefault(name, str(len(documents))) for name in frame["doc_id"]]
-        numbered.append(frame.assign(query_id=frame["query_id"].map(queries), doc_id=names))
-    names = {"query_id": "query", "doc_id": "docid", "relevance": "rel"}
-    prediction = ranking.rename(columns=names).assign(q0="Q0", system="evenstep").to_dict("list")
-    reference = collection.qrels.rename(columns=names).assign(q0="0").to_dict("list")
+    document id, descending."""
+    ranking = ranking[[*PAIR, "score"]].sort_values(["score", "doc_id"], ascending=False)
+    ranking["rank"] = 1 + ranking.groupby("query_id").cumcount()
+    scripts = {name: metric for name, metric in metrics.items() if isinstance(metric, evaluate.Metric)}
+    results = run_scripts(ranking, collection.qrels, scripts) if scripts else {}
+    found = measure_ranking(ranking, collection, [metrics[name] for name in metrics if name not in scripts])
     columns = {}
     values = {}
     for name, metric in metrics.items():
-        if isinstance(metric, evaluate.Metric):
-            with user_errors(f"--metrics {name}: does not take these rankings"):  # such as ids that are not numbers
-                metric.add_batch(predictions=[prediction], references=[reference])
-            results = metric.compute()
-        else:
-            with user_errors(f"--metrics {name}"):
-                found = {value.query_id: value.value for value in metric.iter_calc(*numbered)}
-            results = {name: {query: found[number] for query, number in queries.items() if number in found}}
-        for key, found in results.items():
+        for key, result in results.get(name, {name: found.get(metric)}).items():
             key = f"{metric.name}_{key}" if key in columns else key
-            if isinstance(found, dict):
-                columns[key] = [float(found.get(query, 0.0)) for query in collection.queries]
-            elif pd.api.types.is_number(found):  # not a name, as trec_eval returns
-                values[key] = float(found)
+            if isinstance(result, dict):
+                columns[key] = [float(result.get(query, 0.0)) for query in collection.queries]
+            elif pd.api.types.is_number(result):  # not a name, as trec_eval returns
+                values[key] = float(result)
     if not (columns or values):
         raise UserError("--metrics: the scripts return no number")
     return pd.DataFrame(columns, pd.Index(collection.queries, name="query")), values
+
+
+def measure_ranking(ranking, collection, measures):
+    """Return {measure of ir_measures: {query: value}} of a DataFrame (query_id, doc_id, rank)."""
+    documents = {}  # {id: number}; some providers require numbers, as texts
+
+    def table_of(frame, column):
+        table = {}
+        for query, part in frame.groupby("query_id", sort=False):
+            names = [documents.setdefault(name, str(len(documents))) for name in part["doc_id"]]
+            table[numbers[query]] = dict(zip(names, part[column].tolist()))
+        return table
+
+    queries = list(collection.queries)
+    numbers = {query: str(number) for number, query in enumerate(queries)}
+    qrels = table_of(collection.qrels, "relevance")
+    # Providers of ir_measures break ties differently, and Compat takes documents with a score below 0 for unranked.
+    run = table_of(ranking.assign(inverse=1 / ranking["rank"]), "inverse")
+    found = {measure: {} for measure in measures}
+    with user_errors("--metrics"):
+        for value in ir_measures.iter_calc(measures, qrels, run) if measures else ():
+            found[value.measure][queries[int(value.query_id)]] = value.value
+    return found
+
+
+def run_scripts(ranking, qrels, scripts):
+    """Return {name: what a metric script of `evaluate` returns}, which gets the layout of its metric trec_eval."""
+    names = {"query_id": "query", "doc_id": "docid", "relevance": "rel"}
+    prediction = ranking.rename(columns=names).assign(q0="Q0", system="evenstep").to_dict("list")
+    reference = qrels.rename(columns=names).assign(q0="0").to_dict("list")
+    results = {}
+    for name, script in scripts.items():
+        with user_errors(f"--metrics {name}: does not take these rankings"):  # such as ids that are not numbers
+            script.add_batch(predictions=[prediction], references=[reference])
+        results[name] = script.compute()
+    return results
 
 
 def bootstrap_interval(samples):
@@ -1166,13 +1186,15 @@ def write_rankings(collections, runs, args):
 
 
 def write_trec(path, name, ranking):
-    """Write a ranking as a TREC run file, separated by tabs, as ids may contain spaces."""
-    with open(path, "w", encoding="utf-8") as file:
-        for query, part in ranking.groupby("query_id", sort=False):
-            for rank, (document, score) in enumerate(zip(part["doc_id"], part["score"]), start=1):
-                fields = [query, "Q0", document, str(rank), f"{score:.9g}", name.replace(" ", "_")]
-                fields = [re.sub(r"[\t\r\n]", "_", field) for field in fields]
-                print(*fields, sep="\t", file=file)
+    """Write a ranking as a TREC run file; separated by tabs if an id contains a space."""
+    table = ranking[PAIR].replace(r"[\t\r\n]", "_", regex=True)
+    separator = "\t" if table.map(re.compile(r"\s").search).notna().any(axis=None) else " "
+    table = table.assign(q0="Q0", score=ranking["score"], tag=re.sub(r"\s", "_", name))
+    table = table.sort_values("query_id", kind="stable", key=lambda ids: pd.factorize(ids)[0])
+    table["rank"] = 1 + table.groupby("query_id").cumcount()
+    columns = ["query_id", "q0", "doc_id", "rank", "score", "tag"]
+    options = {"header": False, "index": False, "quoting": csv.QUOTE_NONE, "float_format": "%.9g"}
+    table[columns].to_csv(path, sep=separator, **options)
 
 
 def write_results(collections, runs, measured, origin, args):
