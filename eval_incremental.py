@@ -121,7 +121,6 @@ class Args:
         ["nDCG@10", "RR@10", "R@100", "AP@100"],
         "of ir_measures (without a cutoff: of 1,000 documents), or scripts of `evaluate`: my.py",
     )
-    judged: bool = flag(False, "also write judged.trec: scores of judged documents, for mine_negatives.py --judged")
     export_vectors: str | None = flag(None, "write the corpus vectors to this new folder as Parquet shards instead")
     output: str | None = flag(None, "new file of --annotate: .jsonl or .parquet")
     output_dir: str = flag("runs/eval", "folder for the results")
@@ -132,8 +131,8 @@ def check_flags(args):
     tasks = [name for name in ("query", "export_vectors", "annotate") if getattr(args, name)]
     if len(tasks) > 1:
         raise UserError("--query, --export_vectors, --annotate: give only one of them")
-    if tasks and (args.run or args.bm25 or args.fuse or args.judged or len(args.model_name_or_path) > 1):
-        raise UserError(f"--{tasks[0]} takes one --model_name_or_path, and none of --run, --bm25, --fuse, --judged")
+    if tasks and (args.run or args.bm25 or args.fuse or len(args.model_name_or_path) > 1):
+        raise UserError(f"--{tasks[0]} takes one --model_name_or_path, and none of --run, --bm25, --fuse")
     depths = [check_measure(name) for name in args.metrics if not is_script(name)]
     args.top_k = args.top_k or (10 if args.query else 100)
     if not tasks:
@@ -414,10 +413,6 @@ class Collection:
         """Return a mask of the rows of a ranking or of judgments that are left out by omit_same_id."""
         return self.omit_same_id & (frame["query_id"] == frame["doc_id"])
 
-    def judged_pairs(self):
-        """Return the judgments of pairs that can be ranked."""
-        return self.qrels[~self.same_id(self.qrels)]
-
 
 def open_collections(args):
     """Return the Collections of --beir, or the one of --corpus or --pairs."""
@@ -563,7 +558,6 @@ class Run:
     name: str
     ranking: pd.DataFrame  # query_id, doc_id, score; per query, best first
     metadata: dict  # its entry in metrics.json
-    judged: pd.DataFrame | None = None  # the same for all judged documents (--judged)
     texts: dict = field(default_factory=dict)  # {document id: text}, in a search
 
 
@@ -614,57 +608,48 @@ def retrieve(encoder, name, collection, args, accelerator):
     results = max(args.top_k, args.rerank_k) if args.query else args.top_k  # a search may rerank more than it prints
     depth = results + collection.omit_same_id
     top = TopK(queries, min(depth, corpus.rows or depth))
-    judged = collection.judged_pairs()
-    numbers = {query: number for number, query in enumerate(collection.queries)}
-    judged = judged.assign(query=judged["query_id"].map(numbers))
-    judged_ids = pa.array(judged["doc_id"].unique(), pa.large_string())
+    judged_ids = pa.array(collection.qrels["doc_id"].unique(), pa.large_string())
     encoder.open_bar(f"{name} {collection.name}", corpus.rows)
-    best, scored = search_chunks(encoder, corpus, top, judged, judged_ids, with_texts=bool(args.query))
+    best, judged = search_chunks(encoder, corpus, top, judged_ids, with_texts=bool(args.query))
 
     # ---- merge the results of all processes; replace rows by ids
     top.merge(accelerator)
     metadata = encoder.metadata()
-    parts = gather_object([(best, scored, corpus.empty)])
+    parts = gather_object([(best, judged, corpus.empty)])
     best = dict(chain.from_iterable(part[0].items() for part in parts))
-    scored = pd.concat(chain.from_iterable(part[1] for part in parts))
+    judged = sum((part[1] for part in parts), Counter())
     empty = sum(part[2] for part in parts)
     if not best:
         raise UserError(f"{corpus.name}: contains no document")
     ranking = top.frame(list(collection.queries))
     ranking["doc_id"] = [best[row][0] for row in ranking.pop("row")]
-    again = [ranking[ranking.duplicated(PAIR)], scored[scored.duplicated(PAIR)]]
-    repeated = pd.concat(again)["doc_id"]
-    missing = len(judged_ids) - scored["doc_id"].nunique()
+    repeated = {*ranking.loc[ranking.duplicated(PAIR), "doc_id"], *(name for name in judged if judged[name] > 1)}
     counts = {
-        REPEATED_IDS: repeated.nunique(),
-        "judged documents are not in the corpus; they count as not found": missing,
+        REPEATED_IDS: len(repeated),
+        "judged documents are not in the corpus; they count as not found": len(judged_ids) - len(judged),
         "documents are empty; encoded as the empty string": empty,
         "of the oldest blocks were removed, to keep --cache_size_limit": encoder.cache.removed,
     }
     run = make_run(name, ranking, collection, metadata, counts, results)
-    if args.judged:
-        run.judged = scored.sort_values("score", ascending=False, kind="stable").drop_duplicates(PAIR)
     if args.query:
         prompt = encoder.prompts[1]
         run.texts = {name: text.removeprefix(prompt) for name, text in best.values()}
     return run
 
 
-def search_chunks(encoder, corpus, top, judged, judged_ids, with_texts):
+def search_chunks(encoder, corpus, top, judged_ids, with_texts):
     """Add the documents of this process' chunks to the TopK. Return ({row: (id, text)} of those that are among the
-    best, and some that were; a list of DataFrames: scores of the judged documents)."""
+    best, and some that were; a Counter of the judged ids)."""
     best = {}
-    scored = [judged[:0][PAIR].assign(score=0.0)]
+    judged = Counter()
     for chunk in prefetch(corpus.chunks(encoder.prompts[1], encoder.process, encoder.processes)):
         vectors = encoder.for_search(encoder(chunk))
         top.add(vectors, chunk.first)
         best |= documents_of(chunk, top.rows, with_texts)
         if len(best) > 4 * top.rows.numel():
             best = {row: best[row] for row in top.rows.unique().tolist() if row >= 0}
-        rows = np.flatnonzero(pc.is_in(chunk.ids, judged_ids).to_numpy(False))
-        if len(rows):
-            scored.append(score_judged(chunk.ids.take(rows), vectors[rows], top.queries, judged))
-    return best, scored
+        judged.update(chunk.ids.filter(pc.is_in(chunk.ids, judged_ids)).to_pylist())
+    return best, judged
 
 
 def documents_of(chunk, rows, with_texts):
@@ -674,14 +659,6 @@ def documents_of(chunk, rows, with_texts):
     ids = chunk.ids.take(in_chunk).to_pylist()
     texts = chunk.texts.take(in_chunk).to_pylist() if with_texts else [""] * len(rows)
     return dict(zip(rows, zip(ids, texts)))
-
-
-def score_judged(ids, vectors, queries, judged):
-    """Return a DataFrame (query_id, doc_id, score) of the judgments of documents; ids: (n,); vectors: (n, D)."""
-    rows = pd.DataFrame({"doc_id": ids.to_pylist()})
-    found = rows.assign(row=rows.index).merge(judged)
-    products = queries[found["query"].tolist()] * vectors[found["row"].tolist()]  # (judgments, D)
-    return found[PAIR].assign(score=products.sum(1).tolist())
 
 
 MAX_SCORES = 2**24  # scores in a tile: 64 MB of float32
@@ -760,13 +737,11 @@ class TopK:
 def rerank(run, scorer, collection, args, accelerator):
     """Return the Run with the first --rerank_k documents of each query sorted by a cross-encoder's scores.
     The other documents rank below them in their former order, so that deeper measures lose nothing."""
-    first = run.ranking.groupby("query_id").head(args.rerank_k)
-    judged = collection.judged_pairs() if args.judged else run.ranking[:0]
-    requested = pd.concat([first, judged])[PAIR].drop_duplicates()
-    scorer.open_bar(f"{run.name} {scorer.path}", len(requested))
-    scores = score_pairs(scorer, requested, collection, args, accelerator)
+    first = run.ranking.groupby("query_id").head(args.rerank_k)[PAIR]
+    scorer.open_bar(f"{run.name} {scorer.path}", len(first))
+    scores = score_pairs(scorer, first, collection, args, accelerator)
     metadata = scorer.metadata()
-    found = first[PAIR].merge(scores)
+    found = first.merge(scores)
     missing = {"documents to rerank are not in the corpus; they rank last": len(first) - len(found)}
     metadata |= {"same_id_left_out": run.metadata["same_id_left_out"], "warnings": warnings_of(missing)}
 
@@ -777,10 +752,7 @@ def rerank(run, scorer, collection, args, accelerator):
     behind = ranking["score"].isna().groupby(ranking["query_id"]).cumsum()
     ranking["score"] = ranking["score"].fillna(lowest - behind)
     (model,) = short_names([scorer.path])
-    reranked = Run(f"{run.name}+{model}", ranking, metadata, texts=run.texts)
-    if args.judged:
-        reranked.judged = scores.merge(judged[PAIR])
-    return reranked
+    return Run(f"{run.name}+{model}", ranking, metadata, run.texts)
 
 
 def score_pairs(scorer, requested, collection, args, accelerator):
@@ -1171,7 +1143,7 @@ def provenance(accelerator):
 
 
 def write_rankings(collections, runs, args):
-    """Write run.trec of each ranking and, if there are scores of judged documents, judged.trec."""
+    """Write run.trec of each ranking."""
     for collection, found in zip(collections, runs):
         for run in found:
             name = Path(collection.name if len(runs) > 1 else "")
@@ -1181,8 +1153,6 @@ def write_rankings(collections, runs, args):
             folder = Path(args.output_dir, name)
             folder.mkdir(parents=True, exist_ok=True)
             write_trec(folder / "run.trec", run.name, run.ranking)
-            if run.judged is not None:
-                write_trec(folder / "judged.trec", run.name, run.judged)
 
 
 def write_trec(path, name, ranking):

@@ -59,7 +59,6 @@ def flag(default, help):
 @dataclass
 class Args:
     run: str | None = flag(None, "run file of any system to take negatives from: query Q0 document rank score tag")
-    judged: str | None = flag(None, "the same system's scores of judged documents, for positives not in --run")
     pairs: list[str] = flag([], "sources of (query, document) rows, with the ids of eval_incremental.py --pairs")
     columns: list[str] = flag([], "query and document column of --pairs; none: the first two")
     beir: str | None = flag(None, "folder or Hub id of a collection in the layout of BEIR, NanoBEIR or MTEB")
@@ -130,12 +129,11 @@ def main(args):
     has_text = positives.text_index >= 0
     is_own = positives.query_document.isin(own.query_document)
     positives = positives[has_query & has_text & ~is_own]
-    scored = pd.concat([run, pairs["judged"]]).drop_duplicates("query_document")
-    scores = scored.set_index("query_document").score
+    scores = run.drop_duplicates("query_document").set_index("query_document").score
     positives = positives.assign(score=positives.query_document.map(scores))
     num_queries = positives.query_index.nunique()
     num_scores = positives.score.count()
-    print(f"{len(positives):,} positives of {num_queries:,} queries; {num_scores:,} have a score (see --judged)")
+    print(f"{len(positives):,} positives of {num_queries:,} queries; {num_scores:,} have a score")
 
     # negatives and rows
     negatives = pick_negatives(run, positives, own, args)
@@ -194,21 +192,17 @@ def read_pairs(args):
         query_document=high_bits + document,
         query_text=high_bits + text_index,
     )
-    sources = ("positives", "own", "run", "judged")
-    by_source = {name: pairs[pairs.source == name] for name in sources}
+    by_source = {name: pairs[pairs.source == name] for name in ("positives", "own", "run")}
     return by_source, queries, texts
 
 
 def read_ids(qrels, args):
-    """Return a DataFrame (source, query_id, doc_id, score) of four sources: positives (pairs judged above 0, without a
-    score), run, judged, and own (each query with the document of its own id, unless --keep_same_id)."""
+    """Return a DataFrame (source, query_id, doc_id, score) of three sources: positives (pairs judged above 0, without
+    a score), run, and own (each query with the document of its own id, unless --keep_same_id)."""
     qrels = qrels.drop_duplicates(PAIR, keep="last")
     positives = qrels[qrels.relevance > 0].drop(columns="relevance")
     run = read_trec(args.run, "run")
     frames = [positives.assign(source="positives"), run.assign(source="run")]
-    if args.judged:
-        judged = read_trec(args.judged, "run")
-        frames.append(judged.assign(source="judged"))
     if not (args.keep_same_id or args.pairs):  # ids of pairs are row numbers: query 5 may well be about document 5
         frames.append(positives.assign(source="own", doc_id=positives.query_id))
     return pd.concat(frames, ignore_index=True)

@@ -69,7 +69,6 @@ def main():
                 "streaming, cached": ["--streaming"],
                 "mapped, cached, with the Arrow table made": [],
                 "mapped, cached": [],
-                "mapped, cached, judged documents scored": ["--judged"],
             }.items():
                 command = [sys.executable, ROOT / "eval_incremental.py", "--model_name_or_path", work / "model"]
                 command += ["--corpus", folder / "corpus.parquet", "--queries", folder / "queries.jsonl"]

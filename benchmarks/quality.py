@@ -51,10 +51,10 @@ def prepare(args, folder):
     if (folder / "fixed.jsonl").exists():
         return
     options = ["--beir", args.beir, "--cache_dir", folder / "cache", "--model_name_or_path", args.model]
-    ranked = ["--split", "train", "--judged", "--top_k", 200, "--max_length", args.eval_length]
+    ranked = ["--split", "train", "--top_k", 200, "--max_length", args.eval_length]
     run(folder / "logs/rank.log", "eval_incremental.py", *options, *ranked, "--output_dir", folder / "train")
     rules = ["--range_max", 50, "--relative_margin", 0.05, "--sampling_strategy", "random", "--num_negatives", 20]
-    runs = ["--run", folder / "train/run.trec", "--judged", folder / "train/judged.trec"]
+    runs = ["--run", folder / "train/run.trec"]
     mined = ["--format", "labeled-list", "--output", folder / "mined.jsonl", "--overwrite"]
     run(folder / "logs/mine.log", "mine_negatives.py", "--beir", args.beir, *runs, *rules, *mined)
 

@@ -3,7 +3,7 @@
     python benchmarks/reranker.py MODEL_FOLDER BEIR_FOLDER RUN_FILE [--steps 40] [--num_negatives 5] [--rerank_k 50]
 
 mine_negatives.py turns the first stage's RUN_FILE into labelled pairs, as training_gooaq_bce.py of
-sentence-transformers does (--judged adds its margin of 0, for queries with one positive): batch 64, learning rate
+sentence-transformers does (--absolute_margin 0 adds its margin): batch 64, learning rate
 2e-5, warmup 0.1, bce with pos_weight 5. Each side trains one epoch on the same STEPS x 64 of them in a process of its
 own; both models then rerank the first documents of the same ranking. A collection without train judgments is split:
 every other query (by id) is trained on, the others are tested. Seconds are those of all steps, without loading.
@@ -47,7 +47,7 @@ def mine(args, beir, folder):
     """Write rows.jsonl: as many labelled pairs as both sides train on, in random order."""
     flags = ["--beir", beir, "--run", args.run, "--format", "labeled-pair", "--num_negatives", args.num_negatives]
     flags += ["--keep_same_id"] * args.keep_same_id
-    flags += ["--judged", args.judged, "--absolute_margin", 0] if args.judged else []
+    flags += [] if args.absolute_margin is None else ["--absolute_margin", args.absolute_margin]
     command = [ROOT / "mine_negatives.py", *flags, "--output", folder / "mined.jsonl", "--overwrite"]
     run(folder / "mine.log", command)
     lines = (folder / "mined.jsonl").read_text().splitlines(keepends=True)
@@ -134,7 +134,7 @@ def main():
     parser.add_argument("beir", type=Path)
     parser.add_argument("run", help="TREC run file of the first stage, for queries to train on and to test")
     parser.add_argument(
-        "--judged", help="its scores of judged documents: negatives then score at most as the positive"
+        "--absolute_margin", type=float, help="of mine_negatives.py, which ranks positives by RUN_FILE"
     )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument(

@@ -784,7 +784,7 @@ def test_copied_alone_without_a_home_and_help(tmp_path, beir, bert):
     shown = launch(SCRIPT, "--help").stdout
     documented = """
         model_name_or_path beir corpus queries qrels pairs columns streaming cache_dir output_dir metrics top_k query
-        run prompts truncate_dim max_length bm25 cache_info cache_clear cache_size_limit judged
+        run prompts truncate_dim max_length bm25 cache_info cache_clear cache_size_limit
     """
     for flag in documented.split():
         assert f"--{flag}" in shown, flag

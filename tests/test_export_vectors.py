@@ -238,9 +238,7 @@ def test_again_and_after_a_change(export, tmp_path, beir, bert):
 # ---------------------------------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize(
-    "flags", [["--model_name_or_path", "a", "b"], ["--query", "x"], ["--run", "r"], ["--bm25"], ["--judged"]]
-)
+@pytest.mark.parametrize("flags", [["--model_name_or_path", "a", "b"], ["--query", "x"], ["--run", "r"], ["--bm25"]])
 def test_usage(flags, capsys):
     with pytest.raises(SystemExit):
         script.parse_args(["--corpus", "c.jsonl", "--export_vectors", "v", "--queries", "q", "--qrels", "r", *flags])

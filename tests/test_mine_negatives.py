@@ -38,15 +38,13 @@ def write_run(path, scores):
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory, bert, beir):
-    """Folder with scores.npy, (60, 293), of `beir` by SentenceTransformer, and the positives' scores in judged.run."""
+    """Folder with scores.npy, (60, 293), of `beir` by SentenceTransformer."""
     from sentence_transformers import SentenceTransformer
 
     folder, model = tmp_path_factory.mktemp("embedded"), SentenceTransformer(str(bert), device="cpu")
     texts = [[row["text"].strip() for row in read(beir / name)] for name in NAMES]
     queries, documents = (model.encode(part, normalize_embeddings=True) for part in texts)
-    np.save(folder / "scores.npy", scores := queries @ documents.T)
-    pairs = [(i, i) for i in range(60)] + [(1, 7)]
-    write_run(folder / "judged.run", {(f"q{q}", f"d{d}"): scores[q, d] for q, d in pairs})
+    np.save(folder / "scores.npy", queries @ documents.T)
     return folder
 
 
@@ -68,10 +66,11 @@ def mine_embedded(embedded, beir, tmp_path, options, *flags):
     """Return the rows of `embedded` that the script writes for the same options."""
     scores = np.load(embedded / "scores.npy")
     best = np.argsort(-scores, axis=1)[:, : options["range_max"] + 2]  # the number that the library retrieves
-    write_run(tmp_path / "x.run", {(f"q{q}", f"d{d}"): scores[q, d] for q in range(60) for d in best[q]})
+    pairs = {(q, d) for q in range(60) for d in best[q]} | {(i, i) for i in range(60)} | {(1, 7)}  # with all positives
+    write_run(tmp_path / "x.run", {(f"q{q}", f"d{d}"): scores[q, d] for q, d in pairs})
     rules = [word for name, value in options.items() for word in (f"--{name}", value)]
-    return mine(tmp_path, "--beir", beir, "--split", "test", "--run", tmp_path / "x.run", "--judged",
-                embedded / "judged.run", "--num_negatives", 3, *rules, *flags)  # fmt: skip
+    return mine(tmp_path, "--beir", beir, "--split", "test", "--run", tmp_path / "x.run", "--num_negatives", 3,
+                *rules, *flags)  # fmt: skip
 
 
 MARGINS = {"absolute_margin": -0.02}, {"relative_margin": -0.03, "range_min": 1, "range_max": 40}
@@ -208,7 +207,7 @@ def test_pairs_have_the_ids_of_the_evaluator(tmp_path, evaluate, bert, form):
         with open(tmp_path / name, "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([["number", "query", "title"], *((5, *pair) for pair in part)])
     pairs = ["--pairs", tmp_path / "a.csv", tmp_path / "b.csv", "--columns", "query", "title"]
-    evaluate(*pairs, "--model_name_or_path", bert, "--corpus_chunk_size", 4, "--judged", output="runs")
+    evaluate(*pairs, "--model_name_or_path", bert, "--corpus_chunk_size", 4, output="runs")
     run = (tmp_path / "runs/run.trec").read_text().split()
     assert {*run[::6]} == {*QUERIES} and {*run[2::6]} == {*DOCUMENTS} and len(run) == 6 * 6 * 6
 
@@ -240,23 +239,6 @@ def test_positives_without_a_score(small, tmp_path, capsys):
     assert f"{7:12} {4:12}  within -20.0 of the lowest positive, or a positive has no score" in capsys.readouterr().out
     rows = mine(tmp_path, *flags, "--relative_margin", -20)
     assert len(rows) == 4 and all("scores" in row for row in rows)
-    (small / "judged.run").write_text("d0 Q0 d1 1 13 x\n")
-    flags += ["--judged", small / "judged.run"]
-    assert mine(tmp_path, *flags)[0]["scores"] == [13, 14, 13]
-    rows = mine(tmp_path, *flags, "--absolute_margin", 1)  # other positives score below all candidates
-    assert [row["scores"] for row in rows] == [[13, 12, 11]]
-
-
-@pytest.mark.parametrize("rule", ["--absolute_margin", "--relative_margin"])
-def test_judged_scores_change_nothing_under_a_margin(embedded, beir, tmp_path, rule):
-    """A positive outside of a run scores below all that the run has, so that its score leaves no candidate either."""
-    scores = np.load(embedded / "scores.npy")
-    best = np.argsort(-scores, axis=1)[:, :60]
-    write_run(tmp_path / "x.run", {(f"q{q}", f"d{d}"): scores[q, d] for q in range(60) for d in best[q]})
-    run = ["--beir", beir, "--split", "test", "--run", tmp_path / "x.run", "--num_negatives", 2]
-    rows = mine(tmp_path, *run, rule, 0)
-    assert rows == mine(tmp_path, *run, rule, 0, "--judged", embedded / "judged.run") and 5 < len(rows) < 40
-    assert len(mine(tmp_path, *run, "--judged", embedded / "judged.run")) > 50
 
 
 TRAINERS = {  # form: the trainer it is meant for, and the flags that the script prints, or a part of them
@@ -290,7 +272,7 @@ def test_trainers_read_each_form(embedded, beir, bert, tmp_path, capsys, form):
 
 def test_the_hint_names_whose_scores_a_student_would_learn(small, tmp_path, capsys):
     """Mined by a bi-encoder, they are its own: it would be distilled into itself."""
-    mine(tmp_path, "--beir", small, "--run", small / "x.run", "--judged", small / "x.run")
+    mine(tmp_path, "--beir", small, "--run", small / "x.run")
     hint = f"to distill the model that scored {small / 'x.run'}, if it is a stronger one: --label_column scores"
     assert capsys.readouterr().out.splitlines()[-1].startswith(hint)
 

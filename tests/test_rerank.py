@@ -145,39 +145,6 @@ def flags_for(beir, run_file, reranker, folder):
     return [*models, "--beir", beir, *places, "--corpus_chunk_size", 97, "--micro_batch_tokens", 1024]
 
 
-def test_scores_of_judged_documents(evaluate, beir, bert, reranker, tmp_path):
-    """All judged documents, also those beyond --top_k and --rerank_k, have the scores of the library."""
-    from sentence_transformers import CrossEncoder, SentenceTransformer
-
-    short = tmp_path / "short"  # no pair is truncated
-    for name, length in (("corpus", 200), ("queries", 60)):
-        records = map(json.loads, (beir / f"{name}.jsonl").read_text().splitlines())
-        write_jsonl(short / f"{name}.jsonl", [record | {"text": record["text"][:length]} for record in records])
-    shutil.copytree(beir / "qrels", short / "qrels")
-    flags = ["--beir", short, "--cross_encoder", reranker, "--top_k", 3, "--rerank_k", 2, "--metrics", "RR@3"]
-    flags += ["--judged", "--cache_dtype", "float32"]
-    got = evaluate(*flags)
-    queries, documents = texts_of(short)
-    qrels = [line.split("\t")[:2] for line in (short / "qrels/test.tsv").read_text().splitlines()[1:]]
-    pairs = [(queries[query].strip(), documents[document].strip()) for query, document in qrels]
-    model = SentenceTransformer(str(bert), device="cpu")
-    one, two = (model.encode([pair[i] for pair in pairs], normalize_embeddings=True) for i in (0, 1))
-    logits = CrossEncoder(str(reranker), device="cpu").predict(pairs, activation_fn=torch.nn.Identity())
-    for result, scores in zip(got["models"], ((one * two).sum(1), logits)):
-        judged = read_run(tmp_path / "out" / result["name"] / "judged.trec")
-        assert all(found == sorted(found, key=lambda pair: -pair[1]) for found in judged.values())
-        judged = {(query, document): score for query, found in judged.items() for document, score in found}
-        assert judged == {tuple(pair): pytest.approx(float(score), abs=1e-3) for pair, score in zip(qrels, scores)}
-        for query, found in read_run(tmp_path / "out" / result["name"] / "run.trec").items():
-            for document, score in found[:2]:
-                assert judged.get((query, document), score) == pytest.approx(score, abs=1e-6)
-    again = evaluate(*flags, "--streaming", output="again")["models"]
-    assert again[0]["texts"]["encoded"] == again[1]["pairs"]["scored"] == 0
-    for result in again:
-        name = f"{result['name']}/judged.trec"
-        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
-
-
 def test_two_processes_give_the_ranking_of_one(tmp_path, beir, run_file, reranker):
     """The last digit of a score may depend on the other pairs of its micro-batch, and on the processor."""
     name = "out/first.trec+" + reranker.name + "/run.trec"
@@ -262,11 +229,6 @@ def test_unknown_documents_are_measured_and_rank_last(evaluate, beir, reranker, 
     assert before["metrics"]["RR"]["mean"] == pytest.approx(0.5 / 60)
     assert after["metrics"]["RR"]["mean"] == pytest.approx(1 / 60)
     assert after["warnings"] == ["1 documents to rerank are not in the corpus; they rank last"]
-    folder = shutil.copytree(beir, tmp_path / "judged")
-    with open(folder / "qrels/test.tsv", "a") as file:
-        file.write("q0\tgone\t1\n")
-    after = evaluate(*flags[2:], "--beir", folder, "--cross_encoder", reranker, "--judged")["models"][1]
-    assert after["warnings"] == ["1 documents to rerank are not in the corpus; they rank last"]  # not "gone" as well
 
 
 @pytest.mark.parametrize("which", ["bi-encoder", "several labels", "nowhere", "damaged"])

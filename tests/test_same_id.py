@@ -132,15 +132,6 @@ def test_bm25_still_ranks_top_k(evaluate, tmp_path):
     assert names == ["out_BM25", "BM25"]
 
 
-def test_judged_documents_are_scored_without_it(evaluate, sixty, tmp_path):
-    """Six queries are judged relevant to themselves."""
-    for name, extra, count in (("left_out", [], 0), ("kept", ["--keep_same_id"], 6)):
-        evaluate("--beir", sixty, "--judged", *extra, output=name)
-        judged = read_run(tmp_path / name / "judged.trec")
-        assert sum(query in found for query, found in judged.items()) == count
-        assert sum(map(len, judged.values())) > 200
-
-
 def test_row_numbers_are_not_ids(evaluate, tmp_path, rows):
     """In --pairs, and in tables with row numbers as ids, document i is relevant to query i and is not left out."""
     write_jsonl(tmp_path / "p.jsonl", [{"q": row["docstring"], "d": row["docstring"] + " x"} for row in rows[:20]])
