@@ -18,7 +18,7 @@ resume a killed run. Vectors are cached by their text and a fingerprint of the m
 best documents of each query; its scores are cached in the same way, by query and document.
 
 Output: metrics.json, report.png, and for each ranking run.trec and per_query.csv.
-Left out on purpose: approximate search, asymmetric models (Router), similarities other than cosine and dot product.
+Left out on purpose: approximate search, similarities other than cosine and dot product.
 """
 
 # /// script
@@ -31,7 +31,9 @@ Left out on purpose: approximate search, asymmetric models (Router), similaritie
 # ///
 
 import csv
+import gc
 import hashlib
+import inspect
 import io
 import json
 import math
@@ -43,6 +45,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -50,7 +53,7 @@ from bisect import bisect_right
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import lru_cache, partial
 from importlib.metadata import version
@@ -233,9 +236,8 @@ from matplotlib.figure import Figure
 from pyarrow.dataset import ParquetFragmentScanOptions
 from scipy.stats import bootstrap, permutation_test
 from sentence_transformers import CrossEncoder, SentenceTransformer
-from sentence_transformers.cross_encoder.modules import LogitScore
-from sentence_transformers.sentence_transformer.modules import Pooling
-from tokenizers import Tokenizer
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.sentence_transformer.modules import Router, StaticEmbedding
 from tqdm.auto import tqdm
 
 # ---- main
@@ -265,23 +267,21 @@ def main(args):
     runs = [[] for _ in collections]
     for path in args.run:
         runs[0].append(read_run(path, names[path], collections[0]))
-    encoders = [CachedEncoder(path, args, accelerator) for path in args.model_name_or_path]
-    scorer = CachedScorer(args.cross_encoder, args, accelerator) if args.cross_encoder else None
-    for encoder in encoders:
-        encoder.open(args)
+    for path in args.model_name_or_path:
+        encoder = CachedEncoder(path, args, accelerator)
         if args.export_vectors is not None:
             return export_vectors(encoder, collections[0], args, accelerator)
         for collection, found in zip(collections, runs):
-            found.append(retrieve(encoder, names[encoder.path], collection, args, accelerator))
-        encoder.close()
+            found.append(retrieve(encoder, names[path], collection, args, accelerator))
+        encoder.close()  # before the next one is loaded
     if args.bm25:
         for collection, found in zip(collections, runs):
             found.append(bm25_run(collection, args, accelerator))
     if args.fuse:
         for collection, found in zip(collections, runs):
             found.append(fuse(found, collection))
-    if scorer:
-        scorer.open(args)
+    if args.cross_encoder:
+        scorer = CachedScorer(args.cross_encoder, args, accelerator)
         for collection, found in zip(collections, runs):
             found += [rerank(run, scorer, collection, args, accelerator) for run in found]
         scorer.close()
@@ -315,19 +315,137 @@ def main(args):
     return None
 
 
-# ---- collections
-
-PAIR = ["query_id", "doc_id"]  # columns that identify a row of a ranking or of judgments
+# ---- the incremental pass
 
 
 @dataclass
 class Chunk:
-    """Consecutive rows of a corpus, as they are encoded."""
+    """Consecutive rows of a corpus, or other texts, as they are encoded."""
 
-    first: int  # row number of the first text, from 0
-    ids: pa.Array  # (n,) large_string; None for queries and pairs
-    texts: pa.Array  # (n,) large_string, prompt included; for a cross-encoder structs (query, document)
-    hashes: np.ndarray  # (n,) V16, of the texts
+    role: str  # "query", "document" or, for a cross-encoder, "pair"
+    texts: pa.Array  # (n,) large_string, without the prompt; of pairs structs (query, document)
+    hashes: np.ndarray  # (n,) V16, of prompts and texts
+    ids: pa.Array | None = None  # (n,) large_string; only of a corpus
+    first: int = 0  # row number of the first text, from 0
+
+
+def cached_vectors(encoder, chunk):
+    """Return the (n, D) vectors of a Chunk as cached: in --cache_dtype, or float32 for int8."""
+    rows, found = encoder.cache.lookup(chunk.hashes)
+    new = np.flatnonzero(~found)
+    codes, distinct = pd.factorize(chunk.hashes[new].astype(object))
+    encoder.count(len(found), len(distinct))
+    if len(new):
+        first = np.unique(codes, return_index=True)[1]  # of each distinct text
+        texts = chunk.texts.take(new[first]).to_pylist()
+        packed = encoder.cache.pack(encoder.compute(texts, chunk.role))[codes]
+        encoder.cache.store(chunk.hashes[new], packed)
+        rows[new] = packed
+    return encoder.cache.unpack(rows)
+
+
+def search(encoder, queries, collection, depth, with_texts):
+    """Score the documents of this process' chunks against all queries, (Q, D). Return a TopK of `depth`, {row: (id,
+    text)} of those documents that are in it, and some that were, and a Counter of the judged ids."""
+    corpus = collection.corpus
+    top = TopK(queries, min(depth, corpus.rows or depth))
+    judged_ids = pa.array(collection.qrels["doc_id"].unique(), pa.large_string())
+    documents = {}
+    judged = Counter()
+    for chunk in prefetch(encoder.chunks(corpus)):
+        top.add(encoder.for_search(cached_vectors(encoder, chunk)), chunk.first)
+        documents |= documents_of(chunk, top.rows, with_texts)
+        if len(documents) > 4 * top.rows.numel():
+            documents = {row: documents[row] for row in top.rows.unique().tolist() if row >= 0}
+        judged.update(chunk.ids.filter(pc.is_in(chunk.ids, judged_ids)).to_pylist())
+    return top, documents, judged
+
+
+def documents_of(chunk, rows, with_texts):
+    """Return {row: (id, text)} of the documents of a chunk among `rows` of the corpus; texts only if asked for."""
+    rows = rows[rows >= chunk.first].unique().tolist()
+    in_chunk = pa.array([row - chunk.first for row in rows], pa.int64())
+    ids = chunk.ids.take(in_chunk).to_pylist()
+    texts = chunk.texts.take(in_chunk).to_pylist() if with_texts else [""] * len(rows)
+    return dict(zip(rows, zip(ids, texts)))
+
+
+MAX_SCORES = 2**24  # scores in a tile: 64 MB of float32
+
+
+class TopK:
+    """Keep the K best documents of each query; equal scores rank in the order of the corpus."""
+
+    def __init__(self, queries, k):
+        self.queries = queries  # (Q, D) float32
+        shape = len(queries), k
+        self.scores = torch.full(shape, -torch.inf, device=queries.device)  # (Q, K), descending
+        self.rows = torch.full(shape, -1, device=queries.device)  # (Q, K) int64, -1: none yet
+
+    def add(self, documents, first):
+        """Score (n, D) documents, corpus rows `first` and following; calls must be in corpus order."""
+        # The last columns of a product are summed in another order: pad, so that equal documents score equally.
+        padded = F.pad(documents, (0, 0, 0, -len(documents) % 64))
+        tile = max(1, MAX_SCORES // len(documents))
+        for begin in range(0, len(self.queries), tile):
+            scores = self.queries[begin : begin + tile] @ padded.T
+            self.add_tile(scores[:, : len(documents)], begin, first)
+
+    def add_tile(self, scores, begin, first):
+        """Add the (q, n) scores of q queries, from number `begin` on, for corpus rows `first` and following."""
+        end = begin + len(scores)
+        best = self.scores[begin:end]  # (q, K)
+        rows = self.rows[begin:end]
+        k = best.shape[1]
+        # Few documents exceed a query's K-th best; only they are sorted. An equal one ranks below, being later.
+        passed = scores > best[:, -1:]
+        if scores.shape[1] > k and passed.sum(1).max() > 2 * k:  # the first chunks
+            lowest = scores.topk(k).values[:, -1:]
+            passed &= scores >= lowest  # ties with the K-th as well
+        query, document = torch.nonzero(passed, as_tuple=True)
+        if len(query) == 0:
+            return
+        counts = torch.bincount(query, minlength=len(best))
+        starts = counts.cumsum(0) - counts
+        numbers = torch.arange(len(query), device=query.device)
+        slot = numbers - starts[query]  # the query's first, second, ...
+        more = best.new_full((len(best), int(counts.max())), -torch.inf)  # (q, m)
+        more[query, slot] = scores[query, document]
+        more_rows = rows.new_full(more.shape, -1)
+        more_rows[query, slot] = document + first
+        scores = torch.cat([best, more], 1)
+        rows = torch.cat([rows, more_rows], 1)
+        self.keep(begin, scores, rows)
+
+    def merge(self, accelerator):
+        """Merge the K best of all processes, which have scored different documents, on every process."""
+        shape = (accelerator.num_processes, *self.rows.shape)
+        scores = accelerator.gather(self.scores).view(shape)  # (P, Q, K)
+        scores = scores.transpose(0, 1).flatten(1)  # (Q, P K)
+        rows = accelerator.gather(self.rows).view(shape)
+        rows = rows.transpose(0, 1).flatten(1)
+        order = rows.argsort(1)  # corpus order; the stable sort in keep() preserves it in ties
+        self.keep(0, scores.gather(1, order), rows.gather(1, order))
+
+    def keep(self, begin, scores, rows):
+        """Keep the K best of the (q, m) scores of q queries from `begin` on; rows: (q, m) int64."""
+        k = self.scores.shape[1]
+        order = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
+        end = begin + len(scores)
+        self.scores[begin:end] = scores.gather(1, order)
+        self.rows[begin:end] = rows.gather(1, order)
+
+    def frame(self, query_ids):
+        """Return a DataFrame (query_id, row, score)."""
+        queries = np.array(query_ids, object).repeat(self.rows.shape[1])
+        frame = pd.DataFrame({"query_id": queries, "row": self.rows.flatten().tolist()})
+        frame["score"] = self.scores.flatten().tolist()
+        return frame[frame["row"] >= 0]
+
+
+# ---- collections
+
+PAIR = ["query_id", "doc_id"]  # columns that identify a row of a ranking or of judgments
 
 
 class TextReader:
@@ -348,13 +466,11 @@ class TextReader:
             self.dataset = open_files(files, args.streaming).select_columns([name for name in names if name != "#"])
         self.rows = None if args.streaming else len(self.dataset)
 
-    def chunks(self, prompt="", process=0, processes=1):
-        """Yield every P-th Chunk, those of one process: the prompt, then the text columns joined by spaces."""
+    def chunks(self, prefix=b"", process=0, processes=1):
+        """Yield every P-th Chunk, those of one process: text columns joined by spaces. prefix: of text_hashes()."""
         self.empty = 0
         size = even_size(self.size, self.rows, processes)
         space = pa.scalar(" ", pa.large_string())
-        prefix = pa.scalar(prompt, pa.large_string())
-        nothing = pa.scalar("", pa.large_string())
         with user_errors(self.name):
             for number, table in islice(enumerate(self.dataset.iter(size)), process, None, processes):
                 table.validate(full=True)  # a damaged Arrow file has offsets that lead anywhere
@@ -367,10 +483,8 @@ class TextReader:
                     continue
                 columns = [as_texts(table[name], name) for name in self.text_columns]
                 texts = pc.binary_join_element_wise(*columns, space, null_handling="replace")  # null: an empty text
-                texts = pc.utf8_trim_whitespace(texts)
-                empty = pc.equal(texts, "")
-                self.empty += pc.sum(empty).as_py()
-                texts = pc.binary_join_element_wise(prefix, texts, nothing).combine_chunks()
+                texts = pc.utf8_trim_whitespace(texts).combine_chunks()
+                self.empty += pc.sum(pc.equal(texts, "")).as_py()
                 if self.id_column == "#":
                     ids = pa.array(rows).cast(pa.large_string())
                 else:
@@ -379,7 +493,7 @@ class TextReader:
                 if missing >= 0:
                     row = first + missing
                     raise UserError(f"row {row}, counted from 0, has no id in column {self.id_column!r}")
-                yield Chunk(first, ids, texts, text_hashes(texts))
+                yield Chunk("document", texts, text_hashes(texts, prefix), ids, first)
 
     def frame(self):
         """Return a DataFrame (id, text) of all rows."""
@@ -604,134 +718,36 @@ REPEATED_IDS = "ids belong to several documents; each counts once, with its best
 def retrieve(encoder, name, collection, args, accelerator):
     """Return the Run of a bi-encoder over a collection, the same on every process (the reranker requires that)."""
     corpus = collection.corpus
-    queries = encoder.encode_queries(list(collection.queries.values()), args.corpus_chunk_size)  # (Q, D)
     results = max(args.top_k, args.rerank_k) if args.query else args.top_k  # a search may rerank more than it prints
-    depth = results + collection.omit_same_id
-    top = TopK(queries, min(depth, corpus.rows or depth))
-    judged_ids = pa.array(collection.qrels["doc_id"].unique(), pa.large_string())
     encoder.open_bar(f"{name} {collection.name}", corpus.rows)
-    best, judged = search_chunks(encoder, corpus, top, judged_ids, with_texts=bool(args.query))
+    with accelerator.split_between_processes(list(collection.queries.values())) as texts:
+        parts = gather_object([encoder.encode(texts, "query")])
+    queries = encoder.for_search(np.concatenate(parts))  # (Q, D)
+    depth = results + collection.omit_same_id
+    top, documents, judged = search(encoder, queries, collection, depth, with_texts=bool(args.query))
 
     # ---- merge the results of all processes; replace rows by ids
     top.merge(accelerator)
     metadata = encoder.metadata()
-    parts = gather_object([(best, judged, corpus.empty)])
-    best = dict(chain.from_iterable(part[0].items() for part in parts))
+    parts = gather_object([(documents, judged, corpus.empty)])
+    documents = {row: document for part in parts for row, document in part[0].items()}
     judged = sum((part[1] for part in parts), Counter())
-    empty = sum(part[2] for part in parts)
-    if not best:
+    if not documents:
         raise UserError(f"{corpus.name}: contains no document")
     ranking = top.frame(list(collection.queries))
-    ranking["doc_id"] = [best[row][0] for row in ranking.pop("row")]
+    ranking["doc_id"] = [documents[row][0] for row in ranking.pop("row")]
     repeated = {*ranking.loc[ranking.duplicated(PAIR), "doc_id"], *(name for name in judged if judged[name] > 1)}
     counts = {
         REPEATED_IDS: len(repeated),
-        "judged documents are not in the corpus; they count as not found": len(judged_ids) - len(judged),
-        "documents are empty; encoded as the empty string": empty,
+        "judged documents are not in the corpus; they count as not found": len(
+            set(collection.qrels["doc_id"]) - judged.keys()
+        ),
+        "documents are empty; encoded as the empty string": sum(part[2] for part in parts),
         "of the oldest blocks were removed, to keep --cache_size_limit": encoder.cache.removed,
     }
     run = make_run(name, ranking, collection, metadata, counts, results)
-    if args.query:
-        prompt = encoder.prompts[1]
-        run.texts = {name: text.removeprefix(prompt) for name, text in best.values()}
+    run.texts = dict(documents.values())
     return run
-
-
-def search_chunks(encoder, corpus, top, judged_ids, with_texts):
-    """Add the documents of this process' chunks to the TopK. Return ({row: (id, text)} of those that are among the
-    best, and some that were; a Counter of the judged ids)."""
-    best = {}
-    judged = Counter()
-    for chunk in prefetch(corpus.chunks(encoder.prompts[1], encoder.process, encoder.processes)):
-        vectors = encoder.for_search(encoder(chunk))
-        top.add(vectors, chunk.first)
-        best |= documents_of(chunk, top.rows, with_texts)
-        if len(best) > 4 * top.rows.numel():
-            best = {row: best[row] for row in top.rows.unique().tolist() if row >= 0}
-        judged.update(chunk.ids.filter(pc.is_in(chunk.ids, judged_ids)).to_pylist())
-    return best, judged
-
-
-def documents_of(chunk, rows, with_texts):
-    """Return {row: (id, text)} of the documents of a chunk among `rows` of the corpus; texts only if asked for."""
-    rows = rows[rows >= chunk.first].unique().tolist()
-    in_chunk = pa.array([row - chunk.first for row in rows], pa.int64())
-    ids = chunk.ids.take(in_chunk).to_pylist()
-    texts = chunk.texts.take(in_chunk).to_pylist() if with_texts else [""] * len(rows)
-    return dict(zip(rows, zip(ids, texts)))
-
-
-MAX_SCORES = 2**24  # scores in a tile: 64 MB of float32
-
-
-class TopK:
-    """Keep the K best documents of each query; equal scores rank in the order of the corpus."""
-
-    def __init__(self, queries, k):
-        self.queries = queries  # (Q, D) float32
-        shape = len(queries), k
-        self.scores = torch.full(shape, -torch.inf, device=queries.device)  # (Q, K), descending
-        self.rows = torch.full(shape, -1, device=queries.device)  # (Q, K) int64, -1: none yet
-
-    def add(self, documents, first):
-        """Score (n, D) documents, corpus rows `first` and following; calls must be in corpus order."""
-        # The last columns of a product are summed in another order: pad, so that equal documents score equally.
-        padded = F.pad(documents, (0, 0, 0, -len(documents) % 64))
-        tile = max(1, MAX_SCORES // len(documents))
-        for begin in range(0, len(self.queries), tile):
-            scores = self.queries[begin : begin + tile] @ padded.T
-            self.add_tile(scores[:, : len(documents)], begin, first)
-
-    def add_tile(self, scores, begin, first):
-        """Add the (q, n) scores of q queries, from number `begin` on, for corpus rows `first` and following."""
-        end = begin + len(scores)
-        best = self.scores[begin:end]  # (q, K)
-        rows = self.rows[begin:end]
-        k = best.shape[1]
-        # Few documents exceed a query's K-th best; only they are sorted. An equal one ranks below, being later.
-        passed = scores > best[:, -1:]
-        if scores.shape[1] > k and passed.sum(1).max() > 2 * k:  # the first chunks
-            lowest = scores.topk(k).values[:, -1:]
-            passed &= scores >= lowest  # ties with the K-th as well
-        query, document = torch.nonzero(passed, as_tuple=True)
-        if len(query) == 0:
-            return
-        counts = torch.bincount(query, minlength=len(best))
-        starts = counts.cumsum(0) - counts
-        numbers = torch.arange(len(query), device=query.device)
-        slot = numbers - starts[query]  # the query's first, second, ...
-        more = best.new_full((len(best), int(counts.max())), -torch.inf)  # (q, m)
-        more[query, slot] = scores[query, document]
-        more_rows = rows.new_full(more.shape, -1)
-        more_rows[query, slot] = document + first
-        scores = torch.cat([best, more], 1)
-        rows = torch.cat([rows, more_rows], 1)
-        self.keep(begin, scores, rows)
-
-    def merge(self, accelerator):
-        """Merge the K best of all processes, which have scored different documents, on every process."""
-        shape = (accelerator.num_processes, *self.rows.shape)
-        scores = accelerator.gather(self.scores).view(shape)  # (P, Q, K)
-        scores = scores.transpose(0, 1).flatten(1)  # (Q, P K)
-        rows = accelerator.gather(self.rows).view(shape)
-        rows = rows.transpose(0, 1).flatten(1)
-        order = rows.argsort(1)  # corpus order; the stable sort in keep() preserves it in ties
-        self.keep(0, scores.gather(1, order), rows.gather(1, order))
-
-    def keep(self, begin, scores, rows):
-        """Keep the K best of the (q, m) scores of q queries from `begin` on; rows: (q, m) int64."""
-        k = self.scores.shape[1]
-        order = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
-        end = begin + len(scores)
-        self.scores[begin:end] = scores.gather(1, order)
-        self.rows[begin:end] = rows.gather(1, order)
-
-    def frame(self, query_ids):
-        """Return a DataFrame (query_id, row, score)."""
-        queries = np.array(query_ids, object).repeat(self.rows.shape[1])
-        frame = pd.DataFrame({"query_id": queries, "row": self.rows.flatten().tolist()})
-        frame["score"] = self.scores.flatten().tolist()
-        return frame[frame["row"] >= 0]
 
 
 def rerank(run, scorer, collection, args, accelerator):
@@ -773,7 +789,7 @@ def candidate_pairs(requested, collection, accelerator):
     """Yield (query id, document id, text) of the requested pairs whose document is in this process' chunks."""
     queries_by_doc = requested.groupby("doc_id")["query_id"].agg(list)
     requested_ids = pa.array(queries_by_doc.index, pa.large_string())
-    for chunk in collection.corpus.chunks("", accelerator.process_index, accelerator.num_processes):
+    for chunk in collection.corpus.chunks(b"", accelerator.process_index, accelerator.num_processes):
         found = pc.is_in(chunk.ids, requested_ids)
         for name, text in zip(chunk.ids.filter(found).to_pylist(), chunk.texts.filter(found).to_pylist()):
             for query in queries_by_doc[name]:
@@ -846,7 +862,6 @@ def annotate(args, accelerator):
         temperature = 0.05 if scorer.model.similarity_fn_name == "cosine" else 1  # cosines differ by little
     part = Path(f"{args.output}.part")
     parquet = None
-    scorer.open(args)
     scorer.open_bar(scorer.path, None)
     part.unlink(missing_ok=True)  # of a killed call
     for table in scored_tables(scorer, args, accelerator):
@@ -937,8 +952,8 @@ def export_vectors(encoder, collection, args, accelerator):
     metadata = {
         "model": encoder.path,
         "fingerprint": encoder.fingerprint,
-        "query_prompt": encoder.prompts[0],
-        "document_prompt": encoder.prompts[1],
+        "query_prompt": encoder.prompts["query"],
+        "document_prompt": encoder.prompts["document"],
         "max_length": encoder.max_length,
         "dimensions": encoder.dims or encoder.cache.dimensions,
         "similarity": similarity,
@@ -956,8 +971,8 @@ def export_vectors(encoder, collection, args, accelerator):
                 shard.unlink()
     accelerator.wait_for_everyone()
     encoder.open_bar(encoder.path, corpus.rows)
-    for chunk in prefetch(corpus.chunks(encoder.prompts[1], encoder.process, encoder.processes)):
-        vectors = encoder.for_search(encoder(chunk)).cpu().numpy()
+    for chunk in prefetch(encoder.chunks(corpus)):
+        vectors = encoder.for_search(cached_vectors(encoder, chunk)).cpu().numpy()
         flat = pa.FixedSizeListArray.from_arrays(vectors.reshape(-1), vectors.shape[1])
         table = pa.table({"_id": chunk.ids.cast(pa.string()), "vector": flat})
         options = {"compression": "none", "use_dictionary": False, "write_statistics": False}  # of no use for vectors
@@ -1427,10 +1442,10 @@ class EmbeddingCache:
         self.removed += oldest
 
 
-def text_hashes(texts):
-    """Return (n,) V16, the 128-bit BLAKE2b hashes of n texts, large_string."""
+def text_hashes(texts, prefix=b""):
+    """Return (n,) V16, the 128-bit BLAKE2b hashes of a prefix and each of n texts, large_string."""
     texts = texts.cast(pa.large_binary()).to_numpy(zero_copy_only=False)  # of bytes
-    digests = [hashlib.blake2b(text, digest_size=16).digest() for text in texts]
+    digests = [hashlib.blake2b(prefix + text, digest_size=16).digest() for text in texts]
     return np.frombuffer(b"".join(digests), "V16")
 
 
@@ -1552,8 +1567,7 @@ def manage_cache(args):
 
 class CachedEncoder:
     """Encode texts with a bi-encoder, each once: vectors are read from the cache, or computed and stored. Processes
-    have different chunks; a text that two of them reach at the same time is encoded by both. All models of a command
-    are loaded at its start, in case their files change meanwhile; open() moves one to the device."""
+    have different chunks; a text that two of them reach at the same time is encoded by both."""
 
     unit = "texts"
     verb = "encoded"
@@ -1561,126 +1575,117 @@ class CachedEncoder:
     def __init__(self, path, args, accelerator):
         self.path = path
         self.accelerator = accelerator
-        self.process = accelerator.process_index
-        self.processes = accelerator.num_processes
-        self.meter = Counter()
-        self.bar = tqdm(disable=True)
-        *self.shape, length = self.load(args)  # dimensions and dtype of the cached vectors, --max_length
-        self.fingerprint = model_fingerprint(self.model, accelerator.mixed_precision, self.shape[1])
+        dimensions, dtype, length = self.load(args)  # of the cached vectors; tokens that texts are truncated to
+        tokens = 4096 if accelerator.device.type == "cpu" else 16_384
+        tokens = args.micro_batch_tokens or (2**20 if is_static(self.model) else tokens)
+        self.args = replace(args, micro_batch_tokens=tokens)
         length = length or self.model.max_seq_length or math.inf
-        self.max_length = None if length == math.inf else length  # tokens; None: not truncated
-        self.longest = 6 * length  # characters that count in compute(): more are truncated anyway
-        default = 4096 if accelerator.device.type == "cpu" else 16_384
-        if isinstance(self.model.tokenizer, Tokenizer):  # static
-            default = 2**20
-        self.max_tokens = args.micro_batch_tokens or default
-
-    def open(self, args):
-        """Move the model to the device and open its cache; check a model that is new."""
-        self.model.to(self.accelerator.device)
+        self.max_length = None if length == math.inf else length  # None: not truncated
+        self.longest = 6 * length  # characters that count in micro_batches(): more are truncated anyway
+        self.reads_role = reads_role(self.model)
+        self.fingerprint = model_fingerprint(self.model, accelerator.mixed_precision, dtype)
+        self.model.to(accelerator.device)
         folder = Path(args.cache_dir).expanduser() / self.fingerprint
-        self.cache = EmbeddingCache(folder, self.path, *self.shape, args.cache_size_limit)
-        if len(self.cache.cache) == 0:  # the model is new
-            self.check()
-
-    def check(self):
-        """Raise UserError if the model's own `encode` has other embeddings of two texts, one of them long; warn if
-        last-token pooling reads a word."""
-        if word := last_word(self.model):
-            self.accelerator.print(f"warning: {self.path}: pools the last token, but texts end in {word!r}")
-        with self.accelerator.autocast():
-            expected = self.model.encode(SAMPLE, prompt=self.prompts[0], convert_to_tensor=True)
-        getattr(self.model.tokenizer, "backend_tokenizer", self.model.tokenizer).no_padding()  # encode() changed this
-        found = self.compute(pa.array([self.prompts[0] + text for text in SAMPLE], pa.large_string()))
-        check_outputs(self.path, torch.from_numpy(found), expected, self.model, self.accelerator)
+        self.cache = EmbeddingCache(folder, path, dimensions, dtype, args.cache_size_limit)
+        self.meter = Counter()  # texts, and how many of them were computed
+        self.bar = tqdm(disable=True)
 
     def load(self, args):
         self.model, self.dims, self.prompts = load_bi_encoder(self.path, args)
+        try:
+            check_last_token(self.model)
+        except UserError as error:
+            self.accelerator.print(f"warning: {self.path}: {error} of train_bi_encoder.py")
         return self.model.get_embedding_dimension(), args.cache_dtype, args.max_length
-
-    def open_bar(self, name, rows):
-        """Show a progress bar on the main process, and begin to count the seconds."""
-        self.started = time.perf_counter()
-        rows = rows and math.ceil(rows / self.processes)  # None: a stream
-        disable = not self.accelerator.is_main_process
-        self.bar = tqdm(total=rows, desc=name, unit=f" {self.unit}", delay=1, mininterval=1, disable=disable)
 
     def close(self):
         """Close the cache, and free the memory of the model for the next one."""
         self.cache.close()
         self.model = None
+        gc.collect()  # it is part of a cycle
 
-    def micro_batches(self, texts):
-        return make_micro_batches(texts.to_pylist(), self.model, self.max_tokens, self.accelerator.device)
+    def encode(self, texts, role):
+        """Return the (n, D) float32 vectors of a list of texts, as encode_query (role: "query") or encode_document
+        ("document") of the model computes them: from the cache, or computed and stored."""
+        texts = pa.array(texts, pa.large_string())
+        vectors = np.empty((len(texts), self.cache.dimensions), np.float32)
+        for first in range(0, len(texts), self.args.corpus_chunk_size):
+            part = texts.slice(first, self.args.corpus_chunk_size)
+            chunk = Chunk(role, part, text_hashes(part, self.prefix(role)))
+            vectors[first : first + len(part)] = cached_vectors(self, chunk)
+        return vectors[:, : self.dims]
 
-    def forward(self, features):
-        return encode(self.model, features, self.accelerator)
+    def chunks(self, corpus):
+        """Yield the Chunks of this process."""
+        return corpus.chunks(self.prefix("document"), self.accelerator.process_index, self.accelerator.num_processes)
 
-    def __call__(self, chunk):
-        """Return the (n, D) vectors of a chunk as cached: in --cache_dtype, or float32 for int8."""
-        rows, found = self.cache.lookup(chunk.hashes)
-        new = np.flatnonzero(~found)
-        codes, distinct = pd.factorize(chunk.hashes[new].astype(object))
-        self.meter.update(total=len(found), new=len(distinct))
-        self.bar.update(len(found) - len(distinct))
-        if len(new):
-            first = np.unique(codes, return_index=True)[1]  # of each distinct text
-            vectors = self.compute(chunk.texts.take(new[first]))
-            packed = self.cache.pack(vectors)[codes]
-            self.cache.store(chunk.hashes[new], packed)
-            rows[new] = packed
-        return torch.from_numpy(self.cache.unpack(rows))
+    def prefix(self, role):
+        """Return the bytes that are hashed before a text: what its vector depends on beside text and model."""
+        prompt = self.prompts[role]
+        return f"{role}\0{prompt}\0".encode() if self.reads_role else prompt.encode()
+
+    def for_search(self, vectors):
+        """Return (n, D) float32 vectors on the device whose dot product is the similarity."""
+        vectors = torch.from_numpy(vectors).to(self.accelerator.device).float()[:, : self.dims]
+        return F.normalize(vectors, dim=1) if self.model.similarity_fn_name == "cosine" else vectors
+
+    def score_pairs(self, queries, documents):
+        """Return the (n,) similarities of n pairs of texts."""
+        vectors = []
+        for role, texts in (("query", queries), ("document", documents)):
+            codes, distinct = pd.factorize(np.array(texts, object))
+            vectors.append(self.for_search(self.encode(distinct, role))[codes])  # (n, D)
+        return (vectors[0] * vectors[1]).sum(1)
 
     @torch.inference_mode()
-    def compute(self, texts):
-        """Return (n, D) float32 vectors of texts, tokenized in the background by groups of similar length."""
-        columns = texts.flatten() if pa.types.is_struct(texts.type) else [texts]  # of pairs, or texts
-        characters = sum(pc.utf8_length(column).to_numpy() for column in columns)
-        sizes = np.minimum(characters, self.longest) + 1
-        order = np.argsort(-sizes, kind="stable")
-        group_size = 16 * self.max_tokens  # characters: about 4 micro-batches
-        group_of = np.cumsum(sizes[order]) // group_size
-        groups = np.split(order, 1 + np.flatnonzero(np.diff(group_of)))
+    def compute(self, texts, role):
+        """Return the (n, D) float32 outputs of texts or pairs, which are tokenized in the background."""
         outputs = []
         indices = []
-        ready = (self.micro_batches(texts.take(group)) for group in groups)
-        for micro_batches, group in zip(prefetch(ready), groups):
-            for features, cut in micro_batches:
-                outputs.append(self.forward(features))
-                indices.append(group[cut])
-            self.bar.update(len(group))
+        for part, features in prefetch(self.micro_batches(texts, role), depth=8):
+            outputs.append(self.forward(features, role))
+            indices += part
+            self.bar.update(len(part))
         vectors = np.empty((len(texts), self.cache.dimensions), np.float32)
-        vectors[np.concatenate(indices)] = torch.cat(outputs).cpu().numpy()
+        vectors[indices] = torch.cat(outputs).cpu().numpy()
         bad = np.flatnonzero(~np.isfinite(vectors).all(1))
         if len(bad):
             text = str(texts[bad[0]])[:60]
             raise UserError(f"{self.path}: output for {text!r} is not finite; check the weights")
         return vectors
 
-    def for_search(self, vectors):
-        """Return (n, D) float32 vectors whose dot product is the similarity."""
-        vectors = vectors.to(self.accelerator.device).float()[:, : self.dims]
-        return F.normalize(vectors, dim=1) if self.model.similarity_fn_name == "cosine" else vectors
+    def micro_batches(self, texts, role):
+        """Yield (indices, features) of micro-batches, by groups of similar length: while one is encoded, the next is
+        tokenized."""
+        characters = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts]
+        sizes = np.minimum(characters, self.longest) + 1
+        order = np.argsort(-sizes, kind="stable")
+        group_of = np.cumsum(sizes[order]) // (16 * self.args.micro_batch_tokens)  # about 4 micro-batches
+        for group in np.split(order, 1 + np.flatnonzero(np.diff(group_of))):
+            chosen = [texts[index] for index in group]
+            options = self.preprocess_options(role)
+            for places, features in tokenize(self.model, chosen, self.args, self.accelerator, **options):
+                yield group[places].tolist(), features
 
-    def encode_queries(self, texts, size):
-        """Return (Q, D) vectors of all queries for the search, on every process."""
-        texts = pa.array([self.prompts[0] + text for text in texts], pa.large_string())
-        queries = torch.zeros(len(texts), self.cache.dimensions, device=self.accelerator.device)
-        size = even_size(size, len(texts), self.processes)
-        for first in range(self.process * size, len(texts), self.processes * size):
-            part = texts.slice(first, size)
-            queries[first : first + size] = self(Chunk(first, None, part, text_hashes(part))).to(queries)
-        return self.for_search(self.accelerator.reduce(queries))
+    def preprocess_options(self, role):
+        return {"prompt": self.prompts[role], "task": role}
 
-    def score_pairs(self, queries, documents):
-        """Return the (n,) similarities of n pairs of texts."""
-        vectors = []
-        for prompt, texts in zip(self.prompts, (queries, documents)):
-            codes, distinct = pd.factorize(np.array(texts, object))
-            prompted = pa.array([prompt + text for text in distinct], pa.large_string())
-            found = self.for_search(self(Chunk(0, None, prompted, text_hashes(prompted))))
-            vectors.append(found[codes])  # (n, D)
-        return (vectors[0] * vectors[1]).sum(1)
+    def forward(self, features, role):
+        return encode(self.model, role, features, self.accelerator)
+
+    # ---- the work done, and its progress bar
+
+    def open_bar(self, name, rows):
+        """Show a progress bar on the main process, and begin to count the seconds."""
+        self.started = time.perf_counter()
+        rows = rows and math.ceil(rows / self.accelerator.num_processes)  # None: a stream
+        disable = not self.accelerator.is_main_process
+        self.bar = tqdm(total=rows, desc=name, unit=f" {self.unit}", delay=1, mininterval=1, disable=disable)
+
+    def count(self, total, new):
+        """Count texts, of which `new` will be computed."""
+        self.meter.update(total=total, new=new)
+        self.bar.update(total - new)
 
     def metadata(self):
         """Return the work since the last call, of all processes, for metrics.json; every process must call it."""
@@ -1705,97 +1710,27 @@ class CachedScorer(CachedEncoder):
 
     def load(self, args):
         self.model = load_cross_encoder(self.path, args)
+        self.prompts = {"pair": self.model.prompts.get(self.model.default_prompt_name)}
         return 1, "float32", args.rerank_max_length
-
-    def micro_batches(self, pairs):
-        queries, documents = (part.to_pylist() for part in pairs.flatten())
-        if not has_chat_template(self.model):  # which contains the prompt
-            prompt = self.model.prompts.get(self.model.default_prompt_name) or ""
-            queries = [prompt + query for query in queries]
-        encodings = tokenize_pairs(list(zip(queries, documents)), self.model)
-        return pad_micro_batches(encodings, self.model, self.max_tokens, self.accelerator.device)
 
     def score_pairs(self, queries, documents):
         """Return the (n,) scores of n pairs of texts."""
         columns = [pa.array(texts, pa.large_string()) for texts in (queries, documents)]
         pairs = pa.StructArray.from_arrays(columns, ["query", "document"])
         joined = pc.binary_join_element_wise(*columns, pa.scalar("\0", pa.large_string()))
-        return self(Chunk(0, None, pairs, text_hashes(joined)))[:, 0]
+        return cached_vectors(self, Chunk("pair", pairs, text_hashes(joined)))[:, 0]
 
-    def check(self):
-        """Raise UserError if the model's own `predict` has other scores of two pairs, one of them long; warn if a
-        causal model is not asked for an answer."""
-        try:
-            check_template(self.model)
-        except UserError as error:
-            self.accelerator.print(f"warning: {self.path}: {error}")
-        with self.accelerator.autocast():
-            pairs = [("a query", text) for text in SAMPLE]
-            expected = self.model.predict(pairs, activation_fn=torch.nn.Identity(), convert_to_tensor=True)
-        self.model.tokenizer.backend_tokenizer.no_padding()  # predict() changed this
-        columns = [pa.array(part, pa.large_string()) for part in zip(*pairs)]
-        found = self.compute(pa.StructArray.from_arrays(columns, ["query", "document"]))[:, 0]
-        check_outputs(self.path, torch.from_numpy(found), expected, self.model, self.accelerator)
+    def micro_batches(self, pairs, role):
+        return super().micro_batches([tuple(pair.values()) for pair in pairs], role)
 
-    def forward(self, features):
-        if is_causal(self.model):
-            features = features | {"logits_to_keep": 1}  # else the vocabulary's logits of all tokens are computed
-        return score(self.model, features, self.accelerator)
+    def preprocess_options(self, role):
+        return {"prompt": self.prompts[role]}
 
-
-def encode(model, features, accelerator):
-    """Return (n, D) float embeddings of one micro-batch."""
-    features = transformers.BatchEncoding(features).to(accelerator.device, non_blocking=True).data
-    with accelerator.autocast():  # gives flash attention its dtype
-        return model(features)["sentence_embedding"].float()
-
-
-def score(model, features, accelerator):
-    """Return (n, 1) float logits of one micro-batch."""
-    features = transformers.BatchEncoding(features).to(accelerator.device, non_blocking=True).data
-    with accelerator.autocast():  # gives flash attention its dtype
-        return model(features)["scores"].float()
+    def forward(self, features, role):
+        return score(self.model, features, self.accelerator)[:, None]
 
 
 # ---- micro-batches
-
-
-def make_micro_batches(texts, model, max_tokens, device):
-    """Return the micro-batches of texts, each (features, indices in texts)."""
-    if not isinstance(model.tokenizer, Tokenizer):
-        encodings = model.tokenizer.backend_tokenizer.encode_batch_fast(texts)
-        return pad_micro_batches(encodings, model, max_tokens, device)
-    # A static embedding model: texts are concatenated, without padding.
-    encodings = model.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    lengths = np.array([len(encoding) for encoding in encodings])
-    part_of = np.cumsum(lengths) // max_tokens
-    cuts = np.flatnonzero(np.diff(part_of)) + 1
-    parts = []
-    for indices in np.split(np.arange(len(texts)), cuts):
-        tokens = chain.from_iterable(encodings[index].ids for index in indices)
-        ids = torch.from_numpy(np.fromiter(tokens, np.int64))
-        offsets = torch.from_numpy(np.cumsum(lengths[indices]) - lengths[indices])
-        features = {"input_ids": pinned(ids, device), "offsets": pinned(offsets, device)}
-        parts.append((features, indices))
-    return parts
-
-
-def pad_micro_batches(encodings, model, max_tokens, device):
-    """Return the micro-batches of tokenized texts or pairs, longest first."""
-    lengths = np.array([len(encoding) for encoding in encodings])
-    widths = lengths
-    if device.type != "cpu":  # fast kernels require multiples of 8
-        widths = np.maximum(lengths, np.minimum(-(-lengths // 8) * 8, model.max_seq_length))
-    parts = []
-    for indices in cut_micro_batches(widths, max_tokens):
-        chosen = [encodings[index] for index in indices]
-        if model[0].can_flatten_inputs:
-            features = flatten_texts(chosen, model[0])
-        else:
-            features = pad_texts(chosen, int(widths[indices[0]]), model.tokenizer)
-        features = {name: pinned(value, device) for name, value in features.items()}
-        parts.append((features, indices))
-    return parts
 
 
 def prefetch(iterator, depth=2):
@@ -1807,11 +1742,156 @@ def prefetch(iterator, depth=2):
             yield item
 
 
+def encode(model, role, features, accelerator):
+    """Return (texts, D) float embeddings of a micro-batch; role: that of its texts, the name of their prompt."""
+    features = transformers.BatchEncoding(features).to(accelerator.device, non_blocking=True).data
+    with accelerator.autocast():  # gives flash attention its dtype
+        return model(features, task=task_of(role))["sentence_embedding"].float()
+
+
+def task_of(role):
+    """Return what sentence-transformers calls the task of a text. "query_2": of queries of the second source."""
+    return role.split("_")[0]
+
+
+def score(model, features, accelerator):
+    """Return (pairs,) float logits of a micro-batch."""
+    features = transformers.BatchEncoding(features).to(accelerator.device, non_blocking=True).data
+    with accelerator.autocast():  # gives flash attention its dtype
+        return model(features)["scores"].float().squeeze(1)
+
+
+# ---- micro-batches (same in train_bi_encoder.py)
+
+TOKENIZING = threading.Lock()  # each call configures the tokenizer, which cannot be done while another uses it
+CHUNK = 8192  # texts that are tokenized together: of similar length, as they are padded to the longest
+AS_NUMPY = {"processing_kwargs": {"common": {"return_tensors": "np"}}}  # torch.tensor() of lists takes as long again
+# Modules that do without a mask of ones, by where they are defined; others may read it, and get it.
+WITHOUT_MASK = (
+    "torch.",
+    "transformers.",
+    "peft.",
+    "sentence_transformers.base.",
+    "sentence_transformers.cross_encoder.",
+    "sentence_transformers.sentence_transformer.model",
+    "sentence_transformers.sentence_transformer.modules.pooling",
+    "sentence_transformers.sentence_transformer.modules.static_embedding",
+)
+
+
+def tokenize(model, texts, args, accelerator, **options):
+    """Yield (indices, features) of texts or pairs as sentence-transformers preprocesses them, cut into micro-batches
+    of at most --micro_batch_tokens; options: of preprocess()."""
+    device = accelerator.device
+    if not has_chat_template(model):  # the library restores the end of a truncated one in torch's tensors only
+        options |= AS_NUMPY
+    needs_mask = any(not type(module).__module__.startswith(WITHOUT_MASK) for module in model.modules())
+    characters = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts]
+    order = np.argsort(characters)[::-1].tolist()
+    for first in range(0, len(order), CHUNK):
+        indices = order[first : first + CHUNK]
+        with TOKENIZING:
+            features = model.preprocess([texts[index] for index in indices], **options)
+        features = {name: torch.as_tensor(v) if isinstance(v, np.ndarray) else v for name, v in features.items()}
+        for places, part in split_features(features, args.micro_batch_tokens, device, needs_mask):
+            yield [indices[place] for place in places], {name: pinned(part[name], device) for name in part}
+
+
+def split_features(features, max_tokens, device, needs_mask):
+    """Yield (places, features) of the texts at these places, the longest first, for each micro-batch."""
+    if "offsets" in features:  # of a static model, whose tokens need no memory to speak of
+        yield range(len(features["offsets"])), features
+    elif "cu_seq_lens_q" in features:  # concatenated without padding, for flash attention
+        bounds = features["cu_seq_lens_q"].tolist()
+        for places in cut(np.diff(bounds), max_tokens, is_padded=False):
+            yield places, take_flat(features, bounds, places)
+    else:
+        lengths = features["attention_mask"].sum(1).numpy()
+        if device.type != "cpu":  # kernels are faster at multiples of 8
+            lengths = np.minimum(-(-lengths // 8) * 8, features["attention_mask"].shape[1])
+        for places in cut(lengths, max_tokens):
+            yield places, take_padded(features, places, int(lengths[places[0]]), needs_mask)
+
+
+def cut(lengths, max_tokens, is_padded=True):
+    """Return lists of places, the longest text first, each of at most `max_tokens` with padding; a longer text is
+    alone.
+
+    Minimize the tokens with padding plus a cost for each forward pass: 1/64 of `max_tokens` up to 2,048 (12 to 35
+    tokens measured on CPUs), 1/16 above (an estimate for GPUs, not measured). Cuts are tried where the length changes
+    and after every 1/16 of `max_tokens`; trying all of them saves at most 0.3 % of the tokens and takes 30 times as
+    long."""
+    order = np.argsort(-lengths, kind="stable")
+    sizes = np.maximum(lengths[order], 1)
+    parts = []
+    if not is_padded:
+        left = 0
+        for place, size in zip(order.tolist(), sizes.tolist()):
+            if not parts or size > left:
+                parts.append([])
+                left = max_tokens
+            parts[-1].append(place)
+            left -= size
+        return parts
+    sixteenths = np.cumsum(sizes) * 16 // max_tokens
+    begins = np.flatnonzero(np.diff(sizes, prepend=0) | np.diff(sixteenths, prepend=0))
+    widths = sizes[begins].tolist()
+    begins = [*begins.tolist(), len(order)]
+    cost_of_a_pass = max_tokens / (64 if max_tokens <= 2048 else 16)
+    best = {len(widths): (0.0, None)}  # {number of a begin: (lowest cost from it on, number of the next begin)}
+    for first in reversed(range(len(widths))):
+        limit = bisect_right(begins, begins[first] + max_tokens // widths[first])
+        costs = []
+        for end in range(first + 1, max(first + 2, limit)):
+            tokens = (begins[end] - begins[first]) * widths[first]
+            costs.append((cost_of_a_pass + tokens + best[end][0], end))
+        best[first] = min(costs)
+    first = 0
+    while first < len(widths):
+        end = best[first][1]
+        parts.append(order[begins[first] : begins[end]].tolist())
+        first = end
+    return parts
+
+
+def take_padded(features, places, width, needs_mask):
+    """Return the features of some texts, without columns of padding beyond `width`, on whichever side it is."""
+    mask = features["attention_mask"][places]
+    columns = slice(width) if mask[:, 0].all() else slice(mask.shape[1] - width, None)
+    part = dict(features)
+    for name, value in features.items():
+        if torch.is_tensor(value):  # (texts, tokens)
+            part[name] = value[places, columns]
+    if part["attention_mask"].all() and not needs_mask:  # else models wait for the device to see that all is 1
+        del part["attention_mask"]
+    return part
+
+
+def take_flat(features, bounds, places):
+    """Return the features of some texts that are concatenated; bounds: where texts begin, and the end of the last."""
+    spans = [slice(bounds[place], bounds[place + 1]) for place in places]
+    part = dict(features)
+    for name, value in features.items():
+        if torch.is_tensor(value) and value.shape[-1] == bounds[-1]:  # (1, tokens)
+            part[name] = torch.cat([value[:, span] for span in spans], 1)
+    lengths = torch.tensor([span.stop - span.start for span in spans])
+    ends = F.pad(lengths.cumsum(0), (1, 0)).int()
+    longest = int(lengths.max())
+    part |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    part["seq_idx"] = torch.arange(len(spans), dtype=torch.int32).repeat_interleave(lengths)[None]
+    return part
+
+
+def pinned(value, device):
+    """Return a tensor in page-locked memory if `device` is a GPU, for asynchronous copies; else return the value."""
+    return value.pin_memory() if device.type == "cuda" and torch.is_tensor(value) else value
+
+
 # ---- models
 
 
 def load_bi_encoder(path, args):
-    """Return (SentenceTransformer on the CPU, dimensions to search with, prompts of queries and of documents)."""
+    """Return (SentenceTransformer on the CPU, dimensions to search with, {role: prompt})."""
     with user_errors(f"--model_name_or_path {path}"):
         if os.path.isdir(f"{path}/model"):
             raise UserError(f"is the output of a training run; its model is {path}/model")
@@ -1822,21 +1902,14 @@ def load_bi_encoder(path, args):
             raise UserError("is a cross-encoder: use --cross_encoder")
         if model.similarity_fn_name not in ("cosine", "dot"):
             raise UserError(f"similarity {model.similarity_fn_name} is not supported, only cosine and dot")
-        if not isinstance(model.tokenizer, Tokenizer):
-            set_up_transformer(model, args.max_length, "max_length")
-        else:  # a static embedding model
-            check_tokens(model.tokenizer, model[0].embedding.num_embeddings)
-            if args.max_length:
-                model.tokenizer.enable_truncation(args.max_length)
+        set_up(model, args.max_length)
         dims = args.truncate_dim or model.truncate_dim
         model.truncate_dim = None  # the cache stores full vectors
         if (dims or 0) > model.get_embedding_dimension():
             raise UserError(f"--truncate_dim {dims}: the model has {model.get_embedding_dimension()} dimensions")
-        prompts = own_prompts(model)
-        if args.prompts:
-            prompts = [args.prompts[0], args.prompts[-1]]
-        if any(prompts) and any(isinstance(module, Pooling) and not module.include_prompt for module in model):
-            raise UserError("excludes prompts from pooling, which is not supported: pass --prompts ''")
+    prompts = own_prompts(model)
+    if args.prompts:
+        prompts = {"query": args.prompts[0], "document": args.prompts[-1]}
     own_memory(model)
     return model.eval(), dims, prompts
 
@@ -1851,22 +1924,29 @@ def load_cross_encoder(path, args):
             raise UserError("has no head that scores pairs: train_cross_encoder.py trains one")
         if model.num_labels != 1:
             raise UserError(f"has {model.num_labels} labels: must be 1")
-        set_up_transformer(model, args.rerank_max_length, "rerank_max_length")
+        try:
+            set_up(model, args.rerank_max_length)
+        except UserError as error:
+            raise UserError(str(error).replace("--max_length", "--rerank_max_length")) from None
     own_memory(model)
     return model.eval()
 
 
 def model_fingerprint(model, precision, dtype):
-    """Return a hash of what determines the vector of a text: weights, tokenizer, modules, length, precision, dtype."""
-    config = model.config.to_dict() if model.config else {}
-    for name in ("_name_or_path", "transformers_version"):
-        config.pop(name, None)
-    tokenizer = getattr(model.tokenizer, "backend_tokenizer", model.tokenizer)
-    modules = [(type(module).__name__, module.get_config_dict()) for module in model]
-    similarity = getattr(model, "similarity_fn_name", None)  # a cross-encoder has none
-    parts = [modules, config, tokenizer.to_str(), model.max_seq_length, precision, dtype, similarity]
-    if isinstance(model, CrossEncoder) and (model.default_prompt_name or has_chat_template(model)):
+    """Return a hash of what determines the vector of a text: weights, tokenizers, modules, code that is not of a
+    library, lengths, precision, dtype."""
+    modules = [module for module in model.modules() if hasattr(module, "get_config_dict")]
+    parts = [[(type(module).__name__, module.get_config_dict()) for module in modules]]
+    for module in model.modules():
+        if isinstance(module, (Transformer, StaticEmbedding)):
+            parts += describe_input(module)
+    parts += [precision, dtype, getattr(model, "similarity_fn_name", None)]  # a cross-encoder has none
+    if has_chat_template(model) or (isinstance(model, CrossEncoder) and model.default_prompt_name):
         parts += [model.prompts.get(model.default_prompt_name), model.tokenizer.chat_template]
+    kinds = {f"{type(module).__module__}.{type(module).__qualname__}": type(module) for module in model.modules()}
+    for name, kind in sorted(kinds.items()):
+        if name.partition(".")[0] not in LIBRARIES:
+            parts.append(inspect.getsource(inspect.getmodule(kind)))
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -1875,11 +1955,132 @@ def model_fingerprint(model, precision, dtype):
     return digest.hexdigest()[:32]
 
 
+LIBRARIES = ("torch", "transformers", "sentence_transformers", "peft")
+
+
+def describe_input(module):
+    """Return what determines the features of a module that reads texts: [config, tokenizer, length]."""
+    if isinstance(module, StaticEmbedding):
+        return [{}, module.tokenizer.to_str(), module.max_seq_length]
+    config = module.config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):
+        config.pop(name, None)
+    tokenizer = module.tokenizer.backend_tokenizer
+    tokenizer.enable_truncation(module.max_seq_length)  # whatever the last call left
+    tokenizer.no_padding()
+    return [config, tokenizer.to_str(), module.max_seq_length]
+
+
 def own_memory(model):
     """Copy all parameters and buffers. Loaded ones are views of a mapped file, at addresses that depend on its header;
     kernels choose their order of summation by alignment, so the last bits would depend on the file."""
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
+
+
+def own_prompts(model):
+    """Return {role: prefix} that the model was saved with, "" where there is none."""
+    prompts = {}
+    for role, names in (("query", ["query"]), ("document", ["document", "passage", "corpus"])):
+        own = [model.prompts[name] for name in names if model.prompts.get(name)]
+        prompts[role] = own[0] if own else ""
+    return prompts
+
+
+def reads_role(model):
+    """Return whether the vector of a text depends on its role, or on where its prompt ends, and not only on prompt and
+    text joined: in a Router, in pooling without the prompt, with lengths of each role, maybe in a module of others."""
+    for module in model:
+        is_known = type(module).__module__.startswith("sentence_transformers.") and not isinstance(module, Router)
+        config = module.get_config_dict() if is_known else {"include_prompt": False}
+        if config.get("query_length") or config.get("document_length") or not config.get("include_prompt", True):
+            return True
+    return has_chat_template(model)
+
+
+# ---- models (same in train_bi_encoder.py)
+
+
+def is_static(model):
+    """Return whether a model embeds texts by lookups alone; a Router may have a transformer beside them."""
+    kinds = [type(module) for module in model.modules()]
+    return StaticEmbedding in kinds and Transformer not in kinds
+
+
+def check_last_token(model):
+    """Raise UserError if last-token pooling reads a word: transformers 5 ignores `add_eos_token` if tokenizer.json
+    lacks it, and does not warn."""
+    if any("lasttoken" in getattr(module, "pooling_mode", "") for module in model.modules()):
+        encoding = model.tokenizer.backend_tokenizer.encode("a text")
+        if not encoding.special_tokens_mask[-1]:
+            raise UserError(f"pools the last token, but texts end in {encoding.tokens[-1]!r}: set --append_eos")
+
+
+def has_chat_template(model):
+    """Return whether sentence-transformers puts texts or pairs into a chat template."""
+    return any("message" in getattr(module, "modality_config", {}) for module in model.modules())
+
+
+def set_up(model, length):
+    """Check weights and tokens of the modules of a model, and truncate to --max_length or the model's own length. Let
+    the embeddings of all tokens be trained."""
+    for module in model.modules():
+        if isinstance(module, Transformer):
+            check_weights(module.model)
+            check_tokens(module.tokenizer, getattr(module.config, "vocab_size", math.inf))
+            set_up_transformer(module, length)
+        elif isinstance(module, StaticEmbedding):
+            check_tokens(module.tokenizer, module.embedding.num_embeddings)
+            if length:
+                module.tokenizer.enable_truncation(length)
+
+
+def set_up_transformer(transformer, length):
+    """Set padding and the length of a Transformer module; raise UserError if that is beyond its positions."""
+    tokenizer = transformer.tokenizer
+    config = transformer.config
+    if tokenizer.pad_token is None:  # of a decoder; what is padded is masked
+        tokenizer.pad_token = tokenizer.eos_token
+    if getattr(config, "pad_token_id", 0) is None:
+        config.pad_token_id = tokenizer.pad_token_id  # where a classification head looks for the last token
+    positions = getattr(config, "max_position_embeddings", None) or -1
+    limit = positions if positions > 0 else 2**31  # XLNet has -1
+    for name, module in transformer.named_modules():
+        if isinstance(module, torch.nn.Embedding):
+            if name.endswith("position_embeddings") and module.padding_idx is not None:
+                limit -= module.padding_idx + 1  # RoBERTa's positions begin after it
+            elif name.endswith(("position_embeddings", "wpe")) and tokenizer.padding_side == "left":
+                raise UserError("pads on the left, which moves its positions: save it with padding_side right")
+            module.padding_idx = None  # else an end token that is also padding would not be trained
+    transformer.max_seq_length = length or min(transformer.max_seq_length or limit, 2**31)  # 10**30 if without a limit
+    if transformer.max_seq_length > limit:
+        raise UserError(f"has positions for {limit} tokens: set --max_length to that or less")
+
+
+def check_weights(transformer):
+    """Raise UserError if weights are random, because the files have none of their name: but for those of a head, or of
+    a pooler, which no embedding needs."""
+    if type(transformer).from_pretrained.__func__ is not transformers.PreTrainedModel.from_pretrained.__func__:
+        return  # remote code that loads by itself, without the mark of loaded weights
+    body = transformer.base_model.named_parameters()  # without the head
+    new = [name for name, weight in body if not hasattr(weight, "_is_hf_initialized") and "pool" not in name]
+    if new:
+        raise UserError(
+            f"its files lack {len(new)} weights of {type(transformer).__name__}, such as {new[0]}, which would be "
+            "random: they are of another kind of model, or it requires --trust_remote_code"
+        )
+
+
+def check_tokens(tokenizer, embeddings):
+    """Raise UserError if a tokenizer has tokens without an embedding, except that of images, which no text has."""
+    ids = tokenizer.get_vocab()
+    ids.pop(getattr(tokenizer, "image_token", None), None)  # Gemma's
+    tokens = max(ids.values()) + 1
+    if tokens > embeddings:
+        raise UserError(
+            f"the tokenizer has {tokens} tokens, the model only {embeddings} embeddings: save it with "
+            f"resize_token_embeddings({tokens}), or its own tokenizer"
+        )
 
 
 # ---- texts
@@ -2133,236 +2334,6 @@ def collections_of(name, split):
             files.append(splits[wanted])
         collections[f"{name}/{part}" if len(documents) > 1 else name] = (*files, judgments[part])
     return collections
-
-
-# ---- padding
-
-
-def cut_micro_batches(lengths, max_tokens):
-    """Return index arrays, longest text first, each of at most `max_tokens` with padding; a longer text is alone.
-
-    Minimize the tokens with padding plus a cost for each forward pass: 1/64 of `max_tokens` up to 2,048 (12 to 35
-    tokens measured on CPUs), 1/16 above (an estimate for GPUs, not measured). Cuts are tried where the length changes
-    and after every 1/16 of `max_tokens`; trying all of them saves at most 0.3 % of the tokens and takes 30 times as
-    long."""
-    order = np.argsort(-lengths, kind="stable")
-    sizes = np.maximum(lengths[order], 1)
-    sixteenths = np.cumsum(sizes) * 16 // max_tokens
-    begins = np.flatnonzero(np.diff(sizes, prepend=0) | np.diff(sixteenths, prepend=0))
-    widths = sizes[begins].tolist()
-    begins = [*begins.tolist(), len(order)]
-    cost_of_a_pass = max_tokens / (64 if max_tokens <= 2048 else 16)
-    best = {len(widths): (0.0, None)}  # {number of a begin: (lowest cost from it on, number of the next begin)}
-    for first in reversed(range(len(widths))):
-        limit = bisect_right(begins, begins[first] + max_tokens // widths[first])
-        costs = []
-        for end in range(first + 1, max(first + 2, limit)):
-            tokens = (begins[end] - begins[first]) * widths[first]
-            costs.append((cost_of_a_pass + tokens + best[end][0], end))
-        best[first] = min(costs)
-    cuts = []
-    first = 0
-    while first < len(widths):
-        end = best[first][1]
-        cuts.append(order[begins[first] : begins[end]])
-        first = end
-    return cuts
-
-
-def pinned(value, device):
-    """Return a tensor in page-locked memory if `device` is a GPU, for asynchronous copies; else return the value."""
-    return value.pin_memory() if device.type == "cuda" and torch.is_tensor(value) else value
-
-
-def pad_lists(lists, size, fill, dtype=np.int64, width=1, side="right"):
-    """Return a (size, longest) tensor of lists, padded with `fill` on a side, at least `width` wide."""
-    width = max([width, *map(len, lists)])
-    padded = np.full((size, width), fill, dtype)
-    for row, values in zip(padded, lists):
-        start = width - len(values) if side == "left" else 0
-        row[start : start + len(values)] = values
-    return torch.from_numpy(padded)
-
-
-def pad_texts(encodings, width, tokenizer, needs_mask=False):
-    """Return the features of tokenized texts or pairs, (texts, width) each; the mask if it masks anything, or if it is
-    needed all the same."""
-    pad = partial(pad_lists, size=len(encodings), width=width, side=tokenizer.padding_side)
-    features = {"input_ids": pad([encoding.ids for encoding in encodings], fill=tokenizer.pad_token_id)}
-    if "token_type_ids" in tokenizer.model_input_names:
-        types = [encoding.type_ids for encoding in encodings]
-        features["token_type_ids"] = pad(types, fill=tokenizer.pad_token_type_id)
-    # Without a need, none: transformers would wait for the device to see that nothing is masked.
-    if needs_mask or min(map(len, encodings)) < width:
-        features["attention_mask"] = pad([[1] * len(encoding) for encoding in encodings], fill=0)
-    return features
-
-
-def flatten_texts(encodings, transformer):
-    """Return the features of tokenized texts, concatenated without padding for flash attention."""
-    features = transformer.data_collator([{"input_ids": encoding.ids} for encoding in encodings])
-    features["position_ids"] += transformer._flatten_position_offset  # RoBERTa counts from 2
-    del features["labels"]
-    return features
-
-
-# ---- checks of models
-
-SAMPLE = ["a text", "a longer text, which a model for short texts truncates " * 30]
-
-
-def check_outputs(path, found, expected, model, accelerator):
-    """Raise UserError if a model's outputs of the texts SAMPLE, (2, ...), differ from sentence-transformers' own."""
-    found = found.detach().float()
-    expected = expected.float().to(found.device)
-    difference = (found - expected).norm() / (1 + expected.norm())
-    exact = accelerator.mixed_precision == "no" and next(model.parameters()).dtype == torch.float32
-    if difference > (1e-3 if exact else 0.05):
-        raise UserError(
-            f"{path}: sentence-transformers' outputs differ from those of this script by {difference:.2g}: the model "
-            "reads more than the tokens of texts, such as the length of prompts, or padding on the left"
-        )
-
-
-def own_prompts(model):
-    """Return the prefixes of queries and of documents that the model was saved with, "" where there is none."""
-    prompts = []
-    for names in ("query",), ("document", "passage", "corpus"):
-        own = [model.prompts[name] for name in names if model.prompts.get(name)]
-        prompts.append(own[0] if own else "")
-    return prompts
-
-
-def last_word(model):
-    """Return the token that last-token pooling reads if it is not a special one, else None. transformers 5 ignores
-    `add_eos_token` if tokenizer.json lacks it, without a word."""
-    if not any("lasttoken" in getattr(module, "pooling_mode", "") for module in model):
-        return None
-    text = "a text " * int(min(model.max_seq_length, 100_000))  # which is truncated, if any is
-    last = model.tokenizer.backend_tokenizer.encode(text).ids[-1]
-    added = model.tokenizer.added_tokens_decoder.get(last)
-    return None if added and added.special else model.tokenizer.convert_ids_to_tokens(last)
-
-
-def set_up_transformer(model, length, flag_name):
-    """Let the tokenizer truncate texts to `length` tokens or the model's limit, in pairs the longer text first, as
-    predict() does, and add no padding: once, not at each call, as two threads use it. Let the embeddings of all tokens
-    be trained."""
-    tokenizer = model.tokenizer
-    check_weights(model[0].model)
-    check_tokens(tokenizer, getattr(model.config, "vocab_size", math.inf))
-    if tokenizer.pad_token is None:  # of a decoder; what is padded is masked
-        tokenizer.pad_token = tokenizer.eos_token
-    if getattr(model.config, "pad_token_id", 0) is None:
-        model.config.pad_token_id = tokenizer.pad_token_id  # where a classification head looks for the last token
-    positions = getattr(model.config, "max_position_embeddings", None) or -1
-    limit = positions if positions > 0 else 2**31  # XLNet has -1
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Embedding):
-            if name.endswith("position_embeddings") and module.padding_idx is not None:
-                limit -= module.padding_idx + 1  # RoBERTa's positions begin after it
-            module.padding_idx = None  # else an end token that is also padding would not be trained
-    model.max_seq_length = length or min(model.max_seq_length, 2**31)  # without a limit it is 10**30
-    if model.max_seq_length > limit:
-        raise UserError(f"has positions for {limit} tokens: set --{flag_name} to that or less")
-    tokenizer.backend_tokenizer.enable_truncation(model.max_seq_length)
-    tokenizer.backend_tokenizer.no_padding()
-
-
-def check_weights(transformer):
-    """Raise UserError if weights are random, because the files have none of their name: but for those of a head, or of
-    a pooler, which no embedding needs."""
-    if type(transformer).from_pretrained.__func__ is not transformers.PreTrainedModel.from_pretrained.__func__:
-        return  # remote code that loads by itself, without the mark of loaded weights
-    body = transformer.base_model.named_parameters()  # without the head
-    new = [name for name, weight in body if not hasattr(weight, "_is_hf_initialized") and "pool" not in name]
-    if new:
-        raise UserError(
-            f"its files lack {len(new)} weights of {type(transformer).__name__}, such as {new[0]}, which would be "
-            "random: they are of another kind of model, or it requires --trust_remote_code"
-        )
-
-
-def check_tokens(tokenizer, embeddings):
-    """Raise UserError if a tokenizer has tokens without an embedding, except that of images, which no text has."""
-    ids = tokenizer.get_vocab()
-    ids.pop(getattr(tokenizer, "image_token", None), None)  # Gemma's
-    tokens = max(ids.values()) + 1
-    if tokens > embeddings:
-        raise UserError(
-            f"the tokenizer has {tokens} tokens, the model only {embeddings} embeddings: save it with "
-            f"resize_token_embeddings({tokens}), or its own tokenizer"
-        )
-
-
-# ---- pairs
-
-
-@dataclass
-class Tokens:
-    """The tokens of a pair, with what is read of an Encoding of `tokenizers`."""
-
-    ids: list
-
-    def __len__(self):
-        return len(self.ids)
-
-
-def tokenize_pairs(pairs, model):
-    """Return the encodings of (query, document) pairs, in the model's chat template if it has one."""
-    if not has_chat_template(model):
-        return model.tokenizer.backend_tokenizer.encode_batch_fast(pairs)
-    prompt = model.prompts.get(model.default_prompt_name)
-    encodings = []
-    for first in range(0, len(pairs), 64):
-        features = model.preprocess(pairs[first : first + 64], prompt=prompt)
-        ids = features["input_ids"]
-        if "attention_mask" in features:
-            mask = features["attention_mask"]
-            ids = ids[mask > 0]
-            lengths = mask.sum(1)
-        else:  # concatenated for flash attention
-            ids = ids[0]
-            lengths = features["cu_seq_lens_q"].diff()
-        encodings += [Tokens(part.tolist()) for part in ids.split(lengths.tolist())]
-    return encodings
-
-
-def has_chat_template(model):
-    """Return whether sentence-transformers puts texts or pairs into a chat template."""
-    return any("message" in getattr(module, "modality_config", {}) for module in model.modules())
-
-
-def is_causal(model):
-    """Return whether the score is that of a word such as "yes", a causal model's next token, and not of a head."""
-    return isinstance(model[-1], LogitScore)
-
-
-def check_template(model):
-    """Raise UserError if the input of a causal model, or of one with a chat template, lacks the query or the document,
-    or if that of a causal model does not end where the answer begins, but with the document or the end of its turn; or
-    if a causal model's answers are not two words that it knows."""
-    if not (is_causal(model) or has_chat_template(model)):
-        return
-    text = ""
-    with suppress(ValueError):  # sentence-transformers found no such roles in the chat template
-        (encoding,) = tokenize_pairs([("zq", "qz")], model)
-        text = model.tokenizer.decode(encoding.ids)
-    *_, between, end = ["", *re.split("zq|qz", text.rstrip())]
-    end_token = model.tokenizer.eos_token or "<none>"
-    is_asked = not between.startswith(end) and not end.endswith(end_token)
-    if not ("zq" in text and "qz" in text and (is_asked or not is_causal(model))):
-        problem = "its input must contain query and document, and end where an answer begins"
-        raise UserError(f"{problem}: set --template of train_cross_encoder.py")
-    if is_causal(model):
-        yes = model[-1].true_token_id
-        no = model[-1].false_token_id  # None: the score is the logit of yes alone
-        unknown = {model.tokenizer.unk_token_id} - {None}
-        if yes == no or unknown & {yes, no}:
-            raise UserError(
-                f"its score is the logit of token {yes} minus that of token {no}: they must be two words of its "
-                'vocabulary, by default "yes" and "no"; save it with a LogitScore of words that it has'
-            )
 
 
 # ---- the command line

@@ -780,7 +780,7 @@ def new_folder(folder):
                 parent.rmdir()
 
 
-# ---- errors, files and micro-batches (same in eval_incremental.py)
+# ---- errors and files (same in eval_incremental.py)
 
 
 class UserError(ValueError):
@@ -844,6 +844,9 @@ def csv_options(suffix):
     warnings.simplefilter("error", pd.errors.ParserWarning)  # the first row has more fields than the header
     options = {"keep_default_na": False, "na_values": [""], "index_col": False}
     return options | ({"sep": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {})
+
+
+# ---- micro-batches
 
 
 def cut_micro_batches(lengths, max_tokens):

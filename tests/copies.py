@@ -19,9 +19,8 @@ MARK = re.compile(r"^# ==== (?:machinery|the path of a batch): from here to the 
 OWN = {"main", "Args", "check_flags", "forward_backward", "margin_mse", "kl", "make_loss", "Row", "read_row",
        "local_rows", "Batch", "make_batch", "make_micro_batches", "load_model", "resolve_args", "open_evaluators",
        "open_beir", "parse_args", "FORMATS"}  # fmt: skip
-# The scripts other than the trainers have a common version of these; they tokenize by themselves.
-TOOLS = {"flag", "user_errors", "print_error", "make_parser", "encode", "score", "prefetch",
-         "pad_lists", "set_up_transformer", "check_template"}  # fmt: skip
+# The scripts other than the trainers have a common version of these.
+TOOLS = {"flag", "user_errors", "print_error", "make_parser", "prefetch"}
 
 
 def read_scripts():

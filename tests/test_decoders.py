@@ -21,7 +21,6 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-import eval_incremental
 import train_bi_encoder
 import train_cross_encoder
 
@@ -232,25 +231,21 @@ def test_a_missing_end_token_is_refused_and_appended(name, corpus, rows, tmp_pat
     check("train_bi_encoder", tmp_path / "out/model", "--pooling", "lasttoken", "--append_eos")  # not appended twice
 
 
-def test_the_evaluator_refuses_prompts_left_out_of_pooling(bert, beir, evaluate, tmp_path):
+def test_prompts_left_out_of_pooling(bert, tmp_path):
     """sentence-transformers excludes them by the length of the prompt."""
     model = SentenceTransformer(str(bert), device="cpu")
     model[1] = Pooling(32, pooling_mode="mean", include_prompt=False)
     model.prompts = {"query": "find this: ", "document": ""}
     model.save_pretrained(str(tmp_path / "model"))
     for flags in ([], ["--query_prompt", "find: "], ["--query_prompt", "", "--document_prompt", "code: "]):
-        check("train_bi_encoder", tmp_path / "model", *flags)  # the trainer does not
-    evaluate("--beir", beir, "--model_name_or_path", tmp_path / "model", "--prompts", "")
-    with pytest.raises(eval_incremental.UserError, match="excludes prompts from pooling"):  # of a cached model, too
-        evaluate("--beir", beir, "--model_name_or_path", tmp_path / "model")
+        check("train_bi_encoder", tmp_path / "model", *flags)
 
 
-def test_the_evaluator_refuses_other_outputs_than_the_librarys(beir, corpus, evaluate, tmp_path):
-    """A model that was saved to put texts into a chat template; the trainer refuses it as well."""
+def test_chat_templates_are_refused(corpus, tmp_path):
+    """By the bi-encoder's trainer, of a model that was saved to put texts into one; and one without a place for
+    pairs."""
     folder = make_decoder(tmp_path / "chat", chat=CHAT)
     SentenceTransformer(str(folder), device="cpu").save_pretrained(str(tmp_path / "model"))
-    with pytest.raises(eval_incremental.UserError, match="outputs differ"):
-        evaluate("--beir", beir, "--model_name_or_path", tmp_path / "model")
     with pytest.raises(train_bi_encoder.UserError, match="chat template"):
         train("train_bi_encoder", *flags_of(corpus, tmp_path / "model", tmp_path / "refused"))
     chat = "{% for m in messages %}{% if m['role'] != 'user' %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
@@ -277,7 +272,10 @@ def test_the_evaluator_warns_of_a_missing_end_token(beir, evaluate, tmp_path, ca
         model[1] = Pooling(32, pooling_mode="lasttoken")
         model.save_pretrained(str(folder))
         evaluate("--beir", beir, "--model_name_or_path", folder)
-        assert ("pools the last token, but texts end in 'a'" in capsys.readouterr().out) == (ending is None)
+        assert (
+            "pools the last token, but texts end in 't': set --append_eos of train_bi_encoder.py"
+            in capsys.readouterr().out
+        ) == (ending is None)
 
 
 def test_the_models_own_prompts_are_the_default(corpus, bert, tmp_path):
@@ -580,15 +578,6 @@ def test_the_words_of_a_saved_reranker(ids, is_refused, yes_no, tmp_path):
             load("train_cross_encoder", tmp_path)
     else:
         check("train_cross_encoder", tmp_path)
-
-
-def test_the_evaluator_warns_of_a_reranker_that_is_not_asked(yes_no, beir, evaluate, tmp_path, capsys):
-    """Without a template; what the trainer refuses."""
-    run = make_run(beir, tmp_path)
-    for kind in ("plain", "chat"):
-        evaluate("--beir", beir, "--cross_encoder", yes_no[kind], "--rerank_k", 2, "--run", run)
-        warning = f"warning: {yes_no[kind]}: its input must contain query and document, and end where an answer begins"
-        assert (warning in capsys.readouterr().out) == (kind == "plain")
 
 
 def test_a_chat_template_takes_one_instruction(yes_no):

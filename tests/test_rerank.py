@@ -162,14 +162,13 @@ import sys, time
 sys.path.insert(0, {root!r})
 import eval_incremental as script
 score = script.score
-def counted(model, features, accelerator):
-    scores = score(model, features, accelerator)
+def counted(*args):
+    scores = score(*args)
     with open({log!r}, "ab", buffering=0) as file:
         file.write(b"x" * len(scores))
     time.sleep({pause})
     return scores
 script.score = counted
-script.CachedScorer.check = lambda self: None  # it scores two pairs of its own
 script.main(script.parse_args(sys.argv[1:]))
 """
 
