@@ -94,7 +94,9 @@ class Args:
     model_name_or_path: list[str] = flag([], "bi-encoders to compare")
     run: list[str] = flag([], "rankings to evaluate or rerank, in TREC format: query Q0 document rank score tag")
     bm25: bool = flag(False, "also rank by BM25 (requires bm25s, and the corpus in memory)")
-    fuse: bool = flag(False, "also rank by reciprocal rank fusion of all rankings of the call")
+    fuse: Literal["rrf", "zscore"] | None = flag(
+        None, "also fuse all rankings of the call: by reciprocal ranks (without a value), or by standardized scores"
+    )
     cross_encoder: str | None = flag(
         None, "model that reranks the rankings of the bi-encoders, --run, --bm25 and --fuse"
     )
@@ -125,8 +127,8 @@ class Args:
         "of ir_measures (without a cutoff: of 1,000 documents), or scripts of `evaluate`: my.py",
     )
     export_vectors: str | None = flag(None, "write the corpus vectors to this new folder as Parquet shards instead")
-    output: str | None = flag(None, "new file of --annotate: .jsonl or .parquet")
-    output_dir: str = flag("runs/eval", "folder for the results")
+    output: str | None = flag(None, "new file of --annotate, .jsonl or .parquet, or of the hits of --query, .jsonl")
+    output_dir: str | None = flag(None, "folder for the results; None: runs/eval/COLLECTION_RANKING")
 
 
 def check_flags(args):
@@ -143,6 +145,8 @@ def check_flags(args):
     args.rerank_k = args.rerank_k or 100
     if sum(map(bool, (args.beir, args.corpus, args.pairs, args.annotate))) > 1:
         raise UserError("--beir, --corpus, --pairs, --annotate: give only one of them")
+    if args.output:
+        check_new_file(args)
     if args.annotate:
         check_annotate(args)
     elif len(args.columns) not in (0, 2):
@@ -168,8 +172,15 @@ def check_annotate(args):
         raise UserError("--annotate requires --output, and --columns: of the query, then of its documents")
     if args.cross_encoder and args.model_name_or_path:
         raise UserError("--annotate takes a --cross_encoder or a --model_name_or_path")
-    if not args.output.endswith((".jsonl", ".parquet")):
-        raise UserError(f"--output {args.output}: must end in .jsonl or .parquet")
+
+
+def check_new_file(args):
+    """Raise UserError if --output cannot be written by --annotate or --query."""
+    suffixes = (".jsonl", ".parquet") if args.annotate else (".jsonl",)
+    if not (args.annotate or args.query):
+        raise UserError("--output is the file of --annotate or --query; results are written to --output_dir")
+    if not args.output.endswith(suffixes):
+        raise UserError(f"--output {args.output}: must end in {' or '.join(suffixes)}")
     if os.path.exists(args.output):
         raise UserError(f"--output {args.output}: it exists; choose another name")
 
@@ -202,6 +213,9 @@ def make_parser():
     parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], allow_abbrev=False)
     for action in parser._actions:  # --help prints each flag once, without its alias with dashes
         action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
+        if action.dest == "fuse":  # needs no value
+            action.nargs = "?"
+            action.const = "rrf"
     parser.add_argument("file", nargs="?", help="YAML or JSON file of flags")
     return parser
 
@@ -256,6 +270,7 @@ def main(args):
         return annotate(args, accelerator)
     evaluating = not args.query and args.export_vectors is None
     if evaluating:
+        args.output_dir = args.output_dir or default_output(args)
         check_output(args)
         metric_cache = tempfile.TemporaryDirectory()
         metrics = {name: load_metric(name, metric_cache.name) for name in args.metrics}  # fail early
@@ -279,7 +294,7 @@ def main(args):
             found.append(bm25_run(collection, args, accelerator))
     if args.fuse:
         for collection, found in zip(collections, runs):
-            found.append(fuse(found, collection))
+            found.append(fuse(found, collection, args.fuse))
     if args.cross_encoder:
         scorer = CachedScorer(args.cross_encoder, args, accelerator)
         for collection, found in zip(collections, runs):
@@ -297,7 +312,7 @@ def main(args):
         for warning in dict.fromkeys(warnings):
             print(f"warning: {collection.name}: {warning}", file=sys.stderr)
     if args.query:
-        return print_hits(runs[0][-1], collections[0], args.top_k)
+        return print_hits(runs[0][-1], collections[0], args)
     not_written = f"--output_dir {args.output_dir}: results not written, but the vectors are cached"
     lock = FileLock(Path(args.output_dir, ".lock"), is_singleton=True)
     with user_errors(not_written):
@@ -836,13 +851,20 @@ def search_bm25(collection, args):
     return ranking[ranking["score"] > 0]
 
 
-def fuse(runs, collection):
-    """Return the Run of the reciprocal rank fusion (Cormack et al. 2009): a document's score is the sum of 1 / (60 +
-    rank) over the rankings that contain it. It is as deep as the deepest of them; equal sums stay in their order."""
+def fuse(runs, collection, method):
+    """Return the Run of the fusion of rankings: a document's score is the sum over those that contain it of 1 / (60 +
+    rank) (rrf: Cormack et al. 2009), or of how many standard deviations its score lies above the lowest of the query
+    (zscore). It is as deep as the deepest of them; equal sums stay in their order."""
     parts = []
     for run in runs:
-        ranks = 1 + run.ranking.groupby("query_id").cumcount()
-        parts.append(run.ranking[PAIR].assign(score=1 / (60 + ranks)))
+        queries = run.ranking.groupby("query_id")
+        if method == "rrf":
+            scores = 1 / (61 + queries.cumcount())
+        else:
+            score = queries["score"]
+            deviation = score.transform("std", ddof=0)
+            scores = (run.ranking["score"] - score.transform("min")) / deviation.where(deviation > 0, 1)
+        parts.append(run.ranking[PAIR].assign(score=scores))
     ranking = pd.concat(parts).groupby(PAIR, as_index=False, sort=False)["score"].sum()
     ranking = ranking.sort_values("score", ascending=False, kind="stable")
     depth = max(part.groupby("query_id").size().max() for part in parts)
@@ -1130,13 +1152,36 @@ def short_names(paths):
     return [name if names.count(name) == 1 else f"{name}_{number}" for number, name in numbered]
 
 
+def default_output(args):
+    """Return the folder of the results of a call: the first of runs/eval/COLLECTION_RANKING, COLLECTION_RANKING_2, ...
+    that does not contain the results of other flags."""
+    collections = args.beir or (args.corpus or args.pairs)[:1]
+    rankings = [*args.model_name_or_path, *args.run, *["BM25"] * args.bm25]
+    names = []
+    for part in (collections, rankings, [args.cross_encoder] * bool(args.cross_encoder)):
+        names += short_names(part[:1]) + [f"and_{len(part) - 1}_more"] * (len(part) > 1)
+    folder = name = f"runs/eval/{'_'.join(names)}"
+    number = 1
+    while changed_flags(replace(args, output_dir=folder)):
+        number += 1
+        folder = f"{name}_{number}"
+    return folder
+
+
 def check_output(args):
     """Raise UserError if --output_dir contains the results of other flags."""
+    if changed := changed_flags(args):
+        raise UserError(
+            f"--output_dir {args.output_dir}: contains the results of {', '.join(changed)}: choose another folder"
+        )
+
+
+def changed_flags(args):
+    """Return the flags of the results in --output_dir that differ from these."""
     with user_errors(f"--output_dir {args.output_dir}"), suppress(FileNotFoundError):
         then = json.loads(Path(args.output_dir, "metrics.json").read_text()).get("args", {})
-        changed = [f"--{name} {then.get(name)}" for name, value in asdict(args).items() if then.get(name) != value]
-        if changed:
-            raise UserError(f"contains the results of {', '.join(changed)}: choose another folder")
+        return [f"--{name} {then.get(name)}" for name, value in asdict(args).items() if then.get(name) != value]
+    return []
 
 
 PACKAGES = "accelerate datasets ir_measures numpy pytrec-eval-terrier scipy sentence-transformers torch transformers"
@@ -1257,12 +1302,19 @@ def plot_report(title, rows, names, path):
     figure.savefig(path, dpi=110)
 
 
-def print_hits(run, collection, count):
-    """Print the best `count` documents of each query, with their scores."""
+def print_hits(run, collection, args):
+    """Print the best --top_k documents of each query, with their scores, and write them to --output."""
+    rows = []
     for query, part in run.ranking.groupby("query_id", sort=False):
         print(f"\n{collection.queries[query]}")
-        for name, score in zip(part["doc_id"][:count], part["score"]):
-            print(f"  {score:6.3f}  {name:>8}  {' '.join(run.texts[name].split())}"[:120])
+        hits = zip(part["doc_id"][: args.top_k], part["score"])
+        for rank, (name, score) in enumerate(hits, start=1):
+            text = run.texts[name]
+            print(f"  {score:6.3f}  {name:>8}  {' '.join(text.split())}"[:120])
+            rows.append({"query": collection.queries[query], "rank": rank, "_id": name, "score": score, "text": text})
+    if args.output:
+        with user_errors(f"--output {args.output}"):
+            pd.DataFrame(rows).to_json(args.output, orient="records", lines=True, force_ascii=False)
 
 
 # ==== machinery: the cache, encoding, models; then what other scripts contain as well

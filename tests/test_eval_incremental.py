@@ -384,6 +384,43 @@ def test_search(evaluate, beir, capsys, rows):
     assert capsys.readouterr().out in shown
 
 
+def test_hits_in_a_file(evaluate, beir, tmp_path, capsys, rows):
+    """As many as are printed; it is not overwritten."""
+    queries = rows[3]["code"], "something else", "ein Maß"
+    flags = ["--beir", beir, "--query", *queries, "--top_k", 3, "--output", tmp_path / "hits.jsonl"]
+    evaluate(*flags)
+    shown = re.findall(r"^ +([0-9.-]+) +(d\d+)  (.*)$", capsys.readouterr().out, re.M)
+    found = [json.loads(line) for line in (tmp_path / "hits.jsonl").read_text().splitlines()]
+    assert [(row["query"], row["rank"]) for row in found] == [(query, rank) for query in queries for rank in (1, 2, 3)]
+    texts = {row["_id"]: row["text"] for row in map(json.loads, (beir / "corpus.jsonl").read_text().splitlines())}
+    for row, (score, name, text) in zip(found, shown, strict=True):
+        assert row["_id"] == name and f"{row['score']:.3f}" == score
+        assert row["text"] == texts[name].strip() and " ".join(row["text"].split()).startswith(text.strip())
+    for path, message in ((tmp_path / "hits.jsonl", "it exists"), ("hits.csv", "must end in .jsonl")):
+        with pytest.raises(SystemExit):
+            evaluate(*flags, "--output", path)
+        assert f"--output {path}: {message}" in capsys.readouterr().err
+
+
+def test_results_have_a_folder_of_their_own(beir, bert, static, tmp_path, monkeypatch, capsys):
+    """A call with other flags is not refused, the same call finds its folder again, and all print it."""
+    monkeypatch.chdir(tmp_path)
+    common = ["--beir", str(beir), "--cache_dir", "cache", "--model_name_or_path"]
+    name = f"{beir.name}_{bert.name}"
+    for more, folder in (
+        ([], name),
+        (["--max_length", "9"], f"{name}_2"),
+        ([], name),
+        (["--max_length", "8"], f"{name}_3"),
+        (["--max_length", "9"], f"{name}_2"),
+        ([str(static), "--bm25"], f"{name}_and_2_more"),
+    ):
+        script.main(script.parse_args([*common, str(bert), *more]))
+        assert f"are in runs/eval/{folder}\n" in capsys.readouterr().out
+        assert (tmp_path / "runs/eval" / folder / "metrics.json").exists()
+    assert len(list((tmp_path / "runs/eval").iterdir())) == 4
+
+
 # ---------------------------------------------------------------------------------------- several processes, kills
 
 

@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 import signal
+import statistics
 import time
 
 import pytest
@@ -302,6 +303,31 @@ def test_fusion_equals_a_loop(evaluate, beir, bert, reranker, run_file, tmp_path
     reranked = read_run(tmp_path / "out" / f"fused+{reranker.name}" / "run.trec")
     first_ten = {query: {document for document, _ in found[:10]} for query, found in runs["fused"].items()}
     assert all({document for document, _ in reranked[query][:10]} == found for query, found in first_ten.items())
+
+
+def test_fusion_by_standardized_scores(evaluate, beir, bert, run_file, tmp_path):
+    """A document counts in each ranking by its distance from the last one, in standard deviations; a ranking of equal
+    scores counts for nothing."""
+    (tmp_path / "flat.run").write_text(
+        "".join(f"q{query} Q0 d{query + n} 1 7 x\n" for query in range(60) for n in (1, 2))
+    )
+    flags = ["--beir", beir, "--run", run_file, tmp_path / "flat.run", "--model_name_or_path", bert]
+    evaluate(*flags, "--fuse", "zscore")
+    names = ["first.trec", "flat.run", bert.name]
+    runs = {name: read_run(tmp_path / "out" / name / "run.trec") for name in [*names, "fused"]}
+    for query, found in runs["fused"].items():
+        expected = {}
+        for name in names:
+            scores = [score for _, score in runs[name].get(query, [])]
+            deviation = statistics.pstdev(scores) if len(scores) > 1 else 0
+            for document, score in runs[name].get(query, []):
+                distance = (score - min(scores)) / deviation if deviation else 0
+                expected[document] = expected.get(document, 0) + distance
+        best = sorted(expected.values(), reverse=True)[:100]  # as deep as the deepest
+        assert [score for _, score in found] == pytest.approx(best, rel=1e-5, abs=1e-6)
+        assert [score for _, score in found] == pytest.approx(
+            [expected[name] for name, _ in found], rel=1e-5, abs=1e-6
+        )
 
 
 def test_fusion_equals_ranx(evaluate, beir, bert, run_file, tmp_path):
