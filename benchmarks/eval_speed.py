@@ -21,7 +21,6 @@ from pathlib import Path
 
 import faiss
 import numpy as np
-import pyarrow as pa
 import pyarrow.dataset as pads
 import torch
 import torch.nn.functional as F
@@ -67,14 +66,12 @@ def encoding(folder, texts, rounds, sizes):
     peer.max_seq_length = 256
     settings = script.Args(max_length=256, cache_dtype="float32", cache_dir=tempfile.mkdtemp())
     encoder, found = script.CachedEncoder(folder, settings, accelerator), {}
-    encoder.open(settings)
 
     def ours():
         """All that the evaluator does to a chunk: hash, look up, encode, pack, store."""
         with tempfile.TemporaryDirectory() as place:
             encoder.cache = script.EmbeddingCache(f"{place}/c", "m", encoder.cache.dimensions, "float32")
-            array = pa.array(texts, pa.large_string())
-            found["ours"] = encoder(script.Chunk(0, array, array, script.text_hashes(array)))
+            found["ours"] = torch.from_numpy(encoder.encode(texts, "document"))
 
     def theirs(**options):
         found["theirs"] = peer.encode(texts, convert_to_tensor=True, **options)

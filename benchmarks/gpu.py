@@ -136,19 +136,16 @@ def run_encoding(args):
     texts = list(read_rows(args, args.batch_size * args.steps)[args.columns[1]])
     if args.side == "encode ours":
         sys.path.insert(0, str(ROOT))
-        import pyarrow as pa
         from accelerate import Accelerator
 
         import eval_incremental as script
 
         settings = script.Args(max_length=args.max_length, cache_dir=f"{args.folder}/cache_of_vectors")
         encoder = script.CachedEncoder(args.model, settings, Accelerator(cpu=args.device == "cpu"))
-        encoder.open(settings)
         model, size = encoder.model, settings.corpus_chunk_size
 
         def encode(part):
-            array = pa.array(part, pa.large_string())
-            encoder(script.Chunk(0, array, array, script.text_hashes(array)))
+            encoder.encode(part, "document")
     else:
         from sentence_transformers import SentenceTransformer
 

@@ -541,7 +541,8 @@ def check_mteb(run, folder, rows):
                 own.save_pretrained(str(path))
             found = runpy.run_path("mteb_cached.py", run_name="__main__")
             model = found["model"]
-            assert (model.meter["new"], model.meter["total"]) == expected
+            meter = found["encoder"].meter
+            assert (meter["new"], meter["total"]) == expected
             results = [found["result"], mteb.evaluate(own, Functions(), cache=None)]
             values = [result.task_results[0].scores["test"][0] for result in results]
             for name in ("ndcg_at_10", "map_at_100", "mrr_at_10", "recall_at_100"):
