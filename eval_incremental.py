@@ -145,12 +145,18 @@ def check_flags(args):
     args.rerank_k = args.rerank_k or 100
     if sum(map(bool, (args.beir, args.corpus, args.pairs, args.annotate))) > 1:
         raise UserError("--beir, --corpus, --pairs, --annotate: give only one of them")
-    if args.output:
-        check_new_file(args)
-    if args.annotate:
-        check_annotate(args)
-    elif len(args.columns) not in (0, 2):
+    if args.annotate and (len(args.columns) < 2 or not args.output):
+        raise UserError("--annotate requires --output, and --columns: of the query, then of its documents")
+    if args.annotate and args.cross_encoder and args.model_name_or_path:
+        raise UserError("--annotate takes a --cross_encoder or a --model_name_or_path")
+    if not args.annotate and len(args.columns) not in (0, 2):
         raise UserError("--columns takes two names, of queries and documents")
+    if args.output and not (args.annotate or args.query):
+        raise UserError("--output is the file of --annotate or --query; results are written to --output_dir")
+    if args.output and not args.output.endswith((".jsonl", ".parquet") if args.annotate else ".jsonl"):
+        raise UserError(f"--output {args.output}: must end in .jsonl{' or .parquet' if args.annotate else ''}")
+    if args.output and os.path.exists(args.output):
+        raise UserError(f"--output {args.output}: it exists; choose another name")
     files = [bool(args.corpus), bool(args.queries), bool(args.qrels)]
     if any(files) and not (all(files) or (tasks and files == [True, False, False])):
         raise UserError("--corpus, --queries and --qrels belong together, except to --query and --export_vectors")
@@ -164,25 +170,6 @@ def check_flags(args):
         raise UserError("requires --beir, --corpus, --pairs or --annotate, and a model, --run or --bm25")
     if args.fuse and len(args.model_name_or_path) + len(args.run) + args.bm25 < 2:
         raise UserError("--fuse requires two rankings: of --model_name_or_path, --run or --bm25")
-
-
-def check_annotate(args):
-    """Raise UserError for flags that --annotate requires or excludes."""
-    if len(args.columns) < 2 or not args.output:
-        raise UserError("--annotate requires --output, and --columns: of the query, then of its documents")
-    if args.cross_encoder and args.model_name_or_path:
-        raise UserError("--annotate takes a --cross_encoder or a --model_name_or_path")
-
-
-def check_new_file(args):
-    """Raise UserError if --output cannot be written by --annotate or --query."""
-    suffixes = (".jsonl", ".parquet") if args.annotate else (".jsonl",)
-    if not (args.annotate or args.query):
-        raise UserError("--output is the file of --annotate or --query; results are written to --output_dir")
-    if not args.output.endswith(suffixes):
-        raise UserError(f"--output {args.output}: must end in {' or '.join(suffixes)}")
-    if os.path.exists(args.output):
-        raise UserError(f"--output {args.output}: it exists; choose another name")
 
 
 def is_script(metric):
@@ -337,8 +324,8 @@ def main(args):
 class Chunk:
     """Consecutive rows of a corpus, or other texts, as they are encoded."""
 
-    role: str  # "query", "document" or, for a cross-encoder, "pair"
-    texts: pa.Array  # (n,) large_string, without the prompt; of pairs structs (query, document)
+    role: str | None  # "query" or "document"; None: of the pairs of a cross-encoder
+    texts: pa.Array  # (n,) large_string, without the prompt; of pairs lists of two
     hashes: np.ndarray  # (n,) V16, of prompts and texts
     ids: pa.Array | None = None  # (n,) large_string; only of a corpus
     first: int = 0  # row number of the first text, from 0
@@ -410,27 +397,18 @@ class TopK:
         """Add the (q, n) scores of q queries, from number `begin` on, for corpus rows `first` and following."""
         end = begin + len(scores)
         best = self.scores[begin:end]  # (q, K)
-        rows = self.rows[begin:end]
         k = best.shape[1]
         # Few documents exceed a query's K-th best; only they are sorted. An equal one ranks below, being later.
         passed = scores > best[:, -1:]
         if scores.shape[1] > k and passed.sum(1).max() > 2 * k:  # the first chunks
-            lowest = scores.topk(k).values[:, -1:]
-            passed &= scores >= lowest  # ties with the K-th as well
-        query, document = torch.nonzero(passed, as_tuple=True)
-        if len(query) == 0:
-            return
-        counts = torch.bincount(query, minlength=len(best))
-        starts = counts.cumsum(0) - counts
-        numbers = torch.arange(len(query), device=query.device)
-        slot = numbers - starts[query]  # the query's first, second, ...
-        more = best.new_full((len(best), int(counts.max())), -torch.inf)  # (q, m)
-        more[query, slot] = scores[query, document]
-        more_rows = rows.new_full(more.shape, -1)
-        more_rows[query, slot] = document + first
-        scores = torch.cat([best, more], 1)
-        rows = torch.cat([rows, more_rows], 1)
-        self.keep(begin, scores, rows)
+            passed &= scores >= scores.topk(k).values[:, -1:]  # ties with the K-th as well
+        most = int(passed.sum(1).max())
+        if most:
+            scores = scores.masked_fill(~passed, -torch.inf)
+            document = scores.topk(most, sorted=False).indices.sort(1).values  # (q, m), in corpus order
+            scores = scores.gather(1, document)
+            rows = torch.where(scores > -torch.inf, document + first, -1)
+            self.keep(begin, torch.cat([best, scores], 1), torch.cat([self.rows[begin:end], rows], 1))
 
     def merge(self, accelerator):
         """Merge the K best of all processes, which have scored different documents, on every process."""
@@ -1715,12 +1693,9 @@ class CachedEncoder:
         group_of = np.cumsum(sizes[order]) // (16 * self.args.micro_batch_tokens)  # about 4 micro-batches
         for group in np.split(order, 1 + np.flatnonzero(np.diff(group_of))):
             chosen = [texts[index] for index in group]
-            options = self.preprocess_options(role)
+            options = {"prompt": self.prompts[role], "task": role}
             for places, features in tokenize(self.model, chosen, self.args, self.accelerator, **options):
                 yield group[places].tolist(), features
-
-    def preprocess_options(self, role):
-        return {"prompt": self.prompts[role], "task": role}
 
     def forward(self, features, role):
         return encode(self.model, role, features, self.accelerator)
@@ -1762,21 +1737,15 @@ class CachedScorer(CachedEncoder):
 
     def load(self, args):
         self.model = load_cross_encoder(self.path, args)
-        self.prompts = {"pair": self.model.prompts.get(self.model.default_prompt_name)}
+        self.prompts = {None: self.model.prompts.get(self.model.default_prompt_name)}
         return 1, "float32", args.rerank_max_length
 
     def score_pairs(self, queries, documents):
         """Return the (n,) scores of n pairs of texts."""
-        columns = [pa.array(texts, pa.large_string()) for texts in (queries, documents)]
-        pairs = pa.StructArray.from_arrays(columns, ["query", "document"])
-        joined = pc.binary_join_element_wise(*columns, pa.scalar("\0", pa.large_string()))
-        return cached_vectors(self, Chunk("pair", pairs, text_hashes(joined)))[:, 0]
-
-    def micro_batches(self, pairs, role):
-        return super().micro_batches([tuple(pair.values()) for pair in pairs], role)
-
-    def preprocess_options(self, role):
-        return {"prompt": self.prompts[role]}
+        pairs = list(zip(queries, documents))
+        joined = pa.array(map("\0".join, pairs), pa.large_string())
+        chunk = Chunk(None, pa.array(pairs, pa.list_(pa.large_string())), text_hashes(joined))
+        return cached_vectors(self, chunk)[:, 0]
 
     def forward(self, features, role):
         return score(self.model, features, self.accelerator)[:, None]
