@@ -1363,6 +1363,8 @@ class EmbeddingCache:
         return user_errors(f"--cache_dir {self.folder} (free disk space, or remove the folder if it is damaged)")
 
     def sql(self, statement, *values):
+        """Return the rows of a statement on diskcache's table. Its `_sql` is private, and used here alone: there is no
+        public call for the number (rowid) of a block, nor for blocks in that order."""
         return self.cache._sql(statement, values).fetchall()
 
     def pack(self, vectors):
