@@ -128,7 +128,9 @@ class Args:
     )
     export_vectors: str | None = flag(None, "write the corpus vectors to this new folder as Parquet shards instead")
     output: str | None = flag(None, "new file of --annotate, .jsonl or .parquet, or of the hits of --query, .jsonl")
-    output_dir: str | None = flag(None, "folder for the results; None: runs/eval/COLLECTION_RANKING")
+    output_dir: str | None = flag(
+        None, "folder for the results; None: runs/eval/COLLECTION_RANKING_DIGEST, of these flags"
+    )
 
 
 def check_flags(args):
@@ -739,7 +741,8 @@ def retrieve(encoder, name, collection, args, accelerator):
         "of the oldest blocks were removed, to keep --cache_size_limit": encoder.cache.removed,
     }
     run = make_run(name, ranking, collection, metadata, counts, results)
-    run.texts = dict(documents.values())
+    if args.query:
+        run.texts = dict(documents.values())
     return run
 
 
@@ -965,10 +968,9 @@ def export_vectors(encoder, collection, args, accelerator):
     with user_errors(not_written):
         if os.path.exists(args.export_vectors):
             raise UserError("it exists")
-        folder.mkdir(parents=True, exist_ok=True)
         if accelerator.is_main_process:
-            for shard in folder.glob("vectors-*.parquet"):  # of a killed export
-                shard.unlink()
+            shutil.rmtree(folder, ignore_errors=True)  # of a killed export
+            folder.mkdir(parents=True)
     accelerator.wait_for_everyone()
     encoder.open_bar(encoder.path, corpus.rows)
     for chunk in prefetch(encoder.chunks(corpus)):
@@ -1131,35 +1133,20 @@ def short_names(paths):
 
 
 def default_output(args):
-    """Return the folder of the results of a call: the first of runs/eval/COLLECTION_RANKING, COLLECTION_RANKING_2, ...
-    that does not contain the results of other flags."""
-    collections = args.beir or (args.corpus or args.pairs)[:1]
-    rankings = [*args.model_name_or_path, *args.run, *["BM25"] * args.bm25]
-    names = []
-    for part in (collections, rankings, [args.cross_encoder] * bool(args.cross_encoder)):
-        names += short_names(part[:1]) + [f"and_{len(part) - 1}_more"] * (len(part) > 1)
-    folder = name = f"runs/eval/{'_'.join(names)}"
-    number = 1
-    while changed_flags(replace(args, output_dir=folder)):
-        number += 1
-        folder = f"{name}_{number}"
-    return folder
+    """Return the folder of the results of these flags, runs/eval/COLLECTION_RANKING_DIGEST."""
+    collection = (args.beir or args.corpus or args.pairs)[:1]
+    ranking = [*args.model_name_or_path, *args.run, "BM25"][:1]
+    digest = hashlib.sha256(repr(args).encode()).hexdigest()
+    return f"runs/eval/{'_'.join([*short_names(collection), *short_names(ranking), digest[:6]])}"
 
 
 def check_output(args):
     """Raise UserError if --output_dir contains the results of other flags."""
-    if changed := changed_flags(args):
-        raise UserError(
-            f"--output_dir {args.output_dir}: contains the results of {', '.join(changed)}: choose another folder"
-        )
-
-
-def changed_flags(args):
-    """Return the flags of the results in --output_dir that differ from these."""
     with user_errors(f"--output_dir {args.output_dir}"), suppress(FileNotFoundError):
         then = json.loads(Path(args.output_dir, "metrics.json").read_text()).get("args", {})
-        return [f"--{name} {then.get(name)}" for name, value in asdict(args).items() if then.get(name) != value]
-    return []
+        changed = [f"--{name} {then.get(name)}" for name, value in asdict(args).items() if then.get(name) != value]
+        if changed:
+            raise UserError(f"contains the results of {', '.join(changed)}: choose another folder")
 
 
 PACKAGES = "accelerate datasets ir_measures numpy pytrec-eval-terrier scipy sentence-transformers torch transformers"
