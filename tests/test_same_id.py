@@ -82,7 +82,8 @@ def test_pytrec_eval_without_identical_ids_agrees(evaluate, sixty, tmp_path, cap
 
 
 def test_two_processes_give_the_bytes_of_one(tmp_path, sixty, bert):
-    common = ["--model_name_or_path", bert, "--beir", sixty, "--corpus_chunk_size", 7,
+    # Chunks are the same on one process and on two: the last digit of a vector may depend on the others of its chunk.
+    common = ["--model_name_or_path", bert, "--beir", sixty, "--corpus_chunk_size", 10,
               "--top_k", 20, "--metrics", "nDCG@10", "--micro_batch_tokens", 256]  # fmt: skip
     seen = []
     for processes, cache in ((1, "a"), (2, "b"), (2, "a")):
