@@ -17,7 +17,7 @@ query are updated. Memory is bounded by the chunk, the queries and the judgments
 resume a killed run. Vectors are cached by their text and a fingerprint of the model. A cross-encoder can rerank the
 best documents of each query; its scores are cached in the same way, by query and document.
 
-Output: metrics.json, report.png, and for each ranking run.trec and per_query.csv.
+Output: metrics.json, report.html, table.md, table.tex, and for each ranking run.trec and per_query.csv.
 Left out on purpose: approximate search, similarities other than cosine and dot product.
 """
 
@@ -25,7 +25,7 @@ Left out on purpose: approximate search, similarities other than cosine and dot 
 # requires-python = ">=3.11"
 # dependencies = ["accelerate>=1.12,<2", "backports.zstd>=1,<2; python_version < '3.14'", "datasets>=5.2,<6",
 #   "diskcache>=5.6.3,<6", "evaluate>=0.4.6,<0.5", "filelock>=3.16,<5", "fsspec[http]>=2025.3", "ir_measures>=0.4,<1",
-#   "matplotlib>=3.9,<4", "numpy>=2.2,<3", "pandas>=2.2.3,<4", "pyarrow>=24,<27", "pyyaml>=6.0.1,<7", "scipy>=1.14,<2",
+#   "numpy>=2.2,<3", "pandas>=2.2.3,<4", "pyarrow>=24,<27", "pyyaml>=6.0.1,<7", "scipy>=1.14,<2",
 #   "sentence-transformers>=6.2,<7", "torch>=2.6,<3", "tqdm>=4.67,<5", "transformers>=5.18,<6", "xxhash>=3.5,<5"]
 # ///
 
@@ -55,9 +55,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import lru_cache, partial
+from html import escape
 from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
+from string import Template
 from typing import Literal
 
 import transformers
@@ -234,7 +236,6 @@ from accelerate.utils import broadcast_object_list, gather_object
 from datasets.data_files import DataFilesList, get_data_patterns
 from datasets.formatting import PythonFormatter
 from filelock import FileLock
-from matplotlib.figure import Figure
 from pyarrow.dataset import ParquetFragmentScanOptions
 from scipy.stats import bootstrap, permutation_test
 from sentence_transformers import CrossEncoder, SentenceTransformer
@@ -313,7 +314,9 @@ def main(args):
     for collection, found in zip(collections, runs):  # errors in scripts of the user's keep the traceback
         measured.append([compute_metrics(run.ranking, collection, metrics) for run in found])
     with user_errors(not_written):
-        write_results(collections, runs, measured, origin, args)
+        table = write_results(collections, runs, measured, origin, args)
+    with user_errors(f"--output_dir {args.output_dir}: report.html not written, but metrics.json is"):
+        write_page(table, collections, runs, measured, origin, Path(args.output_dir, "report.html"))
     lock.release()
     return None
 
@@ -1192,7 +1195,7 @@ def write_trec(path, name, ranking):
 
 
 def write_results(collections, runs, measured, origin, args):
-    """Write metrics.json, report.png and per_query.csv of each ranking into --output_dir, and print the table.
+    """Write metrics.json, table.md, table.tex and, for each ranking, per_query.csv; print the table and return it.
     runs, measured: for each collection a list, with the same rankings in each; origin: their provenance()."""
     output = Path(args.output_dir)
     summaries = {}
@@ -1208,11 +1211,11 @@ def write_results(collections, runs, measured, origin, args):
     if len(runs) > 1:
         summaries["mean"] = summarize(measured)
         record["means"] = dict(zip(names, summaries["mean"]))
-    title, rows = table_of(summaries)
-    plot_report(title, rows, names, output / "report.png")
+    table = table_of(summaries, names)
+    write_tables(table_lines(table.T if len(runs) > 1 else table), output)
     (output / "metrics.json.part").write_text(json.dumps(record, indent=1))
     os.replace(output / "metrics.json.part", output / "metrics.json")
-    print_table(title, rows, names)
+    print_table(table)
     for result in results:
         for unit, verb in (("texts", "encoded"), ("pairs", "scored")):
             if counts := result.get(unit):
@@ -1220,29 +1223,30 @@ def write_results(collections, runs, measured, origin, args):
                 length = f", of at most {result['max_length']} tokens" if result["max_length"] else ""
                 print(f"{result['collection']}, {result['name']}: {work}{length}")
     queries = sum(len(collection.queries) for collection in collections)
-    print(f"{queries:,} queries; metrics.json and report.png are in {output}")
+    print(f"{queries:,} queries; metrics.json, table.md and table.tex are in {output}")
+    return table
 
 
-def table_of(summaries):
-    """Return (title, a row {column: statistics} for each ranking): a column for each measure or, for several
-    collections, for each of them and their mean, of the first measure."""
+def table_of(summaries, names):
+    """Return a DataFrame of statistics: a row for each ranking, and a column for each measure or, for several
+    collections, for each of them and their mean, of the first measure, whose name the columns' axis has."""
     rows = next(iter(summaries.values()))
     if len(summaries) == 1:
-        return "", rows
-    title = next(iter(rows[0]))
-    tables = [[row[title] for row in table] for table in summaries.values()]
-    return title, [dict(zip(summaries, cells)) for cells in zip(*tables)]
+        return pd.DataFrame(rows, names)
+    measure = next(iter(rows[0]))
+    columns = {name: [row[measure] for row in table] for name, table in summaries.items()}
+    return pd.DataFrame(columns, names).rename_axis(columns=measure)
 
 
-def print_table(title, rows, names):
-    """Print the rows of table_of(); names: of the rankings."""
-    width = max(map(len, [*names, title]))
-    print(f"\n{title:{width}}", *[f"{column:>25}" for column in rows[0]])
-    for name, row in zip(names, rows):
-        cells = [format_cell(cell) for cell in row.values()]
-        print(f"{name:{width}}", *[f"{value:>25}" for value, _ in cells])
-        if any(difference for _, difference in cells):
-            print(" " * width, *[f"{difference:>25}" for _, difference in cells])
+def table_lines(table):
+    """Return a table of statistics as lists of texts: the header, and of each row the values, then the differences."""
+    lines = [[table.columns.name or table.index.name or "", *table.columns]]
+    for name, row in table.iterrows():
+        values, differences = zip(*map(format_cell, row))
+        lines.append([name, *values])
+        if any(differences):
+            lines.append(["", *differences])
+    return lines
 
 
 def format_cell(cell):
@@ -1253,17 +1257,241 @@ def format_cell(cell):
     return value, "{difference:+.4f}, p = {p:.4f}".format(**cell) if "p" in cell else ""
 
 
-def plot_report(title, rows, names, path):
-    """Plot the rows of table_of() as bars with intervals."""
-    frames = []
-    for key in ("mean", "low", "high"):
-        cells = [{column: cell.get(key, cell.get("value")) for column, cell in row.items()} for row in rows]
-        frames.append(pd.DataFrame(cells, names))
-    mean, low, high = frames
-    errors = np.stack([mean - low, high - mean], 1)  # (rankings, 2, columns)
-    figure = Figure(figsize=(max(6, 1 + mean.size / 3), 4), layout="constrained")
-    mean.T.plot.bar(ax=figure.subplots(), yerr=errors, rot=0, ylabel=title, ylim=(0, 1))
-    figure.savefig(path, dpi=110)
+def print_table(table):
+    """Print a table of statistics, turned if it is wider than the terminal."""
+    for lines in (table_lines(table), table_lines(table.T)):
+        widths = [2 + max(map(len, column)) for column in zip(*lines)]
+        if sum(widths) - 2 <= shutil.get_terminal_size((120, 24)).columns:
+            break
+    print()
+    for name, *cells in lines:
+        print(f"{name:{widths[0] - 2}}", *[f"{cell:>{width}}" for cell, width in zip(cells, widths[1:])], sep="")
+
+
+def write_tables(lines, output):
+    """Write table.md, and table.tex for the package booktabs, of table_lines()."""
+    count = len(lines[0]) - 1
+    rows = [lines[0], ["---", *["---:"] * count], *lines[1:]]
+    rows = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows]
+    (output / "table.md").write_text("".join(f"| {row} |\n" for row in rows), encoding="utf-8")
+    frame = pd.DataFrame(lines[1:], columns=lines[0])
+    frame.to_latex(output / "table.tex", index=False, escape=True, column_format="l" + "r" * count)
+
+
+PAGE_QUERIES = 500
+PAGE_DEPTH = 10  # documents of a ranking; and at most of the relevant ones of a query that no ranking has among them
+PAGE_CHARACTERS = 2000  # of a document
+
+
+def write_page(table, collections, runs, measured, origin, path):
+    """Write PAGE: table_of(), and the queries with documents of the first two rankings, or of the only one."""
+    measures = list(measured[0][0][0])  # those with a value for each query
+    queries = page_queries(collections, measured) if measures else pd.DataFrame({"collection": [], "id": []})
+    documents = []
+    texts = []
+    for number, (collection, found) in enumerate(zip(collections, runs)):
+        ids = queries["id"][queries["collection"] == number]
+        documents.append(page_documents(collection, found[:2], ids).assign(collection=number))
+        texts.append(page_texts(collection, documents[-1]["doc_id"].unique().tolist()))
+    names = [collection.name for collection in collections]
+    data = {
+        "collections": names,
+        "rankings": [run.name for run in runs[0][:2]],
+        "measure": measures[0] if measures else "",
+        "depth": PAGE_DEPTH,
+        "total": sum(len(collection.queries) for collection in collections),
+        "queries": queries.to_dict("records"),
+        "documents": pd.concat(documents).to_dict("records"),
+        "texts": texts,
+    }
+    lines = [[re.sub(r" (?![\[p])", "&nbsp;", escape(cell)) for cell in line] for line in table_lines(table.T)]
+    page = Template(PAGE).substitute(
+        title=escape(", ".join(names) if len(names) < 4 else f"{len(names)} collections"),
+        time=escape(origin["time"]),
+        command=escape(origin["command"]),
+        table="\n".join(f"<tr><td>{'<td>'.join(line)}" for line in lines),
+        data=json.dumps(data, ensure_ascii=False).replace("<", "\\u003c"),  # no text can end the script
+    )
+    path.write_text(page, encoding="utf-8")
+    print(f"{len(queries):,} queries with their documents: {path}")
+
+
+def page_queries(collections, measured):
+    """Return a DataFrame of the queries that the first two rankings differ most on, or that the only one is worst on:
+    number of the collection, id, text, relevant documents, values of the first measure, and what they are sorted by:
+    the difference, or the value."""
+    parts = []
+    for number, (collection, tables) in enumerate(zip(collections, measured)):
+        part = pd.DataFrame(collection.queries.items(), columns=["id", "text"]).assign(collection=number)
+        judged = collection.qrels
+        relevant = judged["query_id"][judged["relevance"] > 0].value_counts()
+        part["relevant"] = part["id"].map(relevant).fillna(0)
+        values = np.stack([table.iloc[:, 0] for table, _ in tables[:2]], 1)  # (Q, 1 or 2)
+        part["values"] = values.tolist()
+        part["change"] = values[:, 1] - values[:, 0] if len(tables) > 1 else values[:, 0]
+        parts.append(part)
+    queries = pd.concat(parts)
+    order = -queries["change"].abs() if len(measured[0]) > 1 else queries["change"]
+    chosen = order.to_numpy().argsort(kind="stable")[:PAGE_QUERIES]
+    return queries.iloc[chosen].sort_values("change", kind="stable")
+
+
+def page_documents(collection, runs, query_ids):
+    """Return a DataFrame (query_id, doc_id, relevance, ranks) of the documents to show: the first of each ranking, and
+    relevant ones that none has there. ranks: one in each of the runs, None if the document was not retrieved."""
+    table = collection.qrels
+    table = table[table["query_id"].isin(query_ids)]
+    for number, run in enumerate(runs):
+        ranking = run.ranking[run.ranking["query_id"].isin(query_ids)]
+        ranking = ranking.sort_values(["score", "doc_id"], ascending=False)[PAIR]  # as compute_metrics() ranks
+        ranking[number] = 1 + ranking.groupby("query_id").cumcount()
+        table = table.merge(ranking, "outer", PAIR)
+    is_first = (table[range(len(runs))] <= PAGE_DEPTH).any(axis=1)
+    missed = table[(table["relevance"] > 0) & ~is_first].sort_values("relevance", ascending=False, kind="stable")
+    shown = pd.concat([table[is_first], missed.groupby("query_id").head(PAGE_DEPTH)])
+    shown = shown.astype(object).where(shown.notna(), None)
+    return shown[[*PAIR, "relevance"]].assign(ranks=shown[range(len(runs))].to_numpy().tolist())
+
+
+def page_texts(collection, ids):
+    """Return {id: text} of documents, cut for the page, in one pass over the corpus; an id's first document counts."""
+    requested = pa.array(ids, pa.large_string())
+    texts = {}
+    for chunk in collection.corpus.chunks():
+        if len(texts) == len(ids):
+            break
+        found = pc.is_in(chunk.ids, requested)
+        for name, text in zip(chunk.ids.filter(found).to_pylist(), chunk.texts.filter(found).to_pylist()):
+            texts.setdefault(name, text if len(text) <= PAGE_CHARACTERS else f"{text[:PAGE_CHARACTERS]} ...")
+    return texts
+
+
+PAGE = r"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>$title</title>
+<style>
+:root { color-scheme: light dark; --quiet: light-dark(#5c636b, #a3abb5); --line: light-dark(#dfe3e8, #363c44);
+  --good: light-dark(#0b7038, #63d297); --bad: light-dark(#b3261e, #ff9288); --mark: light-dark(#ffedb0, #5a4a08);
+  --relevant: light-dark(#eaf6ee, #14261b); }
+body { max-width: 76rem; margin: auto; padding: 1rem; font: 15px/1.45 system-ui, sans-serif; overflow-wrap: anywhere; }
+h1, h2 { font-size: 1.3rem; margin: 1rem 0 .3rem; }
+h3, p { font-size: 1rem; margin: .3rem 0; }
+table { border-spacing: 0; font-size: .85rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
+td { padding: .3rem .7rem 0 0; vertical-align: top; }
+td:last-child { padding-right: 0; }
+tr:first-child { font-weight: bold; }
+tr + tr:has(td:empty:first-child), .quiet { color: var(--quiet); font-size: .85rem; }
+.good { color: var(--good); }
+.bad { color: var(--bad); }
+input { font: inherit; width: 100%; box-sizing: border-box; padding: .3rem; }
+summary { cursor: pointer; }
+main > details > summary { padding: .6rem 0; font-weight: bold; }
+.query { border-top: 1px solid var(--line); }
+.query > summary { display: grid; grid-template-columns: max-content 1fr; gap: 1rem; padding: .4rem 0; }
+.query[open] > summary { position: sticky; top: 0; background: Canvas; }
+.columns { display: grid; grid-auto-flow: column; grid-auto-columns: minmax(min(85%, 22rem), 1fr); gap: 1.5rem;
+  overflow-x: auto; padding-bottom: 1.5rem; }
+article { display: grid; grid-template-columns: 2rem 1fr; padding: .4rem; border-top: 1px solid var(--line); }
+.relevant { background: var(--relevant); }
+.text { white-space: pre-line; list-style: none; }
+details:not([open]) > .text { display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 4;
+  overflow: hidden; }
+mark { background: var(--mark); color: inherit; }
+</style>
+<h1>$title</h1>
+<details class="quiet"><summary>$time</summary>$command</details>
+<div style="overflow-x: auto"><table>
+$table
+</table></div>
+<p class="quiet">Brackets: 95 % bootstrap intervals. Below: differences from the first ranking, with the p-value of a
+paired randomization test.</p>
+<h2>Queries</h2>
+<p class="quiet" id="about"></p>
+<input type="search" placeholder="words of a query, or its id" aria-label="words of a query, or its id">
+<main></main>
+<script type="application/json" id="data">$data</script>
+<script>
+const data = JSON.parse(document.getElementById("data").textContent);
+const [first, second] = data.rankings;
+
+function add(parent, tag, name, text = "") {  // a text never becomes HTML
+  const element = parent.appendChild(document.createElement(tag));
+  element.className = name;
+  element.textContent = text;
+  return element;
+}
+
+function addDocument(column, query, found, side) {
+  const box = add(column, "article", found.relevance > 0 ? "relevant" : "");
+  add(box, "b", "", found.ranks[side] ?? "–");
+  const body = add(box, "div", "");
+  const line = add(body, "div", "quiet", found.doc_id);
+  if (found.relevance !== null) add(line, "b", found.relevance > 0 ? "good" : "bad", " · grade " + found.relevance);
+  if (second) add(line, "span", "", " · rank " + found.ranks.map((rank) => rank ?? "–").join(" → "));
+  const details = add(body, "details", "");
+  details.open = found.relevance > 0;
+  const text = add(details, "summary", "text");
+  const words = query.text.match(/[\p{L}\p{N}]{4,}|\p{L}?[\p{Lu}\p{N}]{2}[\p{L}\p{N}]*/gu) ?? [];  // also HIV and p53
+  const marked = new Set(words.map((word) => word.toLowerCase()));
+  const whole = data.texts[query.collection][found.doc_id] ?? "(not in the corpus)";
+  for (const part of whole.split(/([\p{L}\p{N}]+)/u))
+    marked.has(part.toLowerCase()) ? add(text, "mark", "", part) : text.append(part);
+}
+
+function addDocuments(box, query) {
+  const columns = add(box, "div", "columns");
+  const documents = data.documents.filter((d) => d.query_id === query.id && d.collection === query.collection);
+  data.rankings.forEach((name, side) => {
+    const column = add(columns, "section", "");
+    const rank = (found) => found.ranks[side] ?? Infinity;
+    documents.sort((a, b) => rank(a) - rank(b));
+    const best = documents.filter((found) => rank(found) <= data.depth);
+    const missed = documents.filter((found) => rank(found) > data.depth && found.relevance > 0);
+    const count = best.filter((found) => found.relevance > 0).length;
+    add(column, "h3", "", name);
+    add(column, "p", "quiet", data.measure + " " + query.values[side].toFixed(3) + ", " + count + " of " +
+      query.relevant + " relevant documents among the first " + data.depth);
+    best.forEach((found) => addDocument(column, query, found, side));
+    if (missed.length) add(column, "p", "", "Relevant, but not among them");
+    missed.forEach((found) => addDocument(column, query, found, side));
+  });
+}
+
+function addGroup(title, queries) {
+  const group = add(document.querySelector("main"), "details", "");
+  add(group, "summary", "", queries.length + " queries: " + title);
+  for (const query of queries) {
+    const box = add(group, "details", "query");
+    const summary = add(box, "summary", "");
+    const color = second && query.change ? (query.change > 0 ? "good" : "bad") : "";
+    add(summary, "b", color, query.values.map((value) => value.toFixed(3)).join(" → "));
+    const text = add(summary, "span", "", query.text + " ");
+    add(text, "span", "quiet", (data.collections[1] ? data.collections[query.collection] + " " : "") + query.id);
+    box.addEventListener("toggle", () => addDocuments(box, query), { once: true });
+  }
+}
+
+const changed = (sign) => data.queries.filter((query) => Math.sign(query.change) === sign);
+if (second) {
+  addGroup(second + " is worse than " + first, changed(-1));
+  addGroup(second + " is better than " + first, changed(1).reverse());
+  addGroup("equal", changed(0));
+} else addGroup(first + ", lowest " + data.measure + " first", data.queries);
+document.querySelector("main > details").open = !second;
+document.getElementById("about").textContent = data.queries.length + " of " + data.total + " queries, by " +
+  data.measure + (second ? ": " + first + " → " + second + ", the largest differences" : "") +
+  ". A document at rank – was not retrieved. Click a text to read on; words of the query are marked in it.";
+document.querySelector("input").addEventListener("input", (event) => {
+  for (const group of document.querySelectorAll("main > details")) group.open = true;
+  for (const box of document.querySelectorAll(".query")) {
+    const summary = box.querySelector("summary").textContent.toLowerCase();
+    box.hidden = !summary.includes(event.target.value.toLowerCase());
+  }
+});
+</script>
+"""
 
 
 def print_hits(run, collection, args):

@@ -335,7 +335,7 @@ def test_pairs_and_comparison(evaluate, corpus, bert, tmp_path, capsys):
     assert second["difference"] == pytest.approx(second["mean"] - got["models"][0]["metrics"]["nDCG@10"]["mean"])
     assert 0 < second["p"] <= 1 and got["models"][2]["metrics"]["nDCG@10"]["mean"] > 0.2  # the texts share words
     assert {p.name for p in (tmp_path / "out").iterdir()} == {".lock"} | {
-        "metrics.json", "report.png", "st", "second", "BM25"}  # fmt: skip
+        "metrics.json", "report.html", "table.md", "table.tex", "st", "second", "BM25"}  # fmt: skip
     assert (tmp_path / "out/BM25/run.trec").exists()
     shown = capsys.readouterr().out
     assert "p = " in shown and "BM25" in shown and "nDCG@10" in shown
@@ -801,7 +801,7 @@ def test_copied_alone_without_a_home_and_help(tmp_path, beir, bert):
     environment = {**os.environ, "HOME": "/proc/nowhere", "HF_HOME": "/proc/nowhere/hf"}
     command = [sys.executable, "-I", "eval_incremental.py", *map(str, flags)]
     subprocess.run(command, cwd=tmp_path, env=environment, check=True)
-    assert (tmp_path / "o/report.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "o/report.html").read_text().startswith("<!doctype html>")
     shown = launch(SCRIPT, "--help").stdout
     documented = """
         model_name_or_path beir corpus queries qrels pairs columns streaming cache_dir output_dir metrics top_k query
@@ -846,7 +846,7 @@ def test_several_collections_and_models(evaluate, two_collections, bert, tmp_pat
     assert alone["metrics"]["AP@100"]["mean"] == results[4]["metrics"]["AP@100"]["mean"]
     for file in ("run.trec", "per_query.csv"):
         assert (tmp_path / "out/small/other" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes()
-    assert (tmp_path / "out/report.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "out/report.html").read_text().startswith("<!doctype html>")
 
 
 def test_a_search_takes_one_collection(evaluate, two_collections):

@@ -60,8 +60,10 @@ def test_a_script_of_the_user(evaluate, beir, metric, bert, tmp_path, capsys):
         ".lock",
         "metrics.json",
         "other",
-        "report.png",
+        "report.html",
         "st",
+        "table.md",
+        "table.tex",
     ]
     evaluate("--beir", beir, "--metrics", metric, output="alone")  # no measure of ir_measures
     found = evaluate("--beir", beir, "--metrics", "AP@100", "R@100", "AP@100")["metrics"]

@@ -1,0 +1,293 @@
+"""The page to look into failures, and the tables: what they show, and that a browser opens them without an error."""
+
+import asyncio
+import json
+import random
+import re
+import shutil
+import subprocess
+import threading
+
+import aiohttp
+import pandas as pd
+import pytest
+from conftest import read_run, write_jsonl
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-headless-shell") or shutil.which("google-chrome")
+HOSTILE = "</script><script>document.title = 'hostile'</script><img src=x onerror=\"document.title = 'hostile'\">"
+
+
+def write_collection(folder, queries=3):
+    """Write documents d0 to d39, queries q0, q1, ..., of which query n has the relevant documents d(n % 30) and d39,
+    and two rankings of 30 documents: the first one's are rotated by the query's number, the second one's reversed."""
+    documents = [{"_id": f"d{n}", "text": f"text of document {n} " + "word " * 20} for n in range(40)]
+    documents[0] |= {"_id": "<b>d0", "text": f"{HOSTILE} of a document " + "x" * 5000}
+    names = [document["_id"] for document in documents]
+    texts = {f"q{n}": f"what document {n} says" for n in range(queries)}
+    texts["q1"] = f"{HOSTILE} in a query"
+    write_jsonl(folder / "documents.jsonl", documents)
+    write_jsonl(folder / "queries.jsonl", [{"_id": name, "text": text} for name, text in texts.items()])
+    lines = [f"q{n}\t{name}\t1\n" for n in range(queries) for name in (names[n % 30], "d39")]
+    (folder / "qrels.tsv").write_text("".join(lines))
+    for name, step in (("rotated", 1), ("reversed", -1)):
+        with open(folder / f"{name}.run", "w") as file:
+            for query in range(queries):
+                ranked = [names[(query + rank) % 30] for rank in range(30)][::step]
+                file.writelines(f"q{query}\tQ0\t{name}\t0\t{-rank}\tx\n" for rank, name in enumerate(ranked))
+    return ["--corpus", folder / "documents.jsonl", "--queries", folder / "queries.jsonl",
+            "--qrels", folder / "qrels.tsv"]  # fmt: skip
+
+
+def page_data(path):
+    """Return what the script of a page reads."""
+    page = path.read_text()
+    assert not re.search(r"https?:|src=[\"']|href=|@import|url\(", page)  # one file
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    return json.loads(data)
+
+
+def find_documents(data, query):
+    """Return {document id: (rank in the first ranking, in the second, relevance)} of a query."""
+    found = [document for document in data["documents"] if document["query_id"] == query]
+    return {document["doc_id"]: (*document["ranks"], document["relevance"]) for document in found}
+
+
+def test_page_has_the_first_documents_and_the_relevant_ones(evaluate, tmp_path):
+    flags = write_collection(tmp_path)
+    evaluate(*flags, "--run", tmp_path / "rotated.run", tmp_path / "reversed.run")
+    data = page_data(tmp_path / "out/report.html")
+    assert data["rankings"] == ["rotated.run", "reversed.run"] and data["measure"] == "nDCG@10"
+    assert [query["id"] for query in data["queries"]] == ["q0", "q1", "q2"]
+    tables = [pd.read_csv(tmp_path / f"out/{name}/per_query.csv", index_col="query") for name in data["rankings"]]
+    for query in data["queries"]:
+        values = [table.loc[query["id"], "nDCG@10"] for table in tables]
+        assert query["values"] == pytest.approx(values) and query["relevant"] == 2
+        assert query["change"] == pytest.approx(values[1] - values[0]) and query["change"] < 0
+    runs = [read_run(tmp_path / f"out/{name}/run.trec") for name in data["rankings"]]
+    for query in ("q0", "q1", "q2"):
+        ranks = [{name: rank for rank, name in enumerate(run[query], start=1)} for run in runs]
+        found = find_documents(data, query)
+        expected = [*list(runs[0][query])[:10], *list(runs[1][query])[:10], "d39"]
+        assert sorted(found) == sorted(expected)
+        for name, (first, second, relevance) in found.items():
+            assert (first, second) == (ranks[0].get(name), ranks[1].get(name))
+            assert relevance == (1 if name in ("d39", expected[0]) else None)
+    assert find_documents(data, "q0")["<b>d0"] == (1, 30, 1)  # moved
+    assert find_documents(data, "q0")["d39"] == (None, None, 1)  # not retrieved
+    assert set(data["texts"][0]) == {document["doc_id"] for document in data["documents"]}  # no other was kept
+    assert len(data["texts"][0]["<b>d0"]) < 2010 < 5000
+
+
+def test_ties_rank_as_they_are_measured(evaluate, tmp_path):
+    """By document id, descending, though documents of equal scores are retrieved in the order of the corpus."""
+    flags = write_collection(tmp_path, 2)
+    documents = [{"_id": f"d{n}", "text": "the same text"} for n in range(5)]
+    write_jsonl(tmp_path / "documents.jsonl", documents)
+    (tmp_path / "qrels.tsv").write_text("q0\td0\t1\nq1\td3\t1\n")
+    evaluate(*flags, "--metrics", "RR")
+    data = page_data(tmp_path / "out/report.html")
+    assert [query["change"] for query in data["queries"]] == [0.2, 0.5]  # of a single ranking, the lowest first
+    assert [(query["id"], query["values"]) for query in data["queries"]] == [("q0", [0.2]), ("q1", [0.5])]
+    for query, expected in (("q0", (5, 1)), ("q1", (2, 1))):
+        (relevant,) = [found for found in find_documents(data, query).values() if found[-1]]
+        assert relevant == expected
+
+
+def test_page_has_the_queries_that_differ_most(evaluate, tmp_path):
+    flags = write_collection(tmp_path, 520)
+    lines = (tmp_path / "rotated.run").read_text().splitlines()
+    for name in ("rotated", "reversed"):
+        shuffled = [re.sub(r"-?\d+(\tx)", rf"{random.Random(name + line).random()}\1", line) for line in lines]
+        (tmp_path / f"{name}.run").write_text("\n".join(shuffled))
+    evaluate(*flags, "--run", tmp_path / "rotated.run", tmp_path / "reversed.run", "--metrics", "AP")
+    data = page_data(tmp_path / "out/report.html")
+    tables = [pd.read_csv(tmp_path / f"out/{name}/per_query.csv", index_col="query") for name in data["rankings"]]
+    change = tables[1]["AP"] - tables[0]["AP"]
+    assert len(data["queries"]) == 500 and data["total"] == len(change) == 520
+    shown = change[[query["id"] for query in data["queries"]]]
+    assert shown.is_monotonic_increasing and (shown > 0).sum() > 200 < (shown < 0).sum()
+    assert shown.abs().min() >= change.drop(shown.index).abs().max()
+
+
+class Tab:
+    """A tab of a headless browser, by the DevTools protocol."""
+
+    def __init__(self, socket):
+        self.socket = socket
+        self.calls = 0
+        self.errors = []
+
+    async def call(self, method, **params):
+        """Call a method and return its result; collect what the console shows meanwhile."""
+        self.calls += 1
+        await self.socket.send_json({"id": self.calls, "method": method, "params": params})
+        while True:
+            message = await self.socket.receive_json()
+            if message.get("method") in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
+                self.errors.append(message["params"])
+            if message.get("id") == self.calls:
+                return message["result"]
+
+    async def run(self, expression):
+        """Return the value of a JavaScript expression."""
+        result = await self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
+
+    async def until(self, expression):
+        """Wait until an expression is true; the fixture's timer ends the browser if it never is."""
+        while not await self.run(expression):
+            await asyncio.sleep(0.05)
+
+    async def click(self, element):
+        """Click on the middle of an element, given as an expression."""
+        await self.run(f"{element}.scrollIntoView({{block: 'center'}})")
+        x, y = await self.run(f"(r => [r.x + r.width / 2, r.y + r.height / 2])({element}.getBoundingClientRect())")
+        for kind in ("mousePressed", "mouseReleased"):
+            await self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    async def open(self, url):
+        """Open a page at 1,280 pixels, and wait until it is complete."""
+        for domain in ("Runtime", "Log", "Page"):
+            await self.call(f"{domain}.enable")
+        size = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        await self.call("Emulation.setDeviceMetricsOverride", **size)
+        await self.call("Page.navigate", url=url)
+        await self.until(f"document.readyState + location.href == 'complete{url}'")
+
+
+@pytest.fixture
+def in_browser(tmp_path):
+    """Return a function that opens a page in a headless browser and awaits check(tab)."""
+    if not BROWSER:
+        pytest.skip("needs a browser: apt-get install chromium")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
+    command = [BROWSER, *options, f"--user-data-dir={tmp_path / 'profile'}", "about:blank"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    timer = threading.Timer(120, process.kill)
+    timer.start()
+    address = next((found[1] for line in process.stderr if (found := re.search(r"ws://([^/]+)/", line))), None)
+    assert address, "the browser did not start"
+    reader = threading.Thread(target=process.stderr.read, daemon=True)  # else a full pipe would stop it
+    reader.start()
+
+    async def connect(page, check):
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"http://{address}/json") as reply:
+                tabs = await reply.json(content_type=None)
+            url = next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page")
+            async with session.ws_connect(url, max_msg_size=0) as socket:
+                tab = Tab(socket)
+                await tab.open(page.as_uri())
+                await check(tab)
+                assert tab.errors == []
+
+    yield lambda page, check: asyncio.run(connect(page, check))
+    process.terminate()
+    process.wait()
+    timer.cancel()
+
+
+GROUP = "document.querySelector('main > details')"
+QUERY = f"{GROUP}.querySelectorAll('.query')[1]"
+
+
+def test_a_query_opens_by_a_click(evaluate, tmp_path, in_browser):
+    flags = write_collection(tmp_path)
+    evaluate(*flags, "--run", tmp_path / "rotated.run", tmp_path / "reversed.run")
+
+    async def check(tab):
+        assert await tab.run("document.title") == "documents.jsonl"
+        title = await tab.run(f"{GROUP}.textContent")
+        assert title.startswith("3 queries: reversed.run is worse than rotated.run")
+        await tab.click(f"{GROUP}.querySelector('summary')")
+        await tab.click(f"{QUERY}.querySelector('summary')")
+        await tab.until(f"{QUERY}.querySelectorAll('section').length == 2")
+        text = await tab.run(f"{QUERY}.querySelector('summary').innerText")
+        assert HOSTILE in text  # shown as a text, not run
+        left, right = await tab.run(
+            f"[...{QUERY}.querySelectorAll('section')].map(s => [s.getBoundingClientRect().toJSON(), s.innerText])"
+        )
+        assert left[0]["right"] < right[0]["left"] and left[0]["top"] == right[0]["top"] and left[0]["width"] > 400
+        assert left[1].startswith("rotated.run") and "1 of 2 relevant documents among the first 10" in left[1]
+        assert right[1].startswith("reversed.run") and "0 of 2 relevant documents" in right[1]
+        assert "d1 · grade 1 · rank 1 → 30" in left[1] and "d39 · grade 1 · rank – → –" in left[1]
+        assert left[1].index("rank 1 → 30") < left[1].index("Relevant, but not") < left[1].index("rank – → –")
+        assert "text of document 1" in right[1]
+        assert await tab.run("[...document.querySelectorAll('mark')].map(m => m.textContent)[0]") == "document"
+        assert await tab.run("document.title") == "documents.jsonl"
+        await tab.run("document.querySelector('input').focus()")
+        await tab.call("Input.insertText", text="DOCUMENT 2")
+        shown = await tab.run("[...document.querySelectorAll('.query')].map(q => q.checkVisibility())")
+        assert shown == [False, False, True]
+        await tab.call("Emulation.setDeviceMetricsOverride", width=400, height=900, deviceScaleFactor=1, mobile=True)
+        assert await tab.run("document.documentElement.scrollWidth") <= 400
+
+    in_browser(tmp_path / "out/report.html", check)
+
+
+COUNT = """
+import datasets
+import evaluate
+TEXT, NUMBER = datasets.Sequence(datasets.Value("string")), datasets.Sequence(datasets.Value("float64"))
+class Count(evaluate.Metric):
+    def _info(self):
+        run = {"query": TEXT, "q0": TEXT, "docid": TEXT, "rank": NUMBER, "score": NUMBER, "system": TEXT}
+        qrels = {"query": TEXT, "q0": TEXT, "docid": TEXT, "rel": NUMBER}
+        features = datasets.Features({"predictions": run, "references": qrels})
+        return evaluate.MetricInfo(description="", citation="", features=features)
+    def _compute(self, predictions, references):
+        return {"documents": len(set(predictions[0]["docid"]))}
+"""
+
+
+def test_page_without_a_value_for_each_query(evaluate, tmp_path):
+    flags = write_collection(tmp_path)
+    (tmp_path / "count.py").write_text(COUNT)
+    evaluate(*flags, "--run", tmp_path / "rotated.run", "--metrics", tmp_path / "count.py")
+    data = page_data(tmp_path / "out/report.html")
+    assert data["queries"] == data["documents"] == [] and data["texts"] == [{}]
+    assert "30.0000&nbsp;(no&nbsp;interval)" in (tmp_path / "out/report.html").read_text()
+
+
+def test_tables(evaluate, tmp_path, capsys, monkeypatch):
+    """A row for each ranking; in a narrow terminal, for each measure."""
+    flags = write_collection(tmp_path)
+    (tmp_path / "rotated.run").rename(tmp_path / "a_b.run")
+    flags += ["--run", tmp_path / "a_b.run", tmp_path / "reversed.run"]
+    monkeypatch.setenv("COLUMNS", "115")
+    evaluate(*flags)
+    wide = capsys.readouterr().out
+    assert re.search(r"^ +nDCG@10 +RR@10 +R@100 +AP@100\na_b.run +0.\d{4} \[", wide, re.M)
+    monkeypatch.setenv("COLUMNS", "80")
+    evaluate(*flags)
+    narrow = capsys.readouterr().out
+    assert re.search(r"^ +a_b.run +reversed.run\nnDCG@10 +0.\d{4} \[", narrow, re.M)
+    values = sorted(re.findall(r"[\[+-]*\d\.\d{4}", wide))
+    for text in (narrow, *((tmp_path / "out" / name).read_text() for name in ("table.md", "table.tex"))):
+        assert sorted(re.findall(r"[\[+-]*\d\.\d{4}", text)) == values and len(values) == 4 * (3 + 5)
+    lines = (tmp_path / "out/table.md").read_text().splitlines()
+    assert lines[:2] == ["|  | nDCG@10 | RR@10 | R@100 | AP@100 |", "| --- | ---: | ---: | ---: | ---: |"]
+    assert "a\\_b.run & " in (tmp_path / "out/table.tex").read_text()
+
+
+def test_a_row_for_each_collection(evaluate, tmp_path, capsys, monkeypatch):
+    """13 collections fit a terminal and a page."""
+    for number in range(13):
+        folder = tmp_path / f"collection{number:02}"
+        (folder / "qrels").mkdir(parents=True)
+        write_collection(folder)
+        (folder / "documents.jsonl").rename(folder / "corpus.jsonl")
+        (folder / "qrels.tsv").rename(folder / "qrels/test.tsv")
+    monkeypatch.setenv("COLUMNS", "80")
+    folders = sorted(tmp_path.glob("collection*"))
+    evaluate("--beir", *folders, "--bm25")
+    shown = capsys.readouterr().out
+    assert re.search(r"^nDCG@10 +st +BM25\ncollection00 +0.\d{4} \[", shown, re.M) and "\nmean  " in shown
+    assert max(map(len, shown[shown.index("nDCG@10") : shown.index("\nmean")].splitlines())) <= 80
+    for name, start in (("table.md", r"\| "), ("table.tex", "")):
+        rows = re.findall(rf"^{start}(collection\d\d|mean) ", (tmp_path / "out" / name).read_text(), re.M)
+        assert rows == [*(folder.name for folder in folders), "mean"]
+    data = page_data(tmp_path / "out/report.html")
+    assert len(data["texts"]) == 13 and {query["collection"] for query in data["queries"]} == set(range(13))
+    assert "<title>13 collections</title>" in (tmp_path / "out/report.html").read_text()
