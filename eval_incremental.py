@@ -524,6 +524,10 @@ class Collection:
         """Return a mask of the rows of a ranking or of judgments that are left out by omit_same_id."""
         return self.omit_same_id & (frame["query_id"] == frame["doc_id"])
 
+    def judged_pairs(self):
+        """Return the judgments of pairs that can be ranked."""
+        return self.qrels[~self.same_id(self.qrels)]
+
 
 def open_collections(args):
     """Return the Collections of --beir, or the one of --corpus or --pairs."""
@@ -1323,7 +1327,7 @@ def page_queries(collections, measured):
     parts = []
     for number, (collection, tables) in enumerate(zip(collections, measured)):
         part = pd.DataFrame(collection.queries.items(), columns=["id", "text"]).assign(collection=number)
-        judged = collection.qrels
+        judged = collection.judged_pairs()
         relevant = judged["query_id"][judged["relevance"] > 0].value_counts()
         part["relevant"] = part["id"].map(relevant).fillna(0)
         values = np.stack([table.iloc[:, 0] for table, _ in tables[:2]], 1)  # (Q, 1 or 2)
@@ -1339,7 +1343,7 @@ def page_queries(collections, measured):
 def page_documents(collection, runs, query_ids):
     """Return a DataFrame (query_id, doc_id, relevance, ranks) of the documents to show: the first of each ranking, and
     relevant ones that none has there. ranks: one in each of the runs, None if the document was not retrieved."""
-    table = collection.qrels
+    table = collection.judged_pairs()
     table = table[table["query_id"].isin(query_ids)]
     for number, run in enumerate(runs):
         ranking = run.ranking[run.ranking["query_id"].isin(query_ids)]
