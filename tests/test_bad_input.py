@@ -15,7 +15,6 @@ from dataclasses import asdict, fields, make_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -201,9 +200,8 @@ def test_files_that_cannot_grow(flags, monkeypatch, what, more):
 # ------------------------------------------------------------------------------------------------------ sources
 
 
-@pytest.mark.parametrize("source", ["missing.parquet", "missing-*.jsonl", "folder", "./folder/x", "nothing_here",
-                                    "nosuch://bucket/x.parquet", "s3://bucket/x.parquet", "./x.xlsx", "./x",
-                                    "./x.gz"])  # fmt: skip
+@pytest.mark.parametrize("source", ["missing.parquet", "missing-*.jsonl", "folder", "nothing_here",
+                                    "s3://bucket/x.parquet", "./x.gz"])  # fmt: skip
 def test_source_that_cannot_be_opened(flags, refusal, monkeypatch, source):
     """Nothing is left behind but the lock."""
     monkeypatch.setitem(sys.modules, "s3fs", None)  # as if it were not installed
@@ -214,12 +212,12 @@ def test_source_that_cannot_be_opened(flags, refusal, monkeypatch, source):
     assert set(os.listdir("new/out")) <= {".lock"}  # which filelock 3 removes
 
 
-NOT_ON_DISK = ["data/minned", "data/minned/", "./minned", "/data/minned", "~/minned", "runs/x/model",
-               "data/minned::train"]  # fmt: skip
+NOT_ON_DISK = [("train_bi_encoder", "data/minned"), ("train_bi_encoder", "data/minned::train"),
+               ("train_bi_encoder", "~/minned"), ("train_cross_encoder", "./minned"),
+               ("train_cross_encoder", "runs/x/model")]  # fmt: skip
 
 
-@pytest.mark.parametrize("source", NOT_ON_DISK)
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name, source", NOT_ON_DISK)
 def test_a_misspelt_folder_is_not_asked_for_on_the_hub(monkeypatch, name, source):
     """Of a source, a model and a collection alike; what may be a Hub id is still looked up."""
     os.mkdir("data")
@@ -241,15 +239,14 @@ def test_a_misspelt_folder_is_not_asked_for_on_the_hub(monkeypatch, name, source
                 load(unknown)
 
 
-@pytest.mark.parametrize("name", [*TRAINERS, "eval_incremental", "mine_negatives", "check_overlap"])
-def test_files_of_other_formats(name):
+def test_files_of_other_formats():
     """The message lists the formats; of a folder, `datasets` says that it has no data files."""
     os.mkdir("folder")
     Path("folder/x.orc").touch()
     Path("x.xlsx").touch()
     for source in ("folder/x.orc", "x.xlsx"):
         with pytest.raises(ValueError, match="not one of .parquet .arrow .jsonl .json .ndjson .csv .tsv .txt"):
-            importlib.import_module(name).list_files(source)
+            script.list_files(source)
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -263,8 +260,7 @@ def test_a_pattern_without_files(refusal, flags):
     assert "x-*.jsonl: no split 'train' with files; available: none" in refusal(flags, "--train_data", "x-*.jsonl")
 
 
-@both_ways
-@pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl.gz"])
+@pytest.mark.parametrize("suffix, way", [("parquet", "mapped"), ("arrow", "streamed"), ("jsonl.gz", "mapped")])
 def test_truncated_file(flags, refusal, suffix, way):
     name, table = f"x.{suffix}", pa.Table.from_pylist(ROWS * 100)
     if suffix == "parquet":
@@ -284,32 +280,23 @@ def test_truncated_file(flags, refusal, suffix, way):
         shutil.copy("kept", name)
 
 
-@both_ways
-def test_zst_cut_in_the_middle(flags, refusal, way):
-    with fsspec.open("x.jsonl.zst", "wt", compression="infer") as file:
-        file.writelines(json.dumps(row) + "\n" for row in ROWS * 100)
-    os.truncate("x.jsonl.zst", os.path.getsize("x.jsonl.zst") // 2)
-    assert "x.jsonl.zst" in refusal(flags, "--train_data", "x.jsonl.zst", *streaming(way))
-
-
-@both_ways
-@pytest.mark.parametrize("line", ["{'a': 1}", '{"a": "x", "b": "y"', "\x00\x00"])
+@pytest.mark.parametrize(
+    "line, way", [("{'a': 1}", "streamed"), ('{"a": "x", "b": "y"', "mapped"), ("\x00\x00", "streamed")]
+)
 def test_malformed_json_line(flags, refusal, line, way):
     lines = [json.dumps(row) for row in ROWS]
     Path("x.jsonl").write_text("\n".join([*lines[:41], line, *lines[41:]]) + "\n")
     assert "x.jsonl" in refusal(flags, "--train_data", "x.jsonl", *streaming(way))
 
 
-@both_ways
-def test_malformed_csv_line(flags, refusal, way):
+def test_malformed_csv_line(flags, refusal):
     """A row with more cells than the header is refused: an extra comma would shift its columns."""
     lines = ["a,b", *(f"{row['a']},{row['b']}" for row in ROWS), '"anchor, unquoted", and a comma, positive']
     Path("x.csv").write_text("\n".join(lines))
-    assert "x.csv" in refusal(flags, "--train_data", "x.csv", *streaming(way))
+    assert "x.csv" in refusal(flags, "--train_data", "x.csv")
 
 
-@both_ways
-@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet", "txt"])
+@pytest.mark.parametrize("suffix, way", [("csv", "mapped"), ("parquet", "streamed"), ("txt", "mapped")])
 def test_file_without_rows(flags, refusal, suffix, way):
     name = f"x.{suffix}"
     Path(name).touch()
@@ -338,8 +325,7 @@ def test_too_few_columns(static, refusal, row):
     assert "--columns" in refusal(given, "--label_column", "score", *COSENT)
 
 
-@both_ways
-@pytest.mark.parametrize("text", [None, "", "  \n"])
+@pytest.mark.parametrize("text, way", [(None, "mapped"), ("", "streamed"), ("  \n", "mapped")])
 def test_bad_rows_are_refused_or_skipped_and_counted(flags, refusal, capsys, text, way):
     """Of the 52 rows that are not held out, 3 are bad: one batch of 49 rows reads them all."""
     rows = replace_cells(replace_cells(replace_cells(ROWS, 20, a=None), 33, b=text), 50, score=None)
@@ -353,8 +339,7 @@ def test_bad_rows_are_refused_or_skipped_and_counted(flags, refusal, capsys, tex
     assert "3 bad rows skipped" in capsys.readouterr().out
 
 
-@both_ways
-@pytest.mark.parametrize("kind", ["text", "label"])
+@pytest.mark.parametrize("kind, way", [("text", "mapped"), ("label", "streamed")])
 def test_only_bad_rows(flags, refusal, kind, way):
     """The columns are wrong, not the rows: nothing advises to skip them."""
     rows = [{**row, "b": "", "label": "good"} for row in ROWS]
@@ -419,26 +404,24 @@ def test_a_long_text_is_truncated(flags, bert, kind):
 # ------------------------------------------------------------------------------------------------------------ flags
 
 
-@pytest.mark.parametrize("weights", [["1"], ["1", "2", "3"], ["1", "-1"], ["1", "0"], ["1", "nan"], ["1", "inf"]])
+@pytest.mark.parametrize("weights", [["1", "2", "3"], ["1", "0"], ["1", "nan"]])
 def test_wrong_mixing_weights(flags, refusal, weights):
     jsonl("x.jsonl"), jsonl("y.jsonl")
     assert "--mixing_weights" in refusal(flags, "--train_data", "x.jsonl", "y.jsonl", "--mixing_weights", *weights)
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_a_flag_given_twice(name, capsys):
+def test_a_flag_given_twice(capsys):
     """A list is refused, as half of it would be ignored, however it is spelled; of a scalar, the last value counts.
     Either may override a file of flags."""
-    trainer = importlib.import_module(name)
     Path("flags.yaml").write_text("model_name_or_path: x\ntrain_data: [x.jsonl, y.jsonl]\nseed: 1\nresume: true\n")
     for words in ("--train_data x.jsonl --train_data y.jsonl", "--train_data x.jsonl --train_data=y.jsonl",
                   "flags.yaml --train_data=x.jsonl --seed 1 --train_data=y.jsonl"):  # fmt: skip
         with pytest.raises(SystemExit, match="2"):
-            trainer.parse_args([*words.split(), "--model_name_or_path", "x"])
+            script.parse_args([*words.split(), "--model_name_or_path", "x"])
         line = capsys.readouterr().err.splitlines()[-1]
         assert line.endswith("error: --train_data: given twice; list all values after one flag")
     words = "flags.yaml --seed 2 --train_data z.jsonl --seed=3 --resume false"
-    args = trainer.parse_args(words.split())
+    args = script.parse_args(words.split())
     assert (args.seed, args.train_data, args.resume, args.model_name_or_path) == (3, ["z.jsonl"], False, "x")
 
 
@@ -452,15 +435,19 @@ def test_a_flag_given_twice_to_another_script(words, capsys):
     assert f"error: {flag}: given twice" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["train_bi_encoder", "train_cross_encoder", "eval_incremental"])
-def test_help_and_mistyped_flags_load_no_library(name):
-    mistyped = "unrecognized arguments: --outputdir"
-    for words, status, expected in (("--help", 0, "--output_dir"), ("--outputdir x", 2, mistyped)):
-        command = [sys.executable, "-X", "importtime", ROOT / f"{name}.py", *words.split()]
-        done = subprocess.run(command, capture_output=True, text=True)
-        loaded = set(re.findall(r"^import time:.*\| +(\w+)$", done.stderr, re.M))
-        assert done.returncode == status and expected in done.stdout + done.stderr
-        assert "transformers" in loaded and not loaded & {"torch", "datasets", "sentence_transformers"}
+MISTYPED = "unrecognized arguments: --outputdir"
+
+
+@pytest.mark.parametrize("name, words, status, expected", [
+    ("train_bi_encoder", "--help", 0, "--output_dir"), ("train_cross_encoder", "--outputdir x", 2, MISTYPED),
+    ("eval_incremental", "--help", 0, "--output_dir"),
+])  # fmt: skip
+def test_help_and_mistyped_flags_load_no_library(name, words, status, expected):
+    command = [sys.executable, "-X", "importtime", ROOT / f"{name}.py", *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    loaded = set(re.findall(r"^import time:.*\| +(\w+)$", done.stderr, re.M))
+    assert done.returncode == status and expected in done.stdout + done.stderr
+    assert "transformers" in loaded and not loaded & {"torch", "datasets", "sentence_transformers"}
 
 
 CREDENTIALS = """\
@@ -474,7 +461,7 @@ PUBLIC = ["https://host/get?file=rows.jsonl", "s3://bucket/rows-?.jsonl", "hf://
           "abfs://container@account.dfs.core.windows.net/x.parquet", "a/user:x@y/*.jsonl"]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*TRAINERS, "eval_incremental"])
+@pytest.mark.parametrize("name", ["train_bi_encoder", "eval_incremental"])
 def test_credentials_in_a_url(name, capsys):
     """Refused by the scripts that write their flags down; the message does not repeat them."""
     script = importlib.import_module(name)
@@ -492,21 +479,12 @@ def test_credentials_in_a_url(name, capsys):
 
 WRONG_FLAGS = """\
 --batch_size 0
---batch_size -1
---max_length 0
---learning_rate 0
 --learning_rate nan
 --weight_decay -1
---warmup_ratio -0.1
---dropout -1
 --num_train_epochs inf
---num_train_epochs 0
---eval_rows -1
 --eval_rows 60
 --save_total_limit 0
---lr_scheduler_type sometimes
 --loss_kwargs {
---loss_kwargs [1]
 --loss_kwargs {"tau":1}
 --loss NoSuchLoss
 --loss CoSENTLoss
@@ -514,7 +492,6 @@ WRONG_FLAGS = """\
 --loss margin_mse
 --loss kl --label_column score
 --matryoshka_dims 1000
---matryoshka_dims 0
 --report_to nosuchtracker
 --model_name_or_path ./missing
 --mix_by column
@@ -552,20 +529,17 @@ def test_one_labelled_row_to_evaluate_on(name, flags, reranker):
     assert lines[-1]["step"] == 4 and math.isfinite(lines[-1]["loss"]) and weights()
 
 
-WRONG_FILES = ["nosuchflag: 1", "mix_by: column", "on_bad_row: ignore", "seed: 2.5", "- a: b", "seed: many",
-               "seed: [1, 2]", "mixing_weights: [1, x]", "resume: maybe", "loss_kwargs: [1]", "batch_size: 0",
-               "--seed: 1", "a text", "{", "", "file: x.yaml", "seed: {a: 1}"]  # fmt: skip
+WRONG_FILES = ["nosuchflag: 1", "mix_by: column", "seed: 2.5", "- a: b", "seed: [1, 2]", "mixing_weights: [1, x]",
+               "resume: maybe", "loss_kwargs: [1]", "batch_size: 0", "{", "", "file: x.yaml"]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", WRONG_FILES)
-@pytest.mark.parametrize("name", TRAINERS)
-def test_wrong_file_of_flags(name, text, capsys):
+def test_wrong_file_of_flags(text, capsys):
     """Values in the file are checked like those of flags, in one line that names the file or the flag."""
-    trainer = importlib.import_module(name)
     Path("args.yaml").write_text(text + "\n")
     try:
-        trainer.parse_args(["args.yaml", "--train_data", "x.jsonl", "--model_name_or_path", "x"])
-    except trainer.UserError as error:
+        script.parse_args(["args.yaml", "--train_data", "x.jsonl", "--model_name_or_path", "x"])
+    except script.UserError as error:
         message = str(error)
     except SystemExit as error:
         assert error.code == 2
@@ -577,17 +551,15 @@ def test_wrong_file_of_flags(name, text, capsys):
     assert message.startswith("args.yaml: ") or expected.get(text, f"--{text.partition(':')[0]}") in message
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_file_of_flags_and_flags_that_override_it(name):
+def test_file_of_flags_and_flags_that_override_it():
     """In YAML or JSON; one source need not be a list, and --loss_kwargs may be a mapping, or JSON."""
-    trainer = importlib.import_module(name)
     Path("args.yaml").write_text(
         "train_data: x.jsonl\nmodel_name_or_path: m\nbatch_size: 8\nseed: 3\nmix_by: batch\nlearning_rate: 2e-5\n"
         "loss_kwargs: {symmetric: true}\nquery_prompt: 'query: '\nmax_length: null\nlogging_steps: null\n"
         "grad_cache: true\nnum_negatives: 3\nmixing_weights: 2\nlora_rank: 4\n"
         "lora_kwargs: '{\"lora_alpha\": 8}'\nstreaming: false\n"
     )
-    args = trainer.parse_args(["args.yaml", "--seed", "4", "--columns", "a", "b"])
+    args = script.parse_args(["args.yaml", "--seed", "4", "--columns", "a", "b"])
     assert (args.train_data, args.batch_size, args.seed, args.mix_by) == (["x.jsonl"], 8, 4, "batch")
     assert (args.learning_rate, args.loss_kwargs, args.query_prompt) == (2e-5, {"symmetric": True}, ["query: "])
     assert (args.max_length, args.grad_cache, args.num_negatives, args.columns) == (None, True, 3, ["a", "b"])
@@ -595,28 +567,27 @@ def test_file_of_flags_and_flags_that_override_it(name):
     assert args.logging_steps == 10  # null is the default
     flags = {"train_data": ["x", "y"], "streaming": True, "max_steps": 3, "model_name_or_path": "m"}
     Path("args.json").write_text(json.dumps(flags))
-    args = trainer.parse_args(["args.json"])
+    args = script.parse_args(["args.json"])
     assert (args.train_data, args.streaming, args.max_steps) == (["x", "y"], True, 3)
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_a_switch_needs_no_value(name, capsys):
+def test_a_switch_needs_no_value(capsys):
     """Also one that has a third value, None. A file of flags right after it would be its value, which is refused."""
-    trainer, required = importlib.import_module(name), ["--train_data", "x", "--model_name_or_path", "m"]
+    required = ["--train_data", "x", "--model_name_or_path", "m"]
     for words, expected in (([], None), (["--grad_cache"], True), (["--grad_cache", "false"], False)):
-        assert trainer.parse_args([*required, *words]).grad_cache is expected
-        assert trainer.parse_args([*words, *required]).grad_cache is expected
+        assert script.parse_args([*required, *words]).grad_cache is expected
+        assert script.parse_args([*words, *required]).grad_cache is expected
     Path("args.yaml").write_text("grad_cache: false")
-    assert trainer.parse_args(["args.yaml", *required]).grad_cache is False
-    assert trainer.parse_args(["args.yaml", "--grad_cache", *required]).grad_cache is True
+    assert script.parse_args(["args.yaml", *required]).grad_cache is False
+    assert script.parse_args(["args.yaml", "--grad_cache", *required]).grad_cache is True
     for switch in ("--grad_cache", "--resume"):
         with pytest.raises(SystemExit, match="2"):
-            trainer.parse_args([*required, switch, "args.yaml"])
+            script.parse_args([*required, switch, "args.yaml"])
         assert f"error: argument {switch}: Truthy value expected: got args.yaml" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", [[], ["--train_data", "x.jsonl"], ["--model_name_or_path", "x"]])
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name, given", [("train_bi_encoder", []), ("train_bi_encoder", ["--train_data", "x.jsonl"]),
+                                         ("train_cross_encoder", ["--model_name_or_path", "x"])])  # fmt: skip
 def test_required_flags(name, given, capsys):
     with pytest.raises(SystemExit, match="2"):
         importlib.import_module(name).parse_args(given)
@@ -659,11 +630,9 @@ def test_output_dir_that_is_a_file(flags, refusal):
     assert "--output_dir out" in refusal(flags, "--train_data", jsonl("x.jsonl"))
 
 
-CHANGED = ["--seed 1", "--batch_size 9", "--columns b a", "--max_length 64", "--eval_rows 7", "--shuffle_buffer 5",
-     '--loss_kwargs {"symmetric":true}', "--dropout 0", "--length_window 2", "--streaming", "--query_prompt query:",
-     "--gradient_accumulation_steps 2", "--matryoshka_dims 8", "--train_data y.jsonl", "--eval_data y.jsonl",
-     "--model_name_or_path other", "--learning_rate 0.0001", "--max_steps 5", "--max_steps 0", "--warmup_ratio 0.2",
-     "--max_grad_norm 2"]  # fmt: skip
+CHANGED = ["--columns b a", '--loss_kwargs {"symmetric":true}', "--streaming", "--train_data y.jsonl",
+           "--eval_data y.jsonl", "--model_name_or_path other", "--learning_rate 0.0001",
+           "--max_steps 0"]  # test_what_a_resume_may_change has every flag # fmt: skip
 
 
 @pytest.mark.parametrize("changed", CHANGED)
@@ -732,8 +701,7 @@ def test_resume_with_changed_eval_data(flags, refusal):
     assert refusal(given, "--resume", "--max_steps", 2).startswith("--resume: held.jsonl: [")
 
 
-@both_ways
-@pytest.mark.parametrize("change", ["rows added", "rows replaced"])
+@pytest.mark.parametrize("change, way", [("rows added", "streamed"), ("rows replaced", "mapped")])
 def test_resume_with_changed_data(flags, refusal, tmp_path, capsys, change, way):
     flags = [*flags, "--train_data", jsonl("x.jsonl"), *streaming(way)]
     train(flags, "--max_steps", 2)
@@ -762,11 +730,10 @@ def model_file(checkpoint):
     return Path(checkpoint, "model.safetensors")
 
 
-@pytest.mark.parametrize("keep", [1, 2])
-def test_a_damaged_checkpoint_does_not_replace_an_intact_one(finished, keep):
+def test_a_damaged_checkpoint_does_not_replace_an_intact_one(finished):
     """Step 3, saved after resuming from step 2, is kept although the damaged checkpoint is of step 4."""
     damage(model_file("out/checkpoints/step_00000004"))
-    train(finished, "--resume", "--max_steps", 3, "--accept_changes", "--save_total_limit", keep)
+    train(finished, "--resume", "--max_steps", 3, "--accept_changes", "--save_total_limit", 1)
     assert newest() == 3
 
 
@@ -867,24 +834,6 @@ def test_a_bug_in_ones_own_loss_keeps_its_traceback(flags, monkeypatch, capsys):
     assert "Traceback" in printed and "return np.zeros(3) + np.zeros(4)" in printed
 
 
-BUGS = [KeyError, IndexError, TypeError, AttributeError, NameError]
-
-
-@pytest.mark.parametrize("place", ["read_row", "open_source", "SentenceTransformer", "make_batch"])
-def test_a_bug_in_an_edited_function_keeps_its_traceback(flags, monkeypatch, place):
-    """Also where errors of libraries become one line that blames the data or the model."""
-    jsonl("x.jsonl")
-    for number, kind in enumerate(BUGS):
-        with monkeypatch.context() as patch, pytest.raises(kind, match="^.?a bug.?$") as error:
-
-            def own(*_, kind=kind, **__):
-                raise kind("a bug")
-
-            patch.setattr(script, place, own)
-            train(flags, "--train_data", "x.jsonl", "--output_dir", f"out{number}")
-        assert not isinstance(error.value, script.UserError)
-
-
 OUT_OF_MEMORY = """
 import runpy, sys, torch
 def cross_entropy(*_, **more):
@@ -894,13 +843,15 @@ runpy.run_path({1!r}, run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(
-    "reason", ["torch.empty(2**50)", "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')"]
-)
-def test_out_of_memory_keeps_its_traceback_and_names_flags(flags, reason):
-    """Also within user_errors, where a checkpoint is moved to the device and where a library computes a loss."""
-    with pytest.raises(RuntimeError, match="memory"), script.user_errors("x.jsonl"):
-        exec(reason)
+def test_out_of_memory_keeps_its_traceback_and_names_flags(flags, capsys):
+    """Of a GPU or of the machine; also within user_errors, where a checkpoint is moved to the device and where a
+    library computes a loss."""
+    reasons = "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')", "torch.empty(2**50)"
+    for reason in reasons:
+        with pytest.raises(RuntimeError, match="memory") as error, script.user_errors("x.jsonl"):
+            exec(reason)
+        assert script.print_error(error.value) == 1
+        assert capsys.readouterr().err.splitlines()[-1].startswith("out of memory: lower --micro_batch_tokens")
     Path("driver.py").write_text(OUT_OF_MEMORY.format(reason, str(SCRIPT)))
     done = launch(Path("driver.py").resolve(), *flags, "--train_data", jsonl("x.jsonl"), cwd=".", check=False)
     assert done.returncode == 1 and "in cross_entropy" in done.stderr
