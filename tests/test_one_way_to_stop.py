@@ -8,7 +8,7 @@ import time
 import pyarrow as pa
 import pytest
 import yaml
-from conftest import ROOT, TRAINERS, few_or_all, launch, metrics, write_jsonl
+from conftest import CHAOS, ROOT, TRAINERS, few_or_all, launch, metrics, write_jsonl
 from forked import Forked, launcher_environment
 
 # The last process cannot look up texts after its eighth time. Accelerate shards only on GPUs, as in fsdp2_worker.py.
@@ -83,8 +83,8 @@ def assert_one_error(stderr, message):
 
 
 CAUSES = [bad_row, unreadable_file, failing_lookup]
-FEW = [("train_bi_encoder", bad_row, 2, "ddp"), ("train_cross_encoder", unreadable_file, 2, "ddp"),
-       ("train_bi_encoder", failing_lookup, 2, "ddp"), ("train_cross_encoder", bad_row, 2, "fsdp2")]  # fmt: skip
+FEW = [("train_bi_encoder", bad_row, 2, "fsdp2"), ("train_cross_encoder", unreadable_file, 2, "ddp"),
+       ("train_bi_encoder", failing_lookup, 2, "ddp")]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -128,15 +128,16 @@ def test_all_processes_stop_together(rows, bert, tmp_path, report, name, cause, 
 
 @pytest.fixture
 def busy():
-    """Load the machine by two processes for each of its cores."""
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * os.cpu_count())]
+    """Under `make chaos`, load the machine by two processes for each of its cores."""
+    count = 2 * os.cpu_count() if CHAOS else 0
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     yield
     for loop in loops:
         loop.kill()
         loop.wait()
 
 
-@pytest.mark.parametrize("loss", ["infonce", "CoSENTLoss"])
+@pytest.mark.parametrize("loss", ["infonce", "CoSENTLoss"] if CHAOS else ["CoSENTLoss"])
 def test_what_all_processes_find_is_printed_once(rows, bert, tmp_path, busy, loss):
     """A bad row, on which all agree, or a loss that each finds to be unusable. Once a process has ended, the launcher
     ends the others, by a SIGTERM that a training process takes for a wish to stop."""
@@ -158,7 +159,7 @@ def test_the_error_of_one_process_is_printed_by_it(corpus, bert, tmp_path):
     assert f"error: --train_data {tmp_path}/absent.jsonl: " in run.read("stderr")
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", ["train_bi_encoder"])
 def test_all_stop_at_a_weight_that_is_not_finite(corpus, bert, tmp_path, name):
     """Only the main process has the weights that it saves; nothing is saved, and no other process waits for it."""
     flags = ["--train_data", corpus, "--model_name_or_path", bert, "--batch_size", 16, "--eval_rows", 0,
