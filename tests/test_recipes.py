@@ -275,7 +275,6 @@ def check_layers(run, folder, rows):
         changes.setdefault(number and number[1], []).append(change.abs().max().item())
     assert list(map(max, changes.values())) == pytest.approx([0, 0, 0.25e-3, 0.5e-3, 1e-3, 0], rel=1e-2)
     assert logged(folder / "runs/recipe", "learning_rate")[0] == 1e-3
-    check_resume(run, folder)
     # Adapters have the rates of their layers, and the embeddings have none.
     script = runpy.run_path(str(folder / "train_bi_encoder.py"))
     flags = [folder / "runs/recipe/args.yaml", "--model_name_or_path", folder / "model", "--lora_rank", 4]
@@ -308,8 +307,7 @@ def setup_nested(folder, rows):
 
 
 def check_nested(run, folder, rows):
-    """Losses equal those of the unchanged script on columns of lists, also on two processes and after a resume."""
-    check_resume(run, folder, step=4)
+    """Losses equal those of the unchanged script on columns of lists."""
     losses = logged(folder / "runs/recipe")
     command = yaml.safe_load((folder / "runs/recipe/args.yaml").read_text())
     flags = [word for name in ("batch_size", "num_negatives", "max_steps") for word in (f"--{name}", command[name])]
@@ -317,9 +315,6 @@ def check_nested(run, folder, rows):
     data = ["--model_name_or_path", "model", "--train_data", "flat.jsonl", "--output_dir", "runs/flat"]
     launch(ROOT / "train_bi_encoder.py", *data, *flags, cwd=folder)
     assert losses == logged(folder / "runs/flat") and len(losses) == 6
-    run("--output_dir", "runs/two", "--dropout", 0, processes=2)
-    run("--output_dir", "runs/one", "--dropout", 0)
-    assert logged(folder / "runs/two") == pytest.approx(logged(folder / "runs/one"), rel=1e-5)
 
 
 # ---- margin
@@ -417,14 +412,13 @@ def setup_sql(folder, rows):
 
 
 def check_sql(run, folder, rows):
-    """The first loss equals that on a file of the same rows; resumes are exact, and refuse a changed database."""
+    """The first loss equals that on a file of the same rows; a resume is exact, and refuses a changed database."""
     pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
     model = SentenceTransformer(str(folder / "model"), device="cpu")
     queries, documents, _ = next(batches(folder, folder / "rows.parquet"))
     embeddings = embed(model, queries, documents)
     expected = losses.MultipleNegativesRankingLoss(model).compute_loss_from_embeddings(embeddings, None).item()
     assert logged(folder / "runs/recipe")[0] == pytest.approx(expected, rel=1e-5)
-    check_resume(run, folder)
     shutil.rmtree(folder / "runs/recipe")
     stream = partial(run, "--streaming")
     stream(processes=2)
@@ -461,7 +455,6 @@ def check_two_tasks(run, folder, rows):
         embeddings, labels = embed(model, queries, documents), torch.tensor(labels)[:, 0]
         expected = kind(model).compute_loss_from_embeddings(embeddings, labels)
         assert loss == pytest.approx(expected.item(), rel=1e-4)
-    check_resume(run, folder, step=1)
 
 
 # ---- measure
@@ -668,7 +661,7 @@ def setup_splade(folder, rows):
 
 def check_splade(run, folder, rows):
     """First loss and gradient norm equal those of SpladeLoss in one pass; two processes with --grad_cache train the
-    same; a resume is bit-identical. SparseEncoder gives the last evaluation, a lower loss, and sparser embeddings."""
+    same. SparseEncoder gives the last evaluation, a lower loss, and sparser embeddings."""
     queries, documents, _ = next(batches(folder, folder / "pairs/*.parquet"))
     weights = {"document_regularizer_weight": 0.02, "query_regularizer_weight": 0.01}
 
@@ -698,7 +691,6 @@ def check_splade(run, folder, rows):
     assert all(parts[name] < 0.8 * value for name, value in before.items()) and active_after < active
     texts = held_out(folder)
     assert_reciprocal_ranks(folder, trained.similarity(*map(trained.encode, texts)) / 100, "dot")  # of scores near 100
-    check_resume(run, folder, step=6)
 
 
 # ---- colbert
@@ -711,9 +703,8 @@ def setup_colbert(folder, rows):
 
 def check_colbert(run, folder, rows):
     """First loss and gradient norm equal those of sentence-transformers in one pass; two processes with --grad_cache
-    train the same; a resume is bit-identical. The saved model has a lower loss, and gives the last evaluation and the
-    scores of margin_mse and kl. A model that reads queries and documents differently is trained so; one with query
-    expansion is refused."""
+    train the same. The saved model has a lower loss, and gives the last evaluation and the scores of margin_mse and
+    kl. A model that reads queries and documents differently is trained so; one with query expansion is refused."""
     queries, documents, _ = next(batches(folder, folder / "pairs/*.parquet"))
 
     def colbert(path):
@@ -747,7 +738,6 @@ def check_colbert(run, folder, rows):
     whole = replace(whole, mine=torch.tensor([3, 5]))
     scores, _ = changed["row_scores"](columns, whole, 0.5, 1.0)
     assert torch.allclose(scores[:, 0], trained.similarity_pairwise(*opposite)[[3, 5]] / 0.5, atol=1e-4)
-    check_resume(run, folder, step=4)
     # Words that are skipped in documents, and a length of queries, count as in the library.
     model[2] = modules.MultiVectorMask(skiplist_words=["."])
     model[0].query_length = 8
@@ -777,7 +767,7 @@ def setup_teacher_embeddings(folder, rows):
 
 def check_teacher_embeddings(run, folder, rows):
     """First loss and gradient norm equal those of MSELoss in one pass, with a vector for each text and with one for
-    both; two processes with --grad_cache train the same; the loss falls; a resume is bit-identical."""
+    both; two processes with --grad_cache train the same; the loss falls."""
     output, two = folder / "runs/recipe", folder / "runs/two"
     queries, documents, labels = next(batches(folder, folder / "taught.parquet"))
     labels = torch.tensor(labels)  # (16, 2 * 32)
@@ -792,16 +782,14 @@ def check_teacher_embeddings(run, folder, rows):
     def first(output):
         return logged(output)[0], logged(output, "grad_norm")[0]
 
-    two_processes = ["--output_dir", two, "--grad_cache", "true", "--micro_batch_tokens", 300]
-    run(*two_processes, processes=2)
+    run("--output_dir", two, "--grad_cache", "true", "--micro_batch_tokens", 300, processes=2)
     assert first(output) == pytest.approx(mse(folder / "model", labels.view(16, 2, 32)), rel=1e-5)
     for name in ("loss", "grad_norm"):
         assert logged(two, name) == pytest.approx(logged(output, name), rel=1e-4)
     assert mse(output / "model", labels.view(16, 2, 32))[0] < 0.99 * logged(output)[0]
-    check_resume(run, folder, step=4)
-    shutil.rmtree(two)
-    run(*two_processes, "--label_column", "of_docstring", "--max_steps", 1, processes=2)
-    assert first(two) == pytest.approx(mse(folder / "model", labels[:, :32]), rel=1e-5)
+    one = folder / "runs/one"
+    run("--output_dir", one, "--label_column", "of_docstring", "--max_steps", 1)
+    assert first(one) == pytest.approx(mse(folder / "model", labels[:, :32]), rel=1e-5)
 
 
 # ---- ema
@@ -846,7 +834,7 @@ def setup_guide(folder, rows):
 
 def check_guide(run, folder, rows):
     """The first loss equals a loop that leaves out what the guide prefers to the positive, also with `symmetric`; two
-    processes, and a resume, have the same losses."""
+    processes have the same losses."""
     queries, documents, _ = next(batches(folder, folder / "pairs/*.parquet"))
     model, guide = (SentenceTransformer(str(folder / name), device="cpu") for name in ("model", "guide"))
     texts = [text for (text,) in documents]
@@ -870,7 +858,6 @@ def check_guide(run, folder, rows):
     assert logged(both) == pytest.approx([(forward + backward) / 2], rel=1e-5)
     run("--output_dir", two, "--grad_cache", "true", "--micro_batch_tokens", 300, processes=2)
     assert logged(two) == pytest.approx(logged(one), rel=1e-4)
-    check_resume(run, folder)
 
 
 # ---- queue
@@ -878,7 +865,7 @@ def check_guide(run, folder, rows):
 
 def check_queue(run, folder, rows):
     """Losses equal a loop over the batches, whose queue has the positives of earlier steps, embedded by the weights of
-    their step; three processes, one with an empty slot, train the same; resumes at each step are bit-identical."""
+    their step; three processes, one with an empty slot, train the same; a resume is bit-identical."""
     output, three = folder / "runs/recipe", folder / "runs/three"
     model = SentenceTransformer(str(folder / "model"), device="cpu")
     queue = []  # (text, embedding)
@@ -900,8 +887,7 @@ def check_queue(run, folder, rows):
     assert len(queue) == 32 and step == 3
     run("--output_dir", three, "--grad_cache", "true", "--micro_batch_tokens", 300, processes=3)
     assert logged(three) == pytest.approx(logged(output), rel=1e-4)
-    for step in (3, 2, 1):
-        check_resume(run, folder, step)
+    check_resume(run, folder)
 
 
 # ---- two_encoders
@@ -921,7 +907,7 @@ def setup_two_encoders(folder, rows):
 
 def check_two_encoders(run, folder, rows):
     """First loss and gradient norm equal autograd's in one pass; three processes, of which some have a query and no
-    document, train the same; the saved model gives the last evaluation; a resume is bit-identical."""
+    document, train the same; the saved model gives the last evaluation."""
     queries, documents, _ = next(batches(folder, folder / "pairs/*.parquet"))
     encoders = [SentenceTransformer(str(folder / name), device="cpu").eval() for name in ("model", "other")]
     texts = queries, ["code: " + text for text in sum(documents, [])]
@@ -941,7 +927,6 @@ def check_two_encoders(run, folder, rows):
     embeddings = [encode(part, convert_to_tensor=True) for encode, part in
                   zip((model.encode_query, model.encode_document), texts)]  # fmt: skip
     assert_reciprocal_ranks(folder, util.cos_sim(*embeddings))
-    check_resume(run, folder)
 
 
 # ---- attention_pooling
@@ -949,11 +934,8 @@ def check_two_encoders(run, folder, rows):
 
 def check_attention_pooling(run, folder, rows):
     """The first step changes the new weights by 100 times the learning rate, others by that; the saved model loads
-    and gives the last evaluation; two processes train the same; a resume is bit-identical."""
-    output, two = folder / "runs/recipe", folder / "runs/two"
-    run("--output_dir", two, "--grad_cache", "true", "--micro_batch_tokens", 300, processes=2)
-    for name in ("loss", "grad_norm"):
-        assert logged(two, name) == pytest.approx(logged(output, name), rel=1e-3)
+    and gives the last evaluation."""
+    output = folder / "runs/recipe"
     run("--output_dir", "runs/first", "--max_steps", 1, "--lr_scheduler_type", "constant", "--weight_decay", 0)
     first = load_file(folder / "runs/first/checkpoints/step_00000001/model.safetensors")
     before = load_file(folder / "model/model.safetensors")
@@ -968,7 +950,6 @@ def check_attention_pooling(run, folder, rows):
     assert (first["1.linear.weight"] - new).abs().max() == pytest.approx(1e-2, rel=1e-2)
     texts = held_out(folder)
     assert_reciprocal_ranks(folder, model.similarity(*embed(model, texts[0], [[text] for text in texts[1]])))
-    check_resume(run, folder)
 
 
 # ---- curriculum
@@ -982,9 +963,9 @@ def setup_curriculum(folder, rows):
 
 
 def check_curriculum(run, folder, rows):
-    """The losses of the first and of a late batch equal loops with the negatives and temperature of their steps; two
-    processes train the same; a resume, which prepares rows ahead anew, is bit-identical."""
-    output, two = folder / "runs/recipe", folder / "runs/two"
+    """The losses of the first and of a late batch equal loops with the negatives and temperature of their steps; a
+    resume, which prepares rows ahead anew, is bit-identical."""
+    output = folder / "runs/recipe"
     changed = runpy.run_path(folder / "train_bi_encoder.py")
     args = changed["parse_args"]([str(output / "args.yaml"), "--train_data", str(folder / "lists.jsonl")])
     data = changed["open_data"](args)
@@ -1008,9 +989,6 @@ def check_curriculum(run, folder, rows):
         expected = loss.compute_loss_from_embeddings(columns, None).item()
         repeated = len(documents) - len(set(documents))
         assert logged(output)[step] == pytest.approx(expected, rel=0.1 if repeated else 1e-4)
-    run("--output_dir", two, "--grad_cache", "true", "--micro_batch_tokens", 300, processes=2)
-    assert logged(two) == pytest.approx(logged(output), rel=1e-3)
-    check_resume(run, folder)
     check_resume(run, folder, step=4)
 
 
