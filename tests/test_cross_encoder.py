@@ -236,7 +236,7 @@ def launched(tmp_path_factory, rows, bert):
 def test_gradients_equal_those_of_one_process_and_one_pass(launched, case):
     expected = launched[1, 0][case, 10**6, "false"]
     assert expected[0].norm() > 0.01
-    for max_tokens, cache in product((300, 700, 10**6), ("false", "true")):
+    for max_tokens, cache in product((300, 10**6), ("false", "true")):
         for processes in (1, 2):
             pairs = [launched[processes, process][case, max_tokens, cache][3] for process in range(processes)]
             assert dict(ChainMap(*pairs)) == expected[3]  # including drawn negatives
@@ -250,7 +250,7 @@ def test_gradients_equal_those_of_one_process_and_one_pass(launched, case):
 
 def test_processes_ran_different_numbers_of_passes(launched):
     """Without this, the test above would prove little: only unequal numbers can desynchronize the collectives."""
-    settings = [(case, max_tokens, "false") for case in CASES for max_tokens in (300, 700)]
+    settings = [(case, 300, "false") for case in CASES]
     assert any(launched[2, 0][setting][2] != launched[2, 1][setting][2] for setting in settings)
 
 

@@ -44,7 +44,7 @@ def test_gradients_equal_those_of_one_process_and_one_pass(launched, loss):
     expected = launched[1, 0][0][loss, 10**6, False]
     assert expected[2] < 3  # forward passes: one, or two if that pads less
     for gradients, _ in launched.values():
-        for max_tokens in (128, 700, 10**6):
+        for max_tokens in (128, 10**6):
             for cache in (False, True):
                 assert_close(gradients[loss, max_tokens, cache], expected)
 
@@ -83,7 +83,7 @@ def test_weights_without_a_gradient_on_some_processes(launched, case):
 
 def test_processes_ran_different_numbers_of_passes(launched):
     """Without this, the test above would prove little: only unequal numbers can desynchronize the collectives."""
-    settings = [(loss, max_tokens, False) for loss in LOSSES for max_tokens in (128, 700)]
+    settings = [(loss, 128, False) for loss in LOSSES]
     assert any(launched[2, 0][0][name][2] != launched[2, 1][0][name][2] for name in settings)
 
 
