@@ -20,9 +20,7 @@ LISTS = "--columns docstring code wrong --label_column"
 LOSSES = {
     "train_bi_encoder": {
         "infonce": PAIRS,
-        "symmetric": f'{PAIRS} --loss_kwargs {{"symmetric":true}}',
-        "negatives": "--columns docstring code wrong",
-        "matryoshka": f"{PAIRS} --matryoshka_dims 32 8",
+        "matryoshka": '--columns docstring code wrong --matryoshka_dims 32 8 --loss_kwargs {"symmetric":true}',
         "margin_mse": f"{TEACHER} --loss margin_mse {TEMPERATURE}",
         "kl": f'{TEACHER} --loss kl --loss_kwargs {{"teacher_temperature":0.05,"infonce":1}}',
         "CoSENTLoss": f"{PAIRS} --label_column label --loss CoSENTLoss",
@@ -44,7 +42,7 @@ LAST = {"removed": "checkpoints/step_00000003"}
 FLASH = {"mixed": "bf16", "flash": True}
 FP16 = {"mixed": "fp16", "scale": 2.0**127}
 WAITING = f"{FEW} --max_steps 3 --logging_steps 100"
-# {name: (flags, options of the job)} for each trainer; "NAME, resumed" resumes NAME.
+# {name: (flags, options of the job)} for each trainer but those of ONE; "NAME, resumed" resumes NAME.
 RUNS = {
     "long, cpu": (LONG, {"device": False}),
     "long": (LONG, {}),
@@ -61,14 +59,18 @@ RUNS = {
     "waits, not padded": (f"{WAITING} --micro_batch_tokens 100000 --max_length 4", {}),
     "waits, flash": (f"{WAITING} --attn_implementation flash_attention_2", FLASH),
 }
+# Of the bi-encoder alone: both trainers resume, and scale losses, by the same functions; a cross-encoder's flash path
+# waits in each layer.
+ONE = {"long, resumed", "long, resumed in fp16", "fp16", "fp16, resumed", "waits, flash"}
+RAN = [(script, name) for script in TRAINERS for name in RUNS if script == "train_bi_encoder" or name not in ONE]
 TEMPLATES = {"bert": "templates/bi_encoder", "reranker": "templates/cross_encoder"}
 TEMPLATE_RUNS = {"cpu": {"device": False}, "device": {}, "bf16": {"mixed": "bf16", "processes": 2}}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, rows, bert):
-    """Folder with rows.jsonl (texts, labels and scores) and models without dropout: bert/, reranker/, flash/, and
-    rerankers of several modules: modular/, chat/."""
+def folder(tmp_path_factory, rows, bert, beir):
+    """Folder with rows.jsonl (texts, labels and scores), a small collection, and models without dropout: bert/,
+    reranker/, flash/, and rerankers of several modules: modular/, chat/."""
     import torch
     from sentence_transformers import CrossEncoder
 
@@ -92,6 +94,12 @@ def folder(tmp_path_factory, rows, bert):
         for parameter in model.parameters():
             parameter.mul_(5 if parameter.ndim > 1 else 1)
     model.save_pretrained(str(folder / "reranker"))
+    (folder / "beir/qrels").mkdir(parents=True)
+    for name, count in (("corpus", 96), ("queries", 20)):
+        lines = (beir / f"{name}.jsonl").read_text().splitlines(keepends=True)[:count]
+        (folder / f"beir/{name}.jsonl").write_text("".join(lines))
+    judged = "".join(f"q{i}\td{i}\t1\n" for i in range(20))
+    (folder / "beir/qrels/test.tsv").write_text(f"query-id\tcorpus-id\tscore\n{judged}")
     make_reranker(folder / "bert", folder / "modular")
     shutil.copytree(folder / "modular", folder / "modular_flash")
     (folder / "modular_flash/config.json").write_text((folder / "flash/config.json").read_text())
@@ -110,7 +118,7 @@ def make_job(script, loss, name, flags="", **options):
 
 
 @pytest.fixture(scope="module")
-def ran(folder, beir):
+def ran(folder):
     """Return {"script loss name": result} of all runs; those of the evaluator have no loss."""
     jobs = {}
     for script, loss in CASES:
@@ -118,23 +126,24 @@ def ran(folder, beir):
             jobs[f"{script} {loss} {name}"] = make_job(
                 script, loss, name, f"{FEW} --grad_cache false", device=on_device
             )
-    for script in TRAINERS:
-        for name, (flags, options) in RUNS.items():
-            jobs[f"{script} {name}"] = make_job(script, next(iter(LOSSES[script])), name, flags, **options)
+    for script, name in RAN:
+        flags, options = RUNS[name]
+        jobs[f"{script} {name}"] = make_job(script, next(iter(LOSSES[script])), name, flags, **options)
     for name, on_device in (("cpu", False), ("device", True), ("cached", True)):
-        flags = f"--model_name_or_path bert --cross_encoder reranker --rerank_k 5 --beir {beir} --max_length 32 "
-        flags += "--corpus_chunk_size 128 --top_k 10 --metrics nDCG@10 --cache_dtype float32 "
+        flags = "--model_name_or_path bert --cross_encoder reranker --rerank_k 5 --beir beir --max_length 32 "
+        flags += "--corpus_chunk_size 64 --top_k 10 --metrics nDCG@10 --cache_dtype float32 "
         flags += f"--output_dir evaluated/{name} --cache_dir {'cpu' if name == 'cpu' else 'device'}_cache"
         jobs[f"eval_incremental {name}"] = {"script": "eval_incremental", "flags": flags.split(), "device": on_device}
     for model, (kind, options) in product(("modular", "chat"), (("sdpa", {}), ("flash_attention_2", FLASH))):
         flags = f"{WAITING} --model_name_or_path {model} --micro_batch_tokens 100000 --attn_implementation {kind}"
         job = make_job("train_cross_encoder", "listwise_ce", f"{model}, {kind}", flags, **options)
         jobs[f"train_cross_encoder {model}, {kind}"] = job
-    flags = f"--model_name_or_path bert --cross_encoder modular_flash --rerank_k 5 --beir {beir} --metrics nDCG@10 "
+    flags = "--model_name_or_path bert --cross_encoder modular_flash --rerank_k 5 --beir beir --metrics nDCG@10 "
     flags += "--cache_dir modular_cache --output_dir evaluated/modular"
     jobs["eval_incremental modular"] = {"script": "eval_incremental", "flags": flags.split(), **FLASH}
-    flags = f"--model_name_or_path flash --beir {beir} --cache_dir cache --output_dir evaluated/flash".split()
-    jobs["eval_incremental flash in float32"] = {"script": "eval_incremental", "flags": flags, "flash": True}
+    flags = "--model_name_or_path flash --beir beir --cache_dir cache --output_dir evaluated/flash"
+    job = {"script": "eval_incremental", "flags": flags.split(), "flash": True}
+    jobs["eval_incremental flash in float32"] = job
     for model, (name, options) in product(TEMPLATES, TEMPLATE_RUNS.items()):
         flags = f"--train_data rows.jsonl --model_name_or_path {model} --columns docstring code wrong --batch_size 6 "
         flags += "--max_length 64 --micro_batch_tokens 400 --max_graph_tokens 0 --max_steps 3 --save_steps 3 "
@@ -187,15 +196,21 @@ def test_both_passes_of_grad_cache_draw_the_same_dropout(ran, script):
 @pytest.mark.parametrize("script", TRAINERS)
 def test_evaluates_saves_and_resumes(ran, script):
     """Measures equal those of the CPU; a resumed run has the losses of one that was not stopped."""
-    expected, found, resumed = (ran[f"{script} {name}"] for name in ("long, cpu", "long", "long, resumed"))
-    assert losses(found) == pytest.approx(losses(expected), rel=1e-4) and losses(found) == losses(resumed)
+    expected, found = (ran[f"{script} {name}"] for name in ("long, cpu", "long"))
+    assert losses(found) == pytest.approx(losses(expected), rel=1e-4)
+    if script == "train_bi_encoder":
+        assert losses(found) == losses(ran[f"{script} long, resumed"])
     for line, other in zip(found["metrics"], expected["metrics"], strict=True):
         names = set(line) - RATES - {"padding_fraction"}
         assert {name: line[name] for name in names} == pytest.approx({name: other[name] for name in names}, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["flash", "fp16", "bf16, 2 processes", "long, resumed in fp16"])
-@pytest.mark.parametrize("script", TRAINERS)
+HALF = ["flash", "fp16", "bf16, 2 processes", "long, resumed in fp16"]
+
+
+@pytest.mark.parametrize(
+    "script, name", [(script, name) for script in TRAINERS for name in HALF if (script, name) in RAN]
+)
 def test_half_precision(ran, script, name):
     """Losses are near those of float32, norms not equal; no matrix product is computed outside of autocast."""
     result = ran[f"{script} {name}"]
@@ -209,10 +224,10 @@ def test_flash_attention_in_float32_is_refused(ran, script):
     assert "FlashAttention only support fp16" in ran[f"{script} flash in float32"]["error"]
 
 
-@pytest.mark.parametrize("script", TRAINERS)
-def test_a_step_is_skipped_and_the_scale_is_resumed(ran, folder, script):
+def test_a_step_is_skipped_and_the_scale_is_resumed(ran, folder):
     """The initial scale makes the first gradient overflow. A scaler restarted at its initial scale would skip another
     step after each resume."""
+    script = "train_bi_encoder"
     for name in ("fp16", "fp16, resumed"):
         result = ran[f"{script} {name}"]
         assert losses(result)
@@ -223,10 +238,9 @@ def test_a_step_is_skipped_and_the_scale_is_resumed(ran, folder, script):
 
 
 WAITS = {"waits": 2, "waits, not padded": 1, "waits, flash": 1}  # with 4 tokens all texts are equally long
-PADDED = ("train_cross_encoder", "waits, flash")  # two waits in each layer
 
 
-@pytest.mark.parametrize("script, name", [case for case in product(TRAINERS, WAITS) if case != PADDED])
+@pytest.mark.parametrize("script, name", [case for case in product(TRAINERS, WAITS) if case in RAN])
 def test_number_of_waits_per_step(ran, script, name):
     """While the host waits, the device runs idle. A step has one wait for loss, norm and SIGTERM, and one in each
     forward pass with padding: transformers checks whether the mask masks anything. Concatenated texts have no mask. A
@@ -266,7 +280,7 @@ def test_evaluator_ranks_as_on_the_cpu(ran, folder):
         assert not ran[f"eval_incremental {name}"]["error"]
         lines = [path.read_text().splitlines() for path in sorted((folder / "evaluated" / name).rglob("run.trec"))]
         found[name] = [[float(line.split()[4]) for line in run] for run in lines]
-        assert len(found[name]) == 2 and len(found[name][0]) == 600
+        assert len(found[name]) == 2 and len(found[name][0]) == 200
     for name in ("device", "cached"):
         for scores, expected in zip(found[name], found["cpu"]):
             assert scores == pytest.approx(expected, rel=1e-4, abs=1e-5)
