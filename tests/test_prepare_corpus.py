@@ -395,14 +395,15 @@ def test_csv_and_tsv_are_text(tmp_path, suffix, mark):
 
 
 def test_exit_of_a_run(tmp_path):
-    """Threads that still read ahead do not abort it; the output is complete, and the status is that of the run."""
+    """Of the script copied alone into a folder. Threads that still read ahead do not abort it; the output is complete,
+    and the status is that of the run."""
     write(tmp_path / "a.jsonl")
-    for _ in range(3):
-        flags = [tmp_path / "a.jsonl", "--output_dir", tmp_path / "out", "--overwrite"]
-        done = subprocess.run([sys.executable, SCRIPT, *flags], capture_output=True, text=True)
-        assert done.returncode == 0 and done.stdout.endswith("out\n") and "terminate" not in done.stderr
-    done = subprocess.run([sys.executable, SCRIPT, "none.csv", "--output_dir", "x"], capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: none.csv")
+    (tmp_path / "prepare_corpus.py").write_bytes(SCRIPT.read_bytes())
+    command, options = [sys.executable, "prepare_corpus.py"], {"cwd": tmp_path, "capture_output": True, "text": True}
+    done = subprocess.run([*command, "a.jsonl", "--output_dir", "out"], **options)
+    assert done.returncode == 0 and done.stdout.endswith("out\n") and "terminate" not in done.stderr
+    done = subprocess.run([*command, "none.csv", "--output_dir", "x"], **options)
+    assert done.returncode == 1 and done.stderr.startswith("error: none.csv: ") and done.stderr.count("\n") == 1
     assert "os._exit" in SCRIPT.read_text()
 
 
@@ -509,13 +510,6 @@ def test_a_killed_conversion_leaves_no_output_folder(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(ROWS[0]))
     run(tmp_path / "a.jsonl", "--output_dir", tmp_path / "out")
     assert read(tmp_path / "out") == ROWS[:1] and not list(tmp_path.glob(".out*"))
-
-
-def test_copied_alone_and_run_as_a_command(tmp_path):
-    (tmp_path / "prepare_corpus.py").write_bytes(SCRIPT.read_bytes())
-    command = [sys.executable, "prepare_corpus.py", "absent.parquet", "--output_dir", "out"]
-    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("error: absent.parquet: ") and done.stderr.count("\n") == 1
 
 
 # ------------------------------------------------------------------------------------- collections and their lengths

@@ -1,13 +1,10 @@
 """A document with the id of the query is left out, as in BEIR: in search, BM25, run files and reranking."""
 
-import json
-
 import numpy as np
 import pytest
-from conftest import ROOT, launch, read_run, write_jsonl
+from conftest import read_run, write_jsonl
 from test_eval_incremental import read_qrels
 
-SCRIPT = ROOT / "eval_incremental.py"
 LEFT_OUT = "queries share their id with a document, which is left out"
 
 
@@ -79,20 +76,6 @@ def test_pytrec_eval_without_identical_ids_agrees(evaluate, sixty, tmp_path, cap
         assert got["metrics"][name]["mean"] == pytest.approx(np.mean([v[theirs] for v in each.values()]), abs=1e-6)
     assert read_run(tmp_path / "out/run.trec") == run  # still 40 documents for each query
     assert "6 of these are judged relevant" in capsys.readouterr().err
-
-
-def test_two_processes_give_the_bytes_of_one(tmp_path, sixty, bert):
-    # Chunks are the same on one process and on two: the last digit of a vector may depend on the others of its chunk.
-    common = ["--model_name_or_path", bert, "--beir", sixty, "--corpus_chunk_size", 10,
-              "--top_k", 20, "--metrics", "nDCG@10", "--micro_batch_tokens", 256]  # fmt: skip
-    seen = []
-    for processes, cache in ((1, "a"), (2, "b"), (2, "a")):
-        output = tmp_path / f"{processes}{cache}"
-        launch(SCRIPT, *common, "--cache_dir", tmp_path / cache, "--output_dir", output, processes=processes)
-        (metadata,) = json.loads((output / "metrics.json").read_text())["results"]
-        seen.append(((output / "run.trec").read_bytes(), metadata["metrics"], metadata["same_id_left_out"]))
-    assert metadata["texts"]["encoded"] == 0 and seen[0] == seen[1] == seen[2] and seen[0][2] == 60
-    assert all(len(found) == 20 and query not in found for query, found in read_run(output / "run.trec").items())
 
 
 def test_run_files_and_reranking(evaluate, four, reranker, tmp_path, capsys):

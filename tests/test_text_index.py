@@ -200,7 +200,7 @@ def start(folder, seed, blocks):
     return process
 
 
-@pytest.mark.parametrize("killed", [0, 2])
+@pytest.mark.parametrize("killed", [2])
 def test_four_processes_store_at_once(tmp_path, killed):
     """Four processes fill one cache; then all texts are found. Killed ones are started again with the same texts."""
     folder = tmp_path / "c"
@@ -227,7 +227,7 @@ def save_or_clear(folder, clearing):
     """Save or clear an index, again and again."""
     index = script.TextIndex(folder)
     hashes = np.arange(1, dtype=np.uint64)
-    end = time.monotonic() + 3
+    end = time.monotonic() + 1
     while time.monotonic() < end:
         if clearing:
             index.clear(1)
