@@ -1366,7 +1366,7 @@ def page_texts(collection, ids):
             break
         found = pc.is_in(chunk.ids, requested)
         for name, text in zip(chunk.ids.filter(found).to_pylist(), chunk.texts.filter(found).to_pylist()):
-            texts.setdefault(name, text if len(text) <= PAGE_CHARACTERS else f"{text[:PAGE_CHARACTERS]} ...")
+            texts.setdefault(name, text if len(text) <= PAGE_CHARACTERS else f"{text[:PAGE_CHARACTERS]} … (cut)")
     return texts
 
 
@@ -1395,8 +1395,8 @@ main > details > summary { padding: .6rem 0; font-weight: bold; }
 .query { border-top: 1px solid var(--line); }
 .query > summary { display: grid; grid-template-columns: max-content 1fr; gap: 1rem; padding: .4rem 0; }
 .query[open] > summary { position: sticky; top: 0; background: Canvas; }
-.columns { display: grid; grid-auto-flow: column; grid-auto-columns: minmax(min(85%, 22rem), 1fr); gap: 1.5rem;
-  overflow-x: auto; padding-bottom: 1.5rem; }
+.columns { display: grid; grid-auto-flow: column; grid-auto-columns: minmax(0, 1fr); gap: 1.5rem; }
+@media (max-width: 40rem) { .columns { grid-auto-flow: row; } }
 article { display: grid; grid-template-columns: 2rem 1fr; padding: .4rem; border-top: 1px solid var(--line); }
 .relevant { background: var(--relevant); }
 .text { white-space: pre-line; list-style: none; }
@@ -1433,7 +1433,7 @@ function addDocument(column, query, found, side) {
   const body = add(box, "div", "");
   const line = add(body, "div", "quiet", found.doc_id);
   if (found.relevance !== null) add(line, "b", found.relevance > 0 ? "good" : "bad", " · grade " + found.relevance);
-  if (second) add(line, "span", "", " · rank " + found.ranks.map((rank) => rank ?? "–").join(" → "));
+  if (second) add(line, "span", "", " · rank " + ranksOf(found));
   const details = add(body, "details", "");
   details.open = found.relevance > 0;
   const text = add(details, "summary", "text");
@@ -1457,41 +1457,49 @@ function addDocuments(box, query) {
     add(column, "h3", "", name);
     add(column, "p", "quiet", data.measure + " " + query.values[side].toFixed(3) + ", " + count + " of " +
       query.relevant + " relevant documents among the first " + data.depth);
-    best.forEach((found) => addDocument(column, query, found, side));
-    if (missed.length) add(column, "p", "", "Relevant, but not among them");
+    if (missed.length) add(column, "p", "", "Relevant, but not among the first " + data.depth);
     missed.forEach((found) => addDocument(column, query, found, side));
+    if (missed.length) add(column, "p", "", "The first " + data.depth);
+    best.forEach((found) => addDocument(column, query, found, side));
   });
 }
+
+const ranksOf = (found) => found.ranks.map((rank) => rank ?? "–").join(" → ");
 
 function addGroup(title, queries) {
   const group = add(document.querySelector("main"), "details", "");
   add(group, "summary", "", queries.length + " queries: " + title);
   for (const query of queries) {
     const box = add(group, "details", "query");
+    box.searched = (query.text + " " + query.id).toLowerCase();
     const summary = add(box, "summary", "");
-    const color = second && query.change ? (query.change > 0 ? "good" : "bad") : "";
-    add(summary, "b", color, query.values.map((value) => value.toFixed(3)).join(" → "));
+    add(summary, "b", "", query.values.map((value) => value.toFixed(3)).join(" → "));
     const text = add(summary, "span", "", query.text + " ");
-    add(text, "span", "quiet", (data.collections[1] ? data.collections[query.collection] + " " : "") + query.id);
+    const relevant = data.documents.filter((d) => d.relevance > 0 && d.query_id === query.id &&
+      d.collection === query.collection);
+    add(text, "span", "quiet", (data.collections[1] ? data.collections[query.collection] + " " : "") + query.id +
+      " · relevant at rank " + relevant.slice(0, 3).map(ranksOf).join(", ") + (relevant[3] ? ", ..." : ""));
     box.addEventListener("toggle", () => addDocuments(box, query), { once: true });
   }
 }
 
 const changed = (sign) => data.queries.filter((query) => Math.sign(query.change) === sign);
 if (second) {
-  addGroup(second + " is worse than " + first, changed(-1));
-  addGroup(second + " is better than " + first, changed(1).reverse());
+  addGroup(first + " is better", changed(-1));
+  addGroup(second + " is better", changed(1).reverse());
   addGroup("equal", changed(0));
 } else addGroup(first + ", lowest " + data.measure + " first", data.queries);
 document.querySelector("main > details").open = !second;
-document.getElementById("about").textContent = data.queries.length + " of " + data.total + " queries, by " +
-  data.measure + (second ? ": " + first + " → " + second + ", the largest differences" : "") +
-  ". A document at rank – was not retrieved. Click a text to read on; words of the query are marked in it.";
+document.getElementById("about").textContent = data.queries.length + " of " + data.total + " queries, sorted by " +
+  data.measure + (second ? ", largest difference first. All pairs of numbers are " + first + " → " + second : "") +
+  ". Rank –: not retrieved. Click a text to read on; words of the query are marked in it.";
 document.querySelector("input").addEventListener("input", (event) => {
-  for (const group of document.querySelectorAll("main > details")) group.open = true;
-  for (const box of document.querySelectorAll(".query")) {
-    const summary = box.querySelector("summary").textContent.toLowerCase();
-    box.hidden = !summary.includes(event.target.value.toLowerCase());
+  const words = event.target.value.toLowerCase().split(/\s+/).filter(Boolean);
+  for (const group of document.querySelectorAll("main > details")) {
+    const boxes = [...group.querySelectorAll(".query")];
+    for (const box of boxes) box.hidden = !words.every((word) => box.searched.includes(word));
+    group.open = words.length > 0 && boxes.some((box) => !box.hidden);
+    group.hidden = words.length > 0 && !group.open;
   }
 });
 </script>
