@@ -14,6 +14,7 @@ import socket
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -124,7 +125,8 @@ class Forked:
         """Send a signal to those of `ranks` that still run."""
         for process in self.processes[ranks]:
             if process.exitcode is None:
-                os.kill(process.pid, number)
+                with suppress(ProcessLookupError):  # it has ended since
+                    os.kill(process.pid, number)
 
     def read(self, name):
         """Return what all processes have written to `name`: "stdout" or "stderr"."""
