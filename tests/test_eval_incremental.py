@@ -824,8 +824,9 @@ def two_collections(beir, tmp_path):
     return [beir, small]
 
 
-def test_several_collections_and_models(evaluate, two_collections, bert, tmp_path, capsys):
+def test_several_collections_and_models(evaluate, two_collections, bert, tmp_path, capsys, monkeypatch):
     """Each collection is measured as if alone, and counts equally in the mean; no text is encoded twice."""
+    monkeypatch.setenv("COLUMNS", "150")  # else the table may be turned
     other = tmp_path / "other"
     shutil.copytree(bert, other)
     config = json.loads((other / "1_Pooling/config.json").read_text())
