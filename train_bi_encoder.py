@@ -800,9 +800,11 @@ def make_batch(rows, number, model, args, accelerator):
 
 
 def make_micro_batches(model, texts, args, accelerator):
-    """Return [(role, indices, features)] of this process' [(role, text)]; a micro-batch has texts of one role."""
+    """Return [(role, indices, features)] of this process' [(role, text)]; a micro-batch has texts of one role, "text"
+    if a static model does not distinguish them."""
     micro_batches = []
-    if is_static(model):  # one pass for all, as each makes a gradient of the size of the model
+    if is_static(model) and "task" not in model.get_model_kwargs():
+        # One pass for all roles, which differ in prompts alone: each pass makes a gradient of the size of the model.
         texts = [("text", model.prompts[role] + text) for role, text in texts]
     for role in sorted({role for role, _ in texts}):
         chosen = [index for index, (other, _) in enumerate(texts) if other == role]

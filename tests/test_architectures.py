@@ -122,6 +122,14 @@ def router_of_static(folder, bert):
     return [Router.for_query_document(query, encoder("BertModel")(folder, bert))]
 
 
+def static_router(folder, bert):
+    return [Router.for_query_document(static(folder, bert), static(folder, bert))]
+
+
+def static_reads_the_task(folder, bert):
+    return [*static(folder, bert), Scaled()]
+
+
 def router_after_pooling(folder, bert):
     torch.manual_seed(1)
     heads = [Dense(32, 16, activation_function=nn.Tanh()) for _ in range(2)]
@@ -160,8 +168,10 @@ CASES = {  # {name: (builder, more flags)}
     "Router first": (router_first, []),
     "Router first, LoRA": (router_first, ["--lora_rank", 4]),
     "Router with a static query": (router_of_static, []),
+    "Router of static encoders": (static_router, []),
     "Router after pooling": (router_after_pooling, []),
     "a module that reads the task": (reads_the_task, ["--trust_remote_code"]),
+    "a static model that reads the task": (static_reads_the_task, ["--trust_remote_code"]),
     "a module that keeps a tensor": (keeps_a_tensor, ["--trust_remote_code"]),
     "prompts left out of pooling": (encoder("BertModel", include_prompt=False), PROMPTS),
     "truncate_dim": (encoder("BertModel"), []),
