@@ -514,8 +514,8 @@ def list_files(source):
     elif os.path.isfile(path):
         raise UserError(UNSUPPORTED)
     elif "://" in path and not path.startswith("hf:"):  # a folder of an object store
-        found = get_data_patterns(path).items()
-        files = {str(part): DataFilesList.from_patterns(patterns, path, [*FORMATS]) for part, patterns in found}
+        by_split = get_data_patterns(path).items()
+        files = {str(part): DataFilesList.from_patterns(patterns, path, [*FORMATS]) for part, patterns in by_split}
     else:
         if path.count(":") == 2:
             path, config, split = path.split(":")
@@ -541,9 +541,9 @@ def open_files(files, streaming=True):
     if kind == "parquet":  # else pyarrow reads up to 1 GiB ahead, and keeps what it has read of a file
         options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
     load = partial(datasets.load_dataset, kind, data_files=files, **options)
-    found = next(load(streaming=True).with_format("arrow").iter(1)).schema
-    schema = pa.schema([(part.name, pa.string() if kind == "csv" else plain_type(part.type)) for part in found])
-    if schema != found:
+    own = next(load(streaming=True).with_format("arrow").iter(1)).schema
+    schema = pa.schema([(part.name, pa.string() if kind == "csv" else plain_type(part.type)) for part in own])
+    if schema != own:
         load = partial(load, features=datasets.Features.from_arrow_schema(schema))
     elif kind == "arrow" and not streaming:
         with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped in place, anything else copied below
@@ -605,7 +605,7 @@ def find_splits(name):
         configs = os.listdir(name)
         files = filter(file_suffix, map(str, sorted(Path(name, "qrels").glob("*"))))
         judgments = {Path(file).name.partition(".")[0]: [file] for file in files}
-        found = [{"all": [f"{name}/corpus.jsonl"]}, {"all": [f"{name}/queries.jsonl"]}, judgments]
+        splits = [{"all": [f"{name}/corpus.jsonl"]}, {"all": [f"{name}/queries.jsonl"]}, judgments]
     else:
         check_exists(source)
         configs = datasets.get_dataset_config_names(source)
@@ -618,14 +618,14 @@ def find_splits(name):
         parts = [(source, f"{prefix}{config}") for config in ("corpus", "queries", *judged[:1])]
         if not judged:  # those of BEIR lie in a repository of their own
             parts.append((f"{source}-qrels", None))
-        found = []
+        splits = []
         for part in parts:
             files = datasets.load_dataset_builder(*part).config.data_files
-            found.append({str(split): list(files[split]) for split in files if files[split]})
+            splits.append({str(split): list(files[split]) for split in files if files[split]})
     candidates = any(config.startswith(f"{prefix}top_ranked") for config in configs)
     if candidates and os.environ.get("RANK", "0") == "0":
         print(f"warning: {name}: all documents are ranked, not only those of top_ranked", file=sys.stderr)
-    return found
+    return splits
 
 
 def collections_of(name, split):

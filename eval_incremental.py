@@ -268,26 +268,24 @@ def main(args):
     # ---- rankings of each collection: run files', bi-encoders', BM25's, their fusion, and then all of them reranked
     paths = args.run + args.model_name_or_path
     names = dict(zip(paths, short_names([*paths, "BM25", "fused"])))  # --bm25 and --fuse have these names
-    runs = [[] for _ in collections]
     for path in args.run:
-        runs[0].append(read_run(path, names[path], collections[0]))
+        collections[0].runs.append(read_run(path, names[path], collections[0]))
     for path in args.model_name_or_path:
         encoder = CachedEncoder(path, args, accelerator)
         if args.export_vectors is not None:
             return export_vectors(encoder, collections[0], args, accelerator)
-        for collection, found in zip(collections, runs):
-            found.append(retrieve(encoder, names[path], collection, args, accelerator))
+        for collection in collections:
+            collection.runs.append(retrieve(encoder, names[path], collection, args, accelerator))
         encoder.close()  # before the next one is loaded
-    if args.bm25:
-        for collection, found in zip(collections, runs):
-            found.append(bm25_run(collection, args, accelerator))
-    if args.fuse:
-        for collection, found in zip(collections, runs):
-            found.append(fuse(found, collection, args.fuse))
+    for collection in collections:
+        if args.bm25:
+            collection.runs.append(bm25_run(collection, args, accelerator))
+        if args.fuse:
+            collection.runs.append(fuse(collection, args.fuse))
     if args.cross_encoder:
         scorer = CachedScorer(args.cross_encoder, args, accelerator)
-        for collection, found in zip(collections, runs):
-            found += [rerank(run, scorer, collection, args, accelerator) for run in found]
+        for collection in collections:
+            collection.runs += [rerank(run, scorer, collection, args, accelerator) for run in collection.runs]
         scorer.close()
 
     # ---- results
@@ -296,12 +294,12 @@ def main(args):
     accelerator.end_training()  # so that no process waits for the report
     if not is_main:
         return None
-    for collection, found in zip(collections, runs):
-        warnings = chain(collection.warnings, *(run.metadata["warnings"] for run in found))
-        for warning in dict.fromkeys(warnings):
-            print(f"warning: {collection.name}: {warning}", file=sys.stderr)
+    for collection in collections:
+        messages = chain(collection.warnings, *(run.metadata["warnings"] for run in collection.runs))
+        for message in dict.fromkeys(messages):
+            print(f"warning: {collection.name}: {message}", file=sys.stderr)
     if args.query:
-        return print_hits(runs[0][-1], collections[0], args)
+        return print_hits(collections[0], args)
     not_written = f"--output_dir {args.output_dir}: results not written, but the vectors are cached"
     lock = FileLock(Path(args.output_dir, ".lock"), is_singleton=True)
     with user_errors(not_written):
@@ -309,14 +307,14 @@ def main(args):
         lock.acquire()
     check_output(args)  # another evaluation may have written its results meanwhile
     with user_errors(not_written):
-        write_rankings(collections, runs, args)
-    measured = []
-    for collection, found in zip(collections, runs):  # errors in scripts of the user's keep the traceback
-        measured.append([compute_metrics(run.ranking, collection, metrics) for run in found])
+        write_rankings(collections, args)
+    for collection in collections:
+        for run in collection.runs:  # errors in scripts of the user's keep the traceback
+            run.per_query, run.values = compute_metrics(run.ranking, collection, metrics)
     with user_errors(not_written):
-        table = write_results(collections, runs, measured, origin, args)
+        table = write_results(collections, origin, args)
     with user_errors(f"--output_dir {args.output_dir}: report.html not written, but metrics.json is"):
-        write_page(table, collections, runs, measured, origin, Path(args.output_dir, "report.html"))
+        write_page(table, collections, origin, Path(args.output_dir, "report.html"))
     lock.release()
     return None
 
@@ -467,7 +465,6 @@ class TextReader:
         """Yield every P-th Chunk, those of one process: text columns joined by spaces. prefix: of text_hashes()."""
         self.empty = 0
         size = even_size(self.size, self.rows, processes)
-        space = pa.scalar(" ", pa.large_string())
         with user_errors(self.name):
             for number, table in islice(enumerate(self.dataset.iter(size)), process, None, processes):
                 table.validate(full=True)  # a damaged Arrow file has offsets that lead anywhere
@@ -478,9 +475,7 @@ class TextReader:
                     table = table.take(rows - first)
                 if len(table) == 0:
                     continue
-                columns = [as_texts(table[name], name) for name in self.text_columns]
-                texts = pc.binary_join_element_wise(*columns, space, null_handling="replace")  # null: an empty text
-                texts = pc.utf8_trim_whitespace(texts).combine_chunks()
+                texts = join_texts(table, self.text_columns).combine_chunks()
                 self.empty += pc.sum(pc.equal(texts, "")).as_py()
                 if self.id_column == "#":
                     ids = pa.array(rows).cast(pa.large_string())
@@ -519,6 +514,7 @@ class Collection:
     qrels: pd.DataFrame  # query_id, doc_id, relevance; empty in a search or an export
     warnings: list
     omit_same_id: bool = False  # leave the document with the query's own id out of its ranking
+    runs: list = field(default_factory=list)  # all collections of a call have the same rankings, in the same order
 
     def same_id(self, frame):
         """Return a mask of the rows of a ranking or of judgments that are left out by omit_same_id."""
@@ -674,6 +670,8 @@ class Run:
     ranking: pd.DataFrame  # query_id, doc_id, score; per query, best first
     metadata: dict  # its entry in metrics.json
     texts: dict = field(default_factory=dict)  # {document id: text}, in a search
+    per_query: pd.DataFrame | None = None  # a column for each measure
+    values: dict | None = None  # {measure: value} of measures without values per query
 
 
 def make_run(name, ranking, collection, metadata, counts, depth=None):
@@ -737,7 +735,7 @@ def retrieve(encoder, name, collection, args, accelerator):
         raise UserError(f"{corpus.name}: contains no document")
     ranking = top.frame(list(collection.queries))
     ranking["doc_id"] = [documents[row][0] for row in ranking.pop("row")]
-    repeated = {*ranking.loc[ranking.duplicated(PAIR), "doc_id"], *(name for name in judged if judged[name] > 1)}
+    repeated = {*ranking.loc[ranking.duplicated(PAIR), "doc_id"], *(doc_id for doc_id in judged if judged[doc_id] > 1)}
     counts = {
         REPEATED_IDS: len(repeated),
         "judged documents are not in the corpus; they count as not found": len(
@@ -759,12 +757,12 @@ def rerank(run, scorer, collection, args, accelerator):
     scorer.open_bar(f"{run.name} {scorer.path}", len(first))
     scores = score_pairs(scorer, first, collection, args, accelerator)
     metadata = scorer.metadata()
-    found = first.merge(scores)
-    missing = {"documents to rerank are not in the corpus; they rank last": len(first) - len(found)}
+    scored = first.merge(scores)
+    missing = {"documents to rerank are not in the corpus; they rank last": len(first) - len(scored)}
     metadata |= {"same_id_left_out": run.metadata["same_id_left_out"], "warnings": warnings_of(missing)}
 
     # Without a score (not reranked, or not in the corpus): one below the lowest, the next one lower, ...
-    ranking = run.ranking[PAIR].merge(found, "left")
+    ranking = run.ranking[PAIR].merge(scored, "left")
     ranking = ranking.sort_values("score", ascending=False, kind="stable")
     lowest = ranking.groupby("query_id")["score"].transform("min").fillna(0)
     behind = ranking["score"].isna().groupby(ranking["query_id"]).cumsum()
@@ -792,21 +790,26 @@ def candidate_pairs(requested, collection, accelerator):
     queries_by_doc = requested.groupby("doc_id")["query_id"].agg(list)
     requested_ids = pa.array(queries_by_doc.index, pa.large_string())
     for chunk in collection.corpus.chunks(b"", accelerator.process_index, accelerator.num_processes):
-        found = pc.is_in(chunk.ids, requested_ids)
-        for name, text in zip(chunk.ids.filter(found).to_pylist(), chunk.texts.filter(found).to_pylist()):
-            for query in queries_by_doc[name]:
-                yield query, name, text
+        for doc_id, text in requested_texts(chunk, requested_ids):
+            for query in queries_by_doc[doc_id]:
+                yield query, doc_id, text
+
+
+def requested_texts(chunk, ids):
+    """Yield (id, text) of the documents of a Chunk whose id is among `ids`, an Arrow array."""
+    is_requested = pc.is_in(chunk.ids, ids)
+    yield from zip(chunk.ids.filter(is_requested).to_pylist(), chunk.texts.filter(is_requested).to_pylist())
 
 
 def bm25_run(collection, args, accelerator):
     """Return the Run of BM25 on every process. The main process ranks; its error is raised on all of them."""
-    found = [None]
+    outcome = [None]
     if accelerator.is_main_process:
         try:
-            found = [search_bm25(collection, args)]
+            outcome = [search_bm25(collection, args)]
         except UserError as error:
-            found = [error]
-    (ranking,) = broadcast_object_list(found)
+            outcome = [error]
+    (ranking,) = broadcast_object_list(outcome)
     if isinstance(ranking, UserError):
         raise ranking
     missing = len(collection.queries.keys() - set(ranking["query_id"]))
@@ -838,12 +841,12 @@ def search_bm25(collection, args):
     return ranking[ranking["score"] > 0]
 
 
-def fuse(runs, collection, method):
-    """Return the Run of the fusion of rankings: a document's score is the sum over those that contain it of 1 / (60 +
-    rank) (rrf: Cormack et al. 2009), or of how many standard deviations its score lies above the lowest of the query
-    (zscore). It is as deep as the deepest of them; equal sums stay in their order."""
+def fuse(collection, method):
+    """Return the Run of the fusion of the rankings of a collection: a document's score is the sum over those that
+    contain it of 1 / (60 + rank) (rrf: Cormack et al. 2009), or of how many standard deviations its score lies above
+    the lowest of the query (zscore). It is as deep as the deepest of them; equal sums stay in their order."""
     parts = []
-    for run in runs:
+    for run in collection.runs:
         queries = run.ranking.groupby("query_id")
         if method == "rrf":
             scores = 1 / (61 + queries.cumcount())
@@ -899,12 +902,12 @@ def scored_tables(scorer, args, accelerator):
     """Yield the tables of --annotate with their scores on all processes; each scores its share of them."""
     tables = read_documents(args)
     while part := list(islice(tables, accelerator.num_processes)):
-        scores = []
+        own_scores = []
         if accelerator.process_index < len(part):
             _, queries, documents, _ = part[accelerator.process_index]
-            scores = scorer.score_pairs(queries, documents).tolist()
-        for (table, _, _, offsets), found in zip(part, gather_object([scores])):
-            lists = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(found, pa.float32()))
+            own_scores = scorer.score_pairs(queries, documents).tolist()
+        for (table, _, _, offsets), scores in zip(part, gather_object([own_scores])):
+            lists = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(scores, pa.float32()))
             yield table.append_column("scores", lists)
 
 
@@ -924,10 +927,10 @@ def read_documents(args):
                 for row, cells in enumerate(zip(*map(columns.get, args.columns)), start=number * size):
                     texts = []
                     for name, cell in zip(args.columns, cells):
-                        found = cell if isinstance(cell, list) and texts else [cell]  # the query is one text
-                        if not (found and all(isinstance(text, str) and text.strip() for text in found)):
+                        cell_texts = cell if isinstance(cell, list) and texts else [cell]  # the query is one text
+                        if not (cell_texts and all(isinstance(text, str) and text.strip() for text in cell_texts)):
                             raise UserError(f"row {row}, counted from 0, has no text in column {name!r}")
-                        texts += found
+                        texts += cell_texts
                     queries += texts[:1] * (len(texts) - 1)
                     documents += texts[1:]
                     offsets.append(len(documents))
@@ -957,19 +960,6 @@ def export_vectors(encoder, collection, args, accelerator):
     starts again, with cached vectors."""
     folder = Path(f"{args.export_vectors}.part")
     corpus = collection.corpus
-    similarity = encoder.model.similarity_fn_name
-    metadata = {
-        "model": encoder.path,
-        "fingerprint": encoder.fingerprint,
-        "query_prompt": encoder.prompts["query"],
-        "document_prompt": encoder.prompts["document"],
-        "max_length": encoder.max_length,
-        "dimensions": encoder.dims or encoder.cache.dimensions,
-        "similarity": similarity,
-        "normalized": similarity == "cosine",
-        "corpus": args.corpus or args.pairs or args.beir,
-        "columns": [corpus.id_column, *corpus.text_columns],
-    }
     not_written = f"--export_vectors {args.export_vectors}: not written, choose a new folder"
     with user_errors(not_written):
         if os.path.exists(args.export_vectors):
@@ -988,11 +978,29 @@ def export_vectors(encoder, collection, args, accelerator):
             pq.write_table(table, folder / f"vectors-{chunk.first:012}.parquet", **options)
     texts = encoder.metadata()["texts"]
     if accelerator.is_main_process:
-        metadata |= {"rows": texts["total"], "command": shlex.join(sys.argv)}
+        metadata = describe_vectors(encoder, corpus, args) | {"rows": texts["total"]}
         with user_errors(not_written):
             (folder / "_vectors.json").write_text(json.dumps(metadata, indent=1))
             folder.rename(args.export_vectors)
         print(f"{texts['encoded']:,} of {texts['total']:,} texts encoded; vectors are in {args.export_vectors}")
+
+
+def describe_vectors(encoder, corpus, args):
+    """Return what another program must know to search the vectors of a corpus."""
+    similarity = encoder.model.similarity_fn_name
+    return {
+        "model": encoder.path,
+        "fingerprint": encoder.fingerprint,
+        "query_prompt": encoder.prompts["query"],
+        "document_prompt": encoder.prompts["document"],
+        "max_length": encoder.max_length,
+        "dimensions": encoder.dims or encoder.cache.dimensions,
+        "similarity": similarity,
+        "normalized": similarity == "cosine",
+        "corpus": args.corpus or args.pairs or args.beir,
+        "columns": [corpus.id_column, *corpus.text_columns],
+        "command": shlex.join(sys.argv),
+    }
 
 
 # ---- measures
@@ -1014,18 +1022,18 @@ def load_metric(name, cache_dir):
 
 
 def compute_metrics(ranking, collection, metrics):
-    """Return (DataFrame of values, a row for each query and a column for each measure; {measure: value} of measures
-    with one value only). As in trec_eval, a document without judgment is not relevant, and equal scores rank by
+    """Return (DataFrame of a row for each query and a column for each measure; {measure: value} of measures without
+    values per query). As in trec_eval, a document without judgment is not relevant, and equal scores rank by
     document id, descending."""
     ranking = ranking[[*PAIR, "score"]].sort_values(["score", "doc_id"], ascending=False)
     ranking["rank"] = 1 + ranking.groupby("query_id").cumcount()
     scripts = {name: metric for name, metric in metrics.items() if isinstance(metric, evaluate.Metric)}
     results = run_scripts(ranking, collection.qrels, scripts) if scripts else {}
-    found = measure_ranking(ranking, collection, [metrics[name] for name in metrics if name not in scripts])
+    measured = measure_ranking(ranking, collection, [metrics[name] for name in metrics if name not in scripts])
     columns = {}
     values = {}
     for name, metric in metrics.items():
-        for key, result in results.get(name, {name: found.get(metric)}).items():
+        for key, result in results.get(name, {name: measured.get(metric)}).items():
             key = f"{metric.name}_{key}" if key in columns else key
             if isinstance(result, dict):
                 columns[key] = [float(result.get(query, 0.0)) for query in collection.queries]
@@ -1043,8 +1051,8 @@ def measure_ranking(ranking, collection, measures):
     def table_of(frame, column):
         table = {}
         for query, part in frame.groupby("query_id", sort=False):
-            names = [documents.setdefault(name, str(len(documents))) for name in part["doc_id"]]
-            table[numbers[query]] = dict(zip(names, part[column].tolist()))
+            texts = [documents.setdefault(doc_id, str(len(documents))) for doc_id in part["doc_id"]]
+            table[numbers[query]] = dict(zip(texts, part[column].tolist()))
         return table
 
     queries = list(collection.queries)
@@ -1052,11 +1060,11 @@ def measure_ranking(ranking, collection, measures):
     qrels = table_of(collection.qrels, "relevance")
     # Providers of ir_measures break ties differently, and Compat takes documents with a score below 0 for unranked.
     run = table_of(ranking.assign(inverse=1 / ranking["rank"]), "inverse")
-    found = {measure: {} for measure in measures}
+    values = {measure: {} for measure in measures}
     with user_errors("--metrics"):
         for value in ir_measures.iter_calc(measures, qrels, run) if measures else ():
-            found[value.measure][queries[int(value.query_id)]] = value.value
-    return found
+            values[value.measure][queries[int(value.query_id)]] = value.value
+    return values
 
 
 def run_scripts(ranking, qrels, scripts):
@@ -1096,31 +1104,28 @@ def paired_randomization_p(samples, others):
     batch = max(1, 2**22 // len(differences))
     options = {"permutation_type": "samples", "vectorized": True, "n_resamples": 9999}
     options["random_state"] = np.random.default_rng(0)
-    found = permutation_test((differences,), np.sum, batch=batch, **options)  # by flipping signs
-    return float(found.pvalue)
+    return float(permutation_test((differences,), np.sum, batch=batch, **options).pvalue)  # by flipping signs
 
 
-def summarize(measured):
-    """Return {measure: statistics} for each ranking. measured: for each collection, compute_metrics() of each ranking.
-    Statistics: mean over the collections, low, high and, after the first ranking, difference from it and p; or only
-    "value", for a measure without values per query."""
+def summarize(collections):
+    """Return {measure: statistics} for each ranking. Statistics: mean over the collections, low, high and, after the
+    first ranking, difference from it and p; or only "value", for a measure without values per query."""
     summaries = []
-    baseline = [table for table, _ in next(zip(*measured))]  # of the first ranking, for each collection
-    for ranking in zip(*measured):
-        tables, values = zip(*ranking)
+    baseline = [collection.runs[0] for collection in collections]
+    for runs in zip(*(collection.runs for collection in collections)):
         summary = {}
-        for name in tables[0]:
-            samples = [table[name].to_numpy() for table in tables]
+        for measure in runs[0].per_query:
+            samples = [run.per_query[measure].to_numpy() for run in runs]
             mean = float(np.mean([sample.mean() for sample in samples]))
             low, high = bootstrap_interval(samples)
-            summary[name] = {"mean": mean, "low": low, "high": high}
+            summary[measure] = {"mean": mean, "low": low, "high": high}
             if summaries:
-                others = [table[name].to_numpy() for table in baseline]
+                others = [run.per_query[measure].to_numpy() for run in baseline]
                 p = paired_randomization_p(samples, others)
-                summary[name] |= {"difference": mean - summaries[0][name]["mean"], "p": p}
-        for name in values[0]:
-            mean = np.mean([found[name] for found in values])
-            summary[name] = {"value": float(mean)}
+                summary[measure] |= {"difference": mean - summaries[0][measure]["mean"], "p": p}
+        for measure in runs[0].values:
+            mean = np.mean([run.values[measure] for run in runs])
+            summary[measure] = {"value": float(mean)}
         summaries.append(summary)
     return summaries
 
@@ -1173,15 +1178,15 @@ def provenance(accelerator):
     }
 
 
-def write_rankings(collections, runs, args):
+def write_rankings(collections, args):
     """Write run.trec of each ranking."""
-    for collection, found in zip(collections, runs):
-        for run in found:
-            name = Path(collection.name if len(runs) > 1 else "")
-            if len(found) > 1:
-                name /= run.name
-            run.metadata["folder"] = str(name)  # in --output_dir
-            folder = Path(args.output_dir, name)
+    for collection in collections:
+        for run in collection.runs:
+            path = Path(collection.name if len(collections) > 1 else "")
+            if len(collection.runs) > 1:
+                path /= run.name
+            run.metadata["folder"] = str(path)  # in --output_dir
+            folder = Path(args.output_dir, path)
             folder.mkdir(parents=True, exist_ok=True)
             write_trec(folder / "run.trec", run.name, run.ranking)
 
@@ -1198,25 +1203,25 @@ def write_trec(path, name, ranking):
     table[columns].to_csv(path, sep=separator, **options)
 
 
-def write_results(collections, runs, measured, origin, args):
+def write_results(collections, origin, args):
     """Write metrics.json, table.md, table.tex and, for each ranking, per_query.csv; print the table and return it.
-    runs, measured: for each collection a list, with the same rankings in each; origin: their provenance()."""
+    origin: provenance() of the rankings."""
     output = Path(args.output_dir)
     summaries = {}
     results = []
-    for collection, found, values in zip(collections, runs, measured):
-        summaries[collection.name] = summarize([values])
-        for run, (table, _), metrics in zip(found, values, summaries[collection.name]):
-            table.to_csv(output / run.metadata["folder"] / "per_query.csv")
-            result = {"collection": collection.name, "name": run.name, "queries": len(table), "metrics": metrics}
-            results.append(result | run.metadata)
+    for collection in collections:
+        summaries[collection.name] = summarize([collection])
+        for run, metrics in zip(collection.runs, summaries[collection.name]):
+            run.per_query.to_csv(output / run.metadata["folder"] / "per_query.csv")
+            result = {"collection": collection.name, "name": run.name, "queries": len(run.per_query)}
+            results.append(result | {"metrics": metrics} | run.metadata)
     record = {"args": asdict(args), "provenance": origin, "results": results}
-    names = [run.name for run in runs[0]]
-    if len(runs) > 1:
-        summaries["mean"] = summarize(measured)
+    names = [run.name for run in collections[0].runs]
+    if len(collections) > 1:
+        summaries["mean"] = summarize(collections)
         record["means"] = dict(zip(names, summaries["mean"]))
     table = table_of(summaries, names)
-    write_tables(table_lines(table.T if len(runs) > 1 else table), output)
+    write_tables(table_lines(table.T if len(collections) > 1 else table), output)
     (output / "metrics.json.part").write_text(json.dumps(record, indent=1))
     os.replace(output / "metrics.json.part", output / "metrics.json")
     print_table(table)
@@ -1287,20 +1292,20 @@ PAGE_DEPTH = 10  # documents of a ranking; and at most of the relevant ones of a
 PAGE_CHARACTERS = 2000  # of a document
 
 
-def write_page(table, collections, runs, measured, origin, path):
+def write_page(table, collections, origin, path):
     """Write PAGE: table_of(), and the queries with documents of the first two rankings, or of the only one."""
-    measures = list(measured[0][0][0])  # those with a value for each query
-    queries = page_queries(collections, measured) if measures else pd.DataFrame({"collection": [], "id": []})
+    measures = list(collections[0].runs[0].per_query)
+    queries = page_queries(collections) if measures else pd.DataFrame({"collection": [], "id": []})
     documents = []
     texts = []
-    for number, (collection, found) in enumerate(zip(collections, runs)):
+    for number, collection in enumerate(collections):
         ids = queries["id"][queries["collection"] == number]
-        documents.append(page_documents(collection, found[:2], ids).assign(collection=number))
+        documents.append(page_documents(collection, ids).assign(collection=number))
         texts.append(page_texts(collection, documents[-1]["doc_id"].unique().tolist()))
     names = [collection.name for collection in collections]
     data = {
         "collections": names,
-        "rankings": [run.name for run in runs[0][:2]],
+        "rankings": [run.name for run in collections[0].runs[:2]],
         "measure": measures[0] if measures else "",
         "depth": PAGE_DEPTH,
         "total": sum(len(collection.queries) for collection in collections),
@@ -1320,29 +1325,30 @@ def write_page(table, collections, runs, measured, origin, path):
     print(f"{len(queries):,} queries with their documents: {path}")
 
 
-def page_queries(collections, measured):
+def page_queries(collections):
     """Return a DataFrame of the queries that the first two rankings differ most on, or that the only one is worst on:
     number of the collection, id, text, relevant documents, values of the first measure, and what they are sorted by:
     the difference, or the value."""
     parts = []
-    for number, (collection, tables) in enumerate(zip(collections, measured)):
+    for number, collection in enumerate(collections):
         part = pd.DataFrame(collection.queries.items(), columns=["id", "text"]).assign(collection=number)
         judged = collection.judged_pairs()
         relevant = judged["query_id"][judged["relevance"] > 0].value_counts()
         part["relevant"] = part["id"].map(relevant).fillna(0)
-        values = np.stack([table.iloc[:, 0] for table, _ in tables[:2]], 1)  # (Q, 1 or 2)
+        values = np.stack([run.per_query.iloc[:, 0] for run in collection.runs[:2]], 1)  # (Q, 1 or 2)
         part["values"] = values.tolist()
-        part["change"] = values[:, 1] - values[:, 0] if len(tables) > 1 else values[:, 0]
+        part["change"] = values[:, -1] - values[:, 0] if values.shape[1] > 1 else values[:, 0]
         parts.append(part)
     queries = pd.concat(parts)
-    order = -queries["change"].abs() if len(measured[0]) > 1 else queries["change"]
+    order = -queries["change"].abs() if len(collection.runs) > 1 else queries["change"]
     chosen = order.to_numpy().argsort(kind="stable")[:PAGE_QUERIES]
     return queries.iloc[chosen].sort_values("change", kind="stable")
 
 
-def page_documents(collection, runs, query_ids):
-    """Return a DataFrame (query_id, doc_id, relevance, ranks) of the documents to show: the first of each ranking, and
-    relevant ones that none has there. ranks: one in each of the runs, None if the document was not retrieved."""
+def page_documents(collection, query_ids):
+    """Return a DataFrame (query_id, doc_id, relevance, ranks) of the documents to show: the first of the first two
+    rankings, and relevant ones that none has there. ranks: in each, None if the document was not retrieved."""
+    runs = collection.runs[:2]
     table = collection.judged_pairs()
     table = table[table["query_id"].isin(query_ids)]
     for number, run in enumerate(runs):
@@ -1364,9 +1370,8 @@ def page_texts(collection, ids):
     for chunk in collection.corpus.chunks():
         if len(texts) == len(ids):
             break
-        found = pc.is_in(chunk.ids, requested)
-        for name, text in zip(chunk.ids.filter(found).to_pylist(), chunk.texts.filter(found).to_pylist()):
-            texts.setdefault(name, text if len(text) <= PAGE_CHARACTERS else f"{text[:PAGE_CHARACTERS]} … (cut)")
+        for doc_id, text in requested_texts(chunk, requested):
+            texts.setdefault(doc_id, text if len(text) <= PAGE_CHARACTERS else f"{text[:PAGE_CHARACTERS]} … (cut)")
     return texts
 
 
@@ -1427,19 +1432,19 @@ function add(parent, tag, name, text = "") {  // a text never becomes HTML
   return element;
 }
 
-function addDocument(column, query, found, side) {
-  const box = add(column, "article", found.relevance > 0 ? "relevant" : "");
-  add(box, "b", "", found.ranks[side] ?? "–");
+function addDocument(column, query, hit, side) {
+  const box = add(column, "article", hit.relevance > 0 ? "relevant" : "");
+  add(box, "b", "", hit.ranks[side] ?? "–");
   const body = add(box, "div", "");
-  const line = add(body, "div", "quiet", found.doc_id);
-  if (found.relevance !== null) add(line, "b", found.relevance > 0 ? "good" : "bad", " · grade " + found.relevance);
-  if (second) add(line, "span", "", " · rank " + ranksOf(found));
+  const line = add(body, "div", "quiet", hit.doc_id);
+  if (hit.relevance !== null) add(line, "b", hit.relevance > 0 ? "good" : "bad", " · grade " + hit.relevance);
+  if (second) add(line, "span", "", " · rank " + ranksOf(hit));
   const details = add(body, "details", "");
-  details.open = found.relevance > 0;
+  details.open = hit.relevance > 0;
   const text = add(details, "summary", "text");
   const words = query.text.match(/[\p{L}\p{N}]{4,}|\p{L}?[\p{Lu}\p{N}]{2}[\p{L}\p{N}]*/gu) ?? [];  // also HIV and p53
   const marked = new Set(words.map((word) => word.toLowerCase()));
-  const whole = data.texts[query.collection][found.doc_id] ?? "(not in the corpus)";
+  const whole = data.texts[query.collection][hit.doc_id] ?? "(not in the corpus)";
   for (const part of whole.split(/([\p{L}\p{N}]+)/u))
     marked.has(part.toLowerCase()) ? add(text, "mark", "", part) : text.append(part);
 }
@@ -1449,22 +1454,22 @@ function addDocuments(box, query) {
   const documents = data.documents.filter((d) => d.query_id === query.id && d.collection === query.collection);
   data.rankings.forEach((name, side) => {
     const column = add(columns, "section", "");
-    const rank = (found) => found.ranks[side] ?? Infinity;
+    const rank = (hit) => hit.ranks[side] ?? Infinity;
     documents.sort((a, b) => rank(a) - rank(b));
-    const best = documents.filter((found) => rank(found) <= data.depth);
-    const missed = documents.filter((found) => rank(found) > data.depth && found.relevance > 0);
-    const count = best.filter((found) => found.relevance > 0).length;
+    const best = documents.filter((hit) => rank(hit) <= data.depth);
+    const missed = documents.filter((hit) => rank(hit) > data.depth && hit.relevance > 0);
+    const count = best.filter((hit) => hit.relevance > 0).length;
     add(column, "h3", "", name);
     add(column, "p", "quiet", data.measure + " " + query.values[side].toFixed(3) + ", " + count + " of " +
       query.relevant + " relevant documents among the first " + data.depth);
     if (missed.length) add(column, "p", "", "Relevant, but not among the first " + data.depth);
-    missed.forEach((found) => addDocument(column, query, found, side));
+    missed.forEach((hit) => addDocument(column, query, hit, side));
     if (missed.length) add(column, "p", "", "The first " + data.depth);
-    best.forEach((found) => addDocument(column, query, found, side));
+    best.forEach((hit) => addDocument(column, query, hit, side));
   });
 }
 
-const ranksOf = (found) => found.ranks.map((rank) => rank ?? "–").join(" → ");
+const ranksOf = (hit) => hit.ranks.map((rank) => rank ?? "–").join(" → ");
 
 function addGroup(title, queries) {
   const group = add(document.querySelector("main"), "details", "");
@@ -1506,16 +1511,18 @@ document.querySelector("input").addEventListener("input", (event) => {
 """
 
 
-def print_hits(run, collection, args):
+def print_hits(collection, args):
     """Print the best --top_k documents of each query, with their scores, and write them to --output."""
+    run = collection.runs[-1]  # reranked, with --cross_encoder
     rows = []
     for query, part in run.ranking.groupby("query_id", sort=False):
         print(f"\n{collection.queries[query]}")
         hits = zip(part["doc_id"][: args.top_k], part["score"])
-        for rank, (name, score) in enumerate(hits, start=1):
-            text = run.texts[name]
-            print(f"  {score:6.3f}  {name:>8}  {' '.join(text.split())}"[:120])
-            rows.append({"query": collection.queries[query], "rank": rank, "_id": name, "score": score, "text": text})
+        for rank, (doc_id, score) in enumerate(hits, start=1):
+            text = run.texts[doc_id]
+            print(f"  {score:6.3f}  {doc_id:>8}  {' '.join(text.split())}"[:120])
+            hit = {"query": collection.queries[query], "rank": rank, "_id": doc_id, "score": score}
+            rows.append(hit | {"text": text})
     if args.output:
         with user_errors(f"--output {args.output}"):
             pd.DataFrame(rows).to_json(args.output, orient="records", lines=True, force_ascii=False)
@@ -1777,10 +1784,10 @@ class TextIndex:
         places = np.zeros(len(hashes), np.uint64)
         for segment in self.saved + self.recent:
             if segment.shape[1]:
-                found = np.searchsorted(segment[0], ordered)
-                found = found.clip(max=segment.shape[1] - 1)
-                same = segment[0][found] == ordered
-                places[order[same]] = segment[1][found[same]]
+                columns = np.searchsorted(segment[0], ordered)
+                columns = columns.clip(max=segment.shape[1] - 1)
+                same = segment[0][columns] == ordered
+                places[order[same]] = segment[1][columns[same]]
         return places
 
     def clear(self, oldest):
@@ -2355,6 +2362,14 @@ def as_texts(column, name, ids=False):
     return column.cast(pa.large_string())
 
 
+def join_texts(table, columns):
+    """Return the texts of columns of a table, joined by spaces, without surrounding spaces."""
+    cells = [as_texts(table[name], name) for name in columns]
+    space = pa.scalar(" ", pa.large_string())
+    texts = pc.binary_join_element_wise(*cells, space, null_handling="replace")  # null: an empty text
+    return pc.utf8_trim_whitespace(texts)
+
+
 # ---- errors and flags
 
 
@@ -2463,8 +2478,8 @@ def list_files(source):
     elif os.path.isfile(path):
         raise UserError(UNSUPPORTED)
     elif "://" in path and not path.startswith("hf:"):  # a folder of an object store
-        found = get_data_patterns(path).items()
-        files = {str(part): DataFilesList.from_patterns(patterns, path, [*FORMATS]) for part, patterns in found}
+        by_split = get_data_patterns(path).items()
+        files = {str(part): DataFilesList.from_patterns(patterns, path, [*FORMATS]) for part, patterns in by_split}
     else:
         if path.count(":") == 2:
             path, config, split = path.split(":")
@@ -2490,9 +2505,9 @@ def open_files(files, streaming=True):
     if kind == "parquet":  # else pyarrow reads up to 1 GiB ahead, and keeps what it has read of a file
         options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
     load = partial(datasets.load_dataset, kind, data_files=files, **options)
-    found = next(load(streaming=True).with_format("arrow").iter(1)).schema
-    schema = pa.schema([(part.name, pa.string() if kind == "csv" else plain_type(part.type)) for part in found])
-    if schema != found:
+    own = next(load(streaming=True).with_format("arrow").iter(1)).schema
+    schema = pa.schema([(part.name, pa.string() if kind == "csv" else plain_type(part.type)) for part in own])
+    if schema != own:
         load = partial(load, features=datasets.Features.from_arrow_schema(schema))
     elif kind == "arrow" and not streaming:
         with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped in place, anything else copied below
@@ -2540,7 +2555,7 @@ def find_splits(name):
         configs = os.listdir(name)
         files = filter(file_suffix, map(str, sorted(Path(name, "qrels").glob("*"))))
         judgments = {Path(file).name.partition(".")[0]: [file] for file in files}
-        found = [{"all": [f"{name}/corpus.jsonl"]}, {"all": [f"{name}/queries.jsonl"]}, judgments]
+        splits = [{"all": [f"{name}/corpus.jsonl"]}, {"all": [f"{name}/queries.jsonl"]}, judgments]
     else:
         check_exists(source)
         configs = datasets.get_dataset_config_names(source)
@@ -2553,14 +2568,14 @@ def find_splits(name):
         parts = [(source, f"{prefix}{config}") for config in ("corpus", "queries", *judged[:1])]
         if not judged:  # those of BEIR lie in a repository of their own
             parts.append((f"{source}-qrels", None))
-        found = []
+        splits = []
         for part in parts:
             files = datasets.load_dataset_builder(*part).config.data_files
-            found.append({str(split): list(files[split]) for split in files if files[split]})
+            splits.append({str(split): list(files[split]) for split in files if files[split]})
     candidates = any(config.startswith(f"{prefix}top_ranked") for config in configs)
     if candidates and os.environ.get("RANK", "0") == "0":
         print(f"warning: {name}: all documents are ranked, not only those of top_ranked", file=sys.stderr)
-    return found
+    return splits
 
 
 def collections_of(name, split):

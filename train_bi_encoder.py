@@ -461,8 +461,9 @@ def reduce_gradients(model, accelerator):
         for grad in filter(torch.is_tensor, (weight.grad for weight in weights)):
             grad.mul_(accelerator.num_processes)
     elif accelerator.num_processes > 1:
-        found = torch.tensor([weight.grad is not None for weight in weights], device=accelerator.device)
-        weights = [weight for weight, anywhere in zip(weights, accelerator.reduce(found.int()).tolist()) if anywhere]
+        has_grad = torch.tensor([weight.grad is not None for weight in weights], device=accelerator.device)
+        anywhere = accelerator.reduce(has_grad.int()).tolist()
+        weights = [weight for weight, is_used in zip(weights, anywhere) if is_used]
         for weight in weights:
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
         buckets = np.cumsum([weight.numel() for weight in weights]) // BUCKET  # that of each weight
@@ -1122,8 +1123,8 @@ def list_files(source):
     elif os.path.isfile(path):
         raise UserError(UNSUPPORTED)
     elif "://" in path and not path.startswith("hf:"):  # a folder of an object store
-        found = get_data_patterns(path).items()
-        files = {str(part): DataFilesList.from_patterns(patterns, path, [*FORMATS]) for part, patterns in found}
+        by_split = get_data_patterns(path).items()
+        files = {str(part): DataFilesList.from_patterns(patterns, path, [*FORMATS]) for part, patterns in by_split}
     else:
         if path.count(":") == 2:
             path, config, split = path.split(":")
@@ -1149,9 +1150,9 @@ def open_files(files, streaming=True):
     if kind == "parquet":  # else pyarrow reads up to 1 GiB ahead, and keeps what it has read of a file
         options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
     load = partial(datasets.load_dataset, kind, data_files=files, **options)
-    found = next(load(streaming=True).with_format("arrow").iter(1)).schema
-    schema = pa.schema([(part.name, pa.string() if kind == "csv" else plain_type(part.type)) for part in found])
-    if schema != found:
+    own = next(load(streaming=True).with_format("arrow").iter(1)).schema
+    schema = pa.schema([(part.name, pa.string() if kind == "csv" else plain_type(part.type)) for part in own])
+    if schema != own:
         load = partial(load, features=datasets.Features.from_arrow_schema(schema))
     elif kind == "arrow" and not streaming:
         with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped in place, anything else copied below
@@ -1482,9 +1483,9 @@ class TextLookup:
             rows = self.index[1, places.clip(max=len(self.dataset) - 1)]
             table = self.dataset[rows.tolist()].combine_chunks()  # else one chunk for each row
             texts = []
-            for wanted, found, row in zip(ids, self.ids(table), to_python(table.select(self.text_columns))):
+            for wanted, own, row in zip(ids, self.ids(table), to_python(table.select(self.text_columns))):
                 text = " ".join(part or "" for part in row.values()).strip()
-                texts.append(text if text and found == wanted else None)
+                texts.append(text if text and own == wanted else None)
             return texts
 
     def ids(self, table):
@@ -1872,24 +1873,24 @@ def parse_args(argv):
 
 def set_dropout(model, probability):
     """Set the dropout probability of Dropout modules and of all dropout numbers in modules and their configs."""
-    found = 0
+    count = 0
     for module in model.modules():
         for holder in filter(None, (module, vars(module).get("config"))):
             for name, value in list(vars(holder).items()):
                 is_probability = "dropout" in name or (name == "p" and isinstance(holder, torch.nn.Dropout))
                 if is_probability and type(value) in (int, float):
                     setattr(holder, name, probability)
-                    found += 1
-    if probability and not found:
+                    count += 1
+    if probability and not count:
         raise UserError(f"--dropout {probability}: the model has no dropout")
 
 
 def transformers_of(model, flag_name):
     """Return the Transformer modules of a model, those of a Router too; raise UserError if there is none."""
-    found = [module for module in model.modules() if isinstance(module, Transformer)]
-    if not found:
+    modules = [module for module in model.modules() if isinstance(module, Transformer)]
+    if not modules:
         raise UserError(f"{flag_name} requires a transformer")
-    return found
+    return modules
 
 
 def has_chat_template(model):
