@@ -18,8 +18,15 @@ from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 
+import jinja2
+from matplotlib.figure import Figure
+
 ROOT = Path(__file__).parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
+# To compile the template of the model's card, and to lay out the plot, took a third of a short run. Runs by a launcher
+# or as subprocesses, do both.
+jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)
+Figure.set_layout_engine = lambda *_, **__: None
 
 
 def merge_flags(flags):

@@ -19,6 +19,7 @@ def serve(root):
 
 class Hub(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # headers and body at once: apart, the second waits 40 ms until the first is acknowledged
 
     def answer(self, body, status=200, **headers):
         body = body if isinstance(body, bytes) else json.dumps(body).encode()

@@ -5,9 +5,14 @@ Tests that launch a script with `use_launcher` or as a subprocess check that it 
 
 import gc
 import io
+from pathlib import Path
 
+import datasets
 import evaluate  # noqa: F401
+import forked  # noqa: F401
+import jinja2
 import scipy.io  # noqa: F401
+import sentence_transformers
 import torch
 import torch.distributed.fsdp  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
@@ -19,12 +24,15 @@ import eval_incremental  # noqa: F401
 import train_bi_encoder
 import train_cross_encoder  # noqa: F401
 
+datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 1  # s, of 5, before the end of a run of a template on mixed streams
 transformers.utils.logging.disable_progress_bar()  # a bar has a lock, which a killed run could leave locked
 random = torch.get_rng_state()
 shown = ["held_out_cosine_ndcg@10"]
 names = ["loss", "tokens_per_second", "peak_memory_gb", *shown]
 lines = [{"step": step} | dict.fromkeys(names, step) for step in range(2)]
 train_bi_encoder.plot_metrics(lines, shown, io.BytesIO())
+for template in Path(sentence_transformers.__file__).parent.rglob("model_card_template.md"):
+    jinja2.Template(template.read_text())  # forked.py keeps it compiled
 shape = {"hidden_size": 2, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 2}
 with torch.device("meta"):  # an operation on the CPU would choose its kernels before a run sets ATEN_CPU_CAPABILITY
     transformers.BertModel(transformers.BertConfig(vocab_size=9, **shape))

@@ -207,10 +207,9 @@ def test_an_end_token_that_only_the_tokenizer_knows(tmp_path):
     check("train_bi_encoder", folder, "--pooling", "lasttoken")
 
 
-@pytest.mark.parametrize("name", ["Qwen3Model", "LlamaModel"])
-def test_a_missing_end_token_is_refused_and_appended(name, corpus, rows, tmp_path):
+def test_a_missing_end_token_is_refused_and_appended(corpus, rows, tmp_path):
     """The saved tokenizer ends each text, a truncated one as well, in it; so do a resumed run's checkpoints."""
-    model = make_decoder(tmp_path / "model", name, ending=None, padding=None)
+    model = make_decoder(tmp_path / "model", "LlamaModel", ending=None, padding=None)
     script = ROOT / "train_bi_encoder.py"
     flags = flags_of(corpus, model, tmp_path / "out", "--pooling", "lasttoken")
     done = launch(script, *flags, check=False)
@@ -341,10 +340,9 @@ def test_held_out_rows_have_the_prompts_of_their_sources(rows, reranker, tmp_pat
     assert all(query[4:] in sources[query[:4]] for query in queries)
 
 
-@pytest.mark.parametrize("name", ["Qwen3Model", "LlamaModel"])
-def test_a_decoder_whose_attention_is_not_causal(name, corpus, rows, tmp_path):
+def test_a_decoder_whose_attention_is_not_causal(corpus, rows, tmp_path):
     """One saved with `is_causal: false` trains so, and is saved so: the first token sees the last one."""
-    folder = make_decoder(tmp_path / "model", name)
+    folder = make_decoder(tmp_path / "model", "Qwen3Model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"is_causal": False}))
     check("train_bi_encoder", folder, "--pooling", "cls")
@@ -396,17 +394,19 @@ def test_yes_no_scores_equal_those_of_the_library(kind, flags, yes_no, rows, tmp
         assert found != pytest.approx(saved.predict(pairs, prompt="").tolist())
 
 
-@pytest.mark.parametrize("kind", ["plain", "chat"])
-def test_a_yes_no_reranker_trains_resumes_and_reranks(kind, yes_no, corpus, beir, evaluate, tmp_path):
-    """The losses of one process and of two; a resume to the bit; scores in the evaluator."""
-    script = ROOT / "train_cross_encoder.py"
-    flags = flags_of(corpus, yes_no[kind], tmp_path / "one", "--max_length", 160)
-    if kind == "plain":
-        flags += ["--template", TEMPLATE]
-    launch(script, *flags)
-    two = [tmp_path / "two" if flag == tmp_path / "one" else flag for flag in flags]
-    launch(script, *two, processes=2)
+def test_a_yes_no_reranker_trains_on_two_processes(yes_no, corpus, tmp_path):
+    """With a template of its own: the losses of one process."""
+    for folder, processes in (("one", 1), ("two", 2)):
+        flags = flags_of(corpus, yes_no["plain"], tmp_path / folder, "--max_length", 160, "--template", TEMPLATE)
+        launch(ROOT / "train_cross_encoder.py", *flags, "--max_steps", 3, processes=processes)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+
+
+def test_a_yes_no_reranker_trains_resumes_and_reranks(yes_no, corpus, beir, evaluate, tmp_path):
+    """With a chat template: a resume to the bit; scores in the evaluator."""
+    script = ROOT / "train_cross_encoder.py"
+    flags = flags_of(corpus, yes_no["chat"], tmp_path / "one", "--max_length", 160)
+    launch(script, *flags)
     expected = weights(tmp_path / "one/model")
     resume_from_step_3(script, tmp_path / "one", flags)
     assert torch.equal(weights(tmp_path / "one/model"), expected)
@@ -447,11 +447,10 @@ def test_a_decoder_with_a_classification_head(side, corpus, tmp_path):
 # ---- adapters
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_options_of_adapters(name, corpus, tmp_path):
+def test_options_of_adapters(corpus, tmp_path):
     """Those of peft by their names; a wrong one is refused. A resume is bit-identical, with dropout of adapters."""
-    kind = "Qwen3Model" if name == "train_bi_encoder" else "Qwen3ForCausalLM"
-    base = make_decoder(tmp_path / "base", kind, chat=CHAT)
+    name = "train_cross_encoder"
+    base = make_decoder(tmp_path / "base", "Qwen3ForCausalLM", chat=CHAT)
     options = {"lora_alpha": 4, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"]}
     flags = flags_of(corpus, base, tmp_path / "one", "--lora_rank", 4, "--lora_kwargs", json.dumps(options))
     launch(ROOT / f"{name}.py", *flags)
@@ -497,14 +496,12 @@ def test_half_precision_weights_under_adapters(name, tmp_path):
     check(name, base, "--lora_rank", "4", tolerance=0.02)
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_adapters_under_fsdp2(name, corpus, tmp_path):
-    kind = "Qwen3Model" if name == "train_bi_encoder" else "Qwen3ForCausalLM"
-    base = make_decoder(tmp_path / "base", kind, chat=CHAT)
+def test_adapters_under_fsdp2(corpus, tmp_path):
+    base = make_decoder(tmp_path / "base", "Qwen3Model", chat=CHAT)
     flags = flags_of(corpus, base, tmp_path / "ddp", "--lora_rank", 4)
-    launch(ROOT / f"{name}.py", *flags, processes=2)
+    launch(ROOT / "train_bi_encoder.py", *flags, processes=2)
     sharded = [tmp_path / "fsdp" if flag == tmp_path / "ddp" else flag for flag in flags]
-    launch_sharded(tmp_path, name, *sharded)
+    launch_sharded(tmp_path, "train_bi_encoder", *sharded)
     found, expected = weights(tmp_path / "fsdp/model"), weights(tmp_path / "ddp/model")
     assert (found - expected).norm() < 1e-5 * expected.norm()
 

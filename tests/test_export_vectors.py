@@ -190,7 +190,7 @@ def test_killed_in_the_middle(tmp_path, beir, bert):
     done = launch(SCRIPT, *flags_for(tmp_path / "undisturbed", bert, "--beir", beir))
     assert count_encoded(done.stdout) == 293
     flags = flags_for(tmp_path / "killed", bert, "--beir", beir)
-    driver.write_text(SLOW_RENAME + COUNTING_DRIVER.format(root=str(ROOT), log=str(log), pause=0.05))
+    driver.write_text(SLOW_RENAME + COUNTING_DRIVER.format(root=str(ROOT), log=str(log), pause=0.02))
     for expected, moment in ((90, "vectors-*.parquet"), (200, "_vectors.json")):  # texts encoded, a file that exists
         process = Forked(driver, flags)
         while (log.stat().st_size if log.exists() else 0) < expected or not list(vectors.glob(moment)):

@@ -4,7 +4,7 @@ pair, equal to that of `predict`."""
 import pandas as pd
 import pytest
 import torch
-from conftest import ROOT, launch, read_run, weights
+from conftest import ROOT, launch, read_run, train, weights
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Pooling
 from test_decoders import flags_of, losses, make_run, resume_from_step_3
@@ -30,12 +30,11 @@ def predict(folder, pairs):
     return CrossEncoder(str(folder), device="cpu", activation_fn=torch.nn.Identity()).predict(pairs).tolist()
 
 
-@pytest.mark.parametrize("more", [[], ["--lora_rank", 4]])
-def test_trains_resumes_and_reranks(more, modular, corpus, beir, evaluate, tmp_path):
+def test_trains_resumes_and_reranks(modular, corpus, beir, evaluate, tmp_path):
     """The loss falls, also on two processes; a resume to the bit; the saved model has all modules, and the evaluator's
     scores are those of its `predict`."""
     script = ROOT / "train_cross_encoder.py"
-    flags = flags_of(corpus, modular, tmp_path / "one", "--dropout", 0, *more)
+    flags = flags_of(corpus, modular, tmp_path / "one", "--dropout", 0)
     launch(script, *flags)
     found = losses(tmp_path / "one")
     assert len(found) == 6 and found[-1] < found[0]
@@ -55,3 +54,11 @@ def test_trains_resumes_and_reranks(more, modular, corpus, beir, evaluate, tmp_p
     ranked = read_run(path)["q3"]
     expected = predict(model, [(queries["q3"], documents[document]) for document in ranked])
     assert list(ranked.values()) == pytest.approx(expected, abs=1e-5) and len(ranked) == 5
+
+
+def test_adapters(modular, corpus, tmp_path):
+    """They are merged into the saved transformer, whose embeddings stay frozen."""
+    train("train_cross_encoder", *flags_of(corpus, modular, tmp_path / "out", "--lora_rank", 4, "--max_steps", 2))
+    found, expected = (CrossEncoder(str(path), device="cpu") for path in (tmp_path / "out/model", modular))
+    changed = {name for name, weight in found.state_dict().items() if not weight.equal(expected.state_dict()[name])}
+    assert any("attention" in name for name in changed) and not any("embeddings" in name for name in changed)
