@@ -581,7 +581,8 @@ def is_list(kind):
 
 def as_texts(column, name, ids=False):
     """Return a column of texts, or of `ids`, as large_string; null where there is none."""
-    kind, advice = column.type, None
+    kind = column.type
+    advice = None
     if isinstance(kind, pa.JsonType):  # what `datasets` makes of a column of several types
         advice = "rewrite it by prepare_corpus.py"
     elif pa.types.is_nested(kind):

@@ -234,7 +234,6 @@ import yaml
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets.data_files import DataFilesList, get_data_patterns
-from datasets.formatting import PythonFormatter
 from filelock import FileLock
 from pyarrow.dataset import ParquetFragmentScanOptions
 from scipy.stats import bootstrap, permutation_test
@@ -257,8 +256,7 @@ def main(args):
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each load of a local file asks the Hub
     if args.annotate:
         return annotate(args, accelerator)
-    evaluating = not args.query and args.export_vectors is None
-    if evaluating:
+    if not (args.query or args.export_vectors):
         args.output_dir = args.output_dir or default_output(args)
         check_output(args)
         metric_cache = tempfile.TemporaryDirectory()
@@ -267,15 +265,16 @@ def main(args):
 
     # ---- rankings of each collection: run files', bi-encoders', BM25's, their fusion, and then all of them reranked
     paths = args.run + args.model_name_or_path
-    names = dict(zip(paths, short_names([*paths, "BM25", "fused"])))  # --bm25 and --fuse have these names
+    names = iter(short_names([*paths, "BM25", "fused"]))  # of the paths; the last two are taken
     for path in args.run:
-        collections[0].runs.append(read_run(path, names[path], collections[0]))
+        collections[0].runs.append(read_run(path, next(names), collections[0]))
     for path in args.model_name_or_path:
         encoder = CachedEncoder(path, args, accelerator)
-        if args.export_vectors is not None:
+        if args.export_vectors:
             return export_vectors(encoder, collections[0], args, accelerator)
+        name = next(names)
         for collection in collections:
-            collection.runs.append(retrieve(encoder, names[path], collection, args, accelerator))
+            collection.runs.append(retrieve(encoder, name, collection, args, accelerator))
         encoder.close()  # before the next one is loaded
     for collection in collections:
         if args.bm25:
@@ -290,9 +289,8 @@ def main(args):
 
     # ---- results
     origin = provenance(accelerator)
-    is_main = accelerator.is_main_process
     accelerator.end_training()  # so that no process waits for the report
-    if not is_main:
+    if not accelerator.is_main_process:
         return None
     for collection in collections:
         messages = chain(collection.warnings, *(run.metadata["warnings"] for run in collection.runs))
@@ -350,7 +348,7 @@ def cached_vectors(encoder, chunk):
 
 def search(encoder, queries, collection, depth, with_texts):
     """Score the documents of this process' chunks against all queries, (Q, D). Return a TopK of `depth`, {row: (id,
-    text)} of those documents that are in it, and some that were, and a Counter of the judged ids."""
+    text)} of the documents in it, and of some no longer in it, and a Counter of the judged ids."""
     corpus = collection.corpus
     top = TopK(queries, min(depth, corpus.rows or depth))
     judged_ids = pa.array(collection.qrels["doc_id"].unique(), pa.large_string())
@@ -367,11 +365,11 @@ def search(encoder, queries, collection, depth, with_texts):
 
 def documents_of(chunk, rows, with_texts):
     """Return {row: (id, text)} of the documents of a chunk among `rows` of the corpus; texts only if asked for."""
-    rows = rows[rows >= chunk.first].unique().tolist()
-    in_chunk = pa.array([row - chunk.first for row in rows], pa.int64())
+    own_rows = rows[rows >= chunk.first].unique().tolist()
+    in_chunk = pa.array([row - chunk.first for row in own_rows], pa.int64())
     ids = chunk.ids.take(in_chunk).to_pylist()
-    texts = chunk.texts.take(in_chunk).to_pylist() if with_texts else [""] * len(rows)
-    return dict(zip(rows, zip(ids, texts)))
+    texts = chunk.texts.take(in_chunk).to_pylist() if with_texts else [""] * len(own_rows)
+    return dict(zip(own_rows, zip(ids, texts)))
 
 
 MAX_SCORES = 2**24  # scores in a tile: 64 MB of float32
@@ -464,7 +462,10 @@ class TextReader:
     def chunks(self, prefix=b"", process=0, processes=1):
         """Yield every P-th Chunk, those of one process: text columns joined by spaces. prefix: of text_hashes()."""
         self.empty = 0
-        size = even_size(self.size, self.rows, processes)
+        size = self.size  # of one process always, so that the chunks of a growing corpus stay as they are stored
+        if processes > 1 and self.rows:  # all processes get equally many chunks
+            rounds = math.ceil(self.rows / (processes * size))
+            size = math.ceil(self.rows / (processes * rounds))
         with user_errors(self.name):
             for number, table in islice(enumerate(self.dataset.iter(size)), process, None, processes):
                 table.validate(full=True)  # a damaged Arrow file has offsets that lead anywhere
@@ -489,21 +490,10 @@ class TextReader:
 
     def frame(self):
         """Return a DataFrame (id, text) of all rows."""
-        ids = []
-        texts = []
+        rows = []
         for chunk in self.chunks():
-            ids += chunk.ids.to_pylist()
-            texts += chunk.texts.to_pylist()
-        return pd.DataFrame({"id": ids, "text": texts})
-
-
-def even_size(size, rows, processes):
-    """Return how many rows a chunk has, at most `size`, so that all processes get equally many chunks. For one process
-    it is `size`, so that the chunks of a growing corpus stay as they are stored; for a stream (rows: None) as well."""
-    if processes == 1 or not rows:
-        return size
-    rounds = math.ceil(rows / (processes * size))
-    return math.ceil(rows / (processes * rounds))
+            rows += zip(chunk.ids.to_pylist(), chunk.texts.to_pylist())
+        return pd.DataFrame(rows, columns=["id", "text"])
 
 
 @dataclass
@@ -531,12 +521,12 @@ def open_collections(args):
     for name in args.beir:
         with user_errors(f"--beir {name}"):
             sources |= collections_of(name, args.split)
-    if len(sources) > 1 and (args.run or args.query or args.export_vectors is not None):
+    if len(sources) > 1 and (args.run or args.query or args.export_vectors):
         raise UserError(f"--run, --query, --export_vectors: take one collection, not {', '.join(sources)} (--split)")
     if not args.beir:
         corpus = args.corpus or args.pairs
         sources = {corpus[0]: (corpus, args.queries, [args.qrels])}
-    names = short_names(list(sources))
+    names = short_names([*sources, "mean"])  # that of their mean is taken
     return [open_collection(name, *files, args) for name, files in zip(names, sources.values())]
 
 
@@ -546,7 +536,7 @@ def open_collection(name, corpus, queries, qrels, args):
     if args.pairs:
         columns = ["#", args.columns[1] if args.columns else 1]
     reader = TextReader(corpus, columns, ("_id", "title", "text"), args)
-    if args.query or args.export_vectors is not None:
+    if args.query or args.export_vectors:
         texts = {f"query {number}": text for number, text in enumerate(args.query, start=1)}
         no_judgments = pd.DataFrame(columns=[*PAIR, "relevance"])
         return Collection(name, reader, texts, no_judgments, [])
@@ -579,9 +569,8 @@ def pair_ids(pairs):
     query_id is the number of the distinct query, in order of appearance; doc_id is the first row of the document."""
     pairs = pairs[(pairs["query"] != "") & (pairs["document"] != "")]
     queries, _ = pd.factorize(pairs["query"])
-    documents, _ = pd.factorize(pairs["document"])
-    first_rows = pairs.index[~pairs["document"].duplicated()]
-    return pairs.assign(query_id=queries.astype(str), doc_id=first_rows[documents].astype(str))
+    first_rows = pairs.index.to_series().groupby(pairs["document"]).transform("first")
+    return pairs.assign(query_id=queries.astype(str), doc_id=first_rows.astype(str))
 
 
 def judged_collection(name, corpus, queries, qrels, args):
@@ -624,12 +613,10 @@ def read_qrels(source, *others):
             if "positive-corpus-ids" in table.column_names:  # lists, beside the ranking of BM25: NanoBEIR's first form
                 rows = table.to_pandas().explode("positive-corpus-ids")
                 table = pa.table({"query-id": rows["query-id"], "corpus-id": rows["positive-corpus-ids"]})
-            names = {"query_id": "query-id", "doc_id": "corpus-id"}
-            columns = {new: as_texts(table[name], name, ids=True).to_numpy() for new, name in names.items()}
-            columns["score"] = 1
+            ids = [as_texts(table[name], name, ids=True).to_numpy() for name in ("query-id", "corpus-id")]
+            frame = pd.DataFrame({"query_id": ids[0], "doc_id": ids[1], "score": 1})
             if "score" in table.column_names:  # not in NanoBEIR
-                columns["score"] = pd.to_numeric(table["score"].to_pandas())
-            frame = pd.DataFrame(columns)
+                frame["score"] = pd.to_numeric(table["score"].to_pandas())
         else:  # read as text: ids may begin with zeros
             frame = read_trec(file, "qrels")
         if not (frame["score"] % 1 == 0).all():
@@ -674,7 +661,7 @@ class Run:
     values: dict | None = None  # {measure: value} of measures without values per query
 
 
-def make_run(name, ranking, collection, metadata, counts, depth=None):
+def make_run(name, ranking, collection, metadata, counts, depth=2**31):
     """Return the Run of a ranking, cut at `depth`, without duplicates and (omit_same_id) documents that share the
     query's id. counts: {message: count}, the warnings."""
     own = ranking[collection.same_id(ranking)]
@@ -685,7 +672,7 @@ def make_run(name, ranking, collection, metadata, counts, depth=None):
     }
     metadata |= {"same_id_left_out": len(own), "warnings": warnings_of(counts)}
     ranking = ranking.drop(own.index).drop_duplicates(PAIR).groupby("query_id", sort=False)
-    return Run(name, ranking.head(depth or 2**31), metadata)
+    return Run(name, ranking.head(depth), metadata)
 
 
 def read_run(path, name, collection):
@@ -700,13 +687,12 @@ def read_run(path, name, collection):
     is_judged = ranking["doc_id"].isin(collection.qrels["doc_id"])
     unknown = ranking.loc[~known, "query_id"].nunique()
     missing = queries.keys() - set(ranking["query_id"])
+    foreign = 0 if is_judged.any() else len(ranking)
     counts = {
         f"queries of {path} are not judged, or unknown; left out": unknown,
         f"judged queries are not in {path}; they count as 0": len(missing),
         f"lines of {path} repeat a document; its best score counts": ranking.duplicated(PAIR).sum(),
-        f"lines of {path} have no judged document, such as {ranking['doc_id'].iloc[0]!r}; check the ids": (
-            0 if is_judged.any() else len(ranking)
-        ),
+        f"lines of {path} have no judged document, such as {ranking['doc_id'].iloc[0]!r}; check the ids": foreign,
     }
     return make_run(name, ranking[known], collection, {}, counts)
 
@@ -734,19 +720,19 @@ def retrieve(encoder, name, collection, args, accelerator):
     if not documents:
         raise UserError(f"{corpus.name}: contains no document")
     ranking = top.frame(list(collection.queries))
-    ranking["doc_id"] = [documents[row][0] for row in ranking.pop("row")]
+    rows = ranking.pop("row").tolist()
+    ranking["doc_id"] = [documents[row][0] for row in rows]
     repeated = {*ranking.loc[ranking.duplicated(PAIR), "doc_id"], *(doc_id for doc_id in judged if judged[doc_id] > 1)}
+    missing = set(collection.qrels["doc_id"]) - judged.keys()
     counts = {
         REPEATED_IDS: len(repeated),
-        "judged documents are not in the corpus; they count as not found": len(
-            set(collection.qrels["doc_id"]) - judged.keys()
-        ),
+        "judged documents are not in the corpus; they count as not found": len(missing),
         "documents are empty; encoded as the empty string": sum(part[2] for part in parts),
         "of the oldest blocks were removed, to keep --cache_size_limit": encoder.cache.removed,
     }
     run = make_run(name, ranking, collection, metadata, counts, results)
     if args.query:
-        run.texts = dict(documents.values())
+        run.texts = dict(documents[row] for row in reversed(rows))  # of a repeated id that of the best score
     return run
 
 
@@ -755,9 +741,8 @@ def rerank(run, scorer, collection, args, accelerator):
     The other documents rank below them in their former order, so that deeper measures lose nothing."""
     first = run.ranking.groupby("query_id").head(args.rerank_k)[PAIR]
     scorer.open_bar(f"{run.name} {scorer.path}", len(first))
-    scores = score_pairs(scorer, first, collection, args, accelerator)
+    scored = score_pairs(scorer, first, collection, args, accelerator)
     metadata = scorer.metadata()
-    scored = first.merge(scores)
     missing = {"documents to rerank are not in the corpus; they rank last": len(first) - len(scored)}
     metadata |= {"same_id_left_out": run.metadata["same_id_left_out"], "warnings": warnings_of(missing)}
 
@@ -780,8 +765,7 @@ def score_pairs(scorer, requested, collection, args, accelerator):
         query_ids, document_ids, documents = zip(*part)
         scores = scorer.score_pairs([collection.queries[query] for query in query_ids], documents)
         scored += zip(query_ids, document_ids, scores.tolist())
-    scored = chain.from_iterable(gather_object([scored]))
-    frame = pd.DataFrame(scored, columns=[*PAIR, "score"])
+    frame = pd.DataFrame(gather_object(scored), columns=[*PAIR, "score"])
     return frame.sort_values("score", ascending=False, kind="stable").drop_duplicates(PAIR)
 
 
@@ -920,7 +904,7 @@ def read_documents(args):
             for number, table in enumerate(open_files(list_files(source)).iter(size)):
                 if "scores" in table.column_names:
                     raise UserError("has a column 'scores' already")
-                columns = python_columns(table.select([*dict.fromkeys(args.columns)]))
+                columns = datasets.Dataset(table.select([*dict.fromkeys(args.columns)]), fingerprint="")[:]
                 queries = []
                 documents = []
                 offsets = [0]
@@ -937,17 +921,10 @@ def read_documents(args):
                 yield table, queries, documents, offsets
 
 
-def python_columns(table):
-    """Return {column: list of values} of a table; a column of several types, which is JSON there, is decoded."""
-    return PythonFormatter(datasets.Features.from_arrow_schema(table.schema)).format_batch(table)
-
-
 def append_lines(table, path):
     """Append the rows of a table to a JSON Lines file."""
-    columns = python_columns(table)
     with open(path, "a", encoding="utf-8") as file:
-        for cells in zip(*columns.values()):
-            row = dict(zip(columns, cells))
+        for row in datasets.Dataset(table, fingerprint=""):  # without one, the whole table would be hashed
             print(json.dumps(row, ensure_ascii=False, default=str), file=file)  # str: of dates
 
 
@@ -1041,14 +1018,17 @@ def compute_metrics(ranking, collection, metrics):
                 values[key] = float(result)
     if not (columns or values):
         raise UserError("--metrics: the scripts return no number")
-    return pd.DataFrame(columns, pd.Index(collection.queries, name="query")), values
+    table = pd.DataFrame(columns, pd.Index(collection.queries, name="query"))
+    if not np.isfinite([*table.to_numpy().flat, *values.values()]).all():
+        raise UserError("--metrics: a script returns a value that is not finite")
+    return table, values
 
 
 def measure_ranking(ranking, collection, measures):
     """Return {measure of ir_measures: {query: value}} of a DataFrame (query_id, doc_id, rank)."""
     documents = {}  # {id: number}; some providers require numbers, as texts
 
-    def table_of(frame, column):
+    def nested(frame, column):
         table = {}
         for query, part in frame.groupby("query_id", sort=False):
             texts = [documents.setdefault(doc_id, str(len(documents))) for doc_id in part["doc_id"]]
@@ -1057,9 +1037,9 @@ def measure_ranking(ranking, collection, measures):
 
     queries = list(collection.queries)
     numbers = {query: str(number) for number, query in enumerate(queries)}
-    qrels = table_of(collection.qrels, "relevance")
+    qrels = nested(collection.qrels, "relevance")
     # Providers of ir_measures break ties differently, and Compat takes documents with a score below 0 for unranked.
-    run = table_of(ranking.assign(inverse=1 / ranking["rank"]), "inverse")
+    run = nested(ranking.assign(inverse=1 / ranking["rank"]), "inverse")
     values = {measure: {} for measure in measures}
     with user_errors("--metrics"):
         for value in ir_measures.iter_calc(measures, qrels, run) if measures else ():
@@ -1097,9 +1077,8 @@ def bootstrap_interval(samples):
 
 def paired_randomization_p(samples, others):
     """Return the two-sided p-value of the paired randomization test on the mean difference (Smucker et al. 2007)."""
-    pairs = zip(samples, others)
-    differences = np.concatenate([(sample - other) / len(sample) for sample, other in pairs])
-    if len(differences) < 2 or not differences.any():
+    differences = np.concatenate([(sample - other) / len(sample) for sample, other in zip(samples, others)])
+    if len(differences) < 2:
         return 1.0
     batch = max(1, 2**22 // len(differences))
     options = {"permutation_type": "samples", "vectorized": True, "n_resamples": 9999}
@@ -1111,7 +1090,6 @@ def summarize(collections):
     """Return {measure: statistics} for each ranking. Statistics: mean over the collections, low, high and, after the
     first ranking, difference from it and p; or only "value", for a measure without values per query."""
     summaries = []
-    baseline = [collection.runs[0] for collection in collections]
     for runs in zip(*(collection.runs for collection in collections)):
         summary = {}
         for measure in runs[0].per_query:
@@ -1120,7 +1098,7 @@ def summarize(collections):
             low, high = bootstrap_interval(samples)
             summary[measure] = {"mean": mean, "low": low, "high": high}
             if summaries:
-                others = [run.per_query[measure].to_numpy() for run in baseline]
+                others = [collection.runs[0].per_query[measure].to_numpy() for collection in collections]
                 p = paired_randomization_p(samples, others)
                 summary[measure] |= {"difference": mean - summaries[0][measure]["mean"], "p": p}
         for measure in runs[0].values:
@@ -1135,6 +1113,7 @@ def summarize(collections):
 
 def short_names(paths):
     """Return distinct short names of models, run files or collections: A for A/model, A/run.trec or A/*.x."""
+    paths = [os.path.abspath(path) if os.path.exists(path) else path for path in paths]
     parts = [re.sub(r"/(model|run\.trec|\*[^/]*)?$", "", path).split("/") for path in paths]
     names = [part[-1] for part in parts]
     if len(set(names)) < len(names):
@@ -1196,7 +1175,7 @@ def write_trec(path, name, ranking):
     table = ranking[PAIR].replace(r"[\t\r\n]", "_", regex=True)
     separator = "\t" if table.map(re.compile(r"\s").search).notna().any(axis=None) else " "
     table = table.assign(q0="Q0", score=ranking["score"], tag=re.sub(r"\s", "_", name))
-    table = table.sort_values("query_id", kind="stable", key=lambda ids: pd.factorize(ids)[0])
+    table = table.sort_values("query_id", kind="stable", key=lambda ids: pd.factorize(ids)[0])  # as first seen
     table["rank"] = 1 + table.groupby("query_id").cumcount()
     columns = ["query_id", "q0", "doc_id", "rank", "score", "tag"]
     options = {"header": False, "index": False, "quoting": csv.QUOTE_NONE, "float_format": "%.9g"}
@@ -1340,7 +1319,7 @@ def page_queries(collections):
         part["change"] = values[:, -1] - values[:, 0] if values.shape[1] > 1 else values[:, 0]
         parts.append(part)
     queries = pd.concat(parts)
-    order = -queries["change"].abs() if len(collection.runs) > 1 else queries["change"]
+    order = -queries["change"].abs() if len(collections[0].runs) > 1 else queries["change"]
     chosen = order.to_numpy().argsort(kind="stable")[:PAGE_QUERIES]
     return queries.iloc[chosen].sort_values("change", kind="stable")
 
@@ -1566,9 +1545,7 @@ class EmbeddingCache:
         self.dtype = dtype
         self.limit = limit * 1e9  # bytes; 0: none
         self.removed = 0  # blocks, because of the limit
-        self.row_bytes = dimensions * np.dtype(dtype).itemsize
-        if dtype == "int8":
-            self.row_bytes += 4  # the scale
+        self.row_bytes = self.pack(np.zeros((1, dimensions), np.float32)).shape[1]
         self.verified = set()  # keys of blocks whose checksum was right
         self.recent_block = lru_cache(128)(self.numbered_block)  # stay mapped, with an open file each
         metadata = {"model": model, "dtype": dtype, "dimensions": dimensions, "bytes": self.row_bytes + 16}
@@ -1604,7 +1581,7 @@ class EmbeddingCache:
         """Return (n, D) float32 vectors in stored form, (n, bytes) uint8 rows."""
         if self.dtype == "int8":  # each vector scaled to its largest component
             largest = np.abs(vectors).max(1, keepdims=True)
-            scale = np.maximum(largest, 1e-30).astype(np.float32) / 127
+            scale = np.maximum(largest, 1e-30) / 127
             stored = np.round(vectors / scale).astype(np.int8)
             return np.hstack([scale.view(np.uint8), stored.view(np.uint8)])
         with np.errstate(over="ignore"):
@@ -1836,6 +1813,7 @@ class CachedEncoder:
 
     unit = "texts"
     verb = "encoded"
+    output = "sentence_embedding"
 
     def __init__(self, path, args, accelerator):
         self.path = path
@@ -1871,7 +1849,7 @@ class CachedEncoder:
 
     def encode(self, texts, role):
         """Return the (n, D) float32 vectors of a list of texts, as encode_query (role: "query") or encode_document
-        ("document") of the model computes them: from the cache, or computed and stored."""
+        ("document") of the model computes them with self.prompts: from the cache, or computed and stored."""
         texts = pa.array(texts, pa.large_string())
         vectors = np.empty((len(texts), self.cache.dimensions), np.float32)
         for first in range(0, len(texts), self.args.corpus_chunk_size):
@@ -1933,7 +1911,10 @@ class CachedEncoder:
                 yield group[places].tolist(), features
 
     def forward(self, features, role):
-        return encode(self.model, role, features, self.accelerator)
+        """Return the (n, D) float outputs of a micro-batch."""
+        features = transformers.BatchEncoding(features).to(self.accelerator.device, non_blocking=True).data
+        with self.accelerator.autocast():  # gives flash attention its dtype
+            return self.model(features, task=role)[self.output].float()
 
     # ---- the work done, and its progress bar
 
@@ -1969,6 +1950,7 @@ class CachedScorer(CachedEncoder):
 
     unit = "pairs"
     verb = "scored"
+    output = "scores"
 
     def load(self, args):
         self.model = load_cross_encoder(self.path, args)
@@ -1982,9 +1964,6 @@ class CachedScorer(CachedEncoder):
         chunk = Chunk(None, pa.array(pairs, pa.list_(pa.large_string())), text_hashes(joined))
         return cached_vectors(self, chunk)[:, 0]
 
-    def forward(self, features, role):
-        return score(self.model, features, self.accelerator)[:, None]
-
 
 # ---- micro-batches
 
@@ -1996,25 +1975,6 @@ def prefetch(iterator, depth=2):
         while (item := ahead.popleft().result()) is not None:
             ahead.append(pool.submit(next, iterator, None))
             yield item
-
-
-def encode(model, role, features, accelerator):
-    """Return (texts, D) float embeddings of a micro-batch; role: that of its texts, the name of their prompt."""
-    features = transformers.BatchEncoding(features).to(accelerator.device, non_blocking=True).data
-    with accelerator.autocast():  # gives flash attention its dtype
-        return model(features, task=task_of(role))["sentence_embedding"].float()
-
-
-def task_of(role):
-    """Return what sentence-transformers calls the task of a text. "query_2": of queries of the second source."""
-    return role.split("_")[0]
-
-
-def score(model, features, accelerator):
-    """Return (pairs,) float logits of a micro-batch."""
-    features = transformers.BatchEncoding(features).to(accelerator.device, non_blocking=True).data
-    with accelerator.autocast():  # gives flash attention its dtype
-        return model(features)["scores"].float().squeeze(1)
 
 
 # ---- micro-batches (same in train_bi_encoder.py)
@@ -2163,7 +2123,8 @@ def load_bi_encoder(path, args):
         model.truncate_dim = None  # the cache stores full vectors
         if (dims or 0) > model.get_embedding_dimension():
             raise UserError(f"--truncate_dim {dims}: the model has {model.get_embedding_dimension()} dimensions")
-    prompts = own_prompts(model)
+    own = model.prompts  # always with "query" and "document", "" unless the model was saved with one
+    prompts = {"query": own["query"], "document": own["document"] or own.get("passage") or own.get("corpus") or ""}
     if args.prompts:
         prompts = {"query": args.prompts[0], "document": args.prompts[-1]}
     own_memory(model)
@@ -2232,15 +2193,6 @@ def own_memory(model):
     kernels choose their order of summation by alignment, so the last bits would depend on the file."""
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
-
-
-def own_prompts(model):
-    """Return {role: prefix} that the model was saved with, "" where there is none."""
-    prompts = {}
-    for role, names in (("query", ["query"]), ("document", ["document", "passage", "corpus"])):
-        own = [model.prompts[name] for name in names if model.prompts.get(name)]
-        prompts[role] = own[0] if own else ""
-    return prompts
 
 
 def reads_role(model):
@@ -2350,7 +2302,8 @@ def usual_columns(names, available):
 
 def as_texts(column, name, ids=False):
     """Return a column of texts, or of `ids`, as large_string; null where there is none."""
-    kind, advice = column.type, None
+    kind = column.type
+    advice = None
     if isinstance(kind, pa.JsonType):  # what `datasets` makes of a column of several types
         advice = "rewrite it by prepare_corpus.py"
     elif pa.types.is_nested(kind):
@@ -2429,9 +2382,7 @@ def print_error(error, again, memory):
         return 130
     traceback.clear_frames(error.__traceback__)  # deletes main's progress bar, which ends its line
     if isinstance(error, UserError):
-        if (
-            os.environ.get("RANK", "0") != "0"
-        ):  # of this process alone, or of each: a launcher then ends this one while it waits
+        if os.environ.get("RANK", "0") != "0":  # if all processes fail, a launcher ends this one while it waits
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
         print(f"error: {error}", file=sys.stderr)

@@ -528,7 +528,8 @@ def is_list(kind):
 
 def as_texts(column, name, ids=False):
     """Return a column of texts, or of `ids`, as large_string; null where there is none."""
-    kind, advice = column.type, None
+    kind = column.type
+    advice = None
     if isinstance(kind, pa.JsonType):  # what `datasets` makes of a column of several types
         advice = "rewrite it by prepare_corpus.py"
     elif pa.types.is_nested(kind):
@@ -618,12 +619,10 @@ def read_qrels(source, *others):
             if "positive-corpus-ids" in table.column_names:  # lists, beside the ranking of BM25: NanoBEIR's first form
                 rows = table.to_pandas().explode("positive-corpus-ids")
                 table = pa.table({"query-id": rows["query-id"], "corpus-id": rows["positive-corpus-ids"]})
-            names = {"query_id": "query-id", "doc_id": "corpus-id"}
-            columns = {new: as_texts(table[name], name, ids=True).to_numpy() for new, name in names.items()}
-            columns["score"] = 1
+            ids = [as_texts(table[name], name, ids=True).to_numpy() for name in ("query-id", "corpus-id")]
+            frame = pd.DataFrame({"query_id": ids[0], "doc_id": ids[1], "score": 1})
             if "score" in table.column_names:  # not in NanoBEIR
-                columns["score"] = pd.to_numeric(table["score"].to_pandas())
-            frame = pd.DataFrame(columns)
+                frame["score"] = pd.to_numeric(table["score"].to_pandas())
         else:  # read as text: ids may begin with zeros
             frame = read_trec(file, "qrels")
         if not (frame["score"] % 1 == 0).all():
@@ -659,9 +658,8 @@ def pair_ids(pairs):
     query_id is the number of the distinct query, in order of appearance; doc_id is the first row of the document."""
     pairs = pairs[(pairs["query"] != "") & (pairs["document"] != "")]
     queries, _ = pd.factorize(pairs["query"])
-    documents, _ = pd.factorize(pairs["document"])
-    first_rows = pairs.index[~pairs["document"].duplicated()]
-    return pairs.assign(query_id=queries.astype(str), doc_id=first_rows[documents].astype(str))
+    first_rows = pairs.index.to_series().groupby(pairs["document"]).transform("first")
+    return pairs.assign(query_id=queries.astype(str), doc_id=first_rows.astype(str))
 
 
 # ---- command line

@@ -384,6 +384,14 @@ def test_search(evaluate, beir, capsys, rows):
     assert capsys.readouterr().out in shown
 
 
+def test_a_hit_of_a_repeated_id_has_the_text_that_was_found(evaluate, tmp_path, capsys):
+    texts = [("a", "zeta"), ("b", "passage"), ("a", "passage :")]
+    write_jsonl(tmp_path / "corpus.jsonl", [{"_id": name, "text": text} for name, text in texts])
+    for query in ("zeta", "passage :"):
+        evaluate("--corpus", tmp_path / "corpus.jsonl", "--query", query)
+        assert re.search(rf"^ +1.000 +a  {query}$", capsys.readouterr().out, re.M)
+
+
 def test_hits_in_a_file(evaluate, beir, tmp_path, capsys, rows):
     """As many as are printed; it is not overwritten."""
     queries = rows[3]["code"], "something else", "ein Maß"
@@ -468,14 +476,14 @@ COUNTING_DRIVER = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 import eval_incremental as script
-encode = script.encode
+forward = script.CachedEncoder.forward
 def counted(*args):
-    vectors = encode(*args)
+    vectors = forward(*args)
     with open({log!r}, "ab", buffering=0) as file:
         file.write(b"x" * len(vectors))
     time.sleep({pause})
     return vectors
-script.encode = counted
+script.CachedEncoder.forward = counted
 script.main(script.parse_args(sys.argv[1:]))
 """
 
@@ -848,6 +856,18 @@ def test_several_collections_and_models(evaluate, two_collections, bert, tmp_pat
     for file in ("run.trec", "per_query.csv"):
         assert (tmp_path / "out/small/other" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes()
     assert (tmp_path / "out/report.html").read_text().startswith("<!doctype html>")
+
+
+def test_names_of_collections(evaluate, two_collections, tmp_path, monkeypatch):
+    """A path that ends in a slash, or that leads upwards, has the name of its folder; "mean" is that of the mean."""
+    for folder, path in zip(two_collections, ("one", "mean")):
+        shutil.copytree(folder, tmp_path / f"data/{path}")
+    monkeypatch.chdir(tmp_path / "data/one")
+    results = evaluate("--beir", "..//one/", "../mean")["models"]
+    assert [result["collection"] for result in results] == ["data_one", "data_mean"]
+    assert sorted(path.parent.name for path in (tmp_path / "out").rglob("run.trec")) == ["data_mean", "data_one"]
+    table = pd.read_csv(tmp_path / "out/table.md", sep="|").iloc[1:, 1:-1]
+    assert table.iloc[:, 0].str.strip().tolist() == ["data_one", "data_mean", "mean"]
 
 
 def test_a_search_takes_one_collection(evaluate, two_collections):

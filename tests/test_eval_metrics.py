@@ -102,6 +102,13 @@ def test_scripts_that_cannot_be_used(evaluate, beir, tmp_path, content, message)
     assert not (tmp_path / "cache").exists()
 
 
+def test_a_value_that_is_not_finite_is_refused(evaluate, beir, metric):
+    """JSON has no such number: the page would be empty."""
+    metric.write_text(ALL_FOUND.replace("all_found.to_dict()", "(all_found / 0 * 0).to_dict()"))
+    with pytest.raises(script.UserError, match="--metrics: a script returns a value that is not finite"):
+        evaluate("--beir", beir, "--metrics", metric)
+
+
 def test_names_of_the_hub_are_not_loaded(capsys):
     with pytest.raises(SystemExit):
         script.parse_args(["--beir", "x", "--metrics", "trec_eval"])

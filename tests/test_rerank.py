@@ -162,14 +162,14 @@ COUNTING_DRIVER = """
 import sys, time
 sys.path.insert(0, {root!r})
 import eval_incremental as script
-score = script.score
+forward = script.CachedScorer.forward
 def counted(*args):
-    scores = score(*args)
+    scores = forward(*args)
     with open({log!r}, "ab", buffering=0) as file:
         file.write(b"x" * len(scores))
     time.sleep({pause})
     return scores
-script.score = counted
+script.CachedScorer.forward = counted
 script.main(script.parse_args(sys.argv[1:]))
 """
 
