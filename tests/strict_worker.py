@@ -58,7 +58,8 @@ def recorder(job, output, device, result):
 def run(job):
     """Run a job in this process and return its result."""
     script, mixed = sys.modules[job["script"]], job.get("mixed", "no")
-    forward, outputs = script.score if job["script"] == "train_cross_encoder" else script.encode, []
+    name = "score" if job["script"] == "train_cross_encoder" else "encode"
+    forward, outputs = getattr(script, name, None), []  # None: of the evaluator
     output = Path(job["flags"][job["flags"].index("--output_dir") + 1])
     if "removed" in job:
         shutil.rmtree(output / job["removed"])
@@ -75,7 +76,7 @@ def run(job):
     try:
         with (
             mock.patch.object(script, "Accelerator", recorder(job, output, device, result)),
-            mock.patch.object(script, forward.__name__, recorded),
+            mock.patch.object(script, name, recorded, create=True),
             mock.patch.object(script, "plot_metrics", lambda *_: None, create=True),  # takes as long as training
             device if job.get("device", True) else cpu,
         ):
