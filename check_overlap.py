@@ -21,8 +21,8 @@ Left out on purpose: paraphrases, translations, texts of which a row has a small
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["backports.zstd>=1,<2; python_version < '3.14'", "datasets>=5.2,<6", "fsspec[http]>=2025.3",
-#   "numpy>=2.2,<3", "pandas>=2.2.3,<4", "pyarrow>=24,<27", "tqdm>=4.67,<5", "transformers>=5.18,<6"]
+# dependencies = ["backports.zstd>=1,<2; python_version < '3.14'", "datasets>=5.2,<6", "fsspec[http]>=2026.1",
+#   "numpy>=2.2,<3", "pandas>=3.1,<4", "pyarrow>=24,<27", "tqdm>=4.67,<5", "transformers>=5.18,<6"]
 # ///
 
 import csv

@@ -24,8 +24,8 @@ Left out on purpose: approximate search, similarities other than cosine and dot 
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["accelerate>=1.12,<2", "backports.zstd>=1,<2; python_version < '3.14'", "datasets>=5.2,<6",
-#   "diskcache>=5.6.3,<6", "evaluate>=0.4.6,<0.5", "filelock>=3.16,<5", "fsspec[http]>=2025.3", "ir_measures>=0.4,<1",
-#   "numpy>=2.2,<3", "pandas>=2.2.3,<4", "pyarrow>=24,<27", "pyyaml>=6.0.1,<7", "scipy>=1.14,<2",
+#   "diskcache>=5.6.3,<6", "evaluate>=0.4.6,<0.5", "filelock>=3.16,<5", "fsspec[http]>=2026.1", "ir_measures>=0.4,<1",
+#   "numpy>=2.2,<3", "pandas>=3.1,<4", "pyarrow>=24,<27", "pyyaml>=6.0.1,<7", "scipy>=1.14,<2",
 #   "sentence-transformers>=6.2,<7", "torch>=2.6,<3", "tqdm>=4.67,<5", "transformers>=5.18,<6", "xxhash>=3.5,<5"]
 # ///
 

@@ -20,8 +20,8 @@ Output of --ir_dataset: a BEIR folder and triples of ids. Left out: types set by
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["backports.zstd>=1,<2; python_version < '3.14'", "datasets>=5.2,<6", "fsspec[http]>=2025.3",
-#   "matplotlib>=3.9,<4", "numpy>=2.2,<3", "pandas>=2.2.3,<4", "pyarrow>=24,<27", "sentence-transformers>=6.2,<7",
+# dependencies = ["backports.zstd>=1,<2; python_version < '3.14'", "datasets>=5.2,<6", "fsspec[http]>=2026.1",
+#   "matplotlib>=3.9,<4", "numpy>=2.2,<3", "pandas>=3.1,<4", "pyarrow>=24,<27", "sentence-transformers>=6.2,<7",
 #   "tokenizers>=0.23.1,<1", "torch>=2.6,<3", "tqdm>=4.67,<5", "transformers>=5.18,<6"]
 # ///
 

@@ -27,7 +27,7 @@ Left out on purpose: images, DeepSpeed, models from scratch. docs/recipes/ has t
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["accelerate>=1.12,<2", "backports.zstd>=1,<2; python_version < '3.14'", "datasets>=5.2,<6",
-#   "filelock>=3.16,<5", "fsspec[http]>=2025.3", "matplotlib>=3.9,<4", "numpy>=2.2,<3", "pandas>=2.2.3,<4",
+#   "filelock>=3.16,<5", "fsspec[http]>=2026.1", "matplotlib>=3.9,<4", "numpy>=2.2,<3", "pandas>=3.1,<4",
 #   "psutil>=5.9,<8", "pyarrow>=24,<27", "pyyaml>=6.0.1,<7", "safetensors>=0.8,<1", "sentence-transformers>=6.2,<7",
 #   "tokenizers>=0.23.1,<1", "torch>=2.6,<3", "tqdm>=4.67,<5", "transformers>=5.18,<6", "xxhash>=3.5,<5"]
 # ///
