@@ -448,8 +448,10 @@ def test_two_processes_give_the_bytes_of_one(tmp_path, beir, bert):
     for processes in (1, 2):
         place = tmp_path / str(processes)
         launch(SCRIPT, *flags_for(beir, bert, place), "--cache_dtype", "float16", processes=processes)
-        (result,) = json.loads((place / "out/metrics.json").read_text())["results"]
+        record = json.loads((place / "out/metrics.json").read_text())
+        (result,) = record["results"]
         assert result["texts"] == {"total": 353, "encoded": 353, "cached": 0}
+        assert record["provenance"]["processes"] == processes
         assert count_cached(place / "cache") == [353]
     for name in ("run.trec", "per_query.csv"):
         assert (tmp_path / "1/out" / name).read_bytes() == (tmp_path / "2/out" / name).read_bytes()
