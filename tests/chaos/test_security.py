@@ -197,14 +197,16 @@ def test_a_pickle_as_a_corpus(tmp_path, bert, report, name, suffix):
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root for a network namespace")
 @pytest.mark.parametrize("script", SCRIPTS if CHAOS else SCRIPTS[::2])
 def test_without_a_network(tmp_path, bert, data, report, script):
-    """In a network namespace without interfaces, and without the variables that keep libraries offline."""
+    """Copied alone into an empty folder, in a network namespace without interfaces, with a home that cannot be written
+    to, and without the variables that keep libraries offline."""
+    shutil.copy(ROOT / f"{script}.py", tmp_path)
     flags = list(map(str, flags_of(script, bert, data, tmp_path)))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    environment["HF_DATASETS_CACHE"] = str(tmp_path / "datasets")
+    environment |= {"HF_DATASETS_CACHE": str(tmp_path / "datasets"), "HOME": "/proc/nowhere"}
     watch = ["strace", "-f", "--seccomp-bpf", "-qq", "-e", "trace=connect", "-o", str(tmp_path / "calls")]
     watch *= bool(shutil.which("strace"))
-    command = ["unshare", "--net", *watch, sys.executable, str(ROOT / f"{script}.py"), *flags]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    command = ["unshare", "--net", *watch, sys.executable, "-I", f"{script}.py", *flags]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     if "unshare failed" in done.stderr:
         pytest.skip("no permission to create a network namespace")
     assert done.returncode == 0, done.stderr[-2000:]
