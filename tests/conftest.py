@@ -23,7 +23,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # two test files run at a time, on few core
 CACHE = tempfile.TemporaryDirectory(prefix="evenstep")  # for the Arrow tables of `datasets`; deleted at exit
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
 os.environ["HF_MODULES_CACHE"] = f"{CACHE.name}/modules"  # for copies of metric scripts
-os.environ["MATPLOTLIBRC"] = str(ROOT / "tests/matplotlibrc")
 sys.path.insert(0, str(ROOT))
 TRAINERS = ["train_bi_encoder", "train_cross_encoder"]
 # What two equal runs measure differently, in metrics.jsonl.

@@ -16,6 +16,8 @@ import pyarrow as pa
 import pyarrow.orc
 import pyarrow.parquet as pq
 import pytest
+from forked import draw
+from matplotlib.figure import Figure
 
 try:
     from compression import zstd  # Python 3.14
@@ -548,9 +550,10 @@ def test_ir_dataset_gives_what_the_other_scripts_read(tmp_path, monkeypatch):
     assert not (tmp_path / "x").exists()
 
 
-def test_length_report(tmp_path, bert, rows, capsys):
+def test_length_report(tmp_path, bert, rows, capsys, monkeypatch):
     from transformers import AutoTokenizer
 
+    monkeypatch.setattr(Figure, "savefig", draw)
     source = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist([{**row, "number": i} for i, row in enumerate(rows)]), source)
     flags = ["--length_report", "--model_name_or_path", bert, "--output_dir", tmp_path / "out", "--max_length", 100]
