@@ -5,13 +5,33 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from conftest import ROOT, metrics, write_jsonl
+from conftest import ROOT, launch, metrics, write_jsonl
 
 NIGHTS = ["2026-11-22", "2026-11-23"]
+PYTHON = """#!/bin/sh
+printf '%s\\n' "$@" > request
+read status < answer
+exit $status
+"""
+
+
+def run_night(folder, *days):
+    """Run nightly.sh; return what it prints. Forked processes run what it gives to `python`, which comes by a pipe."""
+    environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HOME": str(folder)}
+    command = ["sh", "-c", 'sh -e nightly.sh "$@"; echo $? > request', "sh", *days]
+    printed = errors = ""
+    with subprocess.Popen(command, cwd=folder, env=environment):
+        while (words := (folder / "request").read_text().splitlines())[0].endswith(".py"):
+            script, *flags = words
+            done = launch(folder / script, *flags, cwd=folder, check=False, environment={"HOME": str(folder)})
+            printed += done.stdout
+            errors += done.stderr
+            (folder / "answer").write_text(f"{done.returncode}\n")
+    assert words == ["0"], errors
+    return printed
 
 
 def test_nightly(tmp_path, rows, bert):
@@ -23,8 +43,10 @@ def test_nightly(tmp_path, rows, bert):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("pairs", "documents", "bin"):
         (tmp_path / name).mkdir()
-    (tmp_path / "bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "bin/python").write_text(PYTHON)
     (tmp_path / "bin/python").chmod(0o755)
+    for name in ("request", "answer"):
+        os.mkfifo(tmp_path / name)
     held_out = rows[:40]
     write_jsonl(tmp_path / "heldout.jsonl", held_out)
     write_jsonl(tmp_path / "queries.jsonl", [{"_id": f"q{n}", "text": r["docstring"]} for n, r in enumerate(held_out)])
@@ -36,10 +58,7 @@ def test_nightly(tmp_path, rows, bert):
         pq.write_table(pa.Table.from_pylist(new[40:]), tmp_path / f"pairs/{today}.parquet")
         documents = [{"_id": f"{night}-{n}", "title": "", "text": row["code"]} for n, row in enumerate(new)]
         pq.write_table(pa.Table.from_pylist(documents), tmp_path / f"documents/{today}.parquet")
-        environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "HOME": str(tmp_path)}
-        done = subprocess.run(["sh", "-e", "nightly.sh", today, *yesterday], cwd=tmp_path, env=environment,
-                              capture_output=True, text=True)  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        printed = run_night(tmp_path, today, *yesterday)
         lines = metrics(tmp_path / "runs/nightly")
         assert lines[-1]["step"] == 4 * (night + 1) and lines[0]["step"] == 0
         results = json.loads((tmp_path / f"eval/{today}/metrics.json").read_text())["results"]
@@ -49,8 +68,8 @@ def test_nightly(tmp_path, rows, bert):
         assert len(distinct) - 2 <= encoded[today] <= len(distinct)
         if yesterday:
             assert encoded[yesterday[0]] <= 100
-            changed = [line.split(": ")[1] for line in done.stdout.splitlines() if line.startswith("changed after ")]
-            assert "p = " in done.stdout and changed == ["--max_steps", "pairs/*.parquet"]
+            changed = [line.split(": ")[1] for line in printed.splitlines() if line.startswith("changed after ")]
+            assert "p = " in printed and changed == ["--max_steps", "pairs/*.parquet"]
         yesterday = [today]
     weights = {(tmp_path / f"models/{today}/model.safetensors").read_bytes() for today in NIGHTS}
     assert len(weights) == 2
