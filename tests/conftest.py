@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from forked import ROOT, Forked, merge_flags
 
+gc.disable()  # until all is imported: it takes a sixth of that time
 # No requests to the Hub, few updates of progress bars, and one thread per process.
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_MININTERVAL": "60"}
 os.environ["OMP_NUM_THREADS"] = "1"  # two test files run at a time, on few cores
@@ -48,6 +49,7 @@ def pytest_collection_finish():
     """Exclude the imported modules from later garbage collections, such as that at the end of each run."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter):
