@@ -26,7 +26,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 # To compile the template of the model's card and to draw the plot takes half of a short run. Runs by a launcher or as
 # subprocesses do both.
 jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)
-draw = Figure.savefig
+draw = Figure.savefig  # for a test of what is drawn
 Figure.savefig = lambda figure, path, **_: Path(path).touch()
 
 

@@ -211,10 +211,11 @@ def test_the_role_of_texts_reaches_the_model(folder):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_alone_in_an_empty_folder(folder, tmp_path, kind):
-    """The saved model loads in sentence-transformers, and has changed."""
+    """One of the two by Accelerate's launcher; the saved model loads in sentence-transformers, and has changed."""
     shutil.copy(ROOT / f"templates/{kind}.py", tmp_path / "mine.py")
     more = ["--columns", "docstring", "code", "--max_steps", 1, "--eval_rows", 30]
-    launch(tmp_path / "mine.py", *flags(kind, folder, "out", *more), cwd=tmp_path)
+    use_launcher = kind == "bi_encoder"
+    launch(tmp_path / "mine.py", *flags(kind, folder, "out", *more), cwd=tmp_path, use_launcher=use_launcher)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.py", "out"]
     if kind == "bi_encoder":
         models = [SentenceTransformer(str(path), device="cpu") for path in (tmp_path / "out/model", folder / kind)]
