@@ -4,7 +4,8 @@
     python check_overlap.py --train_data 'train/*.parquet' --pairs test.csv --pair_columns query title \
         --output clean.parquet
 
-Texts are compared by their words: Unicode NFKC, without case and punctuation. A query or document occurs in a row
+Texts are compared by their words: Unicode NFKC, without case, punctuation and invisible characters. A query or
+document occurs in a row
 
     verbatim  a text of the row has the same words
     inside    a longer text of the row contains them as a whole
@@ -26,12 +27,14 @@ Left out on purpose: paraphrases, translations, texts of which a row has a small
 # ///
 
 import csv
+import glob
 import json
 import os
 import re
 import sys
 import unicodedata
 import warnings
+from collections import defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -39,13 +42,14 @@ from itertools import chain
 from pathlib import Path
 
 import datasets
+import fsspec
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import transformers
-from datasets.data_files import DataFilesList, get_data_patterns
+from datasets.utils.file_utils import xopen
 from pyarrow.dataset import ParquetFragmentScanOptions
 from tqdm.auto import tqdm
 
@@ -164,7 +168,8 @@ def open_train_data(name, args):
     with user_errors(f"--train_data {name}"):
         stream = open_files(list_files(name))
         first = next(stream.iter(1))
-        columns = args.columns or [part.name for part in first.schema if holds_texts(part.type)]
+        texts = [part.name for part in first.schema if holds_texts(part.type)]
+        columns = args.columns or named_columns(texts)
         if not columns or not set(columns) <= set(first.column_names):
             raise UserError(f"choose --columns that hold texts; available: {', '.join(first.column_names)}")
         row_texts(first, columns)
@@ -198,7 +203,8 @@ def row_texts(table, columns):
         column = pa.concat_arrays(table[name].chunks)
         numbers = pa.array(range(len(column)))
         if is_list(column.type):
-            numbers = pc.list_parent_indices(column)
+            # not list_parent_indices, which counts the values that a null list may have; list_flatten does not
+            numbers = pa.array(np.repeat(numbers, pc.fill_null(pc.list_value_length(column), 0)))
             column = pc.list_flatten(column)
         cells = as_texts(column, name)
         texts.append(cells.drop_null())
@@ -265,8 +271,10 @@ def open_pairs(args):
         source = f"--pairs {args.pairs[0]}"
         with user_errors(source):
             pairs = open_files(list(chain.from_iterable(map(list_files, args.pairs))), streaming=False)
-            columns = args.pair_columns or pairs.column_names[:2]
-            for kind, column in zip(["query", "document"], columns, strict=True):
+            columns = args.pair_columns or named_columns(pairs.column_names)[:2]
+            if len(columns) < 2:
+                raise UserError(f"choose two --pair_columns; available: {', '.join(pairs.column_names)}")
+            for kind, column in zip(["query", "document"], columns):
                 rows = np.flatnonzero(~read_column(pairs, column).to_pandas().duplicated())
                 parts.append(Part(source, args.pairs[0], kind, pairs, None, [column], rows))
     return parts
@@ -279,16 +287,26 @@ def read_column(dataset, name):
 
 # ---- words and n-grams
 
+# Characters that are not displayed, such as a soft hyphen: Unicode's Default_Ignorable_Code_Point, and all of format.
+INVISIBLE = (
+    r"[\p{Cf}\x{34F}\x{115F}\x{1160}\x{17B4}\x{17B5}\x{180B}-\x{180F}\x{3164}\x{FE00}-\x{FE0F}\x{FFA0}"
+    r"\x{E0000}-\x{E0FFF}]"
+)
+# In Turkish, the capital of i is İ, which folds to i and a dot, and I is that of ı.
+DOTS = r"i\x{307}|ı"
 # Words end at spaces, and at all but letters, marks and numbers. In scripts without spaces, each character is a word.
 NO_WORD = r"[^\pL\pM\pN ]+"
 UNSPACED = r"([\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}])"
+nfkc = partial(unicodedata.normalize, "NFKC")
 
 
 def split_words(texts):
     """Return the words of each of (n,) texts, a ListArray; of a text without words, one empty word."""
-    folded = [unicodedata.normalize("NFKC", text).casefold() for text in texts.to_pylist()]
-    spaced = pc.replace_substring_regex(pa.array(folded, pa.large_string()), UNSPACED, r" \1 ")
-    spaced = pc.replace_substring_regex(spaced, NO_WORD, " ")
+    visible = pc.replace_substring_regex(texts, INVISIBLE, "").to_pylist()
+    folded = [nfkc(nfkc(text).casefold()) for text in visible]  # NFKC_Casefold of the Unicode standard
+    spaced = pa.array(folded, pa.large_string())
+    for pattern, replacement in ((DOTS, "i"), (UNSPACED, r" \1 "), (NO_WORD, " ")):
+        spaced = pc.replace_substring_regex(spaced, pattern, replacement)
     return pc.ascii_split_whitespace(pc.ascii_trim_whitespace(spaced))
 
 
@@ -442,12 +460,7 @@ def is_out_of_memory(error):
     return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "DefaultCPUAllocator" in str(error))
 
 
-HINTS = {  # what to do about errors of `datasets`
-    "available configs": "choose one as ID:config:split",
-    "Couldn't cast": "prepare_corpus.py rewrites rows of irregular types",
-    "as a scalar of type": "prepare_corpus.py rewrites rows of irregular types",
-    "the same columns": "prepare_corpus.py rewrites them, null where one is missing",
-}
+BUGS = (KeyError, IndexError, TypeError, AttributeError, NameError)
 
 
 def reason_of(error):
@@ -463,19 +476,22 @@ def reason_of(error):
     if isinstance(error, pd.errors.ParserWarning):
         return "line 2 has more fields than the header: check the separator, and quote texts that contain it"
     reason = str(error).strip() or repr(error)
+    is_irregular = isinstance(error, pa.ArrowInvalid | datasets.table.CastError) or "Couldn't cast" in reason
     if isinstance(error, datasets.table.CastError):
         reason = f"not all rows have the same columns: {error.details()}"
     reason = " ".join(reason.split())[:500].replace("set 'local_files_only' to False", "unset HF_HUB_OFFLINE")
-    return "; ".join([reason, *(hint for words, hint in HINTS.items() if words in reason)])
+    return reason + "; prepare_corpus.py rewrites irregular rows" * is_irregular
 
 
 @contextmanager
-def user_errors(name):
-    """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause."""
+def user_errors(name, *expected):
+    """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause.
+    expected: types of errors that are the user's here, although they are of code elsewhere."""
     try:
         yield
     except Exception as error:
-        if is_out_of_memory(error):  # not the data's fault, or the model's
+        is_bug = isinstance(error, BUGS) and not isinstance(error, expected) and "Couldn't cast" not in str(error)
+        if is_bug or is_out_of_memory(error):  # not the data's fault, or the model's
             raise
         reason = reason_of(error)
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
@@ -484,12 +500,15 @@ def user_errors(name):
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".ndjson": "json",
            ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
 UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst"
+NOT_ROWS = ("README.md", "LICENSE", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+# A word that names a split, as test, testdata, dev_set and the first one of TestSet do.
+SPLIT = re.compile(r"(?<![a-z])(train|valid|val|dev|test|eval)(?:ing|idation|uation)?(?:data|set|file)?s?(?![a-z])")
 
 
 def file_suffix(file):
     """Return the key of FORMATS that a file name ends in, before .gz or .zst and the query of a URL; None if there is
     none."""
-    name = file.partition("?")[0] if file.startswith("http") else file
+    name = file.partition("?")[0] if file.startswith(("http://", "https://")) else file
     suffix = Path(name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
     return suffix if suffix in FORMATS else None
 
@@ -501,26 +520,50 @@ def check_exists(name):
         raise UserError("no such file or folder")
 
 
+@lru_cache
+def warn_once(line):
+    """Print a warning on the main process, however often it is given."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"warning: {line}", file=sys.stderr)
+
+
 def list_files(source):
-    """Return the files of a path, glob, folder, URL, Hub id or ID:config:split, as `datasets` resolves them."""
+    """Return the files of a path, folder, glob, URL, Hub id or ID:config:split. What is on disk comes first, by its
+    name, whatever its characters; choose_files says which files of a folder are read."""
     path = os.path.expanduser(source)
+    folder = os.path.join(path, "")
+    if os.path.exists(f"{folder}state.json"):  # of Dataset.save_to_disk; map() adds caches
+        files = json.loads(Path(path, "state.json").read_text())["_data_files"]
+        return [f"{folder}{file['filename']}" for file in files]
+    if os.path.isfile(path):
+        if not file_suffix(path):
+            raise UserError(UNSUPPORTED)
+        return [path]
+    readme = Path(folder, "README.md")
+    has_configs = readme.exists() and "\nconfigs:" in readme.read_text(errors="replace")  # the Hub's layout
+    if os.path.isdir(path) and not has_configs:
+        return choose_files(source, walk(path, set()), folder)
+    if matches := list(filter(os.path.isfile, glob.glob(path, recursive=True))):
+        constant = os.path.dirname(re.split(r"[*?[]", path)[0])
+        return choose_files(source, matches, os.path.join(constant, ""), is_pattern=True)
+    if file_suffix(path):
+        if "://" not in path:  # a missing file is not looked for on the Hub
+            raise UserError("no such file")
+        return list(datasets.load_dataset_builder("text", data_files=path).config.data_files["train"])  # of any format
+    if "://" in path and not path.startswith("hf:"):  # a folder of an object store
+        fs, root = fsspec.core.url_to_fs(path)
+        return choose_files(source, map(fs.unstrip_protocol, fs.find(root)), f"{fs.unstrip_protocol(root)}/")
+    return files_of_split(path)
+
+
+def files_of_split(name):
+    """Return the files of ID:config:split or, of a Hub id or a folder in its layout, those of the split train."""
     config = None
     split = "train"
-    if os.path.exists(os.path.join(path, "state.json")):  # of Dataset.save_to_disk; map() adds caches
-        files = json.loads(Path(path, "state.json").read_text())["_data_files"]
-        return [os.path.join(path, file["filename"]) for file in files]
-    if suffix := file_suffix(path):  # decided by suffix, so that a missing file is not mistaken for a Hub id
-        files = datasets.load_dataset_builder(FORMATS[suffix], data_files=path).config.data_files
-    elif os.path.isfile(path):
-        raise UserError(UNSUPPORTED)
-    elif "://" in path and not path.startswith("hf:"):  # a folder of an object store
-        by_split = get_data_patterns(path).items()
-        files = {str(part): DataFilesList.from_patterns(patterns, path, [*FORMATS]) for part, patterns in by_split}
-    else:
-        if path.count(":") == 2:
-            path, config, split = path.split(":")
-        check_exists(path)
-        files = datasets.load_dataset_builder(path, name=config or None).config.data_files
+    if not os.path.isdir(name) and name.count(":") == 2:
+        name, config, split = name.split(":")
+    check_exists(name)
+    files = datasets.load_dataset_builder(name, name=config or None).config.data_files
     if not files.get(split):
         available = ", ".join(str(part) for part in files if files[part]) or "none"
         raise UserError(f"no split {split!r} with files; available: {available}")
@@ -529,27 +572,120 @@ def list_files(source):
     return list(files[split])
 
 
-def open_files(files, streaming=True):
-    """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables. The columns of CSV and
-    TSV are texts, as written; only an empty cell is missing."""
+def walk(folder, seen):
+    """Yield the files below a folder, also where links lead; seen: the folders so far, none of which is read again."""
+    real = os.path.realpath(folder)
+    for name in [] if real in seen else os.listdir(folder):
+        seen.add(real)
+        path = os.path.join(folder, name)
+        if os.path.isdir(path):
+            yield from walk(path, seen)
+        else:
+            yield path
+
+
+def is_other_split(name):
+    """Return whether a path within a folder names another split than train, as test/x.parquet, split=dev/x.parquet or
+    TestSet.csv; the first of its parts that names a split decides."""
+    for part in name.split("/"):
+        if splits := SPLIT.findall(re.sub("([a-z])([A-Z])", r"\1 \2", part).lower()):
+            return "train" not in splits
+    return False
+
+
+def choose_files(source, files, root, is_pattern=False):
+    """Return those of the files below `root` that are read: of the most frequent format, not hidden and, unless they
+    match a pattern, not of another split than train. Print which are not, and why."""
+    found = defaultdict(list)  # {format, or why a file is not read: names}
+    for name in sorted(file.removeprefix(root) for file in files):
+        is_hidden = name.startswith((".", "_")) or "/." in name or "/_" in name
+        kind = FORMATS.get(file_suffix(name), "unknown format")
+        if os.path.basename(name) in NOT_ROWS or (is_hidden and kind not in FORMATS.values()):
+            continue
+        if is_hidden:
+            kind = "hidden"
+        elif is_other_split(name) and not is_pattern:
+            kind = "another split"
+        found[kind].append(name)
+    formats = [kind for kind in found if kind in FORMATS.values()]
+    chosen = max(formats, key=lambda kind: len(found[kind]), default=None)
+    others = [f"{len(found[kind]):,} {kind} ({', '.join(found[kind][:3])})" for kind in found if kind != chosen]
+    if not chosen:
+        raise UserError("; ".join(["no file to read", *others]))
+    if others:
+        warn_once(f"{source}: files that are not read: {'; '.join(others)}")
+    of_split = list(filter(is_other_split, found[chosen]))
+    if 0 < len(of_split) < len(found[chosen]):
+        warn_once(f"{source}: {len(of_split):,} of the files are of another split, such as {of_split[0]}")
+    return [root + name for name in found[chosen]]
+
+
+def exact(file):
+    """Return the pattern that `datasets` resolves to this file alone."""
+    if file.startswith(("http://", "https://")):  # a "?" begins a query there
+        return file
+    return glob.escape(file if "://" in file else os.path.abspath(file))
+
+
+def open_files(files, streaming=True, columns=None, labels=(), optional=()):
+    """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables of `columns`; None: of
+    all that `datasets` can hold. Those of CSV and TSV are texts, as written; only an empty cell is missing. labels:
+    columns of which whole numbers are read as floating point, as fractions may follow; optional: those that the files
+    may lack."""
     suffix = file_suffix(files[0])
     kind = FORMATS[suffix]
+    folders = {os.path.dirname(file) for file in files}
+    if len(folders) > 1 and any("=" in name for name in folders):
+        warn_once(f"{files[0]}: folders KEY=VALUE are not read as columns; prepare_corpus.py does so")
     options = {"split": "train", "writer_batch_size": 20_000}  # a mapped table lists its record batches: few, large
     if kind == "csv":
         files = [file for file in files if not os.path.isfile(file) or os.path.getsize(file)] or files
         options |= csv_options(suffix)
     if kind == "parquet":  # else pyarrow reads up to 1 GiB ahead, and keeps what it has read of a file
         options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
-    load = partial(datasets.load_dataset, kind, data_files=files, **options)
-    own = next(load(streaming=True).with_format("arrow").iter(1)).schema
-    schema = pa.schema([(part.name, pa.string() if kind == "csv" else plain_type(part.type)) for part in own])
-    if schema != own:
+    load = partial(datasets.load_dataset, kind, data_files=list(map(exact, files)), **options)
+    if kind == "parquet":
+        found = parquet_schema(files[0], columns)
+        load = partial(load, columns=found.names)
+    else:
+        found = next(load(streaming=True).with_format("arrow").iter(1)).schema
+    schema = []
+    for part in found:
+        value = part.type
+        while is_list(value):
+            value = value.value_type
+        if kind == "json" and pa.types.is_temporal(value) and part.name in (columns or ()):
+            problem = "texts like 2020-01-01, which would become other texts: rewrite the file by prepare_corpus.py"
+            raise UserError(f"column {part.name!r} has {problem}")
+        as_float = part.name in labels and kind != "arrow"  # of which a file is mapped as it is
+        schema.append((part.name, pa.string() if kind == "csv" else plain_type(part.type, as_float)))
+    schema = pa.schema(schema)
+    dataset = None
+    if schema != found or kind == "parquet":
         load = partial(load, features=datasets.Features.from_arrow_schema(schema))
     elif kind == "arrow" and not streaming:
         with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped in place, anything else copied below
-            parts = [datasets.Dataset.from_file(file) for file in files]
-            return datasets.concatenate_datasets(parts).with_format("arrow")
-    return load(streaming=streaming).with_format("arrow")
+            dataset = datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in files])
+    dataset = (dataset or load(streaming=streaming)).with_format("arrow")
+    if columns:
+        dataset = dataset.select_columns([name for name in columns if name in schema.names or name not in optional])
+    return dataset
+
+
+def parquet_schema(file, columns):
+    """Return the schema of `columns` of a Parquet file; None, or one that is missing: of all that `datasets` holds."""
+    with xopen(file, "rb") as source:
+        schema = pq.read_schema(source)
+    kept = {}
+    for part in schema:
+        with suppress(ValueError):  # of a map, a list view and others
+            datasets.Features.from_arrow_schema(pa.schema([part]))
+            kept[part.name] = part
+    if columns and kept.keys() >= set(columns):
+        kept = {name: kept[name] for name in columns}
+    elif others := [f"{part.name} ({part.type})" for part in schema if part.name not in kept]:
+        warn_once(f"{file}: columns that `datasets` cannot hold are not read: {', '.join(others)}")
+    return datasets.Features.from_arrow_schema(pa.schema(kept.values(), schema.metadata)).arrow_schema
 
 
 def csv_options(suffix):
@@ -560,15 +696,22 @@ def csv_options(suffix):
     return options | ({"sep": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {})
 
 
-def plain_type(kind):
+def plain_type(kind, as_float=False):
     """Return the Arrow type that a column is read as: text where the first rows are null, as what follows may be text;
-    string and list where `take` or `datasets` cannot handle the type."""
+    string and list where `take` or `datasets` cannot handle the type; as_float: float64 instead of integers."""
     if is_list(kind):
         wrap = pa.large_list if pa.types.is_large_list(kind) else pa.list_
-        return wrap(plain_type(kind.value_type))
+        return wrap(plain_type(kind.value_type, as_float))
     if pa.types.is_struct(kind):
         return pa.struct([part.with_type(plain_type(part.type)) for part in kind])
+    if as_float and pa.types.is_integer(kind):
+        return pa.float64()
     return pa.string() if kind in (pa.null(), pa.string_view()) else kind
+
+
+def named_columns(names):
+    """Return the names of columns but those that pandas gives to an index, which are no default."""
+    return [name for name in names if not re.fullmatch(r"Unnamed: \d+|__index_level_\d+__", name)]
 
 
 def is_list(kind):
@@ -583,7 +726,7 @@ def as_texts(column, name, ids=False):
     """Return a column of texts, or of `ids`, as large_string; null where there is none."""
     kind = column.type
     advice = None
-    if isinstance(kind, pa.JsonType):  # what `datasets` makes of a column of several types
+    if isinstance(kind, pa.JsonType) or pa.types.is_temporal(kind):  # of several types, or of texts like dates
         advice = "rewrite it by prepare_corpus.py"
     elif pa.types.is_nested(kind):
         advice = "write its texts as a column of their own; Dataset.flatten() of `datasets` does so for structs"

@@ -13,7 +13,7 @@ their own tokenizers: bi_encoder/ (static embeddings), cross_encoder/ (a small B
 shares no docstring or code with them. Existing output is kept; --overwrite rebuilds it.
 Output of a conversion: data-*.arrow or .parquet, which `datasets` maps. Columns missing in a file or row are null.
 JSON is read twice, first to find types that fit every row: text where numbers and texts are mixed. Columns of CSV and
-TSV are texts, as they are written.
+TSV are texts, as they are written. Folders KEY=VALUE of a path are columns; a lone surrogate of JSON becomes U+FFFD.
 --output_dir may be a URL of fsspec, such as s3://bucket/pairs: what is written to a temporary folder is copied there.
 Output of --ir_dataset: a BEIR folder and triples of ids. Left out: types set by hand, shuffling.
 """
@@ -22,14 +22,16 @@ Output of --ir_dataset: a BEIR folder and triples of ids. Left out: types set by
 # requires-python = ">=3.11"
 # dependencies = ["backports.zstd>=1,<2; python_version < '3.14'", "datasets>=5.2,<6", "fsspec[http]>=2026.1",
 #   "matplotlib>=3.9,<4", "numpy>=2.2,<3", "pandas>=3.1,<4", "pyarrow>=24,<27", "sentence-transformers>=6.2,<7",
-#   "tokenizers>=0.23.1,<1", "torch>=2.6,<3", "tqdm>=4.67,<5", "transformers>=5.18,<6"]
+#   "tokenizers>=0.23.1,<1", "torch>=2.9,<3", "tqdm>=4.67,<5", "transformers>=5.18,<6"]
 # ///
 
 import argparse
 import ast
 import csv
 import gc
+import glob
 import hashlib
+import io
 import json
 import math
 import os
@@ -40,11 +42,10 @@ import sys
 import sysconfig
 import tempfile
 import warnings
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import lru_cache
 from itertools import chain, islice, product
 from pathlib import Path
 
@@ -55,9 +56,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from datasets.data_files import DataFilesList, get_data_patterns
 from datasets.utils.file_utils import xopen
-from pyarrow.dataset import OrcFileFormat, ParquetFileFormat
+from fsspec.compression import compr
+from fsspec.utils import infer_compression
+from pyarrow.dataset import HivePartitioning, OrcFileFormat, ParquetFileFormat, get_partition_keys
 from tqdm import tqdm
 
 DEMO = "data/python_code"
@@ -146,7 +148,7 @@ def write_remote_output(args):
 def write_output(folder, args):
     """Write a collection, converted sources, or the demo corpus into an empty folder."""
     if args.ir_dataset:
-        with user_errors(f"--ir_dataset {args.ir_dataset}"):
+        with user_errors(f"--ir_dataset {args.ir_dataset}", KeyError):
             save_collection(args.ir_dataset, folder)
     elif args.sources:
         convert(args, folder)
@@ -360,47 +362,83 @@ def save_cross_encoder(folder, texts):
 
 def convert(args, folder):
     """Write the rows of args.sources that pass args.filter into `folder`, in order; print their number and types."""
-    files = list(chain.from_iterable(map(files_of, args.sources)))
-    schema = common_schema(files)
+    schema, tables = open_tables(args)
+    rows = write_shards(tables, schema, folder, "data", args.format, args.rows_per_shard)
+    if not rows:
+        condition = f" passes --filter {args.filter!r}" if args.filter else ""
+        raise UserError(f"{args.sources[0]}: no row{condition}")
+    types = ", ".join(f"{field.name}: {field.type}" for field in schema)
+    print(f"{rows:,} rows of {types}")
+
+
+def open_tables(args):
+    """Return the schema of the rows of args.sources that pass args.filter, and an iterator of tables of them."""
+    files = []
+    for source in args.sources:
+        with user_errors(source):
+            files += list_files(source)
+    keep = None
+    tested = set()
+    if args.filter:
+        with user_errors(f"--filter {args.filter!r}"):
+            keep = pq.filters_to_expression(ast.literal_eval(args.filter))
+            nodes = ast.walk(ast.parse(args.filter))
+            tested = {node.value for node in nodes if isinstance(node, ast.Constant)}  # columns, and values
+    partitioning = hive_partitioning(files)
+    schema = common_schema(files, partitioning, args.columns and {*args.columns, *tested})
     columns = args.columns or schema.names
     for name in columns:
         if name not in schema.names:
             raise UserError(f"--columns {name}: the columns are: {', '.join(schema.names)}")
-    # read only columns that are written, or whose name occurs in the filter; the others may be of any type
-    expression = args.filter or ""
-    schema = pa.schema([field for field in schema if field.name in columns or field.name in expression])
+    # only columns that are written or in the filter are read; the others may be of any type
+    schema = pa.schema([field for field in schema if field.name in {*columns, *tested}])
     empty = schema.empty_table()
-    output_schema = empty.select(columns).schema
-    keep = None
     if args.filter:
-        with user_errors(f"--filter {args.filter!r}"):
-            keep = pq.filters_to_expression(ast.literal_eval(args.filter))
+        with user_errors(f"--filter {args.filter!r}", *BUGS):
             empty.filter(keep)  # raises if it does not fit the columns
-    tables = read_tables(files, schema, keep, columns)
-    rows = write_shards(tables, output_schema, folder, "data", args.format, args.rows_per_shard)
-    if not rows:
-        condition = f" passes --filter {args.filter!r}" if args.filter else ""
-        raise UserError(f"{args.sources[0]}: no row{condition}")
-    types = ", ".join(f"{field.name}: {field.type}" for field in output_schema)
-    print(f"{rows:,} rows of {types}")
+    return empty.select(columns).schema, read_tables(files, partitioning, schema, keep, columns)
 
 
-def common_schema(files):
-    """Return the narrowest schema that fits every row of the files; JSON files are read completely."""
+def hive_partitioning(files):
+    """Return the partitioning that reads columns from the names KEY=VALUE of the files' folders: int32 where all
+    values of a key are whole numbers, else text, as pyarrow types them."""
+    values = defaultdict(set)
+    for file in files:
+        for key, value in re.findall(r"([^/=]+)=([^/]*)/", Path(file).as_posix()):
+            values[key].add(value)
+    types = {}
+    for key, texts in values.items():
+        types[key] = pa.string()
+        with suppress(pa.ArrowInvalid):
+            types[key] = pa.array(sorted(texts - {HIVE_NULL})).cast(pa.int32()).type
+    return HivePartitioning(pa.schema(types))
+
+
+def common_schema(files, partitioning, columns):
+    """Return the narrowest schema that fits every row of the files; JSON files are read completely.
+
+    columns: the names of those whose types matter (None: all); those of the others are any."""
     types = {}
     for file in tqdm(files, desc="inspecting", unit="file"):
-        kind, _ = format_of(file)
-        for columns in read_columns(file):
-            for name, values in columns.items():
-                types[name] = common_type(types.get(name, pa.null()), values)
-            if kind in ("parquet", "orc", "arrow", "csv"):
-                break  # their first table has the types of the file
+        for found in read_columns(file):
+            for name, values in found.items():
+                known = types.setdefault(name, pa.null())
+                if columns is None or name in columns:
+                    with user_errors(f"{file}: choose --columns without {name!r}"):
+                        types[name] = common_type(known, values)
+            if FORMATS[file_suffix(file)] != "json":
+                break  # the first table has the types of the file
     text = pa.string()  # the most likely type of later values
-    return pa.schema({name: text if pa.types.is_null(kind) else kind for name, kind in types.items()})
+    types = {name: text if pa.types.is_null(kind) else kind for name, kind in types.items()}
+    return pa.schema(types | dict(zip(partitioning.schema.names, partitioning.schema.types)))
 
 
 def common_type(data_type, values):
-    """Return the narrowest type that fits a type and values (a list or an array): text if there is no other."""
+    """Return the narrowest type that fits a type and values (a list or an array): text if there is no other.
+
+    Raise ValueError if `datasets` has no such type, as of maps."""
+    if not isinstance(values, list):  # without dictionaries
+        values = datasets.Features.from_arrow_schema(pa.schema({"": values.type})).arrow_schema.empty_table()[0]
     try:
         found = pa.array(values).type if isinstance(values, list) else values.type
         schemas = [pa.schema({"": data_type}), pa.schema({"": found})]
@@ -409,10 +447,10 @@ def common_type(data_type, values):
         return pa.string()
 
 
-def read_tables(files, schema, keep, columns):
+def read_tables(files, partitioning, schema, keep, columns):
     """Yield tables of `columns`, typed as in `schema`, of the rows of files that pass the expression `keep`."""
     for file in files:
-        for values in read_columns(file, schema, keep):
+        for values in read_columns(file, partitioning, schema, keep):
             with user_errors(file):
                 arrays = [to_array(values[field.name], field.type) for field in schema]
                 table = pa.table(arrays, schema=schema)
@@ -465,107 +503,129 @@ def rebatch(tables, schema):
 
 # ---- files of any format
 
-FORMATS = {"parquet": "parquet", "orc": "orc", "arrow": "arrow", "jsonl": "json", "json": "json", "ndjson": "json",
-           "csv": "csv", "tsv": "csv", "txt": "text"}  # fmt: skip
+FORMATS = {".parquet": "parquet", ".orc": "orc", ".arrow": "arrow", ".jsonl": "json", ".json": "json",
+           ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
 COLUMNAR = {"parquet": ParquetFileFormat(pre_buffer=False), "orc": OrcFileFormat()}  # pre_buffer: up to 1 GiB ahead
-SUFFIX = re.compile(rf"\.({'|'.join(FORMATS)})(\.(gz|zst|bz2|xz))?(\?.*)?$", re.IGNORECASE)  # and a query of a URL
+HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+SURROGATES = re.compile("[\ud800-\udfff]")
 
 
-def format_of(file):
-    """Return (format, options) for `datasets` by the suffix of a file."""
-    match = SUFFIX.search(file)
-    if not match:
-        raise UserError(f"{file}: unknown suffix; supported: {', '.join(FORMATS)}; text also compressed, as .gz")
-    suffix = match[1].lower()
-    options = csv_options(f".{suffix}") if FORMATS[suffix] == "csv" else {}
-    return FORMATS[suffix], options
+def read_columns(file, partitioning=None, schema=None, keep=None):
+    """Yield {column: values} for 1,000 rows of a file at a time; Arrow arrays, or lists where the format has no types.
 
-
-def files_of(source):
-    """Return the files of a path, glob, folder, URL or Hub id (of its split train), as `datasets` sorts them."""
-    if (Path(source) / "state.json").exists():  # of Dataset.save_to_disk; map() adds caches
-        files = json.loads((Path(source) / "state.json").read_text())["_data_files"]
-        return [f"{source}/{file['filename']}" for file in files]
-    is_file = SUFFIX.search(source) or re.search(r"[*?[]", source)  # else a folder or a Hub id
-    is_url = "://" in source and not source.startswith("hf://")
-    with user_errors(source):
-        if is_file:
-            builder = datasets.load_dataset_builder("text", data_files=source)  # lists files of any format
-        elif is_url or any(Path(source).rglob("*.orc")):  # folders that `datasets` does not list
-            suffixes = [f".{suffix}" for suffix in FORMATS]
-            return list(DataFilesList.from_patterns(get_data_patterns(source)["train"], source, suffixes))
+    schema: columns to read (default: all), to which `partitioning` adds those of the folders' names; keep: an
+    expression, by which a Parquet or ORC file is filtered. The first of a file with types is empty."""
+    kind = FORMATS[file_suffix(file)]
+    folders = partitioning.parse(Path(file).as_posix()) if partitioning else None
+    keys = get_partition_keys(folders) if partitioning else {}
+    with user_errors(file), xopen(file, "rb") as source:
+        if kind in ("parquet", "orc", "arrow"):
+            parts = read_columnar(source, kind, folders, schema, keep)
         else:
-            check_exists(source)
-            builder = datasets.load_dataset_builder(source)
-        return [str(file) for file in builder.config.data_files["train"]]
+            parts = read_lines(source, file, kind)
+        for num_rows, columns in parts:
+            columns |= {name: [value] * num_rows for name, value in keys.items()}
+            names = schema.names if schema else columns
+            yield {name: columns.get(name, [None] * num_rows) for name in names}
 
 
-def read_columns(file, schema=None, keep=None):
-    """Yield {column: values} for 1,000 rows of a file at a time; lists for JSON, else Arrow arrays (text for CSV).
+def read_columnar(source, kind, folders, schema, keep):
+    """Yield the number of rows, at most 1,000, and {column: ChunkedArray} of a Parquet, ORC or Arrow file; first none.
 
-    schema: columns to read (default: all); keep: an expression, by which a Parquet or ORC file is filtered."""
-    kind, options = format_of(file)
-    names = schema.names if schema else None
-    with user_errors(file):
-        tables = read_columnar(file, kind, schema, keep) if kind in COLUMNAR else read_stream(file, kind, options)
-        for table in tables:
-            table.validate(full=True)  # invalid offsets or texts of a damaged file
-            if kind == "json":
-                rows = list(json_rows(table["text"].to_pylist()))
-                columns = {}
-                for name in names or dict.fromkeys(chain(*rows)):
-                    columns[name] = [row.get(name) for row in rows]
-                yield columns
-            else:
-                columns = dict(zip(table.column_names, table.columns))
-                missing = pa.nulls(len(table))
-                yield {name: columns.get(name, missing) for name in names or columns}
-
-
-def read_columnar(file, kind, schema, keep):
-    """Yield tables of at most 1,000 rows of a Parquet or ORC file; the first is empty, and has the file's types.
-
-    schema: columns to read, cast to its types (default: all, as they are); only rows that pass `keep` are read."""
-    with xopen(file, "rb") as source:
-        fragment = COLUMNAR[kind].make_fragment(source)
-        types = datasets.Features.from_arrow_schema(fragment.physical_schema).arrow_schema  # without dictionaries
-        yield types.empty_table()
+    schema: columns to read, cast to its types (default: all, as they are); folders: an expression of constant columns;
+    only rows that pass `keep` are read. An Arrow file is read as it is."""
+    if kind == "arrow":
+        own, batches = open_arrow(source)
+    else:
+        fragment = COLUMNAR[kind].make_fragment(source, partition_expression=folders)
+        own = fragment.physical_schema
         # threads would decode an ORC file as fast as they can, and hold what is not yet written
         options = {"batch_size": BATCH_ROWS, "batch_readahead": 0, "fragment_readahead": 0, "use_threads": False}
-        for batch in fragment.to_batches(schema or types, filter=keep, **options):
-            yield pa.Table.from_batches([batch])
+        batches = fragment.to_batches(schema or own, filter=keep, **options)
+    for table in chain([own.empty_table()], (pa.Table.from_batches([batch]) for batch in batches)):
+        table.validate(full=True)  # invalid offsets or texts of a damaged file
+        yield len(table), dict(zip(table.column_names, table.columns))
 
 
-def read_stream(file, kind, options):
-    """Yield tables of at most 1,000 rows of a file of another format: all columns of CSV as texts, lines of JSON."""
-    load = partial(datasets.load_dataset, data_files=file, split="train", streaming=True)
-    if kind == "csv":
-        if os.path.isfile(file) and not os.path.getsize(file):  # Spark writes such
-            return
-        header = next(iter(load(kind, **options)), {})
-        types = dict.fromkeys(header, datasets.Value("string"))
-        options["features"] = datasets.Features(types) or None
-    elif kind != "arrow":
-        kind = "text"
-        options = {"encoding": "utf-8-sig"}
-    stream = load(kind, **options).with_format("arrow")
-    if kind == "arrow":
-        yield stream.features.arrow_schema.empty_table()  # the first table has the file's types
-    yield from stream.iter(batch_size=BATCH_ROWS)
+def open_arrow(source):
+    """Return the schema and an iterator of the record batches of an Arrow file or stream, of at most 1,000 rows."""
+    is_file = source.read(6) == b"ARROW1"
+    source.seek(0)
+    reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+    batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+    parts = (pa.Table.from_batches([batch]).to_batches(BATCH_ROWS) for batch in batches)
+    return reader.schema, chain.from_iterable(parts)
 
 
-def json_rows(lines):
-    """Yield the object of each non-empty line; raise ValueError if it is not a JSON object."""
-    for line in filter(str.strip, lines):
+def read_lines(source, file, kind):
+    """Yield the number of rows, at most 1,000, and {column: list} of a file of JSON, CSV, TSV or text."""
+    compression = infer_compression(file.partition("?")[0])
+    lines = io.TextIOWrapper(compr[compression](source, mode="rb"), "utf-8-sig", newline="")
+    if kind == "json":
+        rows = json_rows(lines, file)
+    elif kind == "csv":
+        rows = csv_rows(lines, is_tsv=file_suffix(file) == ".tsv")
+    else:
+        rows = ({"text": line.rstrip("\r\n")} for line in lines)
+    while part := list(islice(rows, BATCH_ROWS)):
+        columns = {}
+        for name in dict.fromkeys(chain(*part)):
+            columns[name] = [row.get(name) for row in part]
+        yield len(part), columns
+
+
+def json_rows(lines, file):
+    """Yield the objects of JSON Lines, or of one array, as dicts; of an array of texts, {"text": text}.
+
+    A lone surrogate, which no text file can hold, becomes U+FFFD; a warning has their number."""
+    lines = filter(str.strip, lines)
+    first = next(lines, "[]")
+    is_array = first.lstrip().startswith("[")
+    num_replaced = 0
+    for text in ["".join([first, *lines])] if is_array else chain([first], lines):
         try:
-            yield {**json.loads(line)}
+            found = json.loads(text)
+            if "\\ud" in text.lower():  # only an escape can be half of a surrogate pair
+                clean, count = SURROGATES.subn("\ufffd", json.dumps(found, ensure_ascii=False))
+                found = json.loads(clean) if count else found
+                num_replaced += count
+            rows = found if is_array else [found]
+            yield from ({"text": row} if is_array and isinstance(row, str) else {**row} for row in rows)
         except (ValueError, TypeError):
-            raise ValueError(f"not a JSON object: {line[:80]}") from None
+            raise ValueError(f"not a JSON object: {text[:80]}") from None
+    if num_replaced:
+        warn_once(f"{file}: lone surrogates, halves of a character, written as U+FFFD: {num_replaced:,}")
+
+
+def csv_rows(lines, is_tsv):
+    """Yield the rows of CSV, or of TSV, which has no quotes, as {column: text}; None of an empty cell."""
+    csv.field_size_limit(2**31 - 1)  # characters of a cell
+    options = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if is_tsv else {"strict": True}
+    reader = csv.reader(lines, **options)
+    rows = (row for row in reader if len(row) > 1 or "".join(row).strip())  # no empty lines
+    try:
+        names = header_names(next(rows, []))
+        for row in rows:
+            if len(row) > len(names) + (row[-1] == ""):  # rows may end in a separator
+                advice = "check the separator, and quote texts that contain it"
+                raise ValueError(f"line {reader.line_num} has more fields than the header: {advice}")
+            row += [""] * (len(names) - len(row))
+            yield {name: cell or None for name, cell in zip(names, row)}
+    except csv.Error as error:
+        advice = 'double the quotes within a quoted text; where they are \\", see CSV in docs/training.md'
+        raise ValueError(f"line {reader.line_num}: {error}: {advice}") from None
+
+
+def header_names(cells):
+    """Return the column names that pandas, and so the trainers, make of a header: "Unnamed: 0" of an empty cell."""
+    header = io.StringIO()
+    csv.writer(header).writerow(cells)
+    return list(pd.read_csv(io.StringIO(header.getvalue()), index_col=False).columns) if cells else []
 
 
 def texts_of(column):
     """Return a list of the texts in a column of texts or lists of texts; [] for any other column."""
-    if pa.types.is_list(column.type):
+    if is_list(column.type):
         column = pc.list_flatten(column)
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         return column.to_pylist()
@@ -635,7 +695,7 @@ PART_SIZES = (128, 1024, 10_000)  # texts of a batch on one process
 
 def report_lengths(args, folder):
     """Write lengths.json and lengths.png: token lengths by column, and the padding of several ways to batch them."""
-    rows = open_rows(args)
+    rows = sample_rows(args)
     with user_errors(f"--model_name_or_path {args.model_name_or_path}"):
         lengths, max_length = count_tokens(rows, args)
     if not lengths:
@@ -669,20 +729,21 @@ def report_lengths(args, folder):
     print(f"try --max_length {longest} and, on a GPU, --micro_batch_tokens {budget}; see {folder}/lengths.png")
 
 
-def open_rows(args):
-    """Return a Dataset of args.sample random rows of the sources, in their order."""
-    with user_errors(" ".join(args.sources)):
-        parts = []
-        for files in map(files_of, args.sources):
-            kind, options = format_of(files[0])
-            if kind == "orc":
-                raise UserError(f"{files[0]}: convert it first, without --length_report")
-            parts.append(datasets.load_dataset(kind, data_files=files, split="train", **options))
-        rows = datasets.concatenate_datasets(parts)
-        rows = rows.select_columns(args.columns or rows.column_names)
-    size = min(args.sample, len(rows))
-    sample = np.random.default_rng(0).choice(len(rows), size, replace=False)
-    return rows.select(np.sort(sample))
+def sample_rows(args):
+    """Return a Table of args.sample random rows of the sources, in random order."""
+    schema, tables = open_tables(args)
+    sample = schema.append(pa.field("", pa.float64())).empty_table()  # a random key for each row
+    random_keys = np.random.default_rng(0)
+    for table in tables:
+        sample = pa.concat_tables([sample, table.append_column("", pa.array(random_keys.random(len(table))))])
+        if len(sample) >= 2 * args.sample:
+            sample = lowest_keys(sample, args.sample)
+    return lowest_keys(sample, args.sample).select(schema.names)
+
+
+def lowest_keys(table, size):
+    """Return the rows of a Table that have the lowest keys, in their column ""."""
+    return table.take(pc.select_k_unstable(table, size, [("", "ascending")]))
 
 
 def count_tokens(rows, args):
@@ -693,9 +754,9 @@ def count_tokens(rows, args):
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, trust_remote_code=False)
     max_length = args.max_length or min(tokenizer.model_max_length, 2**20)
     lengths = defaultdict(list)
-    tables = rows.with_format("arrow").iter(batch_size=BATCH_ROWS)
-    for table in tqdm(tables, desc="counting tokens", unit=" x 1,000 rows"):
-        for name in table.column_names:
+    batches = rows.combine_chunks().to_batches(BATCH_ROWS)
+    for table in tqdm(batches, desc="counting tokens", unit=" x 1,000 rows"):
+        for name in table.schema.names:
             texts = [text for text in texts_of(table[name]) if text and text.strip()]
             if texts:
                 ids = tokenizer(texts, truncation=True, max_length=max_length)["input_ids"]
@@ -792,12 +853,7 @@ def is_out_of_memory(error):
     return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "DefaultCPUAllocator" in str(error))
 
 
-HINTS = {  # what to do about errors of `datasets`
-    "available configs": "choose one as ID:config:split",
-    "Couldn't cast": "prepare_corpus.py rewrites rows of irregular types",
-    "as a scalar of type": "prepare_corpus.py rewrites rows of irregular types",
-    "the same columns": "prepare_corpus.py rewrites them, null where one is missing",
-}
+BUGS = (KeyError, IndexError, TypeError, AttributeError, NameError)
 
 
 def reason_of(error):
@@ -813,22 +869,39 @@ def reason_of(error):
     if isinstance(error, pd.errors.ParserWarning):
         return "line 2 has more fields than the header: check the separator, and quote texts that contain it"
     reason = str(error).strip() or repr(error)
+    is_irregular = isinstance(error, pa.ArrowInvalid | datasets.table.CastError) or "Couldn't cast" in reason
     if isinstance(error, datasets.table.CastError):
         reason = f"not all rows have the same columns: {error.details()}"
     reason = " ".join(reason.split())[:500].replace("set 'local_files_only' to False", "unset HF_HUB_OFFLINE")
-    return "; ".join([reason, *(hint for words, hint in HINTS.items() if words in reason)])
+    return reason + "; prepare_corpus.py rewrites irregular rows" * is_irregular
 
 
 @contextmanager
-def user_errors(name):
-    """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause."""
+def user_errors(name, *expected):
+    """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause.
+    expected: types of errors that are the user's here, although they are of code elsewhere."""
     try:
         yield
     except Exception as error:
-        if is_out_of_memory(error):  # not the data's fault, or the model's
+        is_bug = isinstance(error, BUGS) and not isinstance(error, expected) and "Couldn't cast" not in str(error)
+        if is_bug or is_out_of_memory(error):  # not the data's fault, or the model's
             raise
         reason = reason_of(error)
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
+
+
+UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst"
+NOT_ROWS = ("README.md", "LICENSE", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+# A word that names a split, as test, testdata, dev_set and the first one of TestSet do.
+SPLIT = re.compile(r"(?<![a-z])(train|valid|val|dev|test|eval)(?:ing|idation|uation)?(?:data|set|file)?s?(?![a-z])")
+
+
+def file_suffix(file):
+    """Return the key of FORMATS that a file name ends in, before .gz or .zst and the query of a URL; None if there is
+    none."""
+    name = file.partition("?")[0] if file.startswith(("http://", "https://")) else file
+    suffix = Path(name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
+    return suffix if suffix in FORMATS else None
 
 
 def check_exists(name):
@@ -838,55 +911,127 @@ def check_exists(name):
         raise UserError("no such file or folder")
 
 
-def csv_options(suffix):
-    """Return the options by which `datasets` reads CSV or TSV as it is written: only an empty cell is missing, and TSV
-    has no quotes."""
-    warnings.simplefilter("error", pd.errors.ParserWarning)  # the first row has more fields than the header
-    options = {"keep_default_na": False, "na_values": [""], "index_col": False}
-    return options | ({"sep": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {})
+@lru_cache
+def warn_once(line):
+    """Print a warning on the main process, however often it is given."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"warning: {line}", file=sys.stderr)
+
+
+def list_files(source):
+    """Return the files of a path, folder, glob, URL, Hub id or ID:config:split. What is on disk comes first, by its
+    name, whatever its characters; choose_files says which files of a folder are read."""
+    path = os.path.expanduser(source)
+    folder = os.path.join(path, "")
+    if os.path.exists(f"{folder}state.json"):  # of Dataset.save_to_disk; map() adds caches
+        files = json.loads(Path(path, "state.json").read_text())["_data_files"]
+        return [f"{folder}{file['filename']}" for file in files]
+    if os.path.isfile(path):
+        if not file_suffix(path):
+            raise UserError(UNSUPPORTED)
+        return [path]
+    readme = Path(folder, "README.md")
+    has_configs = readme.exists() and "\nconfigs:" in readme.read_text(errors="replace")  # the Hub's layout
+    if os.path.isdir(path) and not has_configs:
+        return choose_files(source, walk(path, set()), folder)
+    if matches := list(filter(os.path.isfile, glob.glob(path, recursive=True))):
+        constant = os.path.dirname(re.split(r"[*?[]", path)[0])
+        return choose_files(source, matches, os.path.join(constant, ""), is_pattern=True)
+    if file_suffix(path):
+        if "://" not in path:  # a missing file is not looked for on the Hub
+            raise UserError("no such file")
+        return list(datasets.load_dataset_builder("text", data_files=path).config.data_files["train"])  # of any format
+    if "://" in path and not path.startswith("hf:"):  # a folder of an object store
+        fs, root = fsspec.core.url_to_fs(path)
+        return choose_files(source, map(fs.unstrip_protocol, fs.find(root)), f"{fs.unstrip_protocol(root)}/")
+    return files_of_split(path)
+
+
+def files_of_split(name):
+    """Return the files of ID:config:split or, of a Hub id or a folder in its layout, those of the split train."""
+    config = None
+    split = "train"
+    if not os.path.isdir(name) and name.count(":") == 2:
+        name, config, split = name.split(":")
+    check_exists(name)
+    files = datasets.load_dataset_builder(name, name=config or None).config.data_files
+    if not files.get(split):
+        available = ", ".join(str(part) for part in files if files[part]) or "none"
+        raise UserError(f"no split {split!r} with files; available: {available}")
+    if not file_suffix(files[split][0]):
+        raise UserError(f"{files[split][0]}: {UNSUPPORTED}")
+    return list(files[split])
+
+
+def walk(folder, seen):
+    """Yield the files below a folder, also where links lead; seen: the folders so far, none of which is read again."""
+    real = os.path.realpath(folder)
+    for name in [] if real in seen else os.listdir(folder):
+        seen.add(real)
+        path = os.path.join(folder, name)
+        if os.path.isdir(path):
+            yield from walk(path, seen)
+        else:
+            yield path
+
+
+def is_other_split(name):
+    """Return whether a path within a folder names another split than train, as test/x.parquet, split=dev/x.parquet or
+    TestSet.csv; the first of its parts that names a split decides."""
+    for part in name.split("/"):
+        if splits := SPLIT.findall(re.sub("([a-z])([A-Z])", r"\1 \2", part).lower()):
+            return "train" not in splits
+    return False
+
+
+def choose_files(source, files, root, is_pattern=False):
+    """Return those of the files below `root` that are read: of the most frequent format, not hidden and, unless they
+    match a pattern, not of another split than train. Print which are not, and why."""
+    found = defaultdict(list)  # {format, or why a file is not read: names}
+    for name in sorted(file.removeprefix(root) for file in files):
+        is_hidden = name.startswith((".", "_")) or "/." in name or "/_" in name
+        kind = FORMATS.get(file_suffix(name), "unknown format")
+        if os.path.basename(name) in NOT_ROWS or (is_hidden and kind not in FORMATS.values()):
+            continue
+        if is_hidden:
+            kind = "hidden"
+        elif is_other_split(name) and not is_pattern:
+            kind = "another split"
+        found[kind].append(name)
+    formats = [kind for kind in found if kind in FORMATS.values()]
+    chosen = max(formats, key=lambda kind: len(found[kind]), default=None)
+    others = [f"{len(found[kind]):,} {kind} ({', '.join(found[kind][:3])})" for kind in found if kind != chosen]
+    if not chosen:
+        raise UserError("; ".join(["no file to read", *others]))
+    if others:
+        warn_once(f"{source}: files that are not read: {'; '.join(others)}")
+    of_split = list(filter(is_other_split, found[chosen]))
+    if 0 < len(of_split) < len(found[chosen]):
+        warn_once(f"{source}: {len(of_split):,} of the files are of another split, such as {of_split[0]}")
+    return [root + name for name in found[chosen]]
+
+
+def is_list(kind):
+    """Return whether an Arrow type is one of lists."""
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 # ---- micro-batches (same in train_bi_encoder.py)
 
 
 def cut(lengths, max_tokens, is_padded=True):
-    """Return lists of places, the longest text first, each of at most `max_tokens` with padding; a longer text is
-    alone.
-
-    Minimize the tokens with padding plus a cost for each forward pass: 1/64 of `max_tokens` up to 2,048 (12 to 35
-    tokens measured on CPUs), 1/16 above (an estimate for GPUs, not measured). Cuts are tried where the length changes
-    and after every 1/16 of `max_tokens`; trying all of them saves at most 0.3 % of the tokens and takes 30 times as
-    long."""
-    order = np.argsort(-lengths, kind="stable")
-    sizes = np.maximum(lengths[order], 1)
+    """Return lists of positions, the longest text first: each of at most max_tokens, of which at most 1/64 is padding;
+    a longer text is alone."""
     parts = []
-    if not is_padded:
-        left = 0
-        for place, size in zip(order.tolist(), sizes.tolist()):
-            if not parts or size > left:
-                parts.append([])
-                left = max_tokens
-            parts[-1].append(place)
-            left -= size
-        return parts
-    sixteenths = np.cumsum(sizes) * 16 // max_tokens
-    begins = np.flatnonzero(np.diff(sizes, prepend=0) | np.diff(sixteenths, prepend=0))
-    widths = sizes[begins].tolist()
-    begins = [*begins.tolist(), len(order)]
-    cost_of_a_pass = max_tokens / (64 if max_tokens <= 2048 else 16)
-    best = {len(widths): (0.0, None)}  # {number of a begin: (lowest cost from it on, number of the next begin)}
-    for first in reversed(range(len(widths))):
-        limit = bisect_right(begins, begins[first] + max_tokens // widths[first])
-        costs = []
-        for end in range(first + 1, max(first + 2, limit)):
-            tokens = (begins[end] - begins[first]) * widths[first]
-            costs.append((cost_of_a_pass + tokens + best[end][0], end))
-        best[first] = min(costs)
-    first = 0
-    while first < len(widths):
-        end = best[first][1]
-        parts.append(order[begins[first] : begins[end]].tolist())
-        first = end
+    longest = tokens = 0
+    order = np.argsort(-lengths, kind="stable")
+    for position, length in zip(order.tolist(), lengths[order].tolist()):
+        tokens += length
+        padded = longest * (len(parts[-1]) + 1) if parts and is_padded else tokens
+        if not parts or padded > max_tokens or padded - tokens > max_tokens / 64:
+            parts.append([])
+            longest = tokens = length
+        parts[-1].append(position)
     return parts
 
 

@@ -40,7 +40,8 @@ def write_beir(name, queries, documents, judged=None):
 def words_of(text):
     """Return the words of a text, character by character."""
     words = [""]
-    for char in unicodedata.normalize("NFKC", text).casefold():
+    visible = "".join(char for char in text if unicodedata.category(char) != "Cf")
+    for char in unicodedata.normalize("NFKC", visible).casefold():
         if "\u3040" <= char <= "\u9fff":  # kana and Han
             words += [char, ""]
         elif unicodedata.category(char)[0] in "LMN":
@@ -90,7 +91,7 @@ def random_text(dice, length):
         "it's",
         "don’t",
     ]
-    marks = [" ", "  ", ", ", "\n", " - ", "\t", "… ", "\u00a0", "\u200b "]
+    marks = [" ", "  ", ", ", "\n", " - ", "\t", "… ", "\u00a0", "\u200b ", "\u200b"]
     return "".join(dice.choice(words) + dice.choice(marks) for _ in range(dice.randrange(length)))
 
 
@@ -152,6 +153,34 @@ def test_planted_copies():
     assert find_copy("what is it about", "what is it", ngram=3) == ("inside", 1)
 
 
+def words(text):
+    return script.split_words(pa.array([text], pa.large_string())).to_pylist()
+
+
+def test_invisible_characters():
+    """Of HTML, PDFs and emoji: within a word, beside it, between a letter and its accent."""
+    text = LONG.replace("jumps", "jumpe\u0301s")
+    invisible = "\u00ad\u200b\u200c\u200d\u2060\ufeff\u061c\u202a\u034f\ufe0f\u180e\u3164\U000e0001\U000e0101"
+    for char in invisible:
+        copy = (
+            text.replace("quick", f"qu{char}ick").replace("e\u0301s", f"e{char}\u0301s").replace("dog", f"dog {char}")
+        )
+        assert words(copy) == words(text), ascii(char)
+    copy = text.replace("quick", "\u00adqu\u00adick\u200b")
+    assert find_copy(copy, text) == find_copy(text, copy) == ("verbatim", 1)
+
+
+@pytest.mark.parametrize("text, copy", [
+    ("istanbul şehrinde en iyi restoranlar", "İSTANBUL ŞEHRİNDE EN İYİ RESTORANLAR"),
+    ("kırmızı ışık İstanbul’da", "KIRMIZI IŞIK İSTANBUL’DA"),
+    ("Δεΐ τὸν ἄνδρα", "ΔΕΪ́ ΤῸΝ ἌΝΔΡΑ"),
+    ("Straße ﬁnden™", "STRASSE FINDENTM"),
+])  # fmt: skip
+def test_capitals(text, copy):
+    """Turkish ones have a dot or none, Greek ones are decomposed."""
+    assert words(copy) == words(text) != words(text.replace("n", "m").replace("ν", "μ"))
+
+
 def test_texts_without_words_are_not_found():
     write_beir("c", {"q0": "?!", "q1": "good words", "q2": ""}, {"d0": "", "d1": ("", " "), "d2": ("Title.", "")})
     write_jsonl(Path("row.jsonl"), [{"text": text} for text in ("", " ", "...", "?!", None, "title", "good\nwords")])
@@ -203,6 +232,44 @@ def test_pairs_and_several_sources(capsys):
     assert [line["row"] for line in check(*flags, "--columns", "x")] == [1, 1]
 
 
+def test_columns_without_a_name_are_no_default(capsys):
+    """Those of pandas' index: the first in CSV, the last in Parquet. All texts of a table count but these."""
+    Path("a.csv").write_text(",q,d\n7,how are you,fine thanks\n8,who is it,me\n")
+    index = pa.array(["how are you", "7"])
+    pq.write_table(pa.table({"t": ["7", "fine thanks"], "__index_level_0__": index}), "a.parquet")
+    found = check("--train_data", "a.parquet", "a.csv", "--pairs", "a.csv")
+    assert [(line["source"], line["row"], line["text"]) for line in found] == [
+        ("a.parquet", 1, "fine thanks"), ("a.csv", 0, "how are you"), ("a.csv", 1, "who is it"),
+        ("a.csv", 0, "fine thanks"), ("a.csv", 1, "me")]  # fmt: skip
+    found = check("--train_data", "a.csv", "--pairs", "a.csv", "--pair_columns", "Unnamed: 0", "d", "--columns", "d")
+    assert {line["type"] for line in found} == {"document"}
+
+
+@pytest.mark.parametrize(
+    "suffix, kind", [("parquet", "fixed"), ("arrow", "fixed"), ("arrow", "masked"), ("arrow", "large")]
+)
+def test_lists_that_are_null_in_some_rows(suffix, kind):
+    """Null lists of a fixed size, and others, may have values; rows are numbered alike."""
+    texts = pa.array([f"text {place}" for place in range(6000)])
+    is_null = pa.array([row % 3 == 1 for row in range(3000)])
+    if kind == "fixed":
+        lists = pa.FixedSizeListArray.from_arrays(texts, 2, mask=is_null)
+    else:
+        array, size = (pa.LargeListArray, pa.int64()) if kind == "large" else (pa.ListArray, pa.int32())
+        lists = array.from_arrays(pa.array(range(0, 6001, 2), size), texts, mask=is_null)
+    table = pa.table({"t": lists})
+    if suffix == "parquet":
+        pq.write_table(table, "a.parquet")
+    else:
+        with pa.ipc.new_stream("a.arrow", table.schema) as writer:
+            writer.write_table(table)
+    rows = range(2990, 3000)
+    write_jsonl(Path("pairs.jsonl"), [{"q": f"text {2 * row}", "d": f"text {2 * row + 1}"} for row in rows])
+    found = check("--train_data", f"a.{suffix}", "--pairs", "pairs.jsonl")
+    expected = {(row, f"text {place}") for row in rows if row % 3 != 1 for place in (2 * row, 2 * row + 1)}
+    assert {(line["row"], line["text"]) for line in found} == expected
+
+
 def test_output_has_the_rows_without_queries():
     write_beir("c", {"q": "a query"}, {"d": "a document"})
     rows = [{"n": i, "text": ["A query", "a document", "else"][i % 3], "labels": [i, 0.5]} for i in range(3000)]
@@ -220,6 +287,7 @@ def test_errors_are_one_line():
     write_beir("c", {"q": "a query"}, {"d": "a document"})
     write_jsonl(Path("a.jsonl"), [{"text": "x", "n": 1, "s": {"a": "b"}}])
     write_jsonl(Path("b.jsonl"), [{"text": "x", "m": 1}])
+    Path("n.csv").write_text(",text\n0,x\n")
     common = ["--beir", "c", "--train_data"]
     for flags, message in [
         ([*common, "none.jsonl"], "--train_data none.jsonl: "),
@@ -230,6 +298,7 @@ def test_errors_are_one_line():
         ([*common, "a.jsonl", "b.jsonl", "--columns", "text", "--output", "o.parquet"], "--output o.parquet: rows"),
         ([*common, "a.jsonl", "--columns", "text", "--split", "dev"], "--beir c: no judgments of split 'dev'; avail"),
         (["--train_data", "b.jsonl", "--pairs", "b.jsonl", "--pair_columns", "text", "x"], "--pairs b.jsonl: "),
+        (["--train_data", "b.jsonl", "--pairs", "n.csv"], "--pairs n.csv: choose two --pair_columns; available: Unn"),
     ]:
         with pytest.raises(script.UserError) as error:
             check(*flags)

@@ -4,6 +4,7 @@ import ast
 import gzip
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -317,10 +318,42 @@ def test_folders_and_files_of_a_remote_file_system(tmp_path, suffix):
             file.write(write(tmp_path / f"x.{suffix}", rows).read_bytes())
     memory.touch(f"/{tmp_path.name}/_SUCCESS")
     url = f"memory://{tmp_path.name}"
-    assert convert(tmp_path, url) == convert(tmp_path, f"{url}/**/*.{suffix}") == ROWS
+    rows = [row | {"day": 1 if number >= 40 else None} for number, row in enumerate(ROWS)]
+    assert convert(tmp_path, url) == convert(tmp_path, f"{url}/**/*.{suffix}") == rows
     assert convert(tmp_path, f"{url}/a.{suffix}", "--filter", "[('score', '<', 0.1)]") == ROWS[:10]
     memory.touch(f"/{tmp_path.name}-empty/_SUCCESS")
     assert f"{url}-empty" in fail(f"{url}-empty", "--output_dir", tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.orc", "stream.arrow", "a.csv", "a.jsonl.gz"])
+def test_folders_key_value_become_columns(tmp_path, name):
+    """As pyarrow reads them: numbers where all are whole, else decoded text, null of the default name."""
+    folders = ["lang=en/year=2023", "lang=en/year=2024", "lang=pt%20br/year=2023", "lang=__HIVE_DEFAULT_PARTITION__"]
+    columns = [("en", 2023), ("en", 2024), ("pt br", 2023), (None, None)]
+    expected = []
+    for number, (folder, (lang, year)) in enumerate(zip(folders, columns)):
+        (tmp_path / "hive" / folder).mkdir(parents=True)
+        write(tmp_path / "hive" / folder / name, [{"text": str(number)}])
+        expected.append({"text": str(number), "lang": lang, "year": year})
+
+    def by_text(rows):
+        return sorted(rows, key=lambda row: row["text"])
+
+    assert by_text(convert(tmp_path, tmp_path / "hive")) == expected
+    some = convert(tmp_path, tmp_path / "hive", "--filter", "[('lang', '==', 'en'), ('year', '>', 2023)]")
+    assert some == expected[1:2]
+    some = convert(tmp_path, tmp_path / "hive", "--columns", "year", "--filter", "[('lang', '==', 'pt br')]")
+    assert some == [{"year": 2023}]
+    # So do those of a source itself: a shell expands hive/lang=*/* before the script sees it.
+    assert by_text(convert(tmp_path, *sorted((tmp_path / "hive").glob("lang=*/*=*")))) == expected[:3]
+
+
+def test_a_column_in_the_file_and_in_the_folder(tmp_path):
+    """It has the folder's value, as pyarrow reads it, also where the types differ."""
+    (tmp_path / "hive/lang=7").mkdir(parents=True)
+    for name in ("a.parquet", "b.jsonl"):
+        source = write(tmp_path / "hive/lang=7" / name, [{"lang": "en", "text": "x"}])
+        assert convert(tmp_path, source) == [{"lang": 7, "text": "x"}]
 
 
 def test_batches_are_merged_after_filtering(tmp_path):
@@ -353,6 +386,23 @@ def test_sources_are_read_in_order_and_shards_are_memory_mapped(tmp_path):
         assert [row for shard in mapped for row in shard] == ROWS
 
 
+def test_files_of_a_folder(tmp_path, capsys):
+    """Those of the trainers: a name is no pattern, and what is left out, backups and other splits, is printed."""
+    folder = tmp_path / "in[2]"
+    for name in ("x.jsonl", "x[1].jsonl", "x1.jsonl"):
+        folder.mkdir(exist_ok=True)
+        write(folder / name, [{"name": name}])
+    assert convert(tmp_path, folder / "x[1].jsonl") == [{"name": "x[1].jsonl"}]
+    assert [row["name"] for row in convert(tmp_path, folder)] == ["x.jsonl", "x1.jsonl", "x[1].jsonl"]
+    assert "warning" not in capsys.readouterr().err
+    for name in ("x.jsonl.bak", "y.jsonl.part", "split=test/z.jsonl", "testdata.jsonl"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text('{"name": "wrong"}\n')
+    assert len(convert(tmp_path, folder)) == 3
+    err = capsys.readouterr().err
+    assert all(name in err for name in ("x.jsonl.bak", "y.jsonl.part", "split=test/z.jsonl", "testdata.jsonl"))
+
+
 def test_irregular_json_becomes_regular(tmp_path):
     """Columns that are null first, appear late or rarely, or change type: integer to float, number or date to text."""
     rows = [{"n": i, "day": "2024-01-01", "x": None, "mixed": i, "deep": {"a": 1}} for i in range(2500)]
@@ -368,6 +418,66 @@ def test_irregular_json_becomes_regular(tmp_path):
     assert convert(tmp_path, precise) == [{"a": "0.5"}, {"a": str(2**60 + 1)}, {"a": str(2**80)}]
     two = [write(tmp_path / "c.jsonl", [{"a": 1}]), write(tmp_path / "d.parquet", [{"a": "x", "b": 2}])]
     assert convert(tmp_path, *two) == [{"a": "1", "b": None}, {"a": "x", "b": 2}]
+
+
+def test_texts_that_look_like_dates_stay_texts(tmp_path):
+    """pyarrow's JSON reader would make timestamps of them: "2020-01-01 00:00:00"."""
+    days = ["2020-01-01", "2020-01-01 10:00:00", "2020-01-01T10:00:00Z", "2020-01-01T10:00:00.123456"]
+    rows = [{"_id": day, "answers": [day], "nested": {"day": day, "all": [{"day": day}]}} for day in days]
+    source = write(tmp_path / "a.jsonl", rows)
+    assert convert(tmp_path, source) == convert(tmp_path, source, format="parquet") == rows
+
+
+def test_lone_surrogates_are_replaced(tmp_path, capsys):
+    """Half of a pair that was cut, in texts, lists and names; pairs, and backslashes before "ud", stay. They are
+    counted once, though JSON is read twice."""
+    lines = [r'{"q": "fine \\ud83d \ud83d\ude00", "a": ["x"]}', r'{"q": "cut \uD83D", "a": ["\ude00 \ud83d"]}',
+             r'{"q": {"\udfff": 1}, "a": null}']  # fmt: skip
+    expected = [{"q": r"fine \ud83d 😀", "a": ["x"]}, {"q": "cut \ufffd", "a": ["\ufffd \ufffd"]},
+                {"q": '{"\ufffd": 1}', "a": None}]  # fmt: skip
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "b.json").write_text("[\n" + ",\n".join(lines) + "\n]\n")
+    for name in ("a.jsonl", "b.json"):
+        assert convert(tmp_path, tmp_path / name) == expected
+        warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+        assert len(warnings) == 1 and f"{name}: lone surrogates" in warnings[0] and warnings[0].endswith(": 4")
+
+
+def test_json_arrays(tmp_path):
+    """As the trainers read them: objects over one or many lines, or texts."""
+    for number, text in enumerate((json.dumps(ROWS), json.dumps(ROWS, indent=1), "\ufeff \n" + json.dumps(ROWS))):
+        (tmp_path / f"{number}.json").write_text(text)
+        assert convert(tmp_path, tmp_path / f"{number}.json") == ROWS
+    (tmp_path / "texts.json").write_text('["a", "[b"]')
+    assert convert(tmp_path, tmp_path / "texts.json") == [{"text": "a"}, {"text": "[b"}]
+    (tmp_path / "none.json").write_text("[]")
+    assert "no row" in fail(tmp_path / "none.json", "--output_dir", tmp_path / "x")
+
+
+UNUSED = {
+    "map": pa.array([[("k", "v")], None], pa.map_(pa.string(), pa.string())),
+    "nested": pa.array([{"m": [("k", "v")]}, None], pa.struct([("m", pa.map_(pa.string(), pa.string()))])),
+    "view": pa.array([["x"], None], pa.list_view(pa.string())),
+    "runs": pa.RunEndEncodedArray.from_arrays(pa.array([2], pa.int32()), ["x"]),
+}
+
+
+@pytest.mark.parametrize("name, kinds", [("x.parquet", ["map", "nested"]), ("stream.arrow", list(UNUSED)),
+                                         ("file.arrow", list(UNUSED)), ("x.orc", ["map"])])  # fmt: skip
+def test_columns_that_are_not_asked_for_may_be_of_any_type(tmp_path, name, kinds):
+    table = pa.table({"q": ["a", "b"], "a": pa.array(["x", "y"]).dictionary_encode()} | {k: UNUSED[k] for k in kinds})
+    if name.endswith("parquet"):
+        pq.write_table(table, tmp_path / name)
+    elif name.endswith("orc"):
+        pa.orc.write_table(table.set_column(1, "a", table["a"].cast(pa.string())), tmp_path / name)
+    else:
+        with (pa.ipc.new_file if "file" in name else pa.ipc.new_stream)(str(tmp_path / name), table.schema) as writer:
+            writer.write_table(table)
+    rows = [{"q": "a", "a": "x"}, {"q": "b", "a": "y"}]
+    assert convert(tmp_path, tmp_path / name, "--columns", "q", "a") == rows
+    assert convert(tmp_path, tmp_path / name, "--columns", "a", "--filter", "[('q', '!=', 'a')]") == [{"a": "y"}]
+    error = fail(tmp_path / name, "--output_dir", tmp_path / "x")
+    assert f"{name}: choose --columns without {kinds[0]!r}: " in error
 
 
 def test_values_of_csv_are_kept_as_written(tmp_path):
@@ -389,11 +499,37 @@ def test_csv_and_tsv_are_text(tmp_path, suffix, mark):
     words = ["NA", "0016", "9007199254740993", '"open' if suffix == "tsv" else "open", "'x", ""]
     (tmp_path / f"in/1.{suffix}").write_text("\n".join(["a" + mark + "b", *(f"{word}{mark}1" for word in words)]))
     assert convert(tmp_path, tmp_path / "in") == [{"a": word or None, "b": "1"} for word in words]
-    assert prepare_corpus.format_of(f"https://host/x.{suffix}.gz?download=true")[0] == "csv"
+    assert prepare_corpus.file_suffix(f"https://host/x.{suffix}.gz?download=true") == f".{suffix}"
     (tmp_path / f"wide.{suffix}").write_text(f"a{mark}b\n1{mark}2{mark}3\n")
     assert "line 2 has more fields than the header" in fail(
         tmp_path / f"wide.{suffix}", "--output_dir", tmp_path / "x"
     )
+
+
+@pytest.mark.parametrize("text", [r'"say \"hi\", he said",d', '"say "hi"",d', '"C:\\dir" ,d', '"never closed,d\nq,d'])
+def test_quotes_within_a_quoted_text(tmp_path, text):
+    """They would end it, or begin another: texts would change without a word. The error has the line."""
+    (tmp_path / "a.csv").write_text('a,b\n"two\nlines",d\n' + text + "\n")
+    error = fail(tmp_path / "a.csv", "--output_dir", tmp_path / "x")
+    assert re.search(r"a.csv: line [45]: .*double the quotes within a quoted text", error)
+
+
+def test_quotes_that_csv_allows(tmp_path):
+    (tmp_path / "a.csv").write_text('a,b\n"say ""hi"", he said","C:\\dir\\"\n5" disk,\\"x\\"\n')
+    expected = [{"a": 'say "hi", he said', "b": "C:\\dir\\"}, {"a": '5" disk', "b": '\\"x\\"'}]
+    assert convert(tmp_path, tmp_path / "a.csv") == expected
+
+
+def test_headers_and_lengths_of_csv_rows(tmp_path):
+    """Names that pandas, and so the trainers, give; missing last fields, trailing separators, empty lines, any line
+    ends, a text of more than 128 KiB."""
+    long = "é" * 200_000
+    (tmp_path / "a.csv").write_bytes(f'\ufeff,a,a\r\n0,x\r\n\r\n1,y,"{long}",\r\n  \r\n2,,z'.encode())
+    expected = [("0", "x", None), ("1", "y", long), ("2", None, "z")]
+    assert [tuple(row.values()) for row in convert(tmp_path, tmp_path / "a.csv")] == expected
+    assert list(convert(tmp_path, tmp_path / "a.csv")[0]) == ["Unnamed: 0", "a", "a.1"]
+    (tmp_path / "only_header.csv").write_text("a,b\n")
+    assert "no row" in fail(tmp_path / "only_header.csv", "--output_dir", tmp_path / "x")
 
 
 def test_exit_of_a_run(tmp_path):
@@ -583,6 +719,16 @@ def test_length_report(tmp_path, bert, rows, capsys, monkeypatch):
     lists = [{"q": row["docstring"], "documents": [row["code"], row["docstring"], ""]} for row in rows[:40]]
     assert report(write(tmp_path / "lists.parquet", lists))["columns"]["documents"]["count"] == 80
     assert report(source, "--sample", "50")["texts"] == 100
+    # Not of the first rows alone, which are the shortest; of any format, of dates, and of lists with nulls.
+    growing = write(tmp_path / "growing.orc", [{"text": "word " * (number // 50)} for number in range(2500)])
+    everything = report(growing)["columns"]["text"]
+    sample = report(growing, "--sample", "500")["columns"]["text"]
+    assert 470 <= sample["count"] <= 500 and sample["mean"] == pytest.approx(everything["mean"], rel=0.1)
+    dates = write(tmp_path / "dates.jsonl", [{"day": "2020-01-01", "unit": "x"}] * 9)
+    assert report(dates)["columns"]["day"]["count"] == 9
+    masked = pa.array([["a", "b"], None], pa.list_(pa.string(), 2))
+    pq.write_table(pa.table({"pair": masked}), tmp_path / "masked.parquet")
+    assert report(tmp_path / "masked.parquet")["columns"]["pair"]["count"] == 2
     assert list(report(source, "--columns", "code")["columns"]) == ["code"]
 
 
@@ -592,6 +738,5 @@ def test_length_report_on_bad_input(tmp_path, bert):
     for flags, expected in (([numbers, *model, bert], "numbers.parquet: contains no text"),
                             ([numbers, *model, bert, "--columns", "title"], "title"),
                             ([numbers, *model, "/nowhere"], "--model_name_or_path /nowhere: no such file or folder"),
-                            ([write(tmp_path / "a.orc"), *model, bert], "a.orc: convert it first"),
                             ([tmp_path / "absent.jsonl", *model, bert], "absent.jsonl: ")):  # fmt: skip
         assert expected in fail(*flags, "--output_dir", tmp_path / "out") and not (tmp_path / "out").exists()
