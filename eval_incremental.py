@@ -13,11 +13,12 @@ A collection is --pairs, or a corpus, queries and judgments (qrels), each by its
     qrels/test.tsv query-id <tab> corpus-id <tab> score
 
 The corpus is read in chunks: vectors are taken from the cache, or encoded and stored, and the best documents of each
-query are updated. Memory is bounded by the chunk, the queries and the judgments; search is exact; rerun the command to
-resume a killed run. Vectors are cached by their text and a fingerprint of the model. A cross-encoder can rerank the
-best documents of each query; its scores are cached in the same way, by query and document.
+query are updated. Memory is bounded by the chunk, the queries, the judgments and the rankings; --pairs and --bm25 hold
+all texts. Search is exact; rerun the command to resume a killed run. Vectors are cached by their text and a
+fingerprint of the model. A cross-encoder can rerank the best documents of each query; its scores are cached in the
+same way, by query and document.
 
-Output: metrics.json, report.html, table.md, table.tex, and for each ranking run.trec and per_query.csv.
+Output: metrics.json, texts for report.py, and for each ranking run.trec and per_query.csv.
 Left out on purpose: approximate search, similarities other than cosine and dot product.
 """
 
@@ -26,11 +27,13 @@ Left out on purpose: approximate search, similarities other than cosine and dot 
 # dependencies = ["accelerate>=1.12,<2", "backports.zstd>=1,<2; python_version < '3.14'", "datasets>=5.2,<6",
 #   "diskcache>=5.6.3,<6", "evaluate>=0.4.6,<0.5", "filelock>=3.16,<5", "fsspec[http]>=2026.1", "ir_measures>=0.4,<1",
 #   "numpy>=2.2,<3", "pandas>=3.1,<4", "pyarrow>=24,<27", "pyyaml>=6.0.1,<7", "scipy>=1.14,<2",
-#   "sentence-transformers>=6.2,<7", "torch>=2.6,<3", "tqdm>=4.67,<5", "transformers>=5.18,<6", "xxhash>=3.5,<5"]
+#   "sentence-transformers>=6.2,<7", "torch>=2.9,<3", "tqdm>=4.67,<5", "transformers>=5.18,<6", "xxhash>=3.5,<5"]
 # ///
 
 import csv
+import ctypes
 import gc
+import glob
 import hashlib
 import inspect
 import io
@@ -44,22 +47,19 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import warnings
-from bisect import bisect_right
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import lru_cache, partial
-from html import escape
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
-from string import Template
 from typing import Literal
 
 import transformers
@@ -114,6 +114,9 @@ class Args:
     prompts: list[str] = flag([], "prefix of queries, then of documents (one value: of both); none: the model's own")
     truncate_dim: int | None = flag(None, "search with only this many leading dimensions, for Matryoshka models")
     micro_batch_tokens: int | None = flag(None, "tokens of a forward pass; None: 4,096 on a CPU, else 16,384")
+    dataloader_num_workers: int | None = flag(
+        None, "processes that tokenize; 0: none; None: 1 (CPU), half of the cores of a process (GPU)"
+    )
     corpus_chunk_size: int = flag(4096, "documents per chunk, at most; a killed run loses a chunk per process")
     cache_dir: str = flag("~/.cache/evenstep/embeddings", "folder of the embedding caches, one for each model")
     cache_dtype: Literal["float32", "float16", "int8"] = flag(
@@ -132,20 +135,18 @@ class Args:
     output_dir: str | None = flag(
         None, "folder for the results; None: runs/eval/COLLECTION_RANKING_DIGEST, of these flags"
     )
+    order: list[int] = field(default_factory=list, init=False)  # of the rankings, as the command line has them
 
 
 def check_flags(args):
-    """Fill in defaults that depend on other flags; raise UserError for flags that exclude or require each other."""
+    """Raise UserError for flags that exclude or require each other."""
     tasks = [name for name in ("query", "export_vectors", "annotate") if getattr(args, name)]
     if len(tasks) > 1:
         raise UserError("--query, --export_vectors, --annotate: give only one of them")
     if tasks and (args.run or args.bm25 or args.fuse or len(args.model_name_or_path) > 1):
         raise UserError(f"--{tasks[0]} takes one --model_name_or_path, and none of --run, --bm25, --fuse")
-    depths = [check_measure(name) for name in args.metrics if not is_script(name)]
-    args.top_k = args.top_k or (10 if args.query else 100)
-    if not tasks:
-        args.top_k = max([args.top_k, args.rerank_k or 0, *depths])
-    args.rerank_k = args.rerank_k or 100
+    for name in args.metrics:
+        measure_depth(name)  # fails if it is unknown
     if sum(map(bool, (args.beir, args.corpus, args.pairs, args.annotate))) > 1:
         raise UserError("--beir, --corpus, --pairs, --annotate: give only one of them")
     if args.annotate and (len(args.columns) < 2 or not args.output):
@@ -175,15 +176,29 @@ def check_flags(args):
         raise UserError("--fuse requires two rankings: of --model_name_or_path, --run or --bm25")
 
 
+def resolve_args(args):
+    """Return Args with the values of flags that are not given and depend on others."""
+    top_k = args.top_k or (10 if args.query else 100)
+    output_dir = args.output_dir
+    if not (args.query or args.export_vectors or args.annotate):
+        top_k = max(top_k, args.rerank_k or 0, *map(measure_depth, args.metrics))
+        output_dir = output_dir or default_output(replace(args, top_k=top_k, rerank_k=args.rerank_k or 100))
+    resolved = replace(args, top_k=top_k, rerank_k=args.rerank_k or 100, output_dir=output_dir)
+    resolved.order = args.order  # no flag, which replace() leaves out
+    return resolved
+
+
 def is_script(metric):
     """Return whether a value of --metrics is a file or folder of `evaluate` instead of a measure of ir_measures."""
     return metric.endswith(".py") or os.path.isdir(metric)
 
 
-def check_measure(name):
-    """Return the documents of a query that a measure requires, 1,000 if it has no cutoff, as trec_eval; raise
-    UserError if ir_measures cannot compute it."""
-    with user_errors(f"--metrics {name}"):
+def measure_depth(name):
+    """Return the documents of a query that a measure requires, 1,000 if it has no cutoff, as trec_eval, and 0 of a
+    script; raise UserError if ir_measures cannot compute it."""
+    if is_script(name):
+        return 0
+    with user_errors(f"--metrics {name}", *BUGS):
         measure = ir_measures.parse_measure(name)
         cutoff = int(measure.params.get("cutoff", 1000))
         if cutoff < 1:  # crashes trec_eval
@@ -233,10 +248,10 @@ import xxhash
 import yaml
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import broadcast_object_list, gather_object
-from datasets.data_files import DataFilesList, get_data_patterns
+from datasets.utils.file_utils import xopen
 from filelock import FileLock
 from pyarrow.dataset import ParquetFragmentScanOptions
-from scipy.stats import bootstrap, permutation_test
+from scipy.stats import bootstrap, norm, permutation_test
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.modules import Router, StaticEmbedding
@@ -254,50 +269,29 @@ def main(args):
     )
     transformers.utils.logging.disable_progress_bar()  # of each small file that is loaded
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each load of a local file asks the Hub
+    args = resolve_args(args)
     if args.annotate:
-        return annotate(args, accelerator)
-    if not (args.query or args.export_vectors):
-        args.output_dir = args.output_dir or default_output(args)
-        check_output(args)
-        metric_cache = tempfile.TemporaryDirectory()
-        metrics = {name: load_metric(name, metric_cache.name) for name in args.metrics}  # fail early
+        annotate(args, accelerator)
+    elif args.export_vectors:
+        export_vectors(args, accelerator)
+    elif args.query:
+        search_texts(args, accelerator)
+    else:
+        evaluate_rankings(args, accelerator)
+
+
+def evaluate_rankings(args, accelerator):
+    """Rank the documents of all collections, and write the results to --output_dir."""
+    check_output(args)
+    metric_cache = tempfile.TemporaryDirectory()
+    metrics = {name: load_metric(name, metric_cache.name) for name in args.metrics}  # fail early
     collections = open_collections(args)
-
-    # ---- rankings of each collection: run files', bi-encoders', BM25's, their fusion, and then all of them reranked
-    paths = args.run + args.model_name_or_path
-    names = iter(short_names([*paths, "BM25", "fused"]))  # of the paths; the last two are taken
-    for path in args.run:
-        collections[0].runs.append(read_run(path, next(names), collections[0]))
-    for path in args.model_name_or_path:
-        encoder = CachedEncoder(path, args, accelerator)
-        if args.export_vectors:
-            return export_vectors(encoder, collections[0], args, accelerator)
-        name = next(names)
-        for collection in collections:
-            collection.runs.append(retrieve(encoder, name, collection, args, accelerator))
-        encoder.close()  # before the next one is loaded
-    for collection in collections:
-        if args.bm25:
-            collection.runs.append(bm25_run(collection, args, accelerator))
-        if args.fuse:
-            collection.runs.append(fuse(collection, args.fuse))
-    if args.cross_encoder:
-        scorer = CachedScorer(args.cross_encoder, args, accelerator)
-        for collection in collections:
-            collection.runs += [rerank(run, scorer, collection, args, accelerator) for run in collection.runs]
-        scorer.close()
-
-    # ---- results
+    rank(collections, args, accelerator)
     origin = provenance(accelerator)
     accelerator.end_training()  # so that no process waits for the report
     if not accelerator.is_main_process:
-        return None
-    for collection in collections:
-        messages = chain(collection.warnings, *(run.metadata["warnings"] for run in collection.runs))
-        for message in dict.fromkeys(messages):
-            print(f"warning: {collection.name}: {message}", file=sys.stderr)
-    if args.query:
-        return print_hits(collections[0], args)
+        return
+    print_warnings(collections)
     not_written = f"--output_dir {args.output_dir}: results not written, but the vectors are cached"
     lock = FileLock(Path(args.output_dir, ".lock"), is_singleton=True)
     with user_errors(not_written):
@@ -310,11 +304,51 @@ def main(args):
         for run in collection.runs:  # errors in scripts of the user's keep the traceback
             run.per_query, run.values = compute_metrics(run.ranking, collection, metrics)
     with user_errors(not_written):
-        table = write_results(collections, origin, args)
-    with user_errors(f"--output_dir {args.output_dir}: report.html not written, but metrics.json is"):
-        write_page(table, collections, origin, Path(args.output_dir, "report.html"))
+        write_results(collections, origin, args)
     lock.release()
-    return None
+
+
+def search_texts(args, accelerator):
+    """Print the best documents for the texts of --query, and write them to --output."""
+    (collection,) = collections = open_collections(args)
+    rank(collections, args, accelerator)
+    if accelerator.is_main_process:
+        print_warnings(collections)
+        print_hits(collection, args)
+
+
+def rank(collections, args, accelerator):
+    """Append the rankings of all collections to their runs: those of run files, of bi-encoders, of BM25, their fusion,
+    and then all of them reranked."""
+    paths = args.run + args.model_name_or_path
+    names = iter(short_names([*paths, "BM25", "fused"]))  # of the paths; the last two are taken
+    for path in args.run:
+        collections[0].runs.append(read_run(path, next(names), collections[0]))
+    for path in args.model_name_or_path:
+        encoder = CachedEncoder(path, args, accelerator)
+        name = next(names)
+        for collection in collections:
+            collection.runs.append(retrieve(encoder, name, collection, args, accelerator))
+        encoder.close()  # before the next one is loaded
+    for collection in collections:
+        if args.bm25:
+            collection.runs.append(bm25_run(collection, args, accelerator))
+        collection.runs = [collection.runs[index] for index in args.order or range(len(collection.runs))]
+        if args.fuse:
+            collection.runs.append(fuse(collection, args.fuse))
+    if args.cross_encoder:
+        scorer = CachedScorer(args.cross_encoder, args, accelerator)
+        for collection in collections:
+            collection.runs += [rerank(run, scorer, collection, args, accelerator) for run in collection.runs]
+        scorer.close()
+
+
+def print_warnings(collections):
+    """Print the warnings of collections and their rankings, each once."""
+    for collection in collections:
+        messages = chain(collection.warnings, *(run.metadata["warnings"] for run in collection.runs))
+        for message in dict.fromkeys(messages):
+            print(f"warning: {collection.name}: {message}", file=sys.stderr)
 
 
 # ---- the incremental pass
@@ -326,36 +360,159 @@ class Chunk:
 
     role: str | None  # "query" or "document"; None: of the pairs of a cross-encoder
     texts: pa.Array  # (n,) large_string, without the prompt; of pairs lists of two
-    hashes: np.ndarray  # (n,) V16, of prompts and texts
-    ids: pa.Array | None = None  # (n,) large_string; only of a corpus
-    first: int = 0  # row number of the first text, from 0
+    hashes: np.ndarray | None  # (n,) V16, of prompts and texts; None if they are only read
+    ids: pa.Array | list | None = None  # (n,) large_string of a corpus; of pairs to rerank (query id, document id)
+    first: int = 0  # number of the first text in its corpus, from 0; the others have the next ones
 
 
-def cached_vectors(encoder, chunk):
-    """Return the (n, D) vectors of a Chunk as cached: in --cache_dtype, or float32 for int8."""
+@dataclass(eq=False)
+class Lookup:
+    """What the cache has of a Chunk of n texts, and what is to be computed."""
+
+    chunk: Chunk
+    rows: np.ndarray  # (n, bytes) uint8, the vectors as stored
+    new: np.ndarray  # (m,) indices of the texts that are not in the cache
+    sources: list  # (Lookup, number there) of each of these: this one's own texts, or those of an earlier one
+    own: list  # indices of the texts to compute: distinct ones that no earlier Lookup computes
+    outputs: list = field(default_factory=list)  # of micro-batches, each (q, D)
+    order: list = field(default_factory=list)  # numbers of own texts, in the order of the outputs
+    packed: np.ndarray | None = None  # (own texts, bytes), as stored
+
+
+def cached_vectors(encoder, chunks):
+    """Yield (Chunk, its (n, D) vectors as cached) of Chunks: in --cache_dtype, or float32 for int8. What is not in the
+    cache is computed and stored, each text once, while worker processes prepare what follows, of later chunks, too."""
+    lookups = deque()  # those whose vectors were not yielded
+    requested = deque()  # (Lookup, numbers of its own texts) of each request
+    in_flight = {}  # {hash: (Lookup, number)} of the texts that are being computed
+
+    def requests():
+        for chunk in chunks:
+            lookup = look_up(encoder, chunk, in_flight)
+            texts = chunk.texts.take(pa.array(lookup.own, pa.int64())).to_pylist()
+            lookups.append(lookup)
+            for numbers in encoder.groups(texts):
+                requested.append((lookup, numbers))
+                yield chunk.role, [texts[number] for number in numbers]
+
+    for micro_batches in load_features(requests(), encoder):
+        lookup, numbers = requested.popleft()
+        encoder.compute(lookup, numbers, micro_batches)
+        while lookups and len(lookups[0].order) == len(lookups[0].own):
+            lookup = lookups.popleft()
+            yield lookup.chunk, finish(encoder, lookup, in_flight)
+
+
+def look_up(encoder, chunk, in_flight):
+    """Return the Lookup of a Chunk, and enter its own texts into in_flight."""
     rows, found = encoder.cache.lookup(chunk.hashes)
-    new = np.flatnonzero(~found)
-    codes, distinct = pd.factorize(chunk.hashes[new].astype(object))
-    encoder.count(len(found), len(distinct))
-    if len(new):
-        first = np.unique(codes, return_index=True)[1]  # of each distinct text
-        texts = chunk.texts.take(new[first]).to_pylist()
-        packed = encoder.cache.pack(encoder.compute(texts, chunk.role))[codes]
-        encoder.cache.store(chunk.hashes[new], packed)
-        rows[new] = packed
-    return encoder.cache.unpack(rows)
+    lookup = Lookup(chunk, rows, np.flatnonzero(~found), [], [])
+    for index, text_hash in zip(lookup.new.tolist(), chunk.hashes[lookup.new].tolist()):
+        if text_hash not in in_flight:
+            in_flight[text_hash] = (lookup, len(lookup.own))
+            lookup.own.append(index)
+        lookup.sources.append(in_flight[text_hash])
+    encoder.count(len(found), len(lookup.own))
+    return lookup
+
+
+def finish(encoder, lookup, in_flight):
+    """Return the (n, D) vectors of a Lookup whose own texts are computed, and store these."""
+    hashes = lookup.chunk.hashes
+    if lookup.own:
+        vectors = np.empty((len(lookup.own), encoder.cache.dimensions), np.float32)
+        vectors[lookup.order] = torch.cat(lookup.outputs).cpu().numpy()
+        lookup.outputs = []
+        bad = np.flatnonzero(~np.isfinite(vectors).all(1))
+        if len(bad):
+            text = str(lookup.chunk.texts[lookup.own[bad[0]]].as_py())[:60]
+            raise UserError(f"{encoder.path}: output for {text!r} is not finite; check the weights")
+        lookup.packed = encoder.cache.pack(vectors)
+    for index, (source, number) in zip(lookup.new.tolist(), lookup.sources):
+        lookup.rows[index] = source.packed[number]
+    stored = [index for index, (source, _) in zip(lookup.new.tolist(), lookup.sources) if source is lookup]
+    if stored:
+        encoder.cache.store(hashes[stored], lookup.rows[stored])
+    for index in lookup.own:
+        del in_flight[hashes[index].item()]
+    return encoder.cache.unpack(lookup.rows)
+
+
+class FeatureMaker(torch.utils.data.Dataset):
+    """What worker processes do: the micro-batches of each request, (role, texts), with arrays of numpy, as tensors
+    would take an open file each."""
+
+    def __init__(self, encoder):
+        self.options = (encoder.model, encoder.args, encoder.accelerator)
+        self.prompts = encoder.prompts
+
+    def __getitem__(self, request):
+        role, texts = request
+        model, args, accelerator = self.options
+        micro_batches = []
+        for places, features in tokenize(model, texts, args, accelerator, prompt=self.prompts[role], task=role):
+            micro_batches.append((places, features))
+        return micro_batches
+
+
+def load_features(requests, encoder):
+    """Yield the micro-batches of each request, in order, made ahead by --dataloader_num_workers processes. They start
+    at the second request with texts: what is cached, or one query, needs none."""
+    maker = FeatureMaker(encoder)
+    workers = encoder.args.dataloader_num_workers
+    begun = False
+    for request in requests:
+        if begun and request[1]:
+            break
+        begun |= bool(request[1])
+        yield maker[request] if request[1] else []
+    else:
+        return
+    loader = torch.utils.data.DataLoader(
+        maker,
+        sampler=chain([request], requests),
+        batch_size=None,
+        collate_fn=lambda micro_batches: micro_batches,
+        num_workers=workers,
+        prefetch_factor=1 if workers else None,
+        worker_init_fn=start_worker,
+        multiprocessing_context="fork" if workers else None,
+    )
+    yield from loader
+
+
+def start_worker(_):
+    """Let a worker process end with its parent, however that ends, and leave signals to it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: when the thread that forked it ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def count_workers(args, accelerator):
+    """Return --dataloader_num_workers, or its default: half of the cores of a process on a GPU, at most 8."""
+    if args.dataloader_num_workers is not None:
+        return args.dataloader_num_workers
+    if sys.platform != "linux":  # elsewhere, fork is not safe or does not exist
+        return 0
+    if accelerator.device.type == "cpu":
+        return 1
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return max(1, min(8, cores // 2))
 
 
 def search(encoder, queries, collection, depth, with_texts):
     """Score the documents of this process' chunks against all queries, (Q, D). Return a TopK of `depth`, {row: (id,
-    text)} of the documents in it, and of some no longer in it, and a Counter of the judged ids."""
+    text)} of the documents in it, and of some no longer in it, and the set of judged ids."""
     corpus = collection.corpus
     top = TopK(queries, min(depth, corpus.rows or depth))
     judged_ids = pa.array(collection.qrels["doc_id"].unique(), pa.large_string())
     documents = {}
-    judged = Counter()
-    for chunk in prefetch(encoder.chunks(corpus)):
-        top.add(encoder.for_search(cached_vectors(encoder, chunk)), chunk.first)
+    judged = set()
+    for chunk, vectors in cached_vectors(encoder, prefetch(encoder.chunks(corpus))):
+        ids = pd.util.hash_array(chunk.ids.to_numpy(zero_copy_only=False), categorize=False)
+        top.add(encoder.for_search(vectors), chunk.first, ids.view(np.int64))
         documents |= documents_of(chunk, top.rows, with_texts)
         if len(documents) > 4 * top.rows.numel():
             documents = {row: documents[row] for row in top.rows.unique().tolist() if row >= 0}
@@ -376,28 +533,51 @@ MAX_SCORES = 2**24  # scores in a tile: 64 MB of float32
 
 
 class TopK:
-    """Keep the K best documents of each query; equal scores rank in the order of the corpus."""
+    """Keep the K best documents of each query; equal scores rank in the order of the corpus. Rows with one id are one
+    document, with the score of its best row."""
 
     def __init__(self, queries, k):
         self.queries = queries  # (Q, D) float32
         shape = len(queries), k
         self.scores = torch.full(shape, -torch.inf, device=queries.device)  # (Q, K), descending
         self.rows = torch.full(shape, -1, device=queries.device)  # (Q, K) int64, -1: none yet
+        self.ids = torch.zeros(1, dtype=torch.int64, device=queries.device)  # of each row; 0: of another process
+        self.seen = []  # sorted arrays of ids, each shorter than half of the one before
+        self.repeats = False  # whether an id has several rows
 
-    def add(self, documents, first):
-        """Score (n, D) documents, corpus rows `first` and following; calls must be in corpus order."""
+    def add(self, documents, first, ids):
+        """Score (n, D) documents, corpus rows `first` and following, with (n,) int64 hashes of their ids; calls must
+        be in corpus order."""
+        end = first + len(ids)
+        if end > len(self.ids):
+            self.ids = F.pad(self.ids, (0, end))
+        self.ids[first:end] = torch.from_numpy(ids)
+        rows_of_an_id = self.look_for_repeats(ids)
         # The last columns of a product are summed in another order: pad, so that equal documents score equally.
         padded = F.pad(documents, (0, 0, 0, -len(documents) % 64))
         tile = max(1, MAX_SCORES // len(documents))
         for begin in range(0, len(self.queries), tile):
             scores = self.queries[begin : begin + tile] @ padded.T
-            self.add_tile(scores[:, : len(documents)], begin, first)
+            self.add_tile(scores[:, : len(documents)], begin, first, rows_of_an_id)
 
-    def add_tile(self, scores, begin, first):
+    def look_for_repeats(self, ids):
+        """Set self.repeats; return the most rows of an id among these (n,)."""
+        ordered, counts = np.unique(ids, return_counts=True)
+        if not self.repeats:
+            for segment in self.seen:
+                columns = np.searchsorted(segment, ordered).clip(max=len(segment) - 1)
+                self.repeats |= bool((segment[columns] == ordered).any())
+            while self.seen and len(self.seen[-1]) <= 2 * len(ordered):
+                ordered = np.sort(np.concatenate([self.seen.pop(), ordered]), kind="stable")  # merges
+            self.seen.append(ordered)
+            self.repeats |= bool(counts.max() > 1)
+        return int(counts.max())
+
+    def add_tile(self, scores, begin, first, rows_of_an_id):
         """Add the (q, n) scores of q queries, from number `begin` on, for corpus rows `first` and following."""
         end = begin + len(scores)
         best = self.scores[begin:end]  # (q, K)
-        k = best.shape[1]
+        k = best.shape[1] * rows_of_an_id  # so many rows are of K documents at least
         # Few documents exceed a query's K-th best; only they are sorted. An equal one ranks below, being later.
         passed = scores > best[:, -1:]
         if scores.shape[1] > k and passed.sum(1).max() > 2 * k:  # the first chunks
@@ -408,32 +588,51 @@ class TopK:
             document = scores.topk(most, sorted=False).indices.sort(1).values  # (q, m), in corpus order
             scores = scores.gather(1, document)
             rows = torch.where(scores > -torch.inf, document + first, -1)
-            self.keep(begin, torch.cat([best, scores], 1), torch.cat([self.rows[begin:end], rows], 1))
+            rows = torch.cat([self.rows[begin:end], rows], 1)
+            self.keep(begin, torch.cat([best, scores], 1), rows, self.ids[rows] if self.repeats else None)
 
     def merge(self, accelerator):
-        """Merge the K best of all processes, which have scored different documents, on every process."""
-        shape = (accelerator.num_processes, *self.rows.shape)
-        scores = accelerator.gather(self.scores).view(shape)  # (P, Q, K)
-        scores = scores.transpose(0, 1).flatten(1)  # (Q, P K)
-        rows = accelerator.gather(self.rows).view(shape)
-        rows = rows.transpose(0, 1).flatten(1)
-        order = rows.argsort(1)  # corpus order; the stable sort in keep() preserves it in ties
-        self.keep(0, scores.gather(1, order), rows.gather(1, order))
+        """Merge the K best of all processes, which have scored different rows, on every process."""
 
-    def keep(self, begin, scores, rows):
-        """Keep the K best of the (q, m) scores of q queries from `begin` on; rows: (q, m) int64."""
+        def gather(values):
+            values = accelerator.gather(values).view(accelerator.num_processes, *self.rows.shape)
+            return values.transpose(0, 1).flatten(1)  # (Q, P K)
+
+        if accelerator.num_processes > 1:
+            scores, rows, ids = map(gather, (self.scores, self.rows, self.ids[self.rows]))
+            order = rows.argsort(1)  # corpus order; the stable sort in keep() preserves it in ties
+            self.keep(0, scores.gather(1, order), rows.gather(1, order), ids.gather(1, order))
+
+    def keep(self, begin, scores, rows, ids=None):
+        """Keep the K best of the (q, m) scores of q queries from `begin` on; rows: (q, m) int64; ids: (q, m) int64, of
+        which the best row is kept, None if they differ."""
+        order = scores.argsort(dim=1, descending=True, stable=True)
+        scores = scores.gather(1, order)
+        rows = rows.gather(1, order)
+        if ids is not None:
+            ids, by_id = ids.gather(1, order).sort(dim=1, stable=True)  # the rows of a document, the best one first
+            is_worse = F.pad(ids[:, 1:] == ids[:, :-1], (1, 0))
+            is_worse = torch.zeros_like(is_worse).scatter(1, by_id, is_worse)
+            scores, order = scores.masked_fill(is_worse, -torch.inf).sort(dim=1, descending=True, stable=True)
+            rows = rows.masked_fill(is_worse, -1).gather(1, order)
         k = self.scores.shape[1]
-        order = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
         end = begin + len(scores)
-        self.scores[begin:end] = scores.gather(1, order)
-        self.rows[begin:end] = rows.gather(1, order)
+        self.scores[begin:end] = scores[:, :k]
+        self.rows[begin:end] = rows[:, :k]
+
+    def repeated_ids(self):
+        """Return the number of ids with several rows, of all processes, which must all call it."""
+        ids = np.concatenate(gather_object([self.ids.cpu().numpy()]))
+        return int((np.unique(ids[ids != 0], return_counts=True)[1] > 1).sum())
 
     def frame(self, query_ids):
         """Return a DataFrame (query_id, row, score)."""
-        queries = np.array(query_ids, object).repeat(self.rows.shape[1])
-        frame = pd.DataFrame({"query_id": queries, "row": self.rows.flatten().tolist()})
-        frame["score"] = self.scores.flatten().tolist()
-        return frame[frame["row"] >= 0]
+        query, place = (self.rows >= 0).nonzero(as_tuple=True)
+        queries = np.array(query_ids, object)[query.cpu().numpy()]
+        rows = self.rows[query, place].cpu().numpy()
+        return pd.DataFrame(
+            {"query_id": queries, "row": rows, "score": self.scores[query, place].double().cpu().numpy()}
+        )
 
 
 # ---- collections
@@ -451,7 +650,7 @@ class TextReader:
         self.kept = None  # (rows,) bool; None: all rows
         with user_errors(self.name):
             files = [file for source in sources for file in list_files(source)]
-            available = next(open_files(files).iter(1)).column_names
+            available = named_columns(next(open_files(files).iter(1)).column_names)
             columns = columns or usual_columns(default, available)
             by_position = dict(enumerate(available))  # as --pairs gives them
             self.id_column, *self.text_columns = [by_position.get(name, name) for name in columns]
@@ -459,8 +658,9 @@ class TextReader:
             self.dataset = open_files(files, args.streaming).select_columns([name for name in names if name != "#"])
         self.rows = None if args.streaming else len(self.dataset)
 
-    def chunks(self, prefix=b"", process=0, processes=1):
-        """Yield every P-th Chunk, those of one process: text columns joined by spaces. prefix: of text_hashes()."""
+    def chunks(self, prefix=None, process=0, processes=1):
+        """Yield every P-th Chunk, those of one process: text columns joined by spaces. prefix: of text_hashes(); None:
+        texts are not hashed."""
         self.empty = 0
         size = self.size  # of one process always, so that the chunks of a growing corpus stay as they are stored
         if processes > 1 and self.rows:  # all processes get equally many chunks
@@ -486,7 +686,8 @@ class TextReader:
                 if missing >= 0:
                     row = first + missing
                     raise UserError(f"row {row}, counted from 0, has no id in column {self.id_column!r}")
-                yield Chunk("document", texts, text_hashes(texts, prefix), ids, first)
+                hashes = None if prefix is None else text_hashes(texts, prefix)
+                yield Chunk("document", texts, hashes, ids, first)
 
     def frame(self):
         """Return a DataFrame (id, text) of all rows."""
@@ -604,7 +805,7 @@ def warnings_of(counts):
 def read_qrels(source, *others):
     """Return a DataFrame (query_id, doc_id, relevance) of a file of judgments, or of a source in the layouts of the
     Hub. Raise UserError if there are several files."""
-    with user_errors(f"--qrels {source}"):
+    with user_errors(f"--qrels {source}", KeyError):
         file, *more = [source, *others] if os.path.exists(source) or others else list_files(source)
         if more:
             raise UserError(f"has {1 + len(more)} files: give one, with all judgments")
@@ -625,25 +826,38 @@ def read_qrels(source, *others):
 
 
 def read_trec(path, name):
-    """Return a DataFrame (query_id, doc_id, score) of a TREC run (name "run") or TREC or BEIR judgments ("qrels")."""
+    """Return a DataFrame (query_id, doc_id, score) of a TREC run (name "run") or TREC or BEIR judgments ("qrels"); of
+    a run with `scored`, whether the system that ranked a document gave it that score."""
+    return pd.concat(trec_parts(path, name))
+
+
+UNSCORED = "unscored"  # tag of documents that are ranked below those that a reranker has scored
+GRADE_NAMES = ("score", "relevance", "rel", "grade", "label")  # of the last column, in a header of judgments
+
+
+def trec_parts(path, name):
+    """Yield what read_trec() returns in parts of 2**19 lines."""
     with user_errors(f"--{name} {path}"):
-        columns = {6: [0, 2, 4]} if name == "run" else {3: [0, 1, 2], 4: [0, 2, 3]}
+        columns = {6: [0, 2, 4, 5]} if name == "run" else {3: [0, 1, 2], 4: [0, 2, 3]}
         with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
             by_tabs = file.readline().count("\t") + 1 in columns  # then ids may contain spaces
-        options = {"header": None, "dtype": str, "quoting": csv.QUOTE_NONE, "keep_default_na": False}
-        frame = pd.read_csv(path, sep="\t" if by_tabs else r"\s+", encoding="utf-8-sig", **options)
-        fields = frame.shape[1]
-        if fields not in columns:
-            raise UserError(f"has {fields} fields per line, not {' or '.join(map(str, columns))}")
-        frame = frame[columns[fields]].set_axis(["query_id", "doc_id", "score"], axis=1)
-        scores = pd.to_numeric(frame["score"], errors="coerce")
-        bad = ~np.isfinite(scores)
-        if name == "qrels":
-            bad[0] = False  # BEIR's judgments have a header
-        if bad.any():
-            line = bad.idxmax()
-            raise UserError(f"line {line + 1} has no finite score: {' '.join(frame.loc[line])}")
-        return frame.assign(score=scores)[np.isfinite(scores)]
+            file.seek(0)
+            options = {"header": None, "dtype": str, "quoting": csv.QUOTE_NONE, "keep_default_na": False}
+            for frame in pd.read_csv(file, sep="\t" if by_tabs else r"\s+", chunksize=2**19, **options):
+                fields = frame.shape[1]
+                if fields not in columns:
+                    raise UserError(f"has {fields} fields per line, not {' or '.join(map(str, columns))}")
+                names = ["query_id", "doc_id", "score", "tag"][: len(columns[fields])]
+                frame = frame[columns[fields]].set_axis(names, axis=1)
+                scores = pd.to_numeric(frame["score"], errors="coerce")
+                bad = ~np.isfinite(scores)
+                if name == "qrels" and 0 in bad and frame.loc[0, "score"].lower() in GRADE_NAMES:
+                    bad[0] = False  # the header of BEIR, and of others
+                if bad.any():
+                    line = bad.idxmax()
+                    raise UserError(f"line {line + 1} has no finite score: {' '.join(frame.loc[line, names[:3]])}")
+                frame = frame.assign(score=scores)[np.isfinite(scores)]
+                yield frame.assign(scored=frame.pop("tag") != UNSCORED) if name == "run" else frame
 
 
 # ---- rankings
@@ -654,7 +868,7 @@ class Run:
     """The ranked documents of each query, by a model or from a file."""
 
     name: str
-    ranking: pd.DataFrame  # query_id, doc_id, score; per query, best first
+    ranking: pd.DataFrame  # query_id, doc_id, score, and of reranked ones scored: by the model; per query, best first
     metadata: dict  # its entry in metrics.json
     texts: dict = field(default_factory=dict)  # {document id: text}, in a search
     per_query: pd.DataFrame | None = None  # a column for each measure
@@ -697,7 +911,13 @@ def read_run(path, name, collection):
     return make_run(name, ranking[known], collection, {}, counts)
 
 
-REPEATED_IDS = "ids belong to several documents; each counts once, with its best score"
+def corpus_counts(repeated, missing, empty):
+    """Return {message: count} of what is strange in the documents of a collection."""
+    return {
+        "ids belong to several documents; each counts once, with its best score": repeated,
+        "judged documents are not in the corpus; they count as not found": missing,
+        "documents are empty": empty,
+    }
 
 
 def retrieve(encoder, name, collection, args, accelerator):
@@ -705,8 +925,9 @@ def retrieve(encoder, name, collection, args, accelerator):
     corpus = collection.corpus
     results = max(args.top_k, args.rerank_k) if args.query else args.top_k  # a search may rerank more than it prints
     encoder.open_bar(f"{name} {collection.name}", corpus.rows)
-    with accelerator.split_between_processes(list(collection.queries.values())) as texts:
-        parts = gather_object([encoder.encode(texts, "query")])
+    texts = list(collection.queries.values())
+    own = np.array_split(np.arange(len(texts)), accelerator.num_processes)[accelerator.process_index]
+    parts = gather_object([encoder.encode([texts[number] for number in own], "query")])
     queries = encoder.for_search(np.concatenate(parts))  # (Q, D)
     depth = results + collection.omit_same_id
     top, documents, judged = search(encoder, queries, collection, depth, with_texts=bool(args.query))
@@ -716,23 +937,19 @@ def retrieve(encoder, name, collection, args, accelerator):
     metadata = encoder.metadata()
     parts = gather_object([(documents, judged, corpus.empty)])
     documents = {row: document for part in parts for row, document in part[0].items()}
-    judged = sum((part[1] for part in parts), Counter())
+    judged = set().union(*(part[1] for part in parts))
     if not documents:
         raise UserError(f"{corpus.name}: contains no document")
     ranking = top.frame(list(collection.queries))
-    rows = ranking.pop("row").tolist()
-    ranking["doc_id"] = [documents[row][0] for row in rows]
-    repeated = {*ranking.loc[ranking.duplicated(PAIR), "doc_id"], *(doc_id for doc_id in judged if judged[doc_id] > 1)}
-    missing = set(collection.qrels["doc_id"]) - judged.keys()
-    counts = {
-        REPEATED_IDS: len(repeated),
-        "judged documents are not in the corpus; they count as not found": len(missing),
-        "documents are empty; encoded as the empty string": sum(part[2] for part in parts),
-        "of the oldest blocks were removed, to keep --cache_size_limit": encoder.cache.removed,
-    }
+    rows, places = np.unique(ranking.pop("row"), return_inverse=True)
+    ranking["doc_id"] = np.array([documents[row][0] for row in rows.tolist()], object)[places]
+    missing = set(collection.qrels["doc_id"]) - judged
+    counts = corpus_counts(top.repeated_ids(), len(missing), sum(part[2] for part in parts))
+    counts["of the oldest blocks were removed, to keep --cache_size_limit"] = encoder.cache.removed
     run = make_run(name, ranking, collection, metadata, counts, results)
     if args.query:
-        run.texts = dict(documents[row] for row in reversed(rows))  # of a repeated id that of the best score
+        found = reversed(rows[places].tolist())
+        run.texts = dict(documents[row] for row in found)  # of a repeated id that of the best score
     return run
 
 
@@ -750,6 +967,7 @@ def rerank(run, scorer, collection, args, accelerator):
     ranking = run.ranking[PAIR].merge(scored, "left")
     ranking = ranking.sort_values("score", ascending=False, kind="stable")
     lowest = ranking.groupby("query_id")["score"].transform("min").fillna(0)
+    ranking["scored"] = ranking["score"].notna()
     behind = ranking["score"].isna().groupby(ranking["query_id"]).cumsum()
     ranking["score"] = ranking["score"].fillna(lowest - behind)
     (model,) = short_names([scorer.path])
@@ -760,11 +978,15 @@ def score_pairs(scorer, requested, collection, args, accelerator):
     """Return a DataFrame (query_id, doc_id, score) of the requested pairs whose document is in the corpus, on every
     process. If an id occurs twice, its best score counts."""
     candidates = candidate_pairs(requested, collection, accelerator)
+
+    def chunks():
+        while part := list(islice(candidates, args.corpus_chunk_size)):
+            pairs = [(collection.queries[query], text) for query, _, text in part]
+            yield scorer.chunk_of(pairs, ids=[(query, document) for query, document, _ in part])
+
     scored = []
-    while part := list(islice(candidates, args.corpus_chunk_size)):
-        query_ids, document_ids, documents = zip(*part)
-        scores = scorer.score_pairs([collection.queries[query] for query in query_ids], documents)
-        scored += zip(query_ids, document_ids, scores.tolist())
+    for chunk, scores in cached_vectors(scorer, chunks()):
+        scored += [(*ids, score) for ids, score in zip(chunk.ids, scores[:, 0].tolist())]
     frame = pd.DataFrame(gather_object(scored), columns=[*PAIR, "score"])
     return frame.sort_values("score", ascending=False, kind="stable").drop_duplicates(PAIR)
 
@@ -773,7 +995,7 @@ def candidate_pairs(requested, collection, accelerator):
     """Yield (query id, document id, text) of the requested pairs whose document is in this process' chunks."""
     queries_by_doc = requested.groupby("doc_id")["query_id"].agg(list)
     requested_ids = pa.array(queries_by_doc.index, pa.large_string())
-    for chunk in collection.corpus.chunks(b"", accelerator.process_index, accelerator.num_processes):
+    for chunk in collection.corpus.chunks(None, accelerator.process_index, accelerator.num_processes):
         for doc_id, text in requested_texts(chunk, requested_ids):
             for query in queries_by_doc[doc_id]:
                 yield query, doc_id, text
@@ -793,21 +1015,16 @@ def bm25_run(collection, args, accelerator):
             outcome = [search_bm25(collection, args)]
         except UserError as error:
             outcome = [error]
-    (ranking,) = broadcast_object_list(outcome)
-    if isinstance(ranking, UserError):
-        raise ranking
-    missing = len(collection.queries.keys() - set(ranking["query_id"]))
-    again = ranking.loc[ranking.duplicated(PAIR), "doc_id"].nunique()
-    counts = {
-        "queries share no word with a document; BM25 knows words between spaces, but no stop words": missing,
-        REPEATED_IDS: again,
-    }
+    (outcome,) = broadcast_object_list(outcome)
+    if isinstance(outcome, UserError):
+        raise outcome
+    ranking, counts = outcome
     return make_run("BM25", ranking, collection, {}, counts, args.top_k)
 
 
 def search_bm25(collection, args):
-    """Return a DataFrame (query_id, doc_id, score) of BM25 (Robertson and Zaragoza 2009; bm25s' default, Lucene's
-    variant), with the corpus in memory."""
+    """Return (DataFrame (query_id, doc_id, score), {message: count}) of BM25 (Robertson and Zaragoza 2009; bm25s'
+    default, Lucene's variant), with the corpus in memory."""
     with user_errors("--bm25 requires the package bm25s, and words in the corpus"):
         import bm25s  # optional
 
@@ -817,32 +1034,50 @@ def search_bm25(collection, args):
         queries = bm25s.tokenize(list(collection.queries.values()), **options)
         index = bm25s.BM25()
         index.index(documents, show_progress=False)
-        depth = min(args.top_k + collection.omit_same_id, len(corpus))
-        rows, scores = index.retrieve(queries, k=depth, show_progress=False)  # (Q, depth) each
-    ranking = pd.DataFrame({"query_id": np.repeat(list(collection.queries), depth)})
-    ranking["doc_id"] = corpus["id"].to_numpy()[rows.ravel()]
-    ranking["score"] = scores.ravel()
-    return ranking[ranking["score"] > 0]
+    rows_of_ids = corpus["id"].value_counts()
+    documents = args.top_k + collection.omit_same_id
+    depth = min(documents * rows_of_ids.max(), len(corpus))  # so many rows are of as many documents at least
+    query_ids = list(collection.queries)
+    step = max(1, 2**22 // depth)
+    parts = []
+    for first in range(0, len(queries), step):
+        rows, scores = index.retrieve(queries[first : first + step], k=depth, show_progress=False)  # (q, depth) each
+        part = pd.DataFrame({"query_id": np.repeat(query_ids[first : first + step], depth)})
+        part["doc_id"] = corpus["id"].to_numpy()[rows.ravel()]
+        part["score"] = scores.ravel()
+        parts.append(part[part["score"] > 0].drop_duplicates(PAIR).groupby("query_id", sort=False).head(documents))
+    ranking = pd.concat(parts)
+    missing = len(collection.queries.keys() - set(ranking["query_id"]))
+    judged = set(collection.qrels["doc_id"])
+    counts = corpus_counts((rows_of_ids > 1).sum(), len(judged - set(rows_of_ids.index)), collection.corpus.empty)
+    counts["queries share no word with a document; BM25 knows words between spaces, but no stop words"] = missing
+    return ranking, counts
 
 
 def fuse(collection, method):
     """Return the Run of the fusion of the rankings of a collection: a document's score is the sum over those that
     contain it of 1 / (60 + rank) (rrf: Cormack et al. 2009), or of how many standard deviations its score lies above
-    the lowest of the query (zscore). It is as deep as the deepest of them; equal sums stay in their order."""
+    the lowest of the query (zscore), 0 if its model has not scored it. The fusion is as deep as the deepest of them;
+    equal sums stay in their order."""
     parts = []
+    counts = Counter()
     for run in collection.runs:
-        queries = run.ranking.groupby("query_id")
+        ranking = run.ranking
         if method == "rrf":
-            scores = 1 / (61 + queries.cumcount())
+            scores = 1 / (61 + ranking.groupby("query_id").cumcount())
         else:
-            score = queries["score"]
-            deviation = score.transform("std", ddof=0)
-            scores = (run.ranking["score"] - score.transform("min")) / deviation.where(deviation > 0, 1)
-        parts.append(run.ranking[PAIR].assign(score=scores))
+            scores = ranking["score"].where(ranking.get("scored", ranking["score"].notna()))
+            queries = scores.groupby(ranking["query_id"])
+            deviation = queries.transform("std", ddof=0)
+            scores = (scores - queries.transform("min")) / deviation.where(deviation > 0, 1)
+            unscored = f"documents of {run.name} lie below those that were reranked; they count as its lowest score"
+            counts[unscored] += scores.isna().sum()
+            scores = scores.fillna(0)
+        parts.append(ranking[PAIR].assign(score=scores))
     ranking = pd.concat(parts).groupby(PAIR, as_index=False, sort=False)["score"].sum()
     ranking = ranking.sort_values("score", ascending=False, kind="stable")
     depth = max(part.groupby("query_id").size().max() for part in parts)
-    return make_run("fused", ranking, collection, {}, {}, depth)
+    return make_run("fused", ranking, collection, {}, dict(counts), depth)
 
 
 # ---- rows with scores
@@ -900,10 +1135,11 @@ def read_documents(args):
     of all pairs; the pairs of row i are offsets[i] to offsets[i + 1]."""
     size = max(1, args.corpus_chunk_size // (len(args.columns) - 1))
     for source in args.annotate:
-        with user_errors(source):
+        with user_errors(source, KeyError):
             for number, table in enumerate(open_files(list_files(source)).iter(size)):
                 if "scores" in table.column_names:
-                    raise UserError("has a column 'scores' already")
+                    advice = "mine with --format n-tuple or labeled-pair, or leave that column out"
+                    raise UserError(f"has a column 'scores' already: {advice}")
                 columns = datasets.Dataset(table.select([*dict.fromkeys(args.columns)]), fingerprint="")[:]
                 queries = []
                 documents = []
@@ -931,12 +1167,13 @@ def append_lines(table, path):
 # ---- vectors for other programs
 
 
-def export_vectors(encoder, collection, args, accelerator):
+def export_vectors(args, accelerator):
     """Write a Parquet shard of (_id, vector) for each chunk, and _vectors.json, which describes them; the underscore
     hides it from readers of Parquet folders. The folder has the name *.part until it is complete; a killed export
     starts again, with cached vectors."""
     folder = Path(f"{args.export_vectors}.part")
-    corpus = collection.corpus
+    corpus = open_collections(args)[0].corpus
+    encoder = CachedEncoder(args.model_name_or_path[0], args, accelerator)
     not_written = f"--export_vectors {args.export_vectors}: not written, choose a new folder"
     with user_errors(not_written):
         if os.path.exists(args.export_vectors):
@@ -946,8 +1183,8 @@ def export_vectors(encoder, collection, args, accelerator):
             folder.mkdir(parents=True)
     accelerator.wait_for_everyone()
     encoder.open_bar(encoder.path, corpus.rows)
-    for chunk in prefetch(encoder.chunks(corpus)):
-        vectors = encoder.for_search(cached_vectors(encoder, chunk)).cpu().numpy()
+    for chunk, vectors in cached_vectors(encoder, prefetch(encoder.chunks(corpus))):
+        vectors = encoder.for_search(vectors).cpu().numpy()
         flat = pa.FixedSizeListArray.from_arrays(vectors.reshape(-1), vectors.shape[1])
         table = pa.table({"_id": chunk.ids.cast(pa.string()), "vector": flat})
         options = {"compression": "none", "use_dictionary": False, "write_statistics": False}  # of no use for vectors
@@ -1024,27 +1261,38 @@ def compute_metrics(ranking, collection, metrics):
     return table, values
 
 
+MEASURED_TOGETHER = 2000  # queries; providers take dicts of 200 bytes a line of a ranking
+
+
 def measure_ranking(ranking, collection, measures):
     """Return {measure of ir_measures: {query: value}} of a DataFrame (query_id, doc_id, rank)."""
-    documents = {}  # {id: number}; some providers require numbers, as texts
-
-    def nested(frame, column):
-        table = {}
-        for query, part in frame.groupby("query_id", sort=False):
-            texts = [documents.setdefault(doc_id, str(len(documents))) for doc_id in part["doc_id"]]
-            table[numbers[query]] = dict(zip(texts, part[column].tolist()))
-        return table
-
     queries = list(collection.queries)
-    numbers = {query: str(number) for number, query in enumerate(queries)}
-    qrels = nested(collection.qrels, "relevance")
-    # Providers of ir_measures break ties differently, and Compat takes documents with a score below 0 for unranked.
-    run = nested(ranking.assign(inverse=1 / ranking["rank"]), "inverse")
+    numbers = {query: number for number, query in enumerate(queries)}
     values = {measure: {} for measure in measures}
-    with user_errors("--metrics"):
-        for value in ir_measures.iter_calc(measures, qrels, run) if measures else ():
-            values[value.measure][queries[int(value.query_id)]] = value.value
+
+    def by_group(frame):
+        return frame.groupby(frame["query_id"].map(numbers).astype(int) // MEASURED_TOGETHER)
+
+    judged = dict(iter(by_group(collection.qrels)))
+    for group, part in by_group(ranking) if measures else ():
+        documents = {}  # {id: number}; some providers require numbers, as texts
+        qrels = nested(judged[group], "relevance", numbers, documents)
+        # Providers break ties differently, and Compat takes documents with a score below 0 for unranked.
+        run = nested(part.assign(inverse=1 / part["rank"]), "inverse", numbers, documents)
+        with user_errors("--metrics", *BUGS):
+            for value in ir_measures.iter_calc(measures, qrels, run):
+                values[value.measure][queries[int(value.query_id)]] = value.value
     return values
+
+
+def nested(frame, column, queries, documents):
+    """Return {number of the query: {number of the document: value of a column}}, numbers as texts; documents: {id:
+    number}, to which those of the frame are added."""
+    table = {}
+    for query, part in frame.groupby("query_id", sort=False):
+        texts = [documents.setdefault(doc_id, str(len(documents))) for doc_id in part["doc_id"]]
+        table[str(queries[query])] = dict(zip(texts, part[column].tolist()))
+    return table
 
 
 def run_scripts(ranking, qrels, scripts):
@@ -1054,15 +1302,27 @@ def run_scripts(ranking, qrels, scripts):
     reference = qrels.rename(columns=names).assign(q0="0").to_dict("list")
     results = {}
     for name, script in scripts.items():
-        with user_errors(f"--metrics {name}: does not take these rankings"):  # such as ids that are not numbers
+        with user_errors(f"--metrics {name}: does not take these rankings", *BUGS):  # such as ids that are not numbers
             script.add_batch(predictions=[prediction], references=[reference])
         results[name] = script.compute()
     return results
 
 
+NORMAL_ABOVE = 20_000  # queries; 10,000 resamples of a million would be 10^10 draws
+
+
+def note_of(queries):
+    """Return how intervals and p-values of this many queries are computed, if not by resampling; else ""."""
+    return f"Above {NORMAL_ABOVE:,} queries: normal approximations." if queries > NORMAL_ABOVE else ""
+
+
 def bootstrap_interval(samples):
     """Return (low, high), the 95 % percentile bootstrap interval (Efron and Tibshirani 1993) of the mean of the
     samples' means. A sample has the values of a collection's queries, which are resampled within it."""
+    if sum(map(len, samples)) > NORMAL_ABOVE:
+        mean = np.mean([sample.mean() for sample in samples])
+        error = math.sqrt(sum(sample.var() / len(sample) for sample in samples)) / len(samples)
+        return float(mean - 1.96 * error), float(mean + 1.96 * error)
     samples = [np.repeat(values, 1 + (len(values) == 1)) for values in samples]  # scipy requires two
 
     def statistic(*drawn, axis):
@@ -1076,10 +1336,12 @@ def bootstrap_interval(samples):
 
 
 def paired_randomization_p(samples, others):
-    """Return the two-sided p-value of the paired randomization test on the mean difference (Smucker et al. 2007)."""
+    """Return the two-sided p-value of the paired randomization test (Smucker et al. 2007), of many queries normal."""
     differences = np.concatenate([(sample - other) / len(sample) for sample, other in zip(samples, others)])
-    if len(differences) < 2:
+    if len(differences) < 2 or not differences.any():
         return 1.0
+    if len(differences) > NORMAL_ABOVE:
+        return float(2 * norm.sf(abs(differences.sum()) / np.linalg.norm(differences)))
     batch = max(1, 2**22 // len(differences))
     options = {"permutation_type": "samples", "vectorized": True, "n_resamples": 9999}
     options["random_state"] = np.random.default_rng(0)
@@ -1112,12 +1374,13 @@ def summarize(collections):
 
 
 def short_names(paths):
-    """Return distinct short names of models, run files or collections: A for A/model, A/run.trec or A/*.x."""
+    """Return distinct short names of models, run files or collections: A for A/model, A/run.trec or A/*.x, after as
+    many folders as distinguish it from the others; equal paths are numbered."""
     paths = [os.path.abspath(path) if os.path.exists(path) else path for path in paths]
     parts = [re.sub(r"/(model|run\.trec|\*[^/]*)?$", "", path).split("/") for path in paths]
     names = [part[-1] for part in parts]
-    if len(set(names)) < len(names):
-        names = ["_".join(part[-2:]) for part in parts]
+    for depth in range(2, 1 + max(map(len, parts))):
+        names = [name if names.count(name) == 1 else "_".join(part[-depth:]) for name, part in zip(names, parts)]
     numbered = enumerate(names, start=1)
     return [name if names.count(name) == 1 else f"{name}_{number}" for number, name in numbered]
 
@@ -1175,6 +1438,8 @@ def write_trec(path, name, ranking):
     table = ranking[PAIR].replace(r"[\t\r\n]", "_", regex=True)
     separator = "\t" if table.map(re.compile(r"\s").search).notna().any(axis=None) else " "
     table = table.assign(q0="Q0", score=ranking["score"], tag=re.sub(r"\s", "_", name))
+    if "scored" in ranking:
+        table["tag"] = table["tag"].where(ranking["scored"], UNSCORED)
     table = table.sort_values("query_id", kind="stable", key=lambda ids: pd.factorize(ids)[0])  # as first seen
     table["rank"] = 1 + table.groupby("query_id").cumcount()
     columns = ["query_id", "q0", "doc_id", "rank", "score", "tag"]
@@ -1183,36 +1448,37 @@ def write_trec(path, name, ranking):
 
 
 def write_results(collections, origin, args):
-    """Write metrics.json, table.md, table.tex and, for each ranking, per_query.csv; print the table and return it.
-    origin: provenance() of the rankings."""
+    """Write per_query.csv of each ranking, the texts for report.py, and metrics.json; print the table. origin:
+    provenance() of the rankings."""
     output = Path(args.output_dir)
+    record = {"args": asdict(args), "provenance": origin, "collections": [], "results": []}
     summaries = {}
-    results = []
     for collection in collections:
+        folder = collection.name if len(collections) > 1 else ""
+        write_texts(collection, output / folder)
+        entry = {"name": collection.name, "folder": folder, "queries": len(collection.queries)}
+        record["collections"].append(entry | {"judgments": judgments_digest(collection)})
         summaries[collection.name] = summarize([collection])
         for run, metrics in zip(collection.runs, summaries[collection.name]):
             run.per_query.to_csv(output / run.metadata["folder"] / "per_query.csv")
             result = {"collection": collection.name, "name": run.name, "queries": len(run.per_query)}
-            results.append(result | {"metrics": metrics} | run.metadata)
-    record = {"args": asdict(args), "provenance": origin, "results": results}
+            record["results"].append(result | {"metrics": metrics} | run.metadata)
     names = [run.name for run in collections[0].runs]
     if len(collections) > 1:
         summaries["mean"] = summarize(collections)
         record["means"] = dict(zip(names, summaries["mean"]))
-    table = table_of(summaries, names)
-    write_tables(table_lines(table.T if len(collections) > 1 else table), output)
     (output / "metrics.json.part").write_text(json.dumps(record, indent=1))
     os.replace(output / "metrics.json.part", output / "metrics.json")
-    print_table(table)
-    for result in results:
+    queries = sum(len(collection.queries) for collection in collections)
+    print_table(table_of(summaries, names), note_of(queries))
+    for result in record["results"]:
         for unit, verb in (("texts", "encoded"), ("pairs", "scored")):
             if counts := result.get(unit):
                 work = f"{counts[verb]:,} of {counts['total']:,} {unit} {verb}"
                 length = f", of at most {result['max_length']} tokens" if result["max_length"] else ""
                 print(f"{result['collection']}, {result['name']}: {work}{length}")
-    queries = sum(len(collection.queries) for collection in collections)
-    print(f"{queries:,} queries; metrics.json, table.md and table.tex are in {output}")
-    return table
+    print(f"{queries:,} queries; results are in {output}")
+    print("tables, and a page to look into failures:", shlex.join(["python", "report.py", str(output)]))
 
 
 def table_of(summaries, names):
@@ -1245,8 +1511,8 @@ def format_cell(cell):
     return value, "{difference:+.4f}, p = {p:.4f}".format(**cell) if "p" in cell else ""
 
 
-def print_table(table):
-    """Print a table of statistics, turned if it is wider than the terminal."""
+def print_table(table, note):
+    """Print a table of statistics, turned if it is wider than the terminal, and a note."""
     for lines in (table_lines(table), table_lines(table.T)):
         widths = [2 + max(map(len, column)) for column in zip(*lines)]
         if sum(widths) - 2 <= shutil.get_terminal_size((120, 24)).columns:
@@ -1254,240 +1520,54 @@ def print_table(table):
     print()
     for name, *cells in lines:
         print(f"{name:{widths[0] - 2}}", *[f"{cell:>{width}}" for cell, width in zip(cells, widths[1:])], sep="")
+    print(note, end="\n" if note else "")
 
 
-def write_tables(lines, output):
-    """Write table.md, and table.tex for the package booktabs, of table_lines()."""
-    count = len(lines[0]) - 1
-    rows = [lines[0], ["---", *["---:"] * count], *lines[1:]]
-    rows = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows]
-    (output / "table.md").write_text("".join(f"| {row} |\n" for row in rows), encoding="utf-8")
-    frame = pd.DataFrame(lines[1:], columns=lines[0])
-    frame.to_latex(output / "table.tex", index=False, escape=True, column_format="l" + "r" * count)
+SHOWN_QUERIES = 5000
+SHOWN_DEPTH = 10  # documents of a ranking; relevant ones three times as many, so that any two rankings can be compared
+SHOWN_CHARACTERS = 2000  # of a document
 
 
-PAGE_QUERIES = 500
-PAGE_DEPTH = 10  # documents of a ranking; and at most of the relevant ones of a query that no ranking has among them
-PAGE_CHARACTERS = 2000  # of a document
-
-
-def write_page(table, collections, origin, path):
-    """Write PAGE: table_of(), and the queries with documents of the first two rankings, or of the only one."""
-    measures = list(collections[0].runs[0].per_query)
-    queries = page_queries(collections) if measures else pd.DataFrame({"collection": [], "id": []})
-    documents = []
-    texts = []
-    for number, collection in enumerate(collections):
-        ids = queries["id"][queries["collection"] == number]
-        documents.append(page_documents(collection, ids).assign(collection=number))
-        texts.append(page_texts(collection, documents[-1]["doc_id"].unique().tolist()))
-    names = [collection.name for collection in collections]
-    data = {
-        "collections": names,
-        "rankings": [run.name for run in collections[0].runs[:2]],
-        "measure": measures[0] if measures else "",
-        "depth": PAGE_DEPTH,
-        "total": sum(len(collection.queries) for collection in collections),
-        "queries": queries.to_dict("records"),
-        "documents": pd.concat(documents).to_dict("records"),
-        "texts": texts,
-    }
-    lines = [[re.sub(r" (?![\[p])", "&nbsp;", escape(cell)) for cell in line] for line in table_lines(table.T)]
-    page = Template(PAGE).substitute(
-        title=escape(", ".join(names) if len(names) < 4 else f"{len(names)} collections"),
-        time=escape(origin["time"]),
-        command=escape(origin["command"]),
-        table="\n".join(f"<tr><td>{'<td>'.join(line)}" for line in lines),
-        data=json.dumps(data, ensure_ascii=False).replace("<", "\\u003c"),  # no text can end the script
-    )
-    path.write_text(page, encoding="utf-8")
-    print(f"{len(queries):,} queries with their documents: {path}")
-
-
-def page_queries(collections):
-    """Return a DataFrame of the queries that the first two rankings differ most on, or that the only one is worst on:
-    number of the collection, id, text, relevant documents, values of the first measure, and what they are sorted by:
-    the difference, or the value."""
-    parts = []
-    for number, collection in enumerate(collections):
-        part = pd.DataFrame(collection.queries.items(), columns=["id", "text"]).assign(collection=number)
-        judged = collection.judged_pairs()
-        relevant = judged["query_id"][judged["relevance"] > 0].value_counts()
-        part["relevant"] = part["id"].map(relevant).fillna(0)
-        values = np.stack([run.per_query.iloc[:, 0] for run in collection.runs[:2]], 1)  # (Q, 1 or 2)
-        part["values"] = values.tolist()
-        part["change"] = values[:, -1] - values[:, 0] if values.shape[1] > 1 else values[:, 0]
-        parts.append(part)
-    queries = pd.concat(parts)
-    order = -queries["change"].abs() if len(collections[0].runs) > 1 else queries["change"]
-    chosen = order.to_numpy().argsort(kind="stable")[:PAGE_QUERIES]
-    return queries.iloc[chosen].sort_values("change", kind="stable")
-
-
-def page_documents(collection, query_ids):
-    """Return a DataFrame (query_id, doc_id, relevance, ranks) of the documents to show: the first of the first two
-    rankings, and relevant ones that none has there. ranks: in each, None if the document was not retrieved."""
-    runs = collection.runs[:2]
-    table = collection.judged_pairs()
-    table = table[table["query_id"].isin(query_ids)]
-    for number, run in enumerate(runs):
-        ranking = run.ranking[run.ranking["query_id"].isin(query_ids)]
-        ranking = ranking.sort_values(["score", "doc_id"], ascending=False)[PAIR]  # as compute_metrics() ranks
-        ranking[number] = 1 + ranking.groupby("query_id").cumcount()
-        table = table.merge(ranking, "outer", PAIR)
-    is_first = (table[range(len(runs))] <= PAGE_DEPTH).any(axis=1)
-    missed = table[(table["relevance"] > 0) & ~is_first].sort_values("relevance", ascending=False, kind="stable")
-    shown = pd.concat([table[is_first], missed.groupby("query_id").head(PAGE_DEPTH)])
-    shown = shown.astype(object).where(shown.notna(), None)
-    return shown[[*PAIR, "relevance"]].assign(ranks=shown[range(len(runs))].to_numpy().tolist())
-
-
-def page_texts(collection, ids):
-    """Return {id: text} of documents, cut for the page, in one pass over the corpus; an id's first document counts."""
+def write_texts(collection, folder):
+    """Write what report.py shows beside the rankings: queries.jsonl, at most SHOWN_QUERIES with their judgments, and
+    documents.jsonl, the first ones of their rankings and relevant ones. Queries are chosen by a hash of their ids, so
+    that other calls choose the same. Read the corpus once more; memory is for the ids of these documents."""
+    order = sorted(collection.queries, key=lambda query: xxhash.xxh3_64_digest(query.encode()))
+    chosen = set(order[:SHOWN_QUERIES])
+    judged = collection.judged_pairs()
+    judged = judged[judged["query_id"].isin(chosen)]
+    grades = {query: {} for query in collection.queries if query in chosen}
+    for query, doc_id, grade in judged[[*PAIR, "relevance"]].itertuples(index=False):
+        grades[query][doc_id] = grade
+    with open(folder / "queries.jsonl", "w", encoding="utf-8") as file:
+        for query, judgments in grades.items():
+            row = {"_id": query, "text": collection.queries[query], "judgments": judgments}
+            print(json.dumps(row, ensure_ascii=False), file=file)
+    best = judged[judged["relevance"] > 0].sort_values("relevance", ascending=False, kind="stable")
+    ids = set(best.groupby("query_id").head(3 * SHOWN_DEPTH)["doc_id"])
+    for run in collection.runs:
+        ranking = run.ranking[run.ranking["query_id"].isin(chosen)]
+        ranking = ranking.sort_values(["score", "doc_id"], ascending=False)  # as compute_metrics() ranks
+        ids.update(ranking.groupby("query_id").head(SHOWN_DEPTH)["doc_id"])
     requested = pa.array(ids, pa.large_string())
-    texts = {}
-    for chunk in collection.corpus.chunks():
-        if len(texts) == len(ids):
-            break
-        for doc_id, text in requested_texts(chunk, requested):
-            texts.setdefault(doc_id, text if len(text) <= PAGE_CHARACTERS else f"{text[:PAGE_CHARACTERS]} … (cut)")
-    return texts
+    with open(folder / "documents.jsonl", "w", encoding="utf-8") as file:
+        for chunk in collection.corpus.chunks() if ids else ():
+            for doc_id, text in requested_texts(chunk, requested):
+                if doc_id in ids:  # the first document of an id counts
+                    ids.remove(doc_id)
+                    text = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} … (cut)"
+                    print(json.dumps({"_id": doc_id, "text": text}, ensure_ascii=False), file=file)
+            if not ids:
+                break
 
 
-PAGE = r"""<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>$title</title>
-<style>
-:root { color-scheme: light dark; --quiet: light-dark(#5c636b, #a3abb5); --line: light-dark(#dfe3e8, #363c44);
-  --good: light-dark(#0b7038, #63d297); --bad: light-dark(#b3261e, #ff9288); --mark: light-dark(#ffedb0, #5a4a08);
-  --relevant: light-dark(#eaf6ee, #14261b); }
-body { max-width: 76rem; margin: auto; padding: 1rem; font: 15px/1.45 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1, h2 { font-size: 1.3rem; margin: 1rem 0 .3rem; }
-h3, p { font-size: 1rem; margin: .3rem 0; }
-table { border-spacing: 0; font-size: .85rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-td { padding: .3rem .7rem 0 0; vertical-align: top; }
-td:last-child { padding-right: 0; }
-tr:first-child { font-weight: bold; }
-tr + tr:has(td:empty:first-child), .quiet { color: var(--quiet); font-size: .85rem; }
-.good { color: var(--good); }
-.bad { color: var(--bad); }
-input { font: inherit; width: 100%; box-sizing: border-box; padding: .3rem; }
-summary { cursor: pointer; }
-main > details > summary { padding: .6rem 0; font-weight: bold; }
-.query { border-top: 1px solid var(--line); }
-.query > summary { display: grid; grid-template-columns: max-content 1fr; gap: 1rem; padding: .4rem 0; }
-.query[open] > summary { position: sticky; top: 0; background: Canvas; }
-.columns { display: grid; grid-auto-flow: column; grid-auto-columns: minmax(0, 1fr); gap: 1.5rem; }
-@media (max-width: 40rem) { .columns { grid-auto-flow: row; } }
-article { display: grid; grid-template-columns: 2rem 1fr; padding: .4rem; border-top: 1px solid var(--line); }
-.relevant { background: var(--relevant); }
-.text { white-space: pre-line; list-style: none; }
-details:not([open]) > .text { display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 4;
-  overflow: hidden; }
-mark { background: var(--mark); color: inherit; }
-</style>
-<h1>$title</h1>
-<details class="quiet"><summary>$time</summary>$command</details>
-<div style="overflow-x: auto"><table>
-$table
-</table></div>
-<p class="quiet">Brackets: 95 % bootstrap intervals. Below: differences from the first ranking, with the p-value of a
-paired randomization test.</p>
-<h2>Queries</h2>
-<p class="quiet" id="about"></p>
-<input type="search" placeholder="words of a query, or its id" aria-label="words of a query, or its id">
-<main></main>
-<script type="application/json" id="data">$data</script>
-<script>
-const data = JSON.parse(document.getElementById("data").textContent);
-const [first, second] = data.rankings;
-
-function add(parent, tag, name, text = "") {  // a text never becomes HTML
-  const element = parent.appendChild(document.createElement(tag));
-  element.className = name;
-  element.textContent = text;
-  return element;
-}
-
-function addDocument(column, query, hit, side) {
-  const box = add(column, "article", hit.relevance > 0 ? "relevant" : "");
-  add(box, "b", "", hit.ranks[side] ?? "–");
-  const body = add(box, "div", "");
-  const line = add(body, "div", "quiet", hit.doc_id);
-  if (hit.relevance !== null) add(line, "b", hit.relevance > 0 ? "good" : "bad", " · grade " + hit.relevance);
-  if (second) add(line, "span", "", " · rank " + ranksOf(hit));
-  const details = add(body, "details", "");
-  details.open = hit.relevance > 0;
-  const text = add(details, "summary", "text");
-  const words = query.text.match(/[\p{L}\p{N}]{4,}|\p{L}?[\p{Lu}\p{N}]{2}[\p{L}\p{N}]*/gu) ?? [];  // also HIV and p53
-  const marked = new Set(words.map((word) => word.toLowerCase()));
-  const whole = data.texts[query.collection][hit.doc_id] ?? "(not in the corpus)";
-  for (const part of whole.split(/([\p{L}\p{N}]+)/u))
-    marked.has(part.toLowerCase()) ? add(text, "mark", "", part) : text.append(part);
-}
-
-function addDocuments(box, query) {
-  const columns = add(box, "div", "columns");
-  const documents = data.documents.filter((d) => d.query_id === query.id && d.collection === query.collection);
-  data.rankings.forEach((name, side) => {
-    const column = add(columns, "section", "");
-    const rank = (hit) => hit.ranks[side] ?? Infinity;
-    documents.sort((a, b) => rank(a) - rank(b));
-    const best = documents.filter((hit) => rank(hit) <= data.depth);
-    const missed = documents.filter((hit) => rank(hit) > data.depth && hit.relevance > 0);
-    const count = best.filter((hit) => hit.relevance > 0).length;
-    add(column, "h3", "", name);
-    add(column, "p", "quiet", data.measure + " " + query.values[side].toFixed(3) + ", " + count + " of " +
-      query.relevant + " relevant documents among the first " + data.depth);
-    if (missed.length) add(column, "p", "", "Relevant, but not among the first " + data.depth);
-    missed.forEach((hit) => addDocument(column, query, hit, side));
-    if (missed.length) add(column, "p", "", "The first " + data.depth);
-    best.forEach((hit) => addDocument(column, query, hit, side));
-  });
-}
-
-const ranksOf = (hit) => hit.ranks.map((rank) => rank ?? "–").join(" → ");
-
-function addGroup(title, queries) {
-  const group = add(document.querySelector("main"), "details", "");
-  add(group, "summary", "", queries.length + " queries: " + title);
-  for (const query of queries) {
-    const box = add(group, "details", "query");
-    box.searched = (query.text + " " + query.id).toLowerCase();
-    const summary = add(box, "summary", "");
-    add(summary, "b", "", query.values.map((value) => value.toFixed(3)).join(" → "));
-    const text = add(summary, "span", "", query.text + " ");
-    const relevant = data.documents.filter((d) => d.relevance > 0 && d.query_id === query.id &&
-      d.collection === query.collection);
-    add(text, "span", "quiet", (data.collections[1] ? data.collections[query.collection] + " " : "") + query.id +
-      " · relevant at rank " + relevant.slice(0, 3).map(ranksOf).join(", ") + (relevant[3] ? ", ..." : ""));
-    box.addEventListener("toggle", () => addDocuments(box, query), { once: true });
-  }
-}
-
-const changed = (sign) => data.queries.filter((query) => Math.sign(query.change) === sign);
-if (second) {
-  addGroup(first + " is better", changed(-1));
-  addGroup(second + " is better", changed(1).reverse());
-  addGroup("equal", changed(0));
-} else addGroup(first + ", lowest " + data.measure + " first", data.queries);
-document.querySelector("main > details").open = !second;
-document.getElementById("about").textContent = data.queries.length + " of " + data.total + " queries, sorted by " +
-  data.measure + (second ? ", largest difference first. All pairs of numbers are " + first + " → " + second : "") +
-  ". Rank –: not retrieved. Click a text to read on; words of the query are marked in it.";
-document.querySelector("input").addEventListener("input", (event) => {
-  const words = event.target.value.toLowerCase().split(/\s+/).filter(Boolean);
-  for (const group of document.querySelectorAll("main > details")) {
-    const boxes = [...group.querySelectorAll(".query")];
-    for (const box of boxes) box.hidden = !words.every((word) => box.searched.includes(word));
-    group.open = words.length > 0 && boxes.some((box) => !box.hidden);
-    group.hidden = words.length > 0 && !group.open;
-  }
-});
-</script>
-"""
+def judgments_digest(collection):
+    """Return a hash of queries and judgments, whatever their order; report.py compares rankings of equal ones."""
+    judgments = collection.qrels[[*PAIR, "relevance"]].itertuples(index=False, name=None)
+    digest = hashlib.sha256()
+    for row in chain(sorted(collection.queries.items()), sorted(judgments)):
+        digest.update(f"{row}\n".encode())
+    return digest.hexdigest()[:32]
 
 
 def print_hits(collection, args):
@@ -1570,7 +1650,8 @@ class EmbeddingCache:
         self.cache.close()
 
     def errors(self):
-        return user_errors(f"--cache_dir {self.folder} (free disk space, or remove the folder if it is damaged)")
+        advice = "free disk space, or choose another folder, or remove it"
+        return user_errors(f"--cache_dir {self.folder} ({advice})", *BUGS)
 
     def sql(self, statement, *values):
         """Return the rows of a statement on diskcache's table. Its `_sql` is private, and used here alone: there is no
@@ -1821,10 +1902,11 @@ class CachedEncoder:
         dimensions, dtype, length = self.load(args)  # of the cached vectors; tokens that texts are truncated to
         tokens = 4096 if accelerator.device.type == "cpu" else 16_384
         tokens = args.micro_batch_tokens or (2**20 if is_static(self.model) else tokens)
-        self.args = replace(args, micro_batch_tokens=tokens)
+        workers = count_workers(args, accelerator)
+        self.args = replace(args, micro_batch_tokens=tokens, dataloader_num_workers=workers)
         length = length or self.model.max_seq_length or math.inf
-        self.max_length = None if length == math.inf else length  # None: not truncated
-        self.longest = 6 * length  # characters that count in micro_batches(): more are truncated anyway
+        self.max_length = length if length < 2**31 else None  # None: not truncated
+        self.longest = 6 * length  # characters that count in groups(): more are truncated anyway
         self.reads_role = reads_role(self.model)
         self.fingerprint = model_fingerprint(self.model, accelerator.mixed_precision, dtype)
         self.model.to(accelerator.device)
@@ -1838,7 +1920,7 @@ class CachedEncoder:
         try:
             check_last_token(self.model)
         except UserError as error:
-            self.accelerator.print(f"warning: {self.path}: {error} of train_bi_encoder.py")
+            self.accelerator.print(f"warning: {self.path}: {error}")
         return self.model.get_embedding_dimension(), args.cache_dtype, args.max_length
 
     def close(self):
@@ -1850,12 +1932,15 @@ class CachedEncoder:
     def encode(self, texts, role):
         """Return the (n, D) float32 vectors of a list of texts, as encode_query (role: "query") or encode_document
         ("document") of the model computes them with self.prompts: from the cache, or computed and stored."""
+        size = self.args.corpus_chunk_size
         texts = pa.array(texts, pa.large_string())
+        parts = (texts.slice(first, size) for first in range(0, len(texts), size))
+        chunks = (Chunk(role, part, text_hashes(part, self.prefix(role))) for part in parts)
         vectors = np.empty((len(texts), self.cache.dimensions), np.float32)
-        for first in range(0, len(texts), self.args.corpus_chunk_size):
-            part = texts.slice(first, self.args.corpus_chunk_size)
-            chunk = Chunk(role, part, text_hashes(part, self.prefix(role)))
-            vectors[first : first + len(part)] = cached_vectors(self, chunk)
+        first = 0
+        for _, part in cached_vectors(self, chunks):
+            vectors[first : first + len(part)] = part
+            first += len(part)
         return vectors[:, : self.dims]
 
     def chunks(self, corpus):
@@ -1880,39 +1965,32 @@ class CachedEncoder:
             vectors.append(self.for_search(self.encode(distinct, role))[codes])  # (n, D)
         return (vectors[0] * vectors[1]).sum(1)
 
-    @torch.inference_mode()
-    def compute(self, texts, role):
-        """Return the (n, D) float32 outputs of texts or pairs, which are tokenized in the background."""
-        outputs = []
-        indices = []
-        for part, features in prefetch(self.micro_batches(texts, role), depth=8):
-            outputs.append(self.forward(features, role))
-            indices += part
-            self.bar.update(len(part))
-        vectors = np.empty((len(texts), self.cache.dimensions), np.float32)
-        vectors[indices] = torch.cat(outputs).cpu().numpy()
-        bad = np.flatnonzero(~np.isfinite(vectors).all(1))
-        if len(bad):
-            text = str(texts[bad[0]])[:60]
-            raise UserError(f"{self.path}: output for {text!r} is not finite; check the weights")
-        return vectors
-
-    def micro_batches(self, texts, role):
-        """Yield (indices, features) of micro-batches, by groups of similar length: while one is encoded, the next is
-        tokenized."""
+    def groups(self, texts):
+        """Yield lists of indices of texts or pairs of similar length, about four micro-batches each; an empty one if
+        there are no texts."""
         characters = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts]
         sizes = np.minimum(characters, self.longest) + 1
         order = np.argsort(-sizes, kind="stable")
-        group_of = np.cumsum(sizes[order]) // (16 * self.args.micro_batch_tokens)  # about 4 micro-batches
+        group_of = np.cumsum(sizes[order]) // (16 * self.args.micro_batch_tokens)
         for group in np.split(order, 1 + np.flatnonzero(np.diff(group_of))):
-            chosen = [texts[index] for index in group]
-            options = {"prompt": self.prompts[role], "task": role}
-            for places, features in tokenize(self.model, chosen, self.args, self.accelerator, **options):
-                yield group[places].tolist(), features
+            yield group.tolist()
+
+    @torch.inference_mode()
+    def compute(self, lookup, numbers, micro_batches):
+        """Add to a Lookup the (q, D) float outputs of those of its own texts that have these numbers."""
+        for places, features in micro_batches:
+            lookup.outputs.append(self.forward(features, lookup.chunk.role))
+            lookup.order += [numbers[place] for place in places]
+            self.bar.update(len(places))
 
     def forward(self, features, role):
         """Return the (n, D) float outputs of a micro-batch."""
-        features = transformers.BatchEncoding(features).to(self.accelerator.device, non_blocking=True).data
+        device = self.accelerator.device
+        for name, value in features.items():
+            if isinstance(value, np.ndarray):
+                tensor = torch.from_numpy(value)
+                tensor = tensor.pin_memory() if device.type == "cuda" else tensor
+                features[name] = tensor.to(device, non_blocking=True)
         with self.accelerator.autocast():  # gives flash attention its dtype
             return self.model(features, task=role)[self.output].float()
 
@@ -1960,9 +2038,15 @@ class CachedScorer(CachedEncoder):
     def score_pairs(self, queries, documents):
         """Return the (n,) scores of n pairs of texts."""
         pairs = list(zip(queries, documents))
+        if not pairs:
+            return np.zeros(0, np.float32)
+        ((_, vectors),) = cached_vectors(self, [self.chunk_of(pairs)])
+        return vectors[:, 0]
+
+    def chunk_of(self, pairs, ids=None):
+        """Return the Chunk of a list of pairs of texts."""
         joined = pa.array(map("\0".join, pairs), pa.large_string())
-        chunk = Chunk(None, pa.array(pairs, pa.list_(pa.large_string())), text_hashes(joined))
-        return cached_vectors(self, chunk)[:, 0]
+        return Chunk(None, pa.array(pairs, pa.list_(pa.large_string())), text_hashes(joined), ids)
 
 
 # ---- micro-batches
@@ -1977,9 +2061,13 @@ def prefetch(iterator, depth=2):
             yield item
 
 
+def pinned(value, device):
+    """Return a tensor in page-locked memory if `device` is a GPU, for asynchronous copies; else return the value."""
+    return value.pin_memory() if device.type == "cuda" and torch.is_tensor(value) else value
+
+
 # ---- micro-batches (same in train_bi_encoder.py)
 
-TOKENIZING = threading.Lock()  # each call configures the tokenizer, which cannot be done while another uses it
 CHUNK = 8192  # texts that are tokenized together: of similar length, as they are padded to the longest
 AS_NUMPY = {"processing_kwargs": {"common": {"return_tensors": "np"}}}  # torch.tensor() of lists takes as long again
 # Modules that do without a mask of ones, by where they are defined; others may read it, and get it.
@@ -2006,104 +2094,115 @@ def tokenize(model, texts, args, accelerator, **options):
     order = np.argsort(characters)[::-1].tolist()
     for first in range(0, len(order), CHUNK):
         indices = order[first : first + CHUNK]
-        with TOKENIZING:
-            features = model.preprocess([texts[index] for index in indices], **options)
-        features = {name: torch.as_tensor(v) if isinstance(v, np.ndarray) else v for name, v in features.items()}
-        for places, part in split_features(features, args.micro_batch_tokens, device, needs_mask):
-            yield [indices[place] for place in places], {name: pinned(part[name], device) for name in part}
+        features = model.preprocess([texts[index] for index in indices], **options)
+        features = {name: value.numpy() if torch.is_tensor(value) else value for name, value in features.items()}
+        for positions, part in split_features(features, args.micro_batch_tokens, device, needs_mask):
+            yield [indices[position] for position in positions], part
 
 
 def split_features(features, max_tokens, device, needs_mask):
-    """Yield (places, features) of the texts at these places, the longest first, for each micro-batch."""
+    """Yield (positions, features) of the texts at these positions, the longest first, for each micro-batch."""
     if "offsets" in features:  # of a static model, whose tokens need no memory to speak of
         yield range(len(features["offsets"])), features
     elif "cu_seq_lens_q" in features:  # concatenated without padding, for flash attention
         bounds = features["cu_seq_lens_q"].tolist()
-        for places in cut(np.diff(bounds), max_tokens, is_padded=False):
-            yield places, take_flat(features, bounds, places)
+        for positions in cut(np.diff(bounds), max_tokens, is_padded=False):
+            yield positions, take_flat(features, bounds, positions)
     else:
-        lengths = features["attention_mask"].sum(1).numpy()
+        lengths = features["attention_mask"].sum(1)
         if device.type != "cpu":  # kernels are faster at multiples of 8
             lengths = np.minimum(-(-lengths // 8) * 8, features["attention_mask"].shape[1])
-        for places in cut(lengths, max_tokens):
-            yield places, take_padded(features, places, int(lengths[places[0]]), needs_mask)
+        for positions in cut(lengths, max_tokens):
+            yield positions, take_padded(features, positions, int(lengths[positions[0]]), needs_mask)
 
 
 def cut(lengths, max_tokens, is_padded=True):
-    """Return lists of places, the longest text first, each of at most `max_tokens` with padding; a longer text is
-    alone.
-
-    Minimize the tokens with padding plus a cost for each forward pass: 1/64 of `max_tokens` up to 2,048 (12 to 35
-    tokens measured on CPUs), 1/16 above (an estimate for GPUs, not measured). Cuts are tried where the length changes
-    and after every 1/16 of `max_tokens`; trying all of them saves at most 0.3 % of the tokens and takes 30 times as
-    long."""
-    order = np.argsort(-lengths, kind="stable")
-    sizes = np.maximum(lengths[order], 1)
+    """Return lists of positions, the longest text first: each of at most max_tokens, of which at most 1/64 is padding;
+    a longer text is alone."""
     parts = []
-    if not is_padded:
-        left = 0
-        for place, size in zip(order.tolist(), sizes.tolist()):
-            if not parts or size > left:
-                parts.append([])
-                left = max_tokens
-            parts[-1].append(place)
-            left -= size
-        return parts
-    sixteenths = np.cumsum(sizes) * 16 // max_tokens
-    begins = np.flatnonzero(np.diff(sizes, prepend=0) | np.diff(sixteenths, prepend=0))
-    widths = sizes[begins].tolist()
-    begins = [*begins.tolist(), len(order)]
-    cost_of_a_pass = max_tokens / (64 if max_tokens <= 2048 else 16)
-    best = {len(widths): (0.0, None)}  # {number of a begin: (lowest cost from it on, number of the next begin)}
-    for first in reversed(range(len(widths))):
-        limit = bisect_right(begins, begins[first] + max_tokens // widths[first])
-        costs = []
-        for end in range(first + 1, max(first + 2, limit)):
-            tokens = (begins[end] - begins[first]) * widths[first]
-            costs.append((cost_of_a_pass + tokens + best[end][0], end))
-        best[first] = min(costs)
-    first = 0
-    while first < len(widths):
-        end = best[first][1]
-        parts.append(order[begins[first] : begins[end]].tolist())
-        first = end
+    longest = tokens = 0
+    order = np.argsort(-lengths, kind="stable")
+    for position, length in zip(order.tolist(), lengths[order].tolist()):
+        tokens += length
+        padded = longest * (len(parts[-1]) + 1) if parts and is_padded else tokens
+        if not parts or padded > max_tokens or padded - tokens > max_tokens / 64:
+            parts.append([])
+            longest = tokens = length
+        parts[-1].append(position)
     return parts
 
 
-def take_padded(features, places, width, needs_mask):
+def take_padded(features, positions, width, needs_mask):
     """Return the features of some texts, without columns of padding beyond `width`, on whichever side it is."""
-    mask = features["attention_mask"][places]
+    mask = features["attention_mask"][positions]
     columns = slice(width) if mask[:, 0].all() else slice(mask.shape[1] - width, None)
-    part = dict(features)
-    for name, value in features.items():
-        if torch.is_tensor(value):  # (texts, tokens)
-            part[name] = value[places, columns]
+    part = convert_arrays(features, lambda array: array[positions, columns])  # (texts, tokens)
     if part["attention_mask"].all() and not needs_mask:  # else models wait for the device to see that all is 1
         del part["attention_mask"]
     return part
 
 
-def take_flat(features, bounds, places):
+def take_flat(features, bounds, positions):
     """Return the features of some texts that are concatenated; bounds: where texts begin, and the end of the last."""
-    spans = [slice(bounds[place], bounds[place + 1]) for place in places]
+    spans = [slice(bounds[position], bounds[position + 1]) for position in positions]
     part = dict(features)
     for name, value in features.items():
-        if torch.is_tensor(value) and value.shape[-1] == bounds[-1]:  # (1, tokens)
-            part[name] = torch.cat([value[:, span] for span in spans], 1)
-    lengths = torch.tensor([span.stop - span.start for span in spans])
-    ends = F.pad(lengths.cumsum(0), (1, 0)).int()
+        if isinstance(value, np.ndarray) and value.shape[-1] == bounds[-1]:  # (1, tokens)
+            part[name] = np.concatenate([value[:, span] for span in spans], 1)
+    lengths = np.array([span.stop - span.start for span in spans])
+    ends = np.append(0, lengths.cumsum()).astype(np.int32)
     longest = int(lengths.max())
     part |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-    part["seq_idx"] = torch.arange(len(spans), dtype=torch.int32).repeat_interleave(lengths)[None]
+    part["seq_idx"] = np.repeat(np.arange(len(spans), dtype=np.int32), lengths)[None]
     return part
 
 
-def pinned(value, device):
-    """Return a tensor in page-locked memory if `device` is a GPU, for asynchronous copies; else return the value."""
-    return value.pin_memory() if device.type == "cuda" and torch.is_tensor(value) else value
+def convert_arrays(values, function=torch.from_numpy):
+    """Return {name: value} with function(array) in place of each array of numpy."""
+    return {name: function(value) if isinstance(value, np.ndarray) else value for name, value in values.items()}
 
 
 # ---- models
+
+
+def open_model(kind, path, args):
+    """Return the model of a folder or Hub id, of a class of sentence-transformers, on the CPU. Raise UserError, with
+    what to do, if it cannot be loaded."""
+    check_exists(path)
+    options = {"use_safetensors": True}  # never a pickle
+    try:
+        return kind(path, device="cpu", model_kwargs=options, trust_remote_code=args.trust_remote_code)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise UserError("; ".join(filter(None, [reason_of(error), missing_files(path, str(error))]))) from error
+
+
+def missing_files(path, reason):
+    """Return what is missing, of the files of a model that could not be loaded or of packages, and what to do; None if
+    that is unknown."""
+    if "safetensors" in reason:  # the option set above
+        return "if it has pytorch_model.bin, convert that as 'Models without safetensors' in docs/evaluation.md shows"
+    if not os.path.isdir(path):
+        with suppress(Exception):
+            path = os.path.dirname(transformers.utils.cached_file(path, "config.json", local_files_only=True))
+    folder = Path(path)
+    packages = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
+    packages = [name for name, module in packages.items() if not is_installed(module)]
+    if packages and any(folder.glob("*.model")) and not (folder / "tokenizer.json").exists():
+        return f"its tokenizer requires: pip install {' '.join(packages)}"
+    with suppress(OSError, ValueError):
+        modules = json.loads((folder / "modules.json").read_text())
+        folders = [module["path"] for module in modules if not (folder / module["path"]).exists()]
+        folders = [name for name in folders if not name.endswith("_Normalize")]  # is empty, and so not on the Hub
+        return folders and f"modules.json names the folder {folders[0]}, which is missing: complete the download"
+
+
+def is_installed(package):
+    """Return whether a package can be imported."""
+    with suppress(ImportError):  # of the package that contains it
+        return find_spec(package) is not None
+    return False
 
 
 def load_bi_encoder(path, args):
@@ -2111,14 +2210,12 @@ def load_bi_encoder(path, args):
     with user_errors(f"--model_name_or_path {path}"):
         if os.path.isdir(f"{path}/model"):
             raise UserError(f"is the output of a training run; its model is {path}/model")
-        check_exists(path)
-        options = {"use_safetensors": True}  # never a pickle
-        model = SentenceTransformer(path, device="cpu", model_kwargs=options, trust_remote_code=args.trust_remote_code)
+        model = open_model(SentenceTransformer, path, args)
         if "SequenceClassification" in str(getattr(model.config, "architectures", None)):
             raise UserError("is a cross-encoder: use --cross_encoder")
         if model.similarity_fn_name not in ("cosine", "dot"):
             raise UserError(f"similarity {model.similarity_fn_name} is not supported, only cosine and dot")
-        set_up(model, args.max_length)
+        prepare_tokenizer(model, args.max_length)
         dims = args.truncate_dim or model.truncate_dim
         model.truncate_dim = None  # the cache stores full vectors
         if (dims or 0) > model.get_embedding_dimension():
@@ -2134,15 +2231,13 @@ def load_bi_encoder(path, args):
 def load_cross_encoder(path, args):
     """Return a CrossEncoder on the CPU, which gives one score."""
     with user_errors(f"--cross_encoder {path}"):
-        check_exists(path)
-        options = {"use_safetensors": True}  # never a pickle
-        model = CrossEncoder(path, device="cpu", model_kwargs=options, trust_remote_code=args.trust_remote_code)
+        model = open_model(CrossEncoder, path, args)
         if len(model) == 1 and "SequenceClassification" not in str(model.config.architectures):
             raise UserError("has no head that scores pairs: train_cross_encoder.py trains one")
         if model.num_labels != 1:
             raise UserError(f"has {model.num_labels} labels: must be 1")
         try:
-            set_up(model, args.rerank_max_length)
+            prepare_tokenizer(model, args.rerank_max_length)
         except UserError as error:
             raise UserError(str(error).replace("--max_length", "--rerank_max_length")) from None
     own_memory(model)
@@ -2150,20 +2245,17 @@ def load_cross_encoder(path, args):
 
 
 def model_fingerprint(model, precision, dtype):
-    """Return a hash of what determines the vector of a text: weights, tokenizers, modules, code that is not of a
-    library, lengths, precision, dtype."""
-    modules = [module for module in model.modules() if hasattr(module, "get_config_dict")]
-    parts = [[(type(module).__name__, module.get_config_dict()) for module in modules]]
-    for module in model.modules():
-        if isinstance(module, (Transformer, StaticEmbedding)):
-            parts += describe_input(module)
-    parts += [precision, dtype, getattr(model, "similarity_fn_name", None)]  # a cross-encoder has none
+    """Return a hash of what determines the vector of a text: weights, configurations, tokenizers and what they make of
+    some texts, code that is not of a library, precision, dtype."""
+    parts = [precision, dtype, getattr(model, "similarity_fn_name", None), probe_features(model)]
     if has_chat_template(model) or (isinstance(model, CrossEncoder) and model.default_prompt_name):
         parts += [model.prompts.get(model.default_prompt_name), model.tokenizer.chat_template]
-    kinds = {f"{type(module).__module__}.{type(module).__qualname__}": type(module) for module in model.modules()}
-    for name, kind in sorted(kinds.items()):
-        if name.partition(".")[0] not in LIBRARIES:
-            parts.append(inspect.getsource(inspect.getmodule(kind)))
+    modules = list(model.modules())[1:]  # all but the model itself
+    parts += [configuration(module) for module in modules]
+    tokenizers = {id(part): part for module in modules if (part := getattr(module, "tokenizer", None)) is not None}
+    parts += [describe_tokenizer(tokenizer) for tokenizer in tokenizers.values()]
+    foreign = {type(part) for part in (*modules, *tokenizers.values()) if not is_of_library(part)}
+    parts += sorted(set(map(read_code, foreign)))
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -2172,20 +2264,63 @@ def model_fingerprint(model, precision, dtype):
     return digest.hexdigest()[:32]
 
 
-LIBRARIES = ("torch", "transformers", "sentence_transformers", "peft")
+def is_of_library(part):
+    """Return whether the class of a module or tokenizer is defined in a library, not in a model's folder."""
+    libraries = ("torch", "transformers", "sentence_transformers", "peft", "tokenizers")
+    return type(part).__module__.partition(".")[0] in libraries
 
 
-def describe_input(module):
-    """Return what determines the features of a module that reads texts: [config, tokenizer, length]."""
-    if isinstance(module, StaticEmbedding):
-        return [{}, module.tokenizer.to_str(), module.max_seq_length]
-    config = module.config.to_dict()
-    for name in ("_name_or_path", "transformers_version"):
-        config.pop(name, None)
-    tokenizer = module.tokenizer.backend_tokenizer
-    tokenizer.enable_truncation(module.max_seq_length)  # whatever the last call left
-    tokenizer.no_padding()
-    return [config, tokenizer.to_str(), module.max_seq_length]
+def configuration(module):
+    """Return the options of a module, without where it was loaded from: a copy of a model has its vectors."""
+    options = dict(module.get_config_dict()) if hasattr(module, "get_config_dict") else {}
+    if hasattr(config := getattr(module, "config", None), "to_dict"):
+        options |= config.to_dict()
+    if not is_of_library(module):  # options may be attributes
+        options |= {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
+    for name in ("name_or_path", "_name_or_path", "transformers_version"):
+        options.pop(name, None)
+    return options
+
+
+# Longer than a model's limit, it is cut on one side; upper case, accents, scripts and spaces show what is normalized.
+PROBE = (
+    "Straße, ÀÉÎ, iPhone HIV-1: Ελληνικά, Русский, العربية, हिन्दी, 東京で寿司を食べる 🙂\tdef f(x_1):\n\n  x = 3.14"
+)
+
+
+def probe_features(model):
+    """Return the features of some texts, or pairs, as lists: of each alone, so without padding, and of one longer than
+    the model's limit."""
+    limit = model.max_seq_length or 0
+    words = PROBE.split()
+    numbers = map(str, range(limit if limit < 2**18 else 0))  # none if texts are not truncated
+    long = " ".join([*words, *numbers, *words[::-1]])
+    prompt = None if has_chat_template(model) else "a Prompt: "
+    inputs = [(role, text) for role in ("query", "document") for text in (PROBE, long)]
+    if isinstance(model, CrossEncoder):
+        inputs = [(None, pair) for pair in ((PROBE, long), (long, PROBE))]
+    found = []
+    for role, text in inputs:
+        features = model.preprocess([text], prompt=prompt, task=role)
+        found.append([(name, value.tolist() if torch.is_tensor(value) else value) for name, value in features.items()])
+    return found
+
+
+def describe_tokenizer(tokenizer):
+    """Return what a tokenizer does, but for lengths and sides, which probe_features() tests: calls change them."""
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if hasattr(backend, "to_str"):
+        return json.loads(backend.to_str()) | {"truncation": None, "padding": None}
+    return getattr(tokenizer, "get_vocab", dict)()  # of one in Python
+
+
+def read_code(kind):
+    """Return the names and contents of all files of code in the folder, and in folders in it, that a class is from."""
+    with suppress(TypeError, OSError):  # compiled
+        file = Path(inspect.getfile(kind))
+        files = file.parent.rglob("*.py") if "." in kind.__module__ else [file]  # no package: maybe all of Python's
+        return tuple((str(path.relative_to(file.parent)), path.read_bytes()) for path in sorted(files))
+    return ()
 
 
 def own_memory(model):
@@ -2221,7 +2356,10 @@ def check_last_token(model):
     if any("lasttoken" in getattr(module, "pooling_mode", "") for module in model.modules()):
         encoding = model.tokenizer.backend_tokenizer.encode("a text")
         if not encoding.special_tokens_mask[-1]:
-            raise UserError(f"pools the last token, but texts end in {encoding.tokens[-1]!r}: set --append_eos")
+            raise UserError(
+                f"pools the last token, but texts end in {encoding.tokens[-1]!r}: save a tokenizer that adds a "
+                "special token, as in docs/training.md#a-tokenizer-without-an-end-token"
+            )
 
 
 def has_chat_template(model):
@@ -2229,21 +2367,25 @@ def has_chat_template(model):
     return any("message" in getattr(module, "modality_config", {}) for module in model.modules())
 
 
-def set_up(model, length):
+def prepare_tokenizer(model, length):
     """Check weights and tokens of the modules of a model, and truncate to --max_length or the model's own length. Let
     the embeddings of all tokens be trained."""
     for module in model.modules():
         if isinstance(module, Transformer):
             check_weights(module.model)
             check_tokens(module.tokenizer, getattr(module.config, "vocab_size", math.inf))
-            set_up_transformer(module, length)
+            set_length(module, length)
         elif isinstance(module, StaticEmbedding):
             check_tokens(module.tokenizer, module.embedding.num_embeddings)
             if length:
                 module.tokenizer.enable_truncation(length)
+    if length and not any(isinstance(module, (Transformer, StaticEmbedding)) for module in model.modules()):
+        model.max_seq_length = length  # of a first module that is not of the library
+        if model.preprocess(["a " * 2 * length])["input_ids"].shape[-1] > length:
+            raise UserError(f"--max_length {length}: {type(model[0]).__name__} does not truncate to max_seq_length")
 
 
-def set_up_transformer(transformer, length):
+def set_length(transformer, length):
     """Set padding and the length of a Transformer module; raise UserError if that is beyond its positions."""
     tokenizer = transformer.tokenizer
     config = transformer.config
@@ -2255,7 +2397,10 @@ def set_up_transformer(transformer, length):
     limit = positions if positions > 0 else 2**31  # XLNet has -1
     for name, module in transformer.named_modules():
         if isinstance(module, torch.nn.Embedding):
-            if name.endswith("position_embeddings") and module.padding_idx is not None:
+            is_position = name.endswith("position_embeddings")
+            if is_position:
+                limit = min(limit, module.num_embeddings)  # CANINE may have fewer
+            if is_position and module.padding_idx is not None:
                 limit -= module.padding_idx + 1  # RoBERTa's positions begin after it
             elif name.endswith(("position_embeddings", "wpe")) and tokenizer.padding_side == "left":
                 raise UserError("pads on the left, which moves its positions: save it with padding_side right")
@@ -2304,7 +2449,7 @@ def as_texts(column, name, ids=False):
     """Return a column of texts, or of `ids`, as large_string; null where there is none."""
     kind = column.type
     advice = None
-    if isinstance(kind, pa.JsonType):  # what `datasets` makes of a column of several types
+    if isinstance(kind, pa.JsonType) or pa.types.is_temporal(kind):  # of several types, or of texts like dates
         advice = "rewrite it by prepare_corpus.py"
     elif pa.types.is_nested(kind):
         advice = "write its texts as a column of their own; Dataset.flatten() of `datasets` does so for structs"
@@ -2335,12 +2480,7 @@ def is_out_of_memory(error):
     return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "DefaultCPUAllocator" in str(error))
 
 
-HINTS = {  # what to do about errors of `datasets`
-    "available configs": "choose one as ID:config:split",
-    "Couldn't cast": "prepare_corpus.py rewrites rows of irregular types",
-    "as a scalar of type": "prepare_corpus.py rewrites rows of irregular types",
-    "the same columns": "prepare_corpus.py rewrites them, null where one is missing",
-}
+BUGS = (KeyError, IndexError, TypeError, AttributeError, NameError)
 
 
 def reason_of(error):
@@ -2356,19 +2496,22 @@ def reason_of(error):
     if isinstance(error, pd.errors.ParserWarning):
         return "line 2 has more fields than the header: check the separator, and quote texts that contain it"
     reason = str(error).strip() or repr(error)
+    is_irregular = isinstance(error, pa.ArrowInvalid | datasets.table.CastError) or "Couldn't cast" in reason
     if isinstance(error, datasets.table.CastError):
         reason = f"not all rows have the same columns: {error.details()}"
     reason = " ".join(reason.split())[:500].replace("set 'local_files_only' to False", "unset HF_HUB_OFFLINE")
-    return "; ".join([reason, *(hint for words, hint in HINTS.items() if words in reason)])
+    return reason + "; prepare_corpus.py rewrites irregular rows" * is_irregular
 
 
 @contextmanager
-def user_errors(name):
-    """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause."""
+def user_errors(name, *expected):
+    """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause.
+    expected: types of errors that are the user's here, although they are of code elsewhere."""
     try:
         yield
     except Exception as error:
-        if is_out_of_memory(error):  # not the data's fault, or the model's
+        is_bug = isinstance(error, BUGS) and not isinstance(error, expected) and "Couldn't cast" not in str(error)
+        if is_bug or is_out_of_memory(error):  # not the data's fault, or the model's
             raise
         reason = reason_of(error)
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
@@ -2399,12 +2542,15 @@ FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": 
            ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
 
 UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst"
+NOT_ROWS = ("README.md", "LICENSE", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+# A word that names a split, as test, testdata, dev_set and the first one of TestSet do.
+SPLIT = re.compile(r"(?<![a-z])(train|valid|val|dev|test|eval)(?:ing|idation|uation)?(?:data|set|file)?s?(?![a-z])")
 
 
 def file_suffix(file):
     """Return the key of FORMATS that a file name ends in, before .gz or .zst and the query of a URL; None if there is
     none."""
-    name = file.partition("?")[0] if file.startswith("http") else file
+    name = file.partition("?")[0] if file.startswith(("http://", "https://")) else file
     suffix = Path(name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
     return suffix if suffix in FORMATS else None
 
@@ -2416,26 +2562,50 @@ def check_exists(name):
         raise UserError("no such file or folder")
 
 
+@lru_cache
+def warn_once(line):
+    """Print a warning on the main process, however often it is given."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"warning: {line}", file=sys.stderr)
+
+
 def list_files(source):
-    """Return the files of a path, glob, folder, URL, Hub id or ID:config:split, as `datasets` resolves them."""
+    """Return the files of a path, folder, glob, URL, Hub id or ID:config:split. What is on disk comes first, by its
+    name, whatever its characters; choose_files says which files of a folder are read."""
     path = os.path.expanduser(source)
+    folder = os.path.join(path, "")
+    if os.path.exists(f"{folder}state.json"):  # of Dataset.save_to_disk; map() adds caches
+        files = json.loads(Path(path, "state.json").read_text())["_data_files"]
+        return [f"{folder}{file['filename']}" for file in files]
+    if os.path.isfile(path):
+        if not file_suffix(path):
+            raise UserError(UNSUPPORTED)
+        return [path]
+    readme = Path(folder, "README.md")
+    has_configs = readme.exists() and "\nconfigs:" in readme.read_text(errors="replace")  # the Hub's layout
+    if os.path.isdir(path) and not has_configs:
+        return choose_files(source, walk(path, set()), folder)
+    if matches := list(filter(os.path.isfile, glob.glob(path, recursive=True))):
+        constant = os.path.dirname(re.split(r"[*?[]", path)[0])
+        return choose_files(source, matches, os.path.join(constant, ""), is_pattern=True)
+    if file_suffix(path):
+        if "://" not in path:  # a missing file is not looked for on the Hub
+            raise UserError("no such file")
+        return list(datasets.load_dataset_builder("text", data_files=path).config.data_files["train"])  # of any format
+    if "://" in path and not path.startswith("hf:"):  # a folder of an object store
+        fs, root = fsspec.core.url_to_fs(path)
+        return choose_files(source, map(fs.unstrip_protocol, fs.find(root)), f"{fs.unstrip_protocol(root)}/")
+    return files_of_split(path)
+
+
+def files_of_split(name):
+    """Return the files of ID:config:split or, of a Hub id or a folder in its layout, those of the split train."""
     config = None
     split = "train"
-    if os.path.exists(os.path.join(path, "state.json")):  # of Dataset.save_to_disk; map() adds caches
-        files = json.loads(Path(path, "state.json").read_text())["_data_files"]
-        return [os.path.join(path, file["filename"]) for file in files]
-    if suffix := file_suffix(path):  # decided by suffix, so that a missing file is not mistaken for a Hub id
-        files = datasets.load_dataset_builder(FORMATS[suffix], data_files=path).config.data_files
-    elif os.path.isfile(path):
-        raise UserError(UNSUPPORTED)
-    elif "://" in path and not path.startswith("hf:"):  # a folder of an object store
-        by_split = get_data_patterns(path).items()
-        files = {str(part): DataFilesList.from_patterns(patterns, path, [*FORMATS]) for part, patterns in by_split}
-    else:
-        if path.count(":") == 2:
-            path, config, split = path.split(":")
-        check_exists(path)
-        files = datasets.load_dataset_builder(path, name=config or None).config.data_files
+    if not os.path.isdir(name) and name.count(":") == 2:
+        name, config, split = name.split(":")
+    check_exists(name)
+    files = datasets.load_dataset_builder(name, name=config or None).config.data_files
     if not files.get(split):
         available = ", ".join(str(part) for part in files if files[part]) or "none"
         raise UserError(f"no split {split!r} with files; available: {available}")
@@ -2444,27 +2614,120 @@ def list_files(source):
     return list(files[split])
 
 
-def open_files(files, streaming=True):
-    """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables. The columns of CSV and
-    TSV are texts, as written; only an empty cell is missing."""
+def walk(folder, seen):
+    """Yield the files below a folder, also where links lead; seen: the folders so far, none of which is read again."""
+    real = os.path.realpath(folder)
+    for name in [] if real in seen else os.listdir(folder):
+        seen.add(real)
+        path = os.path.join(folder, name)
+        if os.path.isdir(path):
+            yield from walk(path, seen)
+        else:
+            yield path
+
+
+def is_other_split(name):
+    """Return whether a path within a folder names another split than train, as test/x.parquet, split=dev/x.parquet or
+    TestSet.csv; the first of its parts that names a split decides."""
+    for part in name.split("/"):
+        if splits := SPLIT.findall(re.sub("([a-z])([A-Z])", r"\1 \2", part).lower()):
+            return "train" not in splits
+    return False
+
+
+def choose_files(source, files, root, is_pattern=False):
+    """Return those of the files below `root` that are read: of the most frequent format, not hidden and, unless they
+    match a pattern, not of another split than train. Print which are not, and why."""
+    found = defaultdict(list)  # {format, or why a file is not read: names}
+    for name in sorted(file.removeprefix(root) for file in files):
+        is_hidden = name.startswith((".", "_")) or "/." in name or "/_" in name
+        kind = FORMATS.get(file_suffix(name), "unknown format")
+        if os.path.basename(name) in NOT_ROWS or (is_hidden and kind not in FORMATS.values()):
+            continue
+        if is_hidden:
+            kind = "hidden"
+        elif is_other_split(name) and not is_pattern:
+            kind = "another split"
+        found[kind].append(name)
+    formats = [kind for kind in found if kind in FORMATS.values()]
+    chosen = max(formats, key=lambda kind: len(found[kind]), default=None)
+    others = [f"{len(found[kind]):,} {kind} ({', '.join(found[kind][:3])})" for kind in found if kind != chosen]
+    if not chosen:
+        raise UserError("; ".join(["no file to read", *others]))
+    if others:
+        warn_once(f"{source}: files that are not read: {'; '.join(others)}")
+    of_split = list(filter(is_other_split, found[chosen]))
+    if 0 < len(of_split) < len(found[chosen]):
+        warn_once(f"{source}: {len(of_split):,} of the files are of another split, such as {of_split[0]}")
+    return [root + name for name in found[chosen]]
+
+
+def exact(file):
+    """Return the pattern that `datasets` resolves to this file alone."""
+    if file.startswith(("http://", "https://")):  # a "?" begins a query there
+        return file
+    return glob.escape(file if "://" in file else os.path.abspath(file))
+
+
+def open_files(files, streaming=True, columns=None, labels=(), optional=()):
+    """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables of `columns`; None: of
+    all that `datasets` can hold. Those of CSV and TSV are texts, as written; only an empty cell is missing. labels:
+    columns of which whole numbers are read as floating point, as fractions may follow; optional: those that the files
+    may lack."""
     suffix = file_suffix(files[0])
     kind = FORMATS[suffix]
+    folders = {os.path.dirname(file) for file in files}
+    if len(folders) > 1 and any("=" in name for name in folders):
+        warn_once(f"{files[0]}: folders KEY=VALUE are not read as columns; prepare_corpus.py does so")
     options = {"split": "train", "writer_batch_size": 20_000}  # a mapped table lists its record batches: few, large
     if kind == "csv":
         files = [file for file in files if not os.path.isfile(file) or os.path.getsize(file)] or files
         options |= csv_options(suffix)
     if kind == "parquet":  # else pyarrow reads up to 1 GiB ahead, and keeps what it has read of a file
         options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
-    load = partial(datasets.load_dataset, kind, data_files=files, **options)
-    own = next(load(streaming=True).with_format("arrow").iter(1)).schema
-    schema = pa.schema([(part.name, pa.string() if kind == "csv" else plain_type(part.type)) for part in own])
-    if schema != own:
+    load = partial(datasets.load_dataset, kind, data_files=list(map(exact, files)), **options)
+    if kind == "parquet":
+        found = parquet_schema(files[0], columns)
+        load = partial(load, columns=found.names)
+    else:
+        found = next(load(streaming=True).with_format("arrow").iter(1)).schema
+    schema = []
+    for part in found:
+        value = part.type
+        while is_list(value):
+            value = value.value_type
+        if kind == "json" and pa.types.is_temporal(value) and part.name in (columns or ()):
+            problem = "texts like 2020-01-01, which would become other texts: rewrite the file by prepare_corpus.py"
+            raise UserError(f"column {part.name!r} has {problem}")
+        as_float = part.name in labels and kind != "arrow"  # of which a file is mapped as it is
+        schema.append((part.name, pa.string() if kind == "csv" else plain_type(part.type, as_float)))
+    schema = pa.schema(schema)
+    dataset = None
+    if schema != found or kind == "parquet":
         load = partial(load, features=datasets.Features.from_arrow_schema(schema))
     elif kind == "arrow" and not streaming:
         with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped in place, anything else copied below
-            parts = [datasets.Dataset.from_file(file) for file in files]
-            return datasets.concatenate_datasets(parts).with_format("arrow")
-    return load(streaming=streaming).with_format("arrow")
+            dataset = datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in files])
+    dataset = (dataset or load(streaming=streaming)).with_format("arrow")
+    if columns:
+        dataset = dataset.select_columns([name for name in columns if name in schema.names or name not in optional])
+    return dataset
+
+
+def parquet_schema(file, columns):
+    """Return the schema of `columns` of a Parquet file; None, or one that is missing: of all that `datasets` holds."""
+    with xopen(file, "rb") as source:
+        schema = pq.read_schema(source)
+    kept = {}
+    for part in schema:
+        with suppress(ValueError):  # of a map, a list view and others
+            datasets.Features.from_arrow_schema(pa.schema([part]))
+            kept[part.name] = part
+    if columns and kept.keys() >= set(columns):
+        kept = {name: kept[name] for name in columns}
+    elif others := [f"{part.name} ({part.type})" for part in schema if part.name not in kept]:
+        warn_once(f"{file}: columns that `datasets` cannot hold are not read: {', '.join(others)}")
+    return datasets.Features.from_arrow_schema(pa.schema(kept.values(), schema.metadata)).arrow_schema
 
 
 def csv_options(suffix):
@@ -2475,15 +2738,22 @@ def csv_options(suffix):
     return options | ({"sep": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {})
 
 
-def plain_type(kind):
+def plain_type(kind, as_float=False):
     """Return the Arrow type that a column is read as: text where the first rows are null, as what follows may be text;
-    string and list where `take` or `datasets` cannot handle the type."""
+    string and list where `take` or `datasets` cannot handle the type; as_float: float64 instead of integers."""
     if is_list(kind):
         wrap = pa.large_list if pa.types.is_large_list(kind) else pa.list_
-        return wrap(plain_type(kind.value_type))
+        return wrap(plain_type(kind.value_type, as_float))
     if pa.types.is_struct(kind):
         return pa.struct([part.with_type(plain_type(part.type)) for part in kind])
+    if as_float and pa.types.is_integer(kind):
+        return pa.float64()
     return pa.string() if kind in (pa.null(), pa.string_view()) else kind
+
+
+def named_columns(names):
+    """Return the names of columns but those that pandas gives to an index, which are no default."""
+    return [name for name in names if not re.fullmatch(r"Unnamed: \d+|__index_level_\d+__", name)]
 
 
 def is_list(kind):
@@ -2557,7 +2827,7 @@ def collections_of(name, split):
 def read_words(path):
     """Return the words of a command line that a YAML or JSON file of flags stands for."""
     words = []
-    with user_errors(f"{path}: not a file of flags"):
+    with user_errors(f"{path}: not a file of flags", TypeError):
         for name, value in dict(yaml.safe_load(Path(path).read_text())).items():
             values = value if isinstance(value, list) else [value]
             if name == "trust_remote_code":
@@ -2592,11 +2862,35 @@ def parse_args(argv):
                 parser.error(f"--{name} {value}: must be local; copy it elsewhere when the command has ended")
             if isinstance(value, int | float) and not least <= value < math.inf:
                 parser.error(f"--{name} {value}: must be finite, and {'above 0' if least else '0 or more'}")
+    kinds = {"--run": len(args.run), "--model_name_or_path": len(args.model_name_or_path), "--bm25": int(args.bm25)}
+    words = [word.partition("=")[0].replace("-", "_").replace("__", "--", 1) for word in argv]
+    rankings = list(chain.from_iterable([name] * count for name, count in kinds.items()))
+    args.order = sorted(range(len(rankings)), key=lambda index: words.index(rankings[index]))
     try:
         check_flags(args)
     except UserError as error:
         parser.error(str(error))
     return args
+
+
+class Console:
+    """stdout or stderr, which may be closed, lose its reader or lack a letter: none of that ends a run."""
+
+    def __init__(self, stream):
+        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115
+        self.stream.reconfigure(errors="replace")
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        with suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self):
+        with suppress(OSError):
+            self.stream.flush()
 
 
 def exit_now(status):
@@ -2606,10 +2900,14 @@ def exit_now(status):
 
 
 if __name__ == "__main__":
+    sys.stdout = Console(sys.stdout)
+    sys.stderr = Console(sys.stderr)
     status = 0
     try:
         main(parse_args(sys.argv[1:]))
     except (Exception, KeyboardInterrupt) as error:
+        if "DataLoader worker" in str(error):
+            error = UserError("a worker process was killed, maybe for lack of memory: lower --dataloader_num_workers")
         again = "the same command continues; the vectors encoded so far are cached"
         status = print_error(error, again, "lower --micro_batch_tokens")
     exit_now(status)

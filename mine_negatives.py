@@ -24,14 +24,16 @@ Left out on purpose: models (any system can write the run file), merging runs, d
 # ///
 
 import csv
+import glob
 import json
 import os
 import re
 import sys
 import warnings
+from collections import defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -42,8 +44,9 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import transformers
-from datasets.data_files import DataFilesList, get_data_patterns
+from datasets.utils.file_utils import xopen
 from pyarrow.dataset import ParquetFragmentScanOptions
 from tqdm.auto import tqdm
 
@@ -73,10 +76,11 @@ class Args:
     relative_margin: float | None = flag(None, "the same, as a fraction of that positive's score, such as 0.05")
     range_min: int = flag(0, "first rank (from 0) to take negatives from, among candidates that pass the rules above")
     range_max: int = flag(100, "end of the ranks, exclusive")
+    positive_rank: int | None = flag(None, "leave out rows whose positive --run does not rank among its first N")
     sampling_strategy: Literal["top", "random"] = flag("top", "take the first or random candidates of these ranks")
     num_negatives: int = flag(4, "negatives of a query; n-tuples: exactly as many, other formats: at most")
-    format: Literal["triplet", "n-tuple", "n-tuple-scores", "labeled-pair", "labeled-list"] = flag(
-        "n-tuple-scores", "form of the rows, as output_format of mine_hard_negatives"
+    format: Literal["triplet", "n-tuple", "n-tuple-scores", "labeled-pair", "labeled-list", "lists"] = flag(
+        "n-tuple-scores", "form of the rows, as output_format of mine_hard_negatives; lists: query, pos, neg"
     )
     seed: int = flag(0, "seed of --sampling_strategy random")
     output: str = flag("mined.jsonl", "file to write")
@@ -100,6 +104,8 @@ def parse_args(argv):
                 parser.error(f"--{name} {value}: must be finite and, except for a margin, 0 or more")
     if not 1 <= args.num_negatives <= args.range_max - args.range_min:
         parser.error(f"--num_negatives {args.num_negatives}: must be between 1 and --range_max - --range_min")
+    if args.positive_rank == 0:
+        parser.error("--positive_rank 0: ranks begin at 1")
     if "://" in args.output:
         parser.error(f"--output {args.output}: must be a local file; copy it elsewhere afterwards")
     files = [args.corpus, args.queries, args.qrels]
@@ -119,37 +125,42 @@ def main(args):
     if os.path.exists(args.output) and not args.overwrite:
         raise UserError(f"--output {args.output}: exists; choose another file, or set --overwrite")
 
-    pairs, queries, texts = read_pairs(args)
-    own = pairs["own"]
-    run = pairs.pop("run").sort_values(["score", "document"], ascending=False)  # ties: as in trec_eval
+    # ---- texts, and positives with their scores: the first pass over --run
+    queries, judged, documents = read_queries(args)
+    document_ids = score_positives(judged, queries, args)
+    if documents is None:
+        documents = read_corpus(document_ids, judged, args)
+    rows, texts = documents.find(judged.doc_id)
+    judged = judged.assign(document=pair_keys(judged["query"], rows), text=texts)
+    rows, texts = documents.find(judged.query_id)  # of the document with the query's own id
+    own = judged.assign(document=pair_keys(judged["query"], rows), text=texts)[rows >= 0]
+    if args.keep_same_id or args.pairs:  # ids of pairs are row numbers: query 5 may well be about document 5
+        own = own[:0]
+    is_own = judged.document.isin(own.document)
+    judged = judged[(judged["query"] >= 0) & (judged.text >= 0) & ~is_own].drop_duplicates("document")
+    num_queries = judged["query"].nunique()
+    print(f"{len(judged):,} positives of {num_queries:,} queries; {judged.score.count():,} have a score")
+    positives = judged
+    if args.positive_rank:
+        positives = judged[judged["rank"] <= args.positive_rank]
+        left_out = len(judged) - len(positives)
+        print(f"{left_out:,} of them are not among the first {args.positive_rank} of their query; rows left out")
 
-    # positives and their scores
-    positives = pairs["positives"].drop_duplicates("query_document")
-    has_query = positives.query_index >= 0
-    has_text = positives.text_index >= 0
-    is_own = positives.query_document.isin(own.query_document)
-    positives = positives[has_query & has_text & ~is_own]
-    scores = run.drop_duplicates("query_document").set_index("query_document").score
-    positives = positives.assign(score=positives.query_document.map(scores))
-    num_queries = positives.query_index.nunique()
-    num_scores = positives.score.count()
-    print(f"{len(positives):,} positives of {num_queries:,} queries; {num_scores:,} have a score")
-
-    # negatives and rows
-    negatives = pick_negatives(run, positives, own, args)
+    # ---- negatives and rows: the second pass
+    negatives = pick_negatives(positives, judged, own, queries, documents, args)
     if negatives.empty:
         causes = "the ids, --split, and that queries have --num_negatives candidates"
         raise UserError(f"--output {args.output}: not written: no row is left; check {causes}")
     # A labeled pair has one document: a positive without negatives is one, as in sentence-transformers.
     if args.format != "labeled-pair":
-        positives = positives[positives.query_index.isin(negatives.query_index)]
-    all_scored = positives.score.notna().all()
-    rows = make_rows(positives, negatives, queries, texts, all_scored, args)
+        positives = positives[positives["query"].isin(negatives["query"])]
+    all_scored = positives.score.notna().all() and negatives.score.notna().all()
+    rows = make_rows(positives, negatives, queries.distinct, documents.distinct, all_scored, args)
     count = write_rows(rows, args)
-    print(f"{count:,} rows of {positives.query_index.nunique():,} queries are in {args.output}")
+    print(f"{count:,} rows of {positives['query'].nunique():,} queries are in {args.output}")
     print("to train on them:", trainer_flags(args))
     if args.format == "n-tuple-scores" and all_scored:
-        largest = pd.concat([positives.score, negatives.score]).abs().max()
+        largest = max(positives.score.abs().max(), negatives.score.abs().max())
         temperature = 0.05 if largest <= 1 else 1  # of cosines and probabilities, else of logits
         kwargs = f'{{"teacher_temperature": {temperature}}}'
         flags = f"--label_column scores --loss kl --loss_kwargs '{kwargs}'"
@@ -159,71 +170,87 @@ def main(args):
 # ---- ids and texts
 
 
-def read_pairs(args):
-    """Return {source: DataFrame of (query, document) pairs}, and the distinct texts of queries and of documents.
+class Texts:
+    """Texts by id. Equal ones have one number, so that queries of equal text share their positives."""
 
-    Columns: source and score, as in read_ids, and int64 numbers: query_index and text_index, of the distinct texts
-    (-1: missing or empty), so that queries of equal text share their positives; document, which sorts as its id does;
-    query_document and query_text, equal for equal pairs of such numbers."""
+    def __init__(self, texts):
+        """texts: Series by id."""
+        numbers, distinct = pd.factorize(texts)
+        rows = pd.Series(numbers, texts.index).sort_index()  # a row sorts as its id does
+        self.ids = pa.array(rows.index, pa.large_string())
+        self.numbers = np.append(rows.to_numpy(), -1)  # of each row's text
+        self.distinct = distinct.to_numpy(object)  # texts
+
+    def find(self, ids):
+        """Return the rows of (n,) ids and the numbers of their texts, (n,) int64; -1: none."""
+        rows = pc.index_in(pa.array(ids, pa.large_string()), self.ids)
+        rows = pc.fill_null(rows, -1).to_numpy().astype(np.int64)
+        return rows, self.numbers[rows]
+
+
+def pair_keys(queries, documents):
+    """Return (n,) int64, equal for equal pairs of numbers of queries and of documents."""
+    return queries * 2**32 + documents
+
+
+def read_queries(args):
+    """Return the Texts of all queries, a DataFrame (query_id, doc_id, query) of the positives, query: the number of
+    their text, and the Texts of the documents of --pairs, or else None."""
+    documents = None
     if args.pairs:
-        rows = pair_ids(read_pair_texts(args)).drop_duplicates(["query_id", "doc_id"])
-        pairs = read_ids(rows[["query_id", "doc_id"]].assign(relevance=1), args)
-        queries = rows.drop_duplicates("query_id").set_index("query_id")["query"]
-        documents = rows.drop_duplicates("doc_id").set_index("doc_id")["document"]
+        rows = pair_ids(read_pair_texts(args)).drop_duplicates(PAIR)
+        judged = rows[PAIR]
+        texts = rows.drop_duplicates("query_id").set_index("query_id")["query"]
+        documents = Texts(rows.drop_duplicates("doc_id").set_index("doc_id")["document"])
     else:
-        files = args.corpus, args.queries, [args.qrels]
-        if args.beir:
-            with user_errors(f"--beir {args.beir}"):
-                files, *more = collections_of(args.beir, args.split).values()
-                if more:
-                    raise UserError("has several collections: choose one by --split")
-        corpus, queries, qrels = files
-        pairs = read_ids(read_qrels(*qrels), args)
-        queries = read_texts("queries", queries, args.query_columns, pairs.query_id)
-        documents = read_texts("corpus", corpus, args.corpus_columns, pairs.doc_id)
-    query_index, queries = number_texts(queries, pairs.query_id)
-    text_index, texts = number_texts(documents, pairs.doc_id)
-    document, _ = pd.factorize(pairs.doc_id, sort=True)
-    high_bits = query_index * 2**32
-    pairs = pairs[["source", "score"]].assign(
-        query_index=query_index,
-        text_index=text_index,
-        document=document,
-        query_document=high_bits + document,
-        query_text=high_bits + text_index,
-    )
-    by_source = {name: pairs[pairs.source == name] for name in ("positives", "own", "run")}
-    return by_source, queries, texts
+        _, sources, qrels = collection_files(args)
+        judged = read_qrels(*qrels).drop_duplicates(PAIR, keep="last")
+        judged = judged.loc[judged.relevance > 0, PAIR]
+        texts = read_texts("queries", sources, args.query_columns)
+    is_judged = texts.index.isin(judged.query_id)
+    queries = Texts(pd.concat([texts[is_judged], texts[~is_judged]]))  # rows are in the order of judged queries
+    _, numbers = queries.find(judged.query_id)
+    merged = len(queries.ids) - len(queries.distinct)
+    if merged:
+        print(f"{merged:,} queries have the text of another one; they are one, with the positives of both")
+    return queries, judged.assign(query=numbers), documents
 
 
-def read_ids(qrels, args):
-    """Return a DataFrame (source, query_id, doc_id, score) of three sources: positives (pairs judged above 0, without
-    a score), run, and own (each query with the document of its own id, unless --keep_same_id)."""
-    qrels = qrels.drop_duplicates(PAIR, keep="last")
-    positives = qrels[qrels.relevance > 0].drop(columns="relevance")
-    run = read_trec(args.run, "run")
-    frames = [positives.assign(source="positives"), run.assign(source="run")]
-    if not (args.keep_same_id or args.pairs):  # ids of pairs are row numbers: query 5 may well be about document 5
-        frames.append(positives.assign(source="own", doc_id=positives.query_id))
-    return pd.concat(frames, ignore_index=True)
+def collection_files(args):
+    """Return the sources of the documents, of the queries and of the judgments."""
+    if not args.beir:
+        return args.corpus, args.queries, [args.qrels]
+    with user_errors(f"--beir {args.beir}"):
+        files, *more = collections_of(args.beir, args.split).values()
+        if more:
+            raise UserError("has several collections: choose one by --split")
+    return files
+
+
+def read_corpus(ranked, judged, args):
+    """Return the Texts of the documents that are ranked, (n,) ids, or judged, or have the id of a query."""
+    sources, _, _ = collection_files(args)
+    ids = pa.chunked_array([ranked, *(pa.array(judged[name].unique(), pa.large_string()) for name in PAIR)])
+    return Texts(read_texts("corpus", sources, args.corpus_columns, ids.unique()))
 
 
 def read_pair_texts(args):
     """Return a DataFrame (query, document) of the texts of --pairs, by row number."""
     with user_errors(f"--pairs {args.pairs[0]}"):
         dataset = open_sources(args.pairs)
-        columns = args.columns or dataset.column_names[:2]
+        columns = args.columns or named_columns(dataset.column_names)[:2]
+        print(f"query: {columns[0]}, positive: {columns[1]}")
         table = dataset.select_columns(columns)[:]
         table.validate(full=True)
         query, document = [join_texts(table, [name]).to_pandas() for name in columns]
+    print(f"{len(table):,} rows (query: {columns[0]}, document: {columns[1]})")
     return pd.DataFrame({"query": query, "document": document})
 
 
-def read_texts(name, sources, columns, ids):
-    """Return the texts of sources by id, a Series, of those of `ids` that have one.
+def read_texts(name, sources, columns, requested=None):
+    """Return the texts of sources by id, a Series, of the requested ids, an Arrow array; None: of all.
 
-    ids: (n,) Series of texts, in which an id may be repeated. Of rows with one id the first counts, with a warning."""
-    requested = pa.array(ids.unique(), pa.large_string())
+    Raise UserError if documents repeat an id with another text; of queries the first one counts, with a warning."""
     parts = []
     with user_errors(f"--{name} {sources[0]}"):
         dataset = open_sources(sources)
@@ -231,17 +258,20 @@ def read_texts(name, sources, columns, ids):
         columns = columns or usual_columns(usual, dataset.column_names)
         id_column, *text_columns = columns
         dataset = dataset.select_columns(columns)
+        print(f"{len(dataset):,} rows of --{name} (id: {id_column}, text: {', '.join(text_columns)})")
         for table in tqdm(dataset.iter(100_000), desc=f"reading --{name}", delay=2):
             table.validate(full=True)  # a damaged Arrow file has offsets that lead anywhere
             keys = as_texts(table[id_column], id_column, ids=True)
             part = pa.table({"id": keys, "text": join_texts(table, text_columns)})
-            parts.append(part.filter(pc.is_in(keys, requested)))
+            parts.append(part if requested is None else part.filter(pc.is_in(keys, requested)))
         found = pa.concat_tables(parts).to_pandas()
-    found = found[found.text != ""]
-    again = found.id.duplicated()
-    if again.any():
-        repeated = f"{again.sum():,} rows repeat an id, such as {found.id[again].iloc[0]!r}; left out"
-        print(f"warning: --{name} {sources[0]}: {repeated}", file=sys.stderr)
+        found = found[found.text != ""].drop_duplicates()
+        again = found.id.duplicated()
+        if again.any():
+            repeated = f"{again.sum():,} rows repeat an id, such as {found.id[again].iloc[0]!r}"
+            if name == "corpus":
+                raise UserError(f"{repeated}, with another text: give each passage an id of its own, and rank those")
+            print(f"warning: --{name} {sources[0]}: {repeated}; left out", file=sys.stderr)
     return found[~again].set_index("id").text
 
 
@@ -258,62 +288,137 @@ def join_texts(table, columns):
     return pc.utf8_trim_whitespace(texts)
 
 
-def number_texts(texts, ids):
-    """Return the number of each id's text ((n,) int, -1: none) and the distinct texts ((m,) object)."""
-    numbers, distinct = pd.factorize(texts)
-    numbers = pd.Series(numbers, texts.index).reindex(ids, fill_value=-1)
-    return numbers.to_numpy(), distinct.to_numpy(object)
+# ---- the run file
+
+
+def read_parts(args, queries):
+    """Yield DataFrames of consecutive lines of --run: query_id, doc_id, score, scored, row of the query and number of
+    its text (-1: none). All lines of a query are in one part; raise UserError if they are not consecutive."""
+    seen = np.zeros(len(queries.ids) + 1, bool)
+    rest = []
+    for part in tqdm(chain(trec_parts(args.run, "run"), [None]), desc="reading --run", unit=" part", delay=2):
+        if part is None:  # the end
+            whole = pd.concat(rest)
+        else:
+            is_last = part.query_id == part.query_id.iloc[-1]
+            whole = pd.concat([*rest, part[~is_last]])
+            if whole.empty:  # of one query so far
+                rest.append(part)
+                continue
+            rest = [whole[whole.query_id == part.query_id.iloc[-1]], part[is_last]]
+            whole = whole[whole.query_id != part.query_id.iloc[-1]]
+        rows, numbers = queries.find(whole.query_id)
+        again = seen[rows] & (rows >= 0)
+        if again.any():
+            name = whole.query_id[again].iloc[0]
+            raise UserError(f"--run {args.run}: lines of query {name!r} are not together: sort it by its first column")
+        seen[rows] = True
+        yield whole.assign(row=rows, query=numbers)
+
+
+def score_positives(judged, queries, args):
+    """Add to `judged` the best score and the best rank, from 1, that --run gives each pair (NaN: none). Return the ids
+    of all documents of --run, an Arrow array."""
+    ids = pa.array(judged.doc_id.unique(), pa.large_string())
+    numbers = pc.index_in(pa.array(judged.doc_id, pa.large_string()), ids).to_numpy()
+    keys, place = np.unique(pair_keys(judged["query"], numbers), return_inverse=True)
+    keys = np.append(keys, np.iinfo(np.int64).max)  # of no pair: searchsorted() returns a place in any case
+    scores = np.full(len(keys), -np.inf)
+    ranks = np.full(len(keys), np.inf)
+    documents = ids[:0]
+    for part in read_parts(args, queries):
+        doc_ids = pa.array(part.doc_id, pa.large_string())
+        documents = pa.chunked_array([documents, doc_ids]).unique()
+        numbers = pc.fill_null(pc.index_in(doc_ids, ids), -1).to_numpy()
+        part = part.assign(rank=part.groupby("query_id").score.rank("min", ascending=False), document=numbers)
+        part = part[(part.document >= 0) & (part["query"] >= 0)]
+        own_keys = pair_keys(part["query"], part.document.astype(np.int64)).to_numpy()
+        places = np.searchsorted(keys, own_keys)
+        is_judged = keys[places] == own_keys
+        np.minimum.at(ranks, places[is_judged], part["rank"].to_numpy()[is_judged])
+        is_judged &= part.scored.to_numpy()
+        np.maximum.at(scores, places[is_judged], part.score.to_numpy()[is_judged])
+    judged["score"] = np.where(np.isfinite(scores), scores, np.nan)[place]
+    judged["rank"] = ranks[place]
+    return documents
 
 
 # ---- negatives
 
 
-def pick_negatives(run, positives, own, args):
-    """Return the rows of `run` that are negatives, in its order: best first; print how many rows each rule removes.
-
-    All have the columns of read_pairs. own: documents that have the id of their query."""
-    print(f"{len(run):,} candidates in --run\n     removed queries left  rule")
+def pick_negatives(positives, judged, own, queries, documents, args):
+    """Return a DataFrame (query, text, score) of the negatives of the queries of positives, best first; print how
+    many lines of --run each rule removes. judged: all positives; own: documents that have the id of their query."""
     # With -inf for a positive without a score, no candidate of its query passes a margin.
-    scores = positives.score.fillna(-np.inf)
-    lowest = scores.groupby(positives.query_index).min()
-    run = run.assign(lowest=run.query_index.map(lowest))
-    run = remove(run, run.lowest.isna(), "of queries without a text, or without a positive")
-    run = remove(run, run.text_index < 0, "not in the corpus, or empty")
-    is_own = run.query_text.isin(own.query_text)
-    run = remove(run, is_own, "the query's own document, or equal to it")
-    is_positive = run.query_document.isin(positives.query_document)
-    run = remove(run, is_positive, "known positives")
-    is_copy = run.query_text.isin(positives.query_text)
-    is_repeated = run.duplicated("query_text")
-    run = remove(run, is_copy | is_repeated, "equal to a positive or a better candidate")
+    lowest = positives.score.fillna(-np.inf).groupby(positives["query"]).min()
+    own_text = pair_keys(own["query"], own.text)
+    judged_text = pair_keys(judged["query"], judged.text)
+    ids_of_text = np.bincount(queries.numbers[:-1], minlength=1)
+    counts = {}  # {rule: [lines removed, queries left]}
+    total = 0
+    several = []  # lines of queries that have several ids, which may stand anywhere
+    chosen = []
 
+    def pick(run):
+        run = run.sort_values(["score", "row"], ascending=False)  # ties: as in trec_eval
+        run = run.assign(lowest=run["query"].map(lowest), score=run.score.where(run.scored))
+        run = remove(run, run.lowest.isna(), "of queries without a text, or without a positive", counts)
+        run = remove(run, run.text < 0, "not in the corpus, or empty", counts)
+        is_own = run.query_text.isin(own_text)
+        run = remove(run, is_own, "the query's own document, or equal to it", counts)
+        is_positive = run.query_document.isin(judged.document)
+        run = remove(run, is_positive, "known positives", counts)
+        is_copy = run.query_text.isin(judged_text)
+        is_repeated = run.duplicated("query_text")
+        run = remove(run, is_copy | is_repeated, "equal to a positive or a better candidate", counts)
+        chosen.append(choose(run, counts, args)[["query", "text", "score"]])
+
+    for part in read_parts(args, queries):
+        total += len(part)
+        rows, texts = documents.find(part.doc_id)
+        query = part["query"].to_numpy()
+        run = pd.DataFrame({"query": query, "row": rows, "text": texts, "score": part.score.to_numpy()})
+        run = run.assign(scored=part.scored.to_numpy(), query_document=pair_keys(run["query"], rows))
+        run["query_text"] = pair_keys(run["query"], texts)
+        is_several = (query >= 0) & (ids_of_text[query] > 1)
+        several.append(run[is_several])
+        pick(run[~is_several])
+    pick(pd.concat(several, ignore_index=True))
+    print(f"{total:,} candidates in --run\n     removed queries left  rule")
+    for rule, (removed, left) in counts.items():
+        print(f"{removed:12,} {left:12,}  {rule}")
+    return pd.concat(chosen)
+
+
+def choose(run, counts, args):
+    """Return the negatives among candidates, best first, by margins, ranks and --sampling_strategy."""
     if args.absolute_margin is not None:
         is_below = run.score + args.absolute_margin <= run.lowest
-        rule = f"within {args.absolute_margin} of the lowest positive, or a positive has no score"
-        run = remove(run, ~is_below, rule)
+        rule = f"within {args.absolute_margin} of the lowest positive, or a score is missing"
+        run = remove(run, ~is_below, rule, counts)
     if args.relative_margin is not None:
         highest = run.lowest - run.lowest.abs() * args.relative_margin
         is_below = run.score <= highest
-        rule = f"within {args.relative_margin:.1%} of the lowest positive, or a positive has no score"
-        run = remove(run, ~is_below, rule)
-
-    ranks = run.groupby("query_index").cumcount()
+        rule = f"within {args.relative_margin:.1%} of the lowest positive, or a score is missing"
+        run = remove(run, ~is_below, rule, counts)
+    ranks = run.groupby("query").cumcount()
     is_inside = ranks.between(args.range_min, args.range_max - 1)
-    run = remove(run, ~is_inside, f"outside of ranks {args.range_min} to {args.range_max - 1}")
+    run = remove(run, ~is_inside, f"outside of ranks {args.range_min} to {args.range_max - 1}", counts)
     candidates = run
     if args.sampling_strategy == "random":
-        candidates = run.groupby("query_index").sample(frac=1, random_state=args.seed)  # all, in random order
-    chosen = candidates.groupby("query_index").head(args.num_negatives)
-    run = remove(run, ~run.index.isin(chosen.index), "more than --num_negatives")
+        candidates = run.sample(frac=1, random_state=args.seed)  # all, in random order
+    chosen = candidates.groupby("query").head(args.num_negatives)
+    run = remove(run, ~run.index.isin(chosen.index), "more than --num_negatives", counts)
     num_required = args.num_negatives if args.format.startswith("n-tuple") else 1
-    num_found = run.groupby("query_index").text_index.transform("size")
-    return remove(run, num_found < num_required, "of queries with fewer than --num_negatives")
+    num_found = run.groupby("query").text.transform("size")
+    return remove(run, num_found < num_required, "of queries with fewer than --num_negatives", counts)
 
 
-def remove(run, rows, rule):
-    """Return `run` without `rows`, a mask; print how many rows the rule removes, and the number of queries left."""
+def remove(run, rows, rule, counts):
+    """Return `run` without `rows`, a mask; count how many lines the rule removes, and how many queries are left."""
     run = run[~rows]
-    print(f"{rows.sum():12,} {run.query_index.nunique():12,}  {rule}")
+    removed, left = counts.get(rule, (0, 0))
+    counts[rule] = removed + int(rows.sum()), left + run["query"].nunique()
     return run
 
 
@@ -324,17 +429,28 @@ def make_rows(positives, negatives, queries, texts, all_scored, args):
     """Yield the rows of --format, {column: value}; with scores, except for formats without, if `all_scored`."""
     if args.format == "labeled-pair":  # each positive and each negative of a query once
         pairs = pd.concat([positives.assign(label=1), negatives.assign(label=0)])
-        for pair in pairs.sort_values("query_index", kind="stable").itertuples():
-            cells = {"query": queries[pair.query_index], "document": texts[pair.text_index], "label": pair.label}
-            yield cells | ({"score": pair.score} if all_scored else {})
+        pairs = pairs[["query", "text", "label", "score"]].sort_values("query", kind="stable")
+        for query, text, label, score in pairs.itertuples(index=False):
+            cells = {"query": queries[query], "document": texts[text], "label": label}
+            yield cells | ({"score": score} if all_scored else {})
         return
 
-    lists = negatives.groupby("query_index").agg(texts=("text_index", list), scores=("score", list))
-    for row in positives.merge(lists, on="query_index").itertuples():
-        query = queries[row.query_index]
-        positive = texts[row.text_index]
-        found = texts[row.texts].tolist()
-        scores = {"scores": [row.score, *row.scores]} if all_scored else {}
+    negatives = negatives.sort_values("query", kind="stable")
+    if args.format == "lists":  # a row a query, in the order of their first positives
+        positives = positives.groupby("query", sort=False).text.agg(list).reset_index().assign(score=np.nan)
+    starts = np.searchsorted(negatives["query"], positives["query"], "left").tolist()
+    ends = np.searchsorted(negatives["query"], positives["query"], "right").tolist()
+    found_texts = negatives.text.to_numpy()
+    found_scores = negatives.score.to_numpy()
+    pairs = positives[["query", "text", "score"]].itertuples(index=False)
+    for (number, text, score), start, end in zip(pairs, starts, ends):
+        query = queries[number]
+        found = texts[found_texts[start:end]].tolist()
+        if args.format == "lists":
+            yield {"query": query, "pos": texts[text].tolist(), "neg": found}
+            continue
+        positive = texts[text]
+        scores = {"scores": [score, *found_scores[start:end].tolist()]} if all_scored else {}
         if args.format == "triplet":
             for negative in found:
                 yield {"query": query, "positive": positive, "negative": negative}
@@ -355,6 +471,7 @@ def trainer_flags(args):
         "triplet": "--columns query positive negative",
         "labeled-pair": "--columns query document --label_column label",
         "labeled-list": "--columns query documents --label_column labels",
+        "lists": "--columns query pos neg --num_negatives 2",
     }
     return flags.get(args.format, n_tuple)
 
@@ -389,12 +506,7 @@ def is_out_of_memory(error):
     return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "DefaultCPUAllocator" in str(error))
 
 
-HINTS = {  # what to do about errors of `datasets`
-    "available configs": "choose one as ID:config:split",
-    "Couldn't cast": "prepare_corpus.py rewrites rows of irregular types",
-    "as a scalar of type": "prepare_corpus.py rewrites rows of irregular types",
-    "the same columns": "prepare_corpus.py rewrites them, null where one is missing",
-}
+BUGS = (KeyError, IndexError, TypeError, AttributeError, NameError)
 
 
 def reason_of(error):
@@ -410,19 +522,22 @@ def reason_of(error):
     if isinstance(error, pd.errors.ParserWarning):
         return "line 2 has more fields than the header: check the separator, and quote texts that contain it"
     reason = str(error).strip() or repr(error)
+    is_irregular = isinstance(error, pa.ArrowInvalid | datasets.table.CastError) or "Couldn't cast" in reason
     if isinstance(error, datasets.table.CastError):
         reason = f"not all rows have the same columns: {error.details()}"
     reason = " ".join(reason.split())[:500].replace("set 'local_files_only' to False", "unset HF_HUB_OFFLINE")
-    return "; ".join([reason, *(hint for words, hint in HINTS.items() if words in reason)])
+    return reason + "; prepare_corpus.py rewrites irregular rows" * is_irregular
 
 
 @contextmanager
-def user_errors(name):
-    """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause."""
+def user_errors(name, *expected):
+    """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause.
+    expected: types of errors that are the user's here, although they are of code elsewhere."""
     try:
         yield
     except Exception as error:
-        if is_out_of_memory(error):  # not the data's fault, or the model's
+        is_bug = isinstance(error, BUGS) and not isinstance(error, expected) and "Couldn't cast" not in str(error)
+        if is_bug or is_out_of_memory(error):  # not the data's fault, or the model's
             raise
         reason = reason_of(error)
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
@@ -431,12 +546,15 @@ def user_errors(name):
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".ndjson": "json",
            ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
 UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst"
+NOT_ROWS = ("README.md", "LICENSE", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+# A word that names a split, as test, testdata, dev_set and the first one of TestSet do.
+SPLIT = re.compile(r"(?<![a-z])(train|valid|val|dev|test|eval)(?:ing|idation|uation)?(?:data|set|file)?s?(?![a-z])")
 
 
 def file_suffix(file):
     """Return the key of FORMATS that a file name ends in, before .gz or .zst and the query of a URL; None if there is
     none."""
-    name = file.partition("?")[0] if file.startswith("http") else file
+    name = file.partition("?")[0] if file.startswith(("http://", "https://")) else file
     suffix = Path(name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
     return suffix if suffix in FORMATS else None
 
@@ -448,26 +566,50 @@ def check_exists(name):
         raise UserError("no such file or folder")
 
 
+@lru_cache
+def warn_once(line):
+    """Print a warning on the main process, however often it is given."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"warning: {line}", file=sys.stderr)
+
+
 def list_files(source):
-    """Return the files of a path, glob, folder, URL, Hub id or ID:config:split, as `datasets` resolves them."""
+    """Return the files of a path, folder, glob, URL, Hub id or ID:config:split. What is on disk comes first, by its
+    name, whatever its characters; choose_files says which files of a folder are read."""
     path = os.path.expanduser(source)
+    folder = os.path.join(path, "")
+    if os.path.exists(f"{folder}state.json"):  # of Dataset.save_to_disk; map() adds caches
+        files = json.loads(Path(path, "state.json").read_text())["_data_files"]
+        return [f"{folder}{file['filename']}" for file in files]
+    if os.path.isfile(path):
+        if not file_suffix(path):
+            raise UserError(UNSUPPORTED)
+        return [path]
+    readme = Path(folder, "README.md")
+    has_configs = readme.exists() and "\nconfigs:" in readme.read_text(errors="replace")  # the Hub's layout
+    if os.path.isdir(path) and not has_configs:
+        return choose_files(source, walk(path, set()), folder)
+    if matches := list(filter(os.path.isfile, glob.glob(path, recursive=True))):
+        constant = os.path.dirname(re.split(r"[*?[]", path)[0])
+        return choose_files(source, matches, os.path.join(constant, ""), is_pattern=True)
+    if file_suffix(path):
+        if "://" not in path:  # a missing file is not looked for on the Hub
+            raise UserError("no such file")
+        return list(datasets.load_dataset_builder("text", data_files=path).config.data_files["train"])  # of any format
+    if "://" in path and not path.startswith("hf:"):  # a folder of an object store
+        fs, root = fsspec.core.url_to_fs(path)
+        return choose_files(source, map(fs.unstrip_protocol, fs.find(root)), f"{fs.unstrip_protocol(root)}/")
+    return files_of_split(path)
+
+
+def files_of_split(name):
+    """Return the files of ID:config:split or, of a Hub id or a folder in its layout, those of the split train."""
     config = None
     split = "train"
-    if os.path.exists(os.path.join(path, "state.json")):  # of Dataset.save_to_disk; map() adds caches
-        files = json.loads(Path(path, "state.json").read_text())["_data_files"]
-        return [os.path.join(path, file["filename"]) for file in files]
-    if suffix := file_suffix(path):  # decided by suffix, so that a missing file is not mistaken for a Hub id
-        files = datasets.load_dataset_builder(FORMATS[suffix], data_files=path).config.data_files
-    elif os.path.isfile(path):
-        raise UserError(UNSUPPORTED)
-    elif "://" in path and not path.startswith("hf:"):  # a folder of an object store
-        by_split = get_data_patterns(path).items()
-        files = {str(part): DataFilesList.from_patterns(patterns, path, [*FORMATS]) for part, patterns in by_split}
-    else:
-        if path.count(":") == 2:
-            path, config, split = path.split(":")
-        check_exists(path)
-        files = datasets.load_dataset_builder(path, name=config or None).config.data_files
+    if not os.path.isdir(name) and name.count(":") == 2:
+        name, config, split = name.split(":")
+    check_exists(name)
+    files = datasets.load_dataset_builder(name, name=config or None).config.data_files
     if not files.get(split):
         available = ", ".join(str(part) for part in files if files[part]) or "none"
         raise UserError(f"no split {split!r} with files; available: {available}")
@@ -476,27 +618,120 @@ def list_files(source):
     return list(files[split])
 
 
-def open_files(files, streaming=True):
-    """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables. The columns of CSV and
-    TSV are texts, as written; only an empty cell is missing."""
+def walk(folder, seen):
+    """Yield the files below a folder, also where links lead; seen: the folders so far, none of which is read again."""
+    real = os.path.realpath(folder)
+    for name in [] if real in seen else os.listdir(folder):
+        seen.add(real)
+        path = os.path.join(folder, name)
+        if os.path.isdir(path):
+            yield from walk(path, seen)
+        else:
+            yield path
+
+
+def is_other_split(name):
+    """Return whether a path within a folder names another split than train, as test/x.parquet, split=dev/x.parquet or
+    TestSet.csv; the first of its parts that names a split decides."""
+    for part in name.split("/"):
+        if splits := SPLIT.findall(re.sub("([a-z])([A-Z])", r"\1 \2", part).lower()):
+            return "train" not in splits
+    return False
+
+
+def choose_files(source, files, root, is_pattern=False):
+    """Return those of the files below `root` that are read: of the most frequent format, not hidden and, unless they
+    match a pattern, not of another split than train. Print which are not, and why."""
+    found = defaultdict(list)  # {format, or why a file is not read: names}
+    for name in sorted(file.removeprefix(root) for file in files):
+        is_hidden = name.startswith((".", "_")) or "/." in name or "/_" in name
+        kind = FORMATS.get(file_suffix(name), "unknown format")
+        if os.path.basename(name) in NOT_ROWS or (is_hidden and kind not in FORMATS.values()):
+            continue
+        if is_hidden:
+            kind = "hidden"
+        elif is_other_split(name) and not is_pattern:
+            kind = "another split"
+        found[kind].append(name)
+    formats = [kind for kind in found if kind in FORMATS.values()]
+    chosen = max(formats, key=lambda kind: len(found[kind]), default=None)
+    others = [f"{len(found[kind]):,} {kind} ({', '.join(found[kind][:3])})" for kind in found if kind != chosen]
+    if not chosen:
+        raise UserError("; ".join(["no file to read", *others]))
+    if others:
+        warn_once(f"{source}: files that are not read: {'; '.join(others)}")
+    of_split = list(filter(is_other_split, found[chosen]))
+    if 0 < len(of_split) < len(found[chosen]):
+        warn_once(f"{source}: {len(of_split):,} of the files are of another split, such as {of_split[0]}")
+    return [root + name for name in found[chosen]]
+
+
+def exact(file):
+    """Return the pattern that `datasets` resolves to this file alone."""
+    if file.startswith(("http://", "https://")):  # a "?" begins a query there
+        return file
+    return glob.escape(file if "://" in file else os.path.abspath(file))
+
+
+def open_files(files, streaming=True, columns=None, labels=(), optional=()):
+    """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables of `columns`; None: of
+    all that `datasets` can hold. Those of CSV and TSV are texts, as written; only an empty cell is missing. labels:
+    columns of which whole numbers are read as floating point, as fractions may follow; optional: those that the files
+    may lack."""
     suffix = file_suffix(files[0])
     kind = FORMATS[suffix]
+    folders = {os.path.dirname(file) for file in files}
+    if len(folders) > 1 and any("=" in name for name in folders):
+        warn_once(f"{files[0]}: folders KEY=VALUE are not read as columns; prepare_corpus.py does so")
     options = {"split": "train", "writer_batch_size": 20_000}  # a mapped table lists its record batches: few, large
     if kind == "csv":
         files = [file for file in files if not os.path.isfile(file) or os.path.getsize(file)] or files
         options |= csv_options(suffix)
     if kind == "parquet":  # else pyarrow reads up to 1 GiB ahead, and keeps what it has read of a file
         options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
-    load = partial(datasets.load_dataset, kind, data_files=files, **options)
-    own = next(load(streaming=True).with_format("arrow").iter(1)).schema
-    schema = pa.schema([(part.name, pa.string() if kind == "csv" else plain_type(part.type)) for part in own])
-    if schema != own:
+    load = partial(datasets.load_dataset, kind, data_files=list(map(exact, files)), **options)
+    if kind == "parquet":
+        found = parquet_schema(files[0], columns)
+        load = partial(load, columns=found.names)
+    else:
+        found = next(load(streaming=True).with_format("arrow").iter(1)).schema
+    schema = []
+    for part in found:
+        value = part.type
+        while is_list(value):
+            value = value.value_type
+        if kind == "json" and pa.types.is_temporal(value) and part.name in (columns or ()):
+            problem = "texts like 2020-01-01, which would become other texts: rewrite the file by prepare_corpus.py"
+            raise UserError(f"column {part.name!r} has {problem}")
+        as_float = part.name in labels and kind != "arrow"  # of which a file is mapped as it is
+        schema.append((part.name, pa.string() if kind == "csv" else plain_type(part.type, as_float)))
+    schema = pa.schema(schema)
+    dataset = None
+    if schema != found or kind == "parquet":
         load = partial(load, features=datasets.Features.from_arrow_schema(schema))
     elif kind == "arrow" and not streaming:
         with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped in place, anything else copied below
-            parts = [datasets.Dataset.from_file(file) for file in files]
-            return datasets.concatenate_datasets(parts).with_format("arrow")
-    return load(streaming=streaming).with_format("arrow")
+            dataset = datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in files])
+    dataset = (dataset or load(streaming=streaming)).with_format("arrow")
+    if columns:
+        dataset = dataset.select_columns([name for name in columns if name in schema.names or name not in optional])
+    return dataset
+
+
+def parquet_schema(file, columns):
+    """Return the schema of `columns` of a Parquet file; None, or one that is missing: of all that `datasets` holds."""
+    with xopen(file, "rb") as source:
+        schema = pq.read_schema(source)
+    kept = {}
+    for part in schema:
+        with suppress(ValueError):  # of a map, a list view and others
+            datasets.Features.from_arrow_schema(pa.schema([part]))
+            kept[part.name] = part
+    if columns and kept.keys() >= set(columns):
+        kept = {name: kept[name] for name in columns}
+    elif others := [f"{part.name} ({part.type})" for part in schema if part.name not in kept]:
+        warn_once(f"{file}: columns that `datasets` cannot hold are not read: {', '.join(others)}")
+    return datasets.Features.from_arrow_schema(pa.schema(kept.values(), schema.metadata)).arrow_schema
 
 
 def csv_options(suffix):
@@ -507,15 +742,22 @@ def csv_options(suffix):
     return options | ({"sep": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {})
 
 
-def plain_type(kind):
+def plain_type(kind, as_float=False):
     """Return the Arrow type that a column is read as: text where the first rows are null, as what follows may be text;
-    string and list where `take` or `datasets` cannot handle the type."""
+    string and list where `take` or `datasets` cannot handle the type; as_float: float64 instead of integers."""
     if is_list(kind):
         wrap = pa.large_list if pa.types.is_large_list(kind) else pa.list_
-        return wrap(plain_type(kind.value_type))
+        return wrap(plain_type(kind.value_type, as_float))
     if pa.types.is_struct(kind):
         return pa.struct([part.with_type(plain_type(part.type)) for part in kind])
+    if as_float and pa.types.is_integer(kind):
+        return pa.float64()
     return pa.string() if kind in (pa.null(), pa.string_view()) else kind
+
+
+def named_columns(names):
+    """Return the names of columns but those that pandas gives to an index, which are no default."""
+    return [name for name in names if not re.fullmatch(r"Unnamed: \d+|__index_level_\d+__", name)]
 
 
 def is_list(kind):
@@ -530,7 +772,7 @@ def as_texts(column, name, ids=False):
     """Return a column of texts, or of `ids`, as large_string; null where there is none."""
     kind = column.type
     advice = None
-    if isinstance(kind, pa.JsonType):  # what `datasets` makes of a column of several types
+    if isinstance(kind, pa.JsonType) or pa.types.is_temporal(kind):  # of several types, or of texts like dates
         advice = "rewrite it by prepare_corpus.py"
     elif pa.types.is_nested(kind):
         advice = "write its texts as a column of their own; Dataset.flatten() of `datasets` does so for structs"
@@ -610,7 +852,7 @@ PAIR = ["query_id", "doc_id"]  # columns that identify a row of a ranking or of 
 def read_qrels(source, *others):
     """Return a DataFrame (query_id, doc_id, relevance) of a file of judgments, or of a source in the layouts of the
     Hub. Raise UserError if there are several files."""
-    with user_errors(f"--qrels {source}"):
+    with user_errors(f"--qrels {source}", KeyError):
         file, *more = [source, *others] if os.path.exists(source) or others else list_files(source)
         if more:
             raise UserError(f"has {1 + len(more)} files: give one, with all judgments")
@@ -631,25 +873,38 @@ def read_qrels(source, *others):
 
 
 def read_trec(path, name):
-    """Return a DataFrame (query_id, doc_id, score) of a TREC run (name "run") or TREC or BEIR judgments ("qrels")."""
+    """Return a DataFrame (query_id, doc_id, score) of a TREC run (name "run") or TREC or BEIR judgments ("qrels"); of
+    a run with `scored`, whether the system that ranked a document gave it that score."""
+    return pd.concat(trec_parts(path, name))
+
+
+UNSCORED = "unscored"  # tag of documents that are ranked below those that a reranker has scored
+GRADE_NAMES = ("score", "relevance", "rel", "grade", "label")  # of the last column, in a header of judgments
+
+
+def trec_parts(path, name):
+    """Yield what read_trec() returns in parts of 2**19 lines."""
     with user_errors(f"--{name} {path}"):
-        columns = {6: [0, 2, 4]} if name == "run" else {3: [0, 1, 2], 4: [0, 2, 3]}
+        columns = {6: [0, 2, 4, 5]} if name == "run" else {3: [0, 1, 2], 4: [0, 2, 3]}
         with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
             by_tabs = file.readline().count("\t") + 1 in columns  # then ids may contain spaces
-        options = {"header": None, "dtype": str, "quoting": csv.QUOTE_NONE, "keep_default_na": False}
-        frame = pd.read_csv(path, sep="\t" if by_tabs else r"\s+", encoding="utf-8-sig", **options)
-        fields = frame.shape[1]
-        if fields not in columns:
-            raise UserError(f"has {fields} fields per line, not {' or '.join(map(str, columns))}")
-        frame = frame[columns[fields]].set_axis(["query_id", "doc_id", "score"], axis=1)
-        scores = pd.to_numeric(frame["score"], errors="coerce")
-        bad = ~np.isfinite(scores)
-        if name == "qrels":
-            bad[0] = False  # BEIR's judgments have a header
-        if bad.any():
-            line = bad.idxmax()
-            raise UserError(f"line {line + 1} has no finite score: {' '.join(frame.loc[line])}")
-        return frame.assign(score=scores)[np.isfinite(scores)]
+            file.seek(0)
+            options = {"header": None, "dtype": str, "quoting": csv.QUOTE_NONE, "keep_default_na": False}
+            for frame in pd.read_csv(file, sep="\t" if by_tabs else r"\s+", chunksize=2**19, **options):
+                fields = frame.shape[1]
+                if fields not in columns:
+                    raise UserError(f"has {fields} fields per line, not {' or '.join(map(str, columns))}")
+                names = ["query_id", "doc_id", "score", "tag"][: len(columns[fields])]
+                frame = frame[columns[fields]].set_axis(names, axis=1)
+                scores = pd.to_numeric(frame["score"], errors="coerce")
+                bad = ~np.isfinite(scores)
+                if name == "qrels" and 0 in bad and frame.loc[0, "score"].lower() in GRADE_NAMES:
+                    bad[0] = False  # the header of BEIR, and of others
+                if bad.any():
+                    line = bad.idxmax()
+                    raise UserError(f"line {line + 1} has no finite score: {' '.join(frame.loc[line, names[:3]])}")
+                frame = frame.assign(score=scores)[np.isfinite(scores)]
+                yield frame.assign(scored=frame.pop("tag") != UNSCORED) if name == "run" else frame
 
 
 def pair_ids(pairs):

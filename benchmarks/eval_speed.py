@@ -143,12 +143,13 @@ def search(rounds):
     documents = F.normalize(torch.randn(count, dimensions, generator=generator), dim=1)
     asked = F.normalize(torch.randn(queries, dimensions, generator=generator), dim=1)
     faiss.omp_set_num_threads(torch.get_num_threads())
+    ids = np.arange(1, count + 1)
     found = {}
 
     def ours():
         top = script.TopK(asked, k)
         for first in range(0, count, chunk):
-            top.add(documents[first : first + chunk], first)
+            top.add(documents[first : first + chunk], first, ids[first : first + chunk])
         found["ours"] = top.scores.numpy(), top.rows.numpy()
 
     index = faiss.IndexFlatIP(dimensions)

@@ -173,7 +173,10 @@ def test_killed_and_continued(tmp_path, data, reranker):
         ({"positive": None}, "row 33, counted from 0, has no text in column 'positive'"),
         ({"negatives": []}, "row 33, counted from 0, has no text in column 'negatives'"),
         ({"negatives": ["x", " "]}, "row 33, counted from 0, has no text in column 'negatives'"),
-        ({"scores": [1.0]}, "has a column 'scores' already"),
+        (
+            {"scores": [1.0]},
+            "has a column 'scores' already: mine with --format n-tuple or labeled-pair, or leave that column out",
+        ),
     ],
 )
 def test_bad_rows(annotate, data, reranker, tmp_path, change, message):

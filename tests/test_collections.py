@@ -245,7 +245,7 @@ def test_every_measure_of_the_library(evaluate):
 @pytest.mark.parametrize("name", ["ERR", "RBP", "alpha_nDCG@10", "P", "BPM@10", "nothing", "nDCG@0", "Rprec@10"])
 def test_measures_that_cannot_be_computed(name):
     with pytest.raises(script.UserError, match=f"^--metrics {re.escape(name)}: .") as error:
-        script.check_measure(name)
+        script.measure_depth(name)
     assert "object at" not in str(error.value)  # of the library's assertions
 
 

@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import fsspec
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -138,32 +139,52 @@ def test_measures_equal_the_expected_values_of_trec_eval():
     assert compared == 3 * len(names) > 60
 
 
-def test_top_k_equals_a_full_sort_and_ties_keep_the_corpus_order():
+def best_documents(scores, ids, k):
+    """Return the rows of the K best documents of each query, by a loop: the first of the best rows of an id."""
+    found = []
+    for row_scores in scores.tolist():
+        best = {}
+        for row in sorted(range(len(ids)), key=lambda row: (-row_scores[row], row)):
+            best.setdefault(ids[row], row)
+        found.append([*best.values()][:k] + [-1] * (k - len(best)))
+    return torch.tensor(found)
+
+
+class Gathered:
+    """An accelerator of processes whose TopK are known."""
+
+    def __init__(self, parts):
+        self.num_processes = len(parts)
+        values = [(part.scores, part.rows, part.ids[part.rows]) for part in parts]
+        self.values = iter([torch.cat(tensors) for tensors in zip(*values)])
+
+    def gather(self, _):
+        return next(self.values)
+
+
+@pytest.mark.parametrize("distinct", [1000, 300, 60, 7])
+@pytest.mark.parametrize("sizes", [[1000], [1, 2, 3, 494, 500], [100] * 10])
+def test_top_k_equals_a_full_sort_and_ties_keep_the_corpus_order(distinct, sizes):
+    """Of 1,000 rows that all are documents, and that are passages of fewer documents than rows; in one process, and
+    dealt to two."""
     generator = torch.Generator().manual_seed(0)
     documents = torch.randint(-2, 3, (1000, 6), generator=generator).float()  # many equal scores
     queries = torch.randint(-2, 3, (17, 6), generator=generator).float()
-    full = (queries @ documents.T).argsort(dim=1, descending=True, stable=True)[:, :50]
-    for sizes in ([1000], [1, 2, 3, 494, 500], [100] * 10):
-        top = script.TopK(queries, 50)
-        first = 0
-        for size in sizes:
-            top.add(documents[first : first + size], first)
-            first += size
-        assert torch.equal(top.rows, full), sizes
-    two = [script.TopK(queries, 50), script.TopK(queries, 50)]  # chunks dealt to two processes
-    for first in range(0, 1000, 100):
-        two[first // 100 % 2].add(documents[first : first + 100], first)
-
-    class Both:
-        num_processes = 2
-
-        @staticmethod
-        def gather(tensor):
-            name = "scores" if tensor.dtype == torch.float32 else "rows"
-            return torch.cat([getattr(top, name) for top in two])
-
-    two[0].merge(Both)
-    assert torch.equal(two[0].rows, full)
+    ids = np.arange(1000) % distinct + 1  # 300: only in different chunks of 100
+    expected = best_documents(queries @ documents.T, ids, 50)
+    one, *two = [script.TopK(queries, 50) for _ in range(3)]
+    first = 0
+    for number, size in enumerate(sizes):
+        part = slice(first, first + size)
+        for top in (one, two[number % 2]):
+            top.add(documents[part], first, ids[part])
+        first += size
+    two[0].merge(Gathered(two))
+    for top in (one, two[0]):
+        assert torch.equal(top.rows, expected)
+        scores = (queries @ documents.T).gather(1, expected.clamp(min=0)).where(expected >= 0, -torch.inf)
+        assert torch.equal(top.scores, scores)
+    assert one.repeats == (distinct < 1000)
 
 
 def test_equal_vectors_have_equal_scores_at_any_position():
@@ -171,8 +192,60 @@ def test_equal_vectors_have_equal_scores_at_any_position():
     generator = torch.Generator().manual_seed(0)
     for size in range(1, 70):
         top = script.TopK(torch.randn(3, 384, generator=generator), size)
-        top.add(torch.randn(1, 384, generator=generator).repeat(size, 1), 0)
+        top.add(torch.randn(1, 384, generator=generator).repeat(size, 1), 0, np.arange(size) + 1)
         assert (top.rows == torch.arange(size)).all() and (top.scores == top.scores[:, :1]).all(), size
+
+
+def test_a_document_in_passages_is_one_document(evaluate, bert, tmp_path):
+    """Of 120 rows of one id and one of another, a ranking of 100 documents has both, for every kind of ranking; each
+    has the same warnings."""
+    passages = [{"_id": "A", "text": f"red fish number {number}"} for number in range(120)]
+    write_jsonl(tmp_path / "c.jsonl", [*passages, {"_id": "B", "text": "a blue fish and a green river"}])
+    write_jsonl(tmp_path / "q.jsonl", [{"_id": "q", "text": "red fish"}])
+    (tmp_path / "qrels.tsv").write_text("q\tB\t1\nq\tC\t1\n")
+    flags = ["--corpus", tmp_path / "c.jsonl", "--queries", tmp_path / "q.jsonl", "--qrels", tmp_path / "qrels.tsv"]
+    for ranking in evaluate(*flags, "--metrics", "R@100", "--top_k", 100, "--bm25")["models"]:
+        assert set(read_run(tmp_path / "out" / ranking["folder"] / "run.trec")["q"]) == {"A", "B"}
+        assert ranking["warnings"] == [
+            "1 ids belong to several documents; each counts once, with its best score",
+            "1 judged documents are not in the corpus; they count as not found",
+        ]
+
+
+def test_fewer_queries_than_processes(tmp_path, beir, bert):
+    flags = ["--beir", beir, "--model_name_or_path", bert, "--cache_dir", tmp_path / "cache", "--query", "a file"]
+    results = []
+    for processes in (1, 3):
+        launch(ROOT / "eval_incremental.py", *flags, "--output", tmp_path / f"{processes}.jsonl", processes=processes)
+        results.append((tmp_path / f"{processes}.jsonl").read_text())
+    assert results[0] == results[1] and results[0].count("\n") == 10
+
+
+def test_many_queries_have_the_normal_approximation(monkeypatch):
+    """It is that of the draws, of one and of two collections."""
+    rng = np.random.default_rng(0)
+    for sizes in ([900], [900, 300]):
+        samples = [rng.random(size) ** 2 for size in sizes]
+        others = [values + 0.02 * (rng.random(len(values)) - 0.45) for values in samples]
+        found = []
+        for many in (20_000, 100):
+            monkeypatch.setattr(script, "NORMAL_ABOVE", many)
+            interval = script.bootstrap_interval(samples)
+            found.append([*interval, script.paired_randomization_p(samples, others)])
+        width = found[0][1] - found[0][0]
+        assert found[1] != found[0] and np.abs(np.subtract(*found))[:2].max() < 0.05 * width
+        assert found[1][2] == pytest.approx(found[0][2], abs=0.02) and 0.0001 < found[0][2] < 0.9
+
+
+def test_measures_of_groups_of_queries(evaluate, beir, tmp_path, monkeypatch):
+    """Queries are measured a few at a time, and have the values of all together; some have no ranking."""
+    (tmp_path / "x.trec").write_text("".join(f"q{i} Q0 d{i + i % 3} 1 1.0 x\n" for i in range(0, 59, 7)))
+    found = []
+    for together in (2000, 4):
+        monkeypatch.setattr(script, "MEASURED_TOGETHER", together)
+        evaluate("--beir", beir, "--run", tmp_path / "x.trec")
+        found.append((tmp_path / "out/per_query.csv").read_text())
+    assert found[0] == found[1] and found[0].count("\n") == 61
 
 
 def test_bootstrap_interval_and_randomization_test():
@@ -327,14 +400,14 @@ def test_pairs_and_comparison(evaluate, corpus, bert, tmp_path, capsys):
     shutil.copytree(bert, other)
     config = json.loads((other / "1_Pooling/config.json").read_text())
     (other / "1_Pooling/config.json").write_text(json.dumps(config | {"pooling_mode": "cls"}))
-    flags = ["--pairs", corpus, "--columns", "docstring", "code", "--bm25"]
-    got = evaluate(*flags, "--model_name_or_path", bert, other)
+    flags = ["--pairs", corpus, "--columns", "docstring", "code"]
+    got = evaluate(*flags, "--model_name_or_path", bert, other, "--bm25")
     assert [result["name"] for result in got["models"]] == ["st", "second", "BM25"]
     second = got["models"][1]["metrics"]["nDCG@10"]
     assert second["difference"] == pytest.approx(second["mean"] - got["models"][0]["metrics"]["nDCG@10"]["mean"])
     assert 0 < second["p"] <= 1 and got["models"][2]["metrics"]["nDCG@10"]["mean"] > 0.2  # the texts share words
     assert {p.name for p in (tmp_path / "out").iterdir()} == {".lock"} | {
-        "metrics.json", "report.html", "table.md", "table.tex", "st", "second", "BM25"}  # fmt: skip
+        "metrics.json", "queries.jsonl", "documents.jsonl", "st", "second", "BM25"}  # fmt: skip
     assert (tmp_path / "out/BM25/run.trec").exists()
     shown = capsys.readouterr().out
     assert "p = " in shown and "BM25" in shown and "nDCG@10" in shown
@@ -510,7 +583,7 @@ def test_inconsistent_ids_are_reported(evaluate, beir, tmp_path, capsys):
         "1 queries without judgments left out",
         "1 judged queries are unknown, such as nobody; left out",
         "1 judged documents are not in the corpus",
-        "1 documents are empty; encoded as the empty string",
+        "1 documents are empty",
         "1 ids belong to several documents",
     ):
         assert line in message, (line, message)
@@ -601,6 +674,9 @@ def test_usage(flags, message, capsys):
 
 
 def test_rankings_are_as_deep_as_required():
+    def depth_of(flags):
+        return script.resolve_args(script.parse_args(flags)).top_k
+
     flags = ["--beir", "x", "--model_name_or_path", "m", "--top_k", "50"]
     for more, depth in (
         (["--metrics", "AP@30"], 50),
@@ -608,10 +684,10 @@ def test_rankings_are_as_deep_as_required():
         (["--metrics", "AP", "R@1000"], 1000),
         (["--rerank_k", "200"], 200),
     ):
-        assert script.parse_args([*flags, *more]).top_k == depth
-    assert script.parse_args([*flags[2:], "--corpus", "c", "--query", "q"]).top_k == 50
-    assert script.parse_args([*flags[2:4], "--corpus", "c", "--query", "q"]).top_k == 10
-    assert script.parse_args(flags[:4]).top_k == 100
+        assert depth_of([*flags, *more]) == depth
+    assert depth_of([*flags[2:], "--corpus", "c", "--query", "q"]) == 50
+    assert depth_of([*flags[2:4], "--corpus", "c", "--query", "q"]) == 10
+    assert depth_of(flags[:4]) == 100
 
 
 def test_a_missing_reranker(in_an_empty_folder):
@@ -626,6 +702,13 @@ def test_malformed_qrels(tmp_path):
         path.write_text(f"query-id\tcorpus-id\tscore\nq1\td1\t1\nq2\td2\t{score}\n")
         with pytest.raises(script.UserError, match="--qrels [^ ]*q.tsv: line 3 has no finite score: q2 d2"):
             script.read_qrels(str(path))
+    for score in ("1;", "high", ""):
+        path.write_text(f"q1 0 d1 {score or 'q'}\nq2 0 d2 1\n")  # no header
+        with pytest.raises(script.UserError, match="q.tsv: line 1 has no finite score: q1 d1"):
+            script.read_qrels(str(path))
+    for header in ("query-id\tcorpus-id\tscore", "qid\tdocid\tRel"):
+        path.write_text(f"{header}\nq1\td1\t1\n")
+        assert read_qrels(path) == {"q1": {"d1": 1}}
     path.write_text("q1\td1\t1\nq2\td2\t0.5\n")
     with pytest.raises(script.UserError, match="--qrels [^ ]*q.tsv: a grade is not a whole number"):
         script.read_qrels(str(path))
@@ -639,6 +722,16 @@ def test_malformed_qrels(tmp_path):
     for bad in (packed, "foo://q", tmp_path):
         with pytest.raises(script.UserError, match=f"--qrels {bad}: "):
             script.read_qrels(str(bad))
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_compressed_rankings(evaluate, beir, tmp_path, suffix):
+    """By what fsspec reads; zstandard, which pandas requires, is not installed."""
+    text = "\ufeffq1 Q0 d1 1 2.0 x\nq1 Q0 d7 2 1.0 x\n"
+    with fsspec.open(str(tmp_path / f"x.trec{suffix}"), "wt", compression="infer", encoding="utf-8") as file:
+        file.write(text)
+    got = evaluate("--beir", beir, "--run", tmp_path / f"x.trec{suffix}", "--metrics", "R@10")
+    assert got["metrics"]["R@10"]["mean"] == pytest.approx(1 / 60)
 
 
 def test_measures_agree_on_ties():
@@ -698,6 +791,13 @@ def test_an_error_on_two_processes_is_printed_once(tmp_path, bert):
     assert done.returncode and done.stderr.count("error: --beir") == 1 and "[rank1]" not in done.stderr, done.stderr
 
 
+def test_a_bug_in_edited_code_keeps_its_traceback(evaluate, beir, monkeypatch):
+    """An error of the data is one line; a TypeError of a function that reads it is not of the data."""
+    monkeypatch.setattr(script, "join_texts", lambda table, columns: table + 1)
+    with pytest.raises(TypeError):
+        evaluate("--beir", beir)
+
+
 def test_nan_embedding(evaluate, beir, bert, tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -718,7 +818,7 @@ def test_damaged_cache_database(evaluate, beir, tmp_path):
     assert not list(folder.glob("cache.db-*"))  # the evaluator has closed it
     whole = database.read_bytes()
     database.write_bytes(b"not a database" * 1000)
-    with pytest.raises(script.UserError, match=f"--cache_dir {folder} .*remove the folder if it is damaged"):
+    with pytest.raises(script.UserError, match=f"--cache_dir {folder} .*or remove it"):
         evaluate("--beir", beir)
     database.unlink()  # this process may still have the damaged one open
     for rest in folder.glob("cache.db-*"):
@@ -726,7 +826,7 @@ def test_damaged_cache_database(evaluate, beir, tmp_path):
     database.write_bytes(whole)
     assert evaluate("--beir", beir)["texts"]["encoded"] == 0
     database.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(script.UserError, match=f"--cache_dir {folder} .*remove the folder if it is damaged"):
+    with pytest.raises(script.UserError, match=f"--cache_dir {folder} .*or remove it"):
         evaluate("--beir", beir)
     evaluate("--cache_clear", folder.name)
     assert evaluate("--beir", beir)["metrics"] == first["metrics"]
@@ -793,7 +893,8 @@ def test_full_or_read_only_disk(evaluate, beir, tmp_path, bert, report, how):
         if how == "read-only":
             subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         with pytest.raises(
-            script.UserError, match=f"--cache_dir {disk}/.* .free disk space, or remove the folder if it is damaged.: "
+            script.UserError,
+            match=f"--cache_dir {disk}/.* .free disk space, or choose another folder, or remove it.: ",
         ):
             evaluate("--beir", beir, "--corpus_chunk_size", 8)
         if how == "full":  # with free space, the next run uses what was stored
@@ -850,19 +951,19 @@ def test_several_collections_and_models(evaluate, two_collections, bert, tmp_pat
     assert alone["metrics"]["AP@100"]["mean"] == results[4]["metrics"]["AP@100"]["mean"]
     for file in ("run.trec", "per_query.csv"):
         assert (tmp_path / "out/small/other" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes()
-    assert (tmp_path / "out/report.html").read_text().startswith("<!doctype html>")
+    rows = (tmp_path / "out/small/queries.jsonl").read_text().splitlines()
+    assert len(rows) == results[3]["queries"] and (tmp_path / "out/small/documents.jsonl").exists()
 
 
-def test_names_of_collections(evaluate, two_collections, tmp_path, monkeypatch):
+def test_names_of_collections(evaluate, two_collections, tmp_path, capsys, monkeypatch):
     """A path that ends in a slash, or that leads upwards, has the name of its folder; "mean" is that of the mean."""
     for folder, path in zip(two_collections, ("one", "mean")):
         shutil.copytree(folder, tmp_path / f"data/{path}")
     monkeypatch.chdir(tmp_path / "data/one")
     results = evaluate("--beir", "..//one/", "../mean")["models"]
-    assert [result["collection"] for result in results] == ["data_one", "data_mean"]
-    assert sorted(path.parent.name for path in (tmp_path / "out").rglob("run.trec")) == ["data_mean", "data_one"]
-    table = pd.read_csv(tmp_path / "out/table.md", sep="|").iloc[1:, 1:-1]
-    assert table.iloc[:, 0].str.strip().tolist() == ["data_one", "data_mean", "mean"]
+    assert [result["collection"] for result in results] == ["one", "data_mean"]
+    assert sorted(path.parent.name for path in (tmp_path / "out").rglob("run.trec")) == ["data_mean", "one"]
+    assert re.search(r"^nDCG@10 +one +data_mean +mean$", capsys.readouterr().out, re.M)
 
 
 def test_a_search_takes_one_collection(evaluate, two_collections):

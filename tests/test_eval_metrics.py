@@ -58,12 +58,11 @@ def test_a_script_of_the_user(evaluate, beir, metric, bert, tmp_path, capsys):
     assert f"{len(ranked)}.0000 (no interval)" in shown and "AllFound" in shown
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         ".lock",
+        "documents.jsonl",
         "metrics.json",
         "other",
-        "report.html",
+        "queries.jsonl",
         "st",
-        "table.md",
-        "table.tex",
     ]
     evaluate("--beir", beir, "--metrics", metric, output="alone")  # no measure of ir_measures
     found = evaluate("--beir", beir, "--metrics", "AP@100", "R@100", "AP@100")["metrics"]

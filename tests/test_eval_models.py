@@ -3,6 +3,7 @@ computed or cached: tiny models with random weights."""
 
 import gc
 import json
+import re
 import shutil
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from conftest import count_cached
+from conftest import ROOT, count_cached
+from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 from test_architectures import CASES, PROMPTS, router_after_pooling
@@ -141,17 +143,233 @@ def test_a_ranking_by_a_router(evaluate, beir, bert, tmp_path):
         assert float(score) == pytest.approx(scores[number[query], number[document]], rel=1e-5, abs=1e-5)
 
 
-def test_changed_code_of_a_module_has_a_cache_of_its_own(rows, bert, tmp_path):
-    build, _ = CASES["remote code"]
-    save(build(tmp_path, bert), tmp_path / "model").save_pretrained(str(tmp_path / "model"))
-    texts = [row["docstring"] for row in rows[:5]]
-    found = []
-    for scale in ("lengths / 100", "lengths / 50"):
-        code = tmp_path / "model/reader.py"
-        code.write_text(code.read_text().replace("lengths / 100", scale))
-        encoder = open_encoder(script.CachedEncoder, tmp_path / "model", tmp_path)
-        found.append(encoder.encode(texts, "query"))
-    assert count_cached(tmp_path / "cache") == [5, 5] and np.abs(found[0] - found[1]).max() > 1e-3
+def edit_json(name, **values):
+    """Return a function that sets values of a JSON file of a model's folder."""
+
+    def edit(folder):
+        options = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        (folder / name).write_text(json.dumps(options | values))
+
+    return edit
+
+
+def edit_text(name, old, new):
+    """Return a function that replaces a text in a file of a model's folder, where it must occur."""
+
+    def edit(folder):
+        text = (folder / name).read_text()
+        assert old in text
+        (folder / name).write_text(text.replace(old, new))
+
+    return edit
+
+
+def change_a_weight(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights[min(weights)].view(-1)[0] += 0.1
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+HELPED = """
+import torch
+from torch import nn
+from .helper import scale
+
+
+class Reader(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, features):
+        features["sentence_embedding"] = scale(features["sentence_embedding"]) * self.factor
+        return features
+
+    @classmethod
+    def load(cls, folder):
+        with open(folder + "/factor.txt") as file:
+            return cls(float(file.read()))
+"""
+
+
+def helped(folder):
+    """Append to a model a module of its own, whose code is in two files, and whose option is in a third."""
+    (folder / "reader.py").write_text(HELPED)
+    (folder / "helper.py").write_text("def scale(x):\n    return x\n")
+    (folder / "2_Reader").mkdir()
+    (folder / "2_Reader/factor.txt").write_text("1.0")
+    modules = json.loads((folder / "modules.json").read_text())
+    modules.append({"idx": 2, "name": "2", "path": "2_Reader", "type": "reader.Reader"})
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+
+FIRST = """
+from torch import nn
+from transformers import AutoModel, AutoTokenizer
+
+
+class First(nn.Module):
+    def __init__(self, path):
+        super().__init__()
+        self.auto_model = AutoModel.from_pretrained(path)
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.max_seq_length = 64
+
+    def tokenize(self, texts, padding=True, **options):
+        length = self.max_seq_length
+        return self.tokenizer(list(texts), padding=padding, truncation=True, max_length=length, return_tensors="pt")
+
+    def forward(self, features):
+        features["token_embeddings"] = self.auto_model(**features).last_hidden_state
+        return features
+
+    @classmethod
+    def load(cls, folder):
+        return cls(folder)
+"""
+
+
+def own_first(folder):
+    """Replace the first module of a model by one of its own, as jina-embeddings-v3 has it."""
+    (folder / "first.py").write_text(FIRST)
+    edit_text("modules.json", "sentence_transformers.base.modules.transformer.Transformer", "first.First")(folder)
+
+
+def plain(folder):
+    """Keep a model as it is."""
+
+
+PROMPTED = edit_json("config_sentence_transformers.json", prompts={"query": "ask: ", "document": ""})
+LEFT = edit_json("tokenizer_config.json", truncation_side="left")
+CASED = edit_json("tokenizer_config.json", do_lower_case=False)
+ALL, NONE, QUERIES = (True, True), (False, False), (True, False)  # are encoded again: queries, documents
+CHANGES = {  # {what was changed: (the model before, the change, encoded again)}; docs/evaluation.md has this table
+    "nothing: a copy in another folder": (plain, plain, NONE),
+    "one weight": (plain, change_a_weight, ALL),
+    "precision of the weights": (plain, edit_json("config.json", dtype="bfloat16"), ALL),
+    "pooling": (plain, edit_json("1_Pooling/config.json", pooling_mode="cls"), ALL),
+    "length": (plain, edit_json("sentence_bert_config.json", max_seq_length=24), ALL),
+    "side on which texts are truncated": (plain, LEFT, ALL),
+    "case": (plain, CASED, ALL),
+    "accents": (plain, edit_json("tokenizer_config.json", strip_accents=False), ALL),
+    "one word of the vocabulary": (plain, edit_text("tokenizer.json", '"return"', '"rEturn"'), ALL),
+    "prompt of queries": (plain, PROMPTED, QUERIES),
+    "card, and the version that saved it": (plain, edit_json("config.json", transformers_version="5.0.0"), NONE),
+    "code of a module": (helped, edit_text("reader.py", "return features", "return features  # changed"), ALL),
+    "code that this code imports": (helped, edit_text("helper.py", "return x", "return x ** 3"), ALL),
+    "an option that a module of its own keeps": (helped, lambda m: (m / "2_Reader/factor.txt").write_text("2"), ALL),
+    "a first module of its own: case": (own_first, CASED, ALL),
+    "a first module of its own: side": (own_first, LEFT, ALL),
+    "a first module of its own: length": (own_first, edit_text("first.py", "= 64", "= 24"), ALL),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_vectors_has_a_cache_of_its_own(name, rows, bert, tmp_path):
+    before, change, expected = CHANGES[name]
+    shutil.copytree(bert, tmp_path / "first")
+    before(tmp_path / "first")
+    shutil.copytree(tmp_path / "first", tmp_path / "changed")
+    change(tmp_path / "changed")
+    texts = [f"{rows[0]['code']} É {number}" for number in range(3)]
+    again = []
+    for model in ("first", "changed"):
+        encoder = open_encoder(script.CachedEncoder, tmp_path / model, tmp_path)
+        for role in ("query", "document"):
+            encoder.meter.clear()
+            encoder.encode([f"{role}: {text}" for text in texts], role)
+            again.append(encoder.meter["new"] > 0)
+        encoder.close()
+    assert again == [True, True, *expected]
+
+
+def test_the_table_of_the_page_is_that_of_the_test():
+    page = (ROOT / "docs/evaluation.md").read_text()
+    words = {ALL: "yes", NONE: "no", QUERIES: "the queries alone"}
+    for name, (*_, expected) in CHANGES.items():
+        assert f"| {name} | {words[expected]} |" in page
+
+
+def test_a_length_reaches_a_first_module_of_its_own(rows, bert, tmp_path):
+    """--max_length 8 gives the library's vectors at max_seq_length 8; a module that ignores it is refused."""
+    shutil.copytree(bert, tmp_path / "model")
+    own_first(tmp_path / "model")
+    texts = [row["code"] for row in rows[:5]]
+    encoder = open_encoder(script.CachedEncoder, tmp_path / "model", tmp_path, max_length=8)
+    model = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
+    model.max_seq_length = 8
+    assert encoder.max_length == 8
+    assert encoder.encode(texts, "document") == pytest.approx(model.encode_document(texts), abs=1e-5)
+    edit_text("first.py", "length = self.max_seq_length", "length = 64")(tmp_path / "model")
+    with pytest.raises(script.UserError, match="--max_length 8: First does not truncate to max_seq_length"):
+        open_encoder(script.CachedEncoder, tmp_path / "model", tmp_path, max_length=8)
+
+
+def character_model(folder):
+    """A model with a tokenizer in Python, without files."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    shape |= {"num_hash_buckets": 512, "max_position_embeddings": 512}
+    transformers.CanineModel(transformers.CanineConfig(**shape)).save_pretrained(folder)
+    transformers.CanineTokenizer(model_max_length=128).save_pretrained(folder)
+
+
+def japanese_model(folder):
+    """A model with a tokenizer in Python and a vocabulary."""
+    torch.manual_seed(0)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz_()"]
+    folder.mkdir()
+    (folder / "vocab.txt").write_text("\n".join(words))
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    transformers.BertModel(transformers.BertConfig(vocab_size=len(words), **shape)).save_pretrained(folder)
+    options = {"word_tokenizer_type": "basic", "subword_tokenizer_type": "character", "model_max_length": 128}
+    transformers.BertJapaneseTokenizer(str(folder / "vocab.txt"), **options).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("build", [character_model, japanese_model])
+def test_tokenizers_in_python(build, rows, tmp_path):
+    build(tmp_path / "model")
+    text = rows[0]["code"][:100]  # one: CANINE's vectors depend on padding
+    expected = SentenceTransformer(str(tmp_path / "model"), device="cpu").encode_document(text)
+    for length in (None, None, 20):
+        encoder = open_encoder(script.CachedEncoder, tmp_path / "model", tmp_path, max_length=length)
+        (found,) = encoder.encode([text], "document")
+        assert length or np.abs(found - expected).max() < 1e-5
+        encoder.close()
+    assert count_cached(tmp_path / "cache") == [1, 1]
+
+
+def without_pooling(folder):
+    shutil.rmtree(folder / "1_Pooling")
+
+
+def with_a_pickle(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def sentencepiece_only(folder):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    (folder / "sentencepiece.bpe.model").write_bytes(b"")
+    edit_json("config.json", model_type="xlm-roberta", architectures=["XLMRobertaModel"])(folder)
+
+
+@pytest.mark.parametrize(
+    "break_model, message",
+    [
+        (without_pooling, "modules.json names the folder 1_Pooling, which is missing: complete the download"),
+        (with_a_pickle, "convert that as 'Models without safetensors' in docs/evaluation.md shows"),
+        (sentencepiece_only, "its tokenizer requires: pip install sentencepiece"),
+    ],
+)
+def test_an_incomplete_model_says_what_to_do(break_model, message, bert, tmp_path, monkeypatch):
+    find_spec = script.find_spec  # the package may be installed here
+    monkeypatch.setattr(script, "find_spec", lambda name: None if name == "sentencepiece" else find_spec(name))
+    shutil.copytree(bert, tmp_path / "model")
+    break_model(tmp_path / "model")
+    with pytest.raises(script.UserError, match=re.escape(message)):
+        open_encoder(script.CachedEncoder, tmp_path / "model", tmp_path)
 
 
 def test_one_model_is_in_memory_at_a_time(evaluate, beir, bert, static, reranker, tmp_path, monkeypatch):
@@ -159,11 +377,11 @@ def test_one_model_is_in_memory_at_a_time(evaluate, beir, bert, static, reranker
     seen = []
     compute = script.CachedEncoder.compute
 
-    def count(self, texts, role):
+    def count(self, *options):
         gc.collect()
         models = [part for part in gc.get_objects() if isinstance(part, SentenceTransformer | CrossEncoder)]
         seen.append((self.unit, len([model for model in models if model is not self.model and id(model) not in old])))
-        return compute(self, texts, role)
+        return compute(self, *options)
 
     gc.collect()
     old = {id(part) for part in gc.get_objects() if isinstance(part, SentenceTransformer | CrossEncoder)}

@@ -236,7 +236,7 @@ def test_positives_without_a_score(small, tmp_path, capsys):
     assert "5 positives of 5 queries; 4 have a score" in capsys.readouterr().out
     rows = mine(tmp_path, *flags, "--absolute_margin", -20)
     assert len(rows) == 4 and all("scores" in row for row in rows)
-    assert f"{7:12} {4:12}  within -20.0 of the lowest positive, or a positive has no score" in capsys.readouterr().out
+    assert f"{7:12} {4:12}  within -20.0 of the lowest positive, or a score is missing" in capsys.readouterr().out
     rows = mine(tmp_path, *flags, "--relative_margin", -20)
     assert len(rows) == 4 and all("scores" in row for row in rows)
 
@@ -250,6 +250,7 @@ TRAINERS = {  # form: the trainer it is meant for, and the flags that the script
     ),
     "labeled-pair": ("train_cross_encoder", "--columns query document --label_column label"),
     "labeled-list": ("train_cross_encoder", "--columns query documents --label_column labels"),
+    "lists": ("train_bi_encoder", "--columns query pos neg --num_negatives 2"),
 }
 
 
@@ -277,24 +278,121 @@ def test_the_hint_names_whose_scores_a_student_would_learn(small, tmp_path, caps
     assert capsys.readouterr().out.splitlines()[-1].startswith(hint)
 
 
-def test_a_corpus_without_titles_and_with_repeated_ids(small, tmp_path, capsys):
-    """The same folder evaluates, with a warning; the first text of an id counts."""
+def test_a_corpus_without_titles_and_with_repeated_ids(small, tmp_path):
+    """A row that is there twice is one; passages of one id are refused, as their scores could be of any of them."""
     folder = tmp_path / "copy"
     shutil.copytree(small, folder)
     records = read(small / "corpus.jsonl")
     common = ["--beir", folder, "--run", small / "x.run"]
     titled = [record | {"title": "a title"} for record in records]
     untitled = [{key: record[key] for key in ("_id", "text")} for record in records]
-    repeated = [*untitled, untitled[0] | {"text": "another text"}]
+    repeated = [*untitled, untitled[0]]
     rows = []
     for documents in (records, untitled, repeated, titled):
         write_jsonl(folder / "corpus.jsonl", documents)
         rows.append(mine(tmp_path, *common))
     assert rows[0] == rows[1] == rows[2] and rows[3][0]["positive"] == f"a title {rows[0][0]['positive']}"
-    message = f"corpus.jsonl: 1 rows repeat an id, such as '{records[0]['_id']}'; left out"
-    assert [line for line in capsys.readouterr().err.splitlines() if "warning" in line] == [
-        f"warning: --corpus {folder}/{message}"
-    ]
+    write_jsonl(folder / "corpus.jsonl", [*untitled, untitled[0] | {"text": "another passage"}])
+    message = f"corpus.jsonl: 1 rows repeat an id, such as '{records[0]['_id']}', with another text: give each passage"
+    with pytest.raises(script.UserError, match=message):
+        mine(tmp_path, *common)
+
+
+@pytest.fixture
+def ranked(tmp_path):
+    """Flags of 100 queries of at most 70 texts, each with one or two positives, and of a run, in random order, that
+    ranks these and 2 to 12 of 80 documents for each; 20 documents have equal texts, but no positive has."""
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "ranked"
+    documents = [{"_id": f"d{n}", "text": f"document {n % 70}"} for n in range(80)]
+    write_jsonl(folder / "corpus.jsonl", documents)
+    queries = [{"_id": f"q{n}", "text": f"query {rng.integers(70)}"} for n in range(100)]
+    write_jsonl(folder / "queries.jsonl", queries)
+    (folder / "qrels").mkdir()
+    positives = [rng.choice(range(10, 70), rng.integers(1, 3), replace=False) for _ in range(100)]
+    judged = [f"q{n}\td{d}\t1\n" for n in range(100) for d in positives[n]]
+    (folder / "qrels/train.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(judged))
+    lines = []
+    for query in rng.permutation(100):
+        for document in {*positives[query], *rng.choice(80, rng.integers(2, 13), replace=False)}:
+            lines.append(f"q{query} Q0 d{document} 0 {rng.integers(20)} x\n")
+    (folder / "x.run").write_text("".join(lines))
+    return ["--beir", folder, "--run", folder / "x.run"]
+
+
+@pytest.mark.parametrize("form, lines", [("labeled-list", 7), ("labeled-pair", 30), ("lists", 100)])
+def test_rows_do_not_depend_on_the_parts_of_a_run_file(ranked, tmp_path, monkeypatch, capsys, form, lines):
+    """Nor do the counts of what each rule removes; some parts are a few lines of one query."""
+    flags = [*ranked, "--format", form, "--absolute_margin", 1, "--num_negatives", 2, "--range_max", 4]
+    rows = mine(tmp_path, *flags)
+    printed = capsys.readouterr().out
+    read_csv = script.pd.read_csv
+    monkeypatch.setattr(
+        script.pd, "read_csv", lambda *args, **options: read_csv(*args, **options | {"chunksize": lines})
+    )
+    assert mine(tmp_path, *flags) == rows and len(rows) > 20
+    assert capsys.readouterr().out == printed
+
+
+def test_lines_of_a_query_must_be_together(ranked, tmp_path, monkeypatch):
+    lines = ranked[-1].read_text().splitlines(keepends=True)
+    ranked[-1].write_text("".join([*lines[1:], lines[0]]))
+    mine(tmp_path, *ranked, "--num_negatives", 1)  # in one part, in whatever order they are
+    read_csv = script.pd.read_csv
+    monkeypatch.setattr(script.pd, "read_csv", lambda *args, **options: read_csv(*args, **options | {"chunksize": 50}))
+    with pytest.raises(script.UserError, match="--run .*x.run: lines of query 'q[0-9]+' are not together: sort it"):
+        mine(tmp_path, *ranked, "--num_negatives", 1)
+
+
+def test_positive_rank(ranked, tmp_path, capsys):
+    """Rows are those without the option whose positive is among the first of its query; other positives are no
+    negatives, and have no part in margins."""
+    best = {}  # {(query, document): rank}
+    texts = {row["_id"]: row["text"] for row in read(ranked[1] / "queries.jsonl")}
+    found = {}
+    for line in ranked[-1].read_text().splitlines():
+        query, _, document, _, score, _ = line.split()
+        found.setdefault(query, {})[document] = float(score)
+    for query, scores in found.items():
+        for document, score in scores.items():
+            rank = 1 + sum(other > score for other in scores.values())
+            key = texts[query], f"document {int(document[1:]) % 70}"
+            best[key] = min(rank, best.get(key, 99))
+    flags = [*ranked, "--format", "labeled-list", "--num_negatives", 20]
+    every = mine(tmp_path, *flags)
+    near = mine(tmp_path, *flags, "--positive_rank", 3)
+    expected = [row for row in every if best.get((row["query"], row["documents"][0]), 99) <= 3]
+    assert [row["documents"] for row in near] == [row["documents"] for row in expected] and 10 < len(near) < len(every)
+    count = re.search(r"([\d,]+) of them are not among the first 3 of their query; rows left", capsys.readouterr().out)
+    assert int(count[1]) == len(every) - len(near)
+    lowest = mine(tmp_path, *flags, "--positive_rank", 3, "--absolute_margin", 1)
+    assert len(lowest) > len(mine(tmp_path, *flags, "--absolute_margin", 1)) // 3
+    for row in lowest:
+        assert max(row["scores"][1:]) < row["scores"][0]
+
+
+def test_lists_have_all_positives_and_negatives_of_a_query(ranked, tmp_path):
+    lists = mine(tmp_path, *ranked, "--format", "lists", "--num_negatives", 5)
+    groups = {}
+    for row in mine(tmp_path, *ranked, "--format", "labeled-list", "--num_negatives", 5):
+        positive, *negatives = row["documents"]
+        group = groups.setdefault(row["query"], {"query": row["query"], "pos": [], "neg": negatives})
+        group["pos"].append(positive)
+    assert lists == list(groups.values()) and max(len(row["pos"]) for row in lists) > 2
+
+
+def test_scores_that_no_model_gave(small, tmp_path):
+    """Of documents that a reranker left below its own: their order counts, their scores are not written, and a margin
+    leaves them out."""
+    lines = (small / "x.run").read_text().splitlines()  # d0 to d9 and e0 to e3, ascending
+    marked = [re.sub(" x$", " unscored", line) if re.search(r" d[0-9] 1 ", line) else line for line in lines]
+    (small / "reranked.run").write_text("\n".join(marked))
+    flags = ["--beir", small, "--num_negatives", 5]
+    rows = [mine(tmp_path, *flags, "--run", small / name) for name in ("x.run", "reranked.run")]
+    assert [list(row.values())[:-1] for row in rows[0]] == [list(row.values()) for row in rows[1]]
+    assert not any("scores" in row for row in rows[1])
+    with pytest.raises(script.UserError, match="no row is left"):
+        mine(tmp_path, *flags, "--run", small / "reranked.run", "--absolute_margin", -50)
 
 
 def test_errors(small, tmp_path, capsys, monkeypatch):
@@ -340,6 +438,7 @@ def test_errors(small, tmp_path, capsys, monkeypatch):
         ([*common, "--relative_margin", "nan"], "--relative_margin nan: must be finite"),
         ([*common, "--seed", "-1"], "--seed -1: must be finite and, except for a margin, 0 or more"),
         ([*common, "--range_max", "3"], "--num_negatives 4: must be between 1 and --range_max"),
+        ([*common, "--positive_rank", "0"], "--positive_rank 0: ranks begin at 1"),
     ):
         with pytest.raises(SystemExit):
             script.parse_args(list(map(str, flags)))

@@ -329,6 +329,50 @@ def test_fusion_by_standardized_scores(evaluate, beir, bert, run_file, tmp_path)
         )
 
 
+@pytest.mark.parametrize("method", ["rrf", "zscore"])
+def test_fusion_of_a_reranked_run_file(evaluate, beir, bert, reranker, tmp_path, capsys, method):
+    """Standardized are the scores of the reranker; a document that it has not scored counts as its lowest. By ranks,
+    documents count as they rank."""
+    flags = ["--beir", beir, "--top_k", 30, "--metrics", "RR@10"]
+    evaluate(*flags, "--model_name_or_path", bert, "--cross_encoder", reranker, "--rerank_k", 8)
+    names = [bert.name, f"{bert.name}+{reranker.name}"]
+    lines = (tmp_path / "out" / names[1] / "run.trec").read_text().splitlines()
+    assert sum(line.endswith(" unscored") for line in lines) == 60 * (30 - 8)
+    first = read_run(tmp_path / "out" / names[0] / "run.trec")
+    second = read_run(tmp_path / "out" / names[1] / "run.trec")
+    files = [tmp_path / "out" / name / "run.trec" for name in names]
+    capsys.readouterr()
+    evaluate(*flags, "--run", *files, "--fuse", method, output="two")
+    warned = f"1,320 documents of {names[1]} lie below those that were reranked; they count as its lowest score"
+    assert (warned in capsys.readouterr().err) == (method == "zscore")
+    for query, found in read_run(tmp_path / "two/fused/run.trec").items():
+        expected = {}
+        for ranked, scored in ((first[query], 30), (second[query], 8)):
+            scores = [score for _, score in ranked[:scored]]
+            for rank, (document, score) in enumerate(ranked, start=1):
+                part = 1 / (60 + rank)
+                if method == "zscore":
+                    part = max(0, score - min(scores)) / statistics.pstdev(scores)
+                expected[document] = expected.get(document, 0) + part
+        assert dict(found) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert [score for _, score in found] == sorted((score for _, score in found), reverse=True)
+
+
+def test_the_baseline_is_the_first_of_the_command_line(evaluate, beir, bert, run_file, tmp_path):
+    """Not a matter of the kind of ranking; of flags in a file as well."""
+    common = ["--beir", beir, "--metrics", "RR"]
+    orders = {"st BM25 first.trec": [bert, "--bm25", "--run", run_file]}
+    orders["st first.trec BM25"] = [bert, "--run", run_file, "--bm25"]
+    for names, words in orders.items():
+        results = evaluate(*common, "--model_name_or_path", *words)["models"]
+        assert " ".join(result["name"] for result in results) == names
+        assert ["p" in result["metrics"]["RR"] for result in results] == [False, True, True]
+    results = evaluate(*common, f"--run={run_file}", "--model_name_or_path", bert)["models"]
+    assert [result["name"] for result in results] == ["first.trec", "st"]
+    (tmp_path / "flags.yaml").write_text(f"bm25: true\nmodel_name_or_path: [{bert}]\nbeir: [{beir}]\n")
+    assert script.parse_args([str(tmp_path / "flags.yaml")]).order == [1, 0]
+
+
 def test_fusion_equals_ranx(evaluate, beir, bert, run_file, tmp_path):
     ranx = pytest.importorskip("ranx", reason="needs the package ranx")
     evaluate("--beir", beir, "--run", run_file, "--model_name_or_path", bert, "--fuse", "--top_k", 30)

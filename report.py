@@ -1,0 +1,400 @@
+"""Compare results of eval_incremental.py: a table with intervals and tests, and a page to look into failures.
+
+    python report.py runs/eval/scifact_bge_a1b2c3
+    python report.py runs/monday runs/today --rankings bge BM25 --output_dir runs/compared
+
+A FOLDER is the --output_dir of a call. Rankings of several calls are compared if these had the same queries and
+judgments. Output: table.md, table.tex, and report.html, one file that needs no server and no network.
+Left out on purpose: models, caches and collections; measures that the evaluation did not compute.
+"""
+
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["numpy>=2.2,<3", "pandas>=3.1,<4", "scipy>=1.14,<2"]
+# ///
+
+import argparse
+import csv
+import json
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from string import Template
+
+import numpy as np
+import pandas as pd
+from scipy.stats import norm, permutation_test
+
+QUERIES = 500  # on the page
+DEPTH = 10  # documents of a ranking; and at most of the relevant ones of a query that no ranking has among them
+
+
+def parse_args(argv):
+    """Return the values of the flags; exit on a wrong one."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="results of eval_incremental.py")
+    parser.add_argument("--rankings", nargs="+", default=[], help="names to compare, the baseline first; none: all")
+    parser.add_argument("--output_dir", help="folder to write to; none: the first FOLDER")
+    return parser.parse_args(argv)
+
+
+def main(args):
+    calls = read_calls(args.folders)
+    rankings = read_rankings(calls, args.rankings)
+    names = [collection["name"] for collection in calls[0]["collections"]]
+    columns = [*names, "mean"] if len(names) > 1 else names
+    summaries = {name: compare_rankings(rankings, number) for number, name in enumerate(columns)}
+    table = table_of(summaries, [ranking.name for ranking in rankings])
+    output = Path(args.output_dir or args.folders[0])
+    output.mkdir(parents=True, exist_ok=True)
+    lines = table_lines(table.T if len(names) > 1 else table)
+    write_tables(lines, output)
+    print(pd.DataFrame(lines[1:], columns=lines[0]).to_string(index=False))
+    data = page_data(calls, rankings[:2])
+    write_page(output / "report.html", data, table_lines(table.T), calls)
+    print(f"{len(data['queries']):,} queries are in {output}/report.html; tables: table.md, table.tex")
+
+
+# ---- results of the evaluator
+
+
+@dataclass
+class Ranking:
+    name: str
+    folders: list[Path]  # of each collection, with run.trec and per_query.csv
+    tables: list[pd.DataFrame]  # per_query.csv, by query id
+    metrics: list[dict]  # {measure: statistics} of each collection and, of several, of their mean
+
+
+def read_calls(folders):
+    """Return metrics.json of each folder, and that folder; raise UserError if their queries or judgments differ."""
+    calls = []
+    for folder in dict.fromkeys(map(Path, folders)):
+        try:
+            call = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder}: not the --output_dir of an evaluation: {error}") from None
+        if "collections" not in call:
+            raise UserError(f"{folder}: of an earlier edition; repeat its evaluation, whose vectors are cached")
+        digests = [part["judgments"] for part in call["collections"]]
+        calls.append(call | {"folder": folder, "digests": digests})
+        if digests != calls[0]["digests"]:
+            advice = "evaluate both on the same collections, in the same order"
+            raise UserError(f"{folder}: has other queries or judgments than {calls[0]['folder']}: {advice}")
+    return calls
+
+
+def read_rankings(calls, chosen):
+    """Return the Rankings of all calls, or those of chosen names; a name that repeats becomes FOLDER/NAME."""
+    rankings = {}  # {path: Ranking}
+    for call in calls:
+        for result in call["results"]:
+            path = str(call["folder"] / result["name"])
+            ranking = rankings.setdefault(path, Ranking(result["name"], [], [], []))
+            ranking.folders.append(call["folder"] / result["folder"])
+            table = pd.read_csv(ranking.folders[-1] / "per_query.csv", dtype={"query": str}, na_filter=False)
+            ranking.tables.append(table.set_index("query"))
+            ranking.metrics.append(result["metrics"])
+        for name, metrics in call.get("means", {}).items():
+            rankings[str(call["folder"] / name)].metrics.append(metrics)
+    counts = Counter(ranking.name for ranking in rankings.values())
+    for path, ranking in rankings.items():
+        ranking.name = path if counts[ranking.name] > 1 else ranking.name
+    named = {ranking.name: ranking for ranking in rankings.values()}
+    for name in chosen:
+        if name not in named:
+            raise UserError(f"--rankings {name}: no such ranking; there are {', '.join(named)}")
+    return [named[name] for name in chosen or named]
+
+
+def compare_rankings(rankings, number):
+    """Return {measure: statistics} of each ranking, of the measures that all have: those of its call and, after the
+    first ranking, difference from that and p. number: of the collection, or behind the last one for their mean."""
+    first = rankings[0]
+    parts = range(len(first.tables)) if number == len(first.tables) else [number]
+    measures = [name for name in first.metrics[number] if all(name in ranking.metrics[number] for ranking in rankings)]
+    if not measures:
+        raise UserError("the rankings have no measure in common: evaluate them with the same --metrics")
+    rows = []
+    for ranking in rankings:
+        row = {}
+        for measure in measures:
+            cell = ranking.metrics[number][measure]
+            row[measure] = {key: cell[key] for key in ("mean", "low", "high", "value") if key in cell}
+            if rows and "mean" in cell:
+                others = [first.tables[part][measure] for part in parts]
+                samples = [ranking.tables[part][measure].loc[other.index] for part, other in zip(parts, others)]
+                difference = cell["mean"] - rows[0][measure]["mean"]
+                row[measure] |= {"difference": difference, "p": paired_randomization_p(samples, others)}
+        rows.append(row)
+    return rows
+
+
+# ---- the page
+
+
+def page_data(calls, rankings):
+    """Return what the script of the page reads: queries that the rankings, one or two, differ most on by the first
+    measure that they have for each query, then those of the lowest values; and documents of these queries."""
+    measure = next((name for name in rankings[0].tables[0] if name in rankings[-1].tables[0]), None)
+    collections = calls[0]["collections"]
+    queries = []
+    for number in range(len(collections) if measure else 0):
+        scores = [ranking.tables[number][measure].to_dict() for ranking in rankings]
+        for row in read_jsonl(calls[0], number, "queries.jsonl"):
+            values = [score[row["_id"]] for score in scores]
+            queries.append(row | {"collection": number, "values": values, "change": values[-1] - values[0]})
+    queries = sorted(queries, key=lambda query: (-abs(query["change"]), query["values"][0]))[:QUERIES]
+    for number in range(len(collections)):
+        own = [query for query in queries if query["collection"] == number]
+        ranks = [read_ranks(ranking.folders[number] / "run.trec", own) for ranking in rankings]
+        texts = {row["_id"]: row["text"] for call in calls for row in read_jsonl(call, number, "documents.jsonl")}
+        for query in own:
+            query |= find_documents(query.pop("judgments"), [found[query["_id"]] for found in ranks], texts)
+    return {
+        "collections": [collection["name"] for collection in collections],
+        "rankings": [ranking.name for ranking in rankings],
+        "measure": measure,
+        "depth": DEPTH,
+        "total": sum(collection["queries"] for collection in collections),
+        "queries": queries,
+    }
+
+
+def read_jsonl(call, number, name):
+    """Yield the rows of a JSON Lines file of a collection."""
+    with open(call["folder"] / call["collections"][number]["folder"] / name, encoding="utf-8") as file:
+        yield from map(json.loads, file)
+
+
+def read_ranks(path, queries):
+    """Return {query id: {document id: rank}} of a run file; equal scores rank by document id, descending, as they are
+    measured."""
+    ranks = {query["_id"]: {} for query in queries}
+    with open(path, encoding="utf-8") as file:
+        line = file.readline()
+    if not line:  # BM25 may find nothing
+        return ranks
+    names = ["query", "q0", "document", "rank", "score", "tag"]
+    options = {"dtype": {"query": str, "document": str}, "na_filter": False, "quoting": csv.QUOTE_NONE}
+    chunks = pd.read_csv(path, sep="\t" if "\t" in line else " ", names=names, chunksize=2**20, **options)
+    table = pd.concat([chunk[chunk["query"].isin(ranks)] for chunk in chunks])
+    for query, hits in table.sort_values(["score", "document"], ascending=False).groupby("query"):
+        ranks[query] = {document: rank for rank, document in enumerate(hits["document"], start=1)}
+    return ranks
+
+
+def find_documents(grades, ranks, texts):
+    """Return the number of relevant documents of a query, and the documents to show: the first of each ranking, and
+    relevant ones that none has there. By document id: its grade, its rank in each ranking, its text."""
+    shown = dict.fromkeys(document for found in ranks for document in list(found)[:DEPTH])
+    relevant = [document for document, grade in grades.items() if grade > 0]
+    missed = [document for document in sorted(relevant, key=grades.get, reverse=True) if document not in shown]
+    documents = []
+    for document in [*shown, *missed[:DEPTH]]:
+        hit = {"_id": document, "grade": grades.get(document), "ranks": [found.get(document) for found in ranks]}
+        documents.append(hit | {"text": texts.get(document, "(not in the corpus)")})
+    return {"relevant": len(relevant), "documents": documents}
+
+
+def write_page(path, data, lines, calls):
+    """Write PAGE with its data, the lines of the table, and time and command of each call."""
+    names = data["collections"]
+    lines = [[re.sub(r" (?![\[p])", "&nbsp;", escape(cell)) for cell in line] for line in lines]
+    origins = [(call["provenance"]["time"], escape(call["provenance"]["command"])) for call in calls]
+    page = Template(PAGE).substitute(
+        title=escape(", ".join(names) if len(names) < 4 else f"{len(names)} collections"),
+        calls="\n".join(f"<details><summary>{time}</summary>{command}</details>" for time, command in origins),
+        table="\n".join(f"<tr><td>{'<td>'.join(line)}" for line in lines),
+        data=json.dumps(data, ensure_ascii=False).replace("<", "\\u003c"),  # no text can end the script
+    )
+    path.write_text(page, encoding="utf-8")
+
+
+PAGE = r"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>$title</title>
+<style>
+:root { --quiet: #5c636b; --line: #dfe3e8; --mark: #ffedb0; --relevant: #eaf6ee; }
+body { max-width: 76rem; margin: auto; padding: 1rem; font: 15px/1.45 system-ui, sans-serif; overflow-wrap: anywhere; }
+h1, h2 { font-size: 1.3rem; margin: 1rem 0 .3rem; }
+h3, p { font-size: 1rem; margin: .3rem 0; }
+table { border-spacing: 0; font-size: .85rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
+td { padding: .3rem .7rem 0 0; vertical-align: top; }
+tr:first-child { font-weight: bold; }
+tr + tr:has(td:empty:first-child), .quiet { color: var(--quiet); font-size: .85rem; }
+main > details > summary { padding: .6rem 0; font-weight: bold; }
+.query { border-top: 1px solid var(--line); }
+.query > summary { display: grid; grid-template-columns: max-content 1fr; gap: 1rem; padding: .4rem 0; }
+.columns { display: grid; grid-auto-flow: column; grid-auto-columns: minmax(0, 1fr); gap: 1.5rem; }
+@media (max-width: 40rem) { .columns { grid-auto-flow: row; } }
+article { display: grid; grid-template-columns: 2rem 1fr; padding: .4rem; border-top: 1px solid var(--line); }
+.relevant { background: var(--relevant); }
+.text { white-space: pre-line; list-style: none; }
+details:not([open]) > .text { display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 4;
+  overflow: hidden; }
+mark { background: var(--mark); color: inherit; }
+</style>
+<h1>$title</h1>
+$calls
+<div style="overflow-x: auto"><table>
+$table
+</table></div>
+<p class="quiet">Brackets: 95 % bootstrap intervals. Below: differences from the first ranking, with the p-value of a
+paired randomization test. Above 20,000 queries both are normal approximations.</p>
+<p class="quiet" id="about"></p>
+<main></main>
+<script type="application/json" id="data">$data</script>
+<script>
+const data = JSON.parse(document.getElementById("data").textContent);
+const [first, second] = data.rankings;
+const isRelevant = (hit) => hit.grade > 0;
+const ranksOf = (hit) => hit.ranks.map((rank) => rank ?? "–").join(" → ");
+
+function add(parent, tag, name, text = "") {  // a text never becomes HTML
+  const element = parent.appendChild(document.createElement(tag));
+  element.className = name;
+  element.textContent = text;
+  return element;
+}
+
+function addDocument(column, query, hit, side) {
+  const box = add(column, "article", hit.grade > 0 ? "relevant" : "");
+  add(box, "b", "", hit.ranks[side] ?? "–");
+  const body = add(box, "div", "");
+  const line = add(body, "div", "quiet", hit._id);
+  if (hit.grade !== null) add(line, "b", "", " · grade " + hit.grade);
+  if (second) add(line, "span", "", " · rank " + ranksOf(hit));
+  const details = add(body, "details", "");
+  details.open = hit.grade > 0;
+  const text = add(details, "summary", "text");
+  const words = query.text.match(/[\p{L}\p{N}]{4,}|\p{L}?[\p{Lu}\p{N}]{2}[\p{L}\p{N}]*/gu) ?? [];  // also HIV and p53
+  const marked = new Set(words.map((word) => word.toLowerCase()));
+  for (const part of hit.text.split(/([\p{L}\p{N}]+)/u))
+    marked.has(part.toLowerCase()) ? add(text, "mark", "", part) : text.append(part);
+}
+
+function addDocuments(box, query) {
+  const columns = add(box, "div", "columns");
+  data.rankings.forEach((name, side) => {
+    const column = add(columns, "section", "");
+    const rank = (hit) => hit.ranks[side] ?? Infinity;
+    const documents = query.documents.toSorted((a, b) => rank(a) - rank(b));
+    const best = documents.filter((hit) => rank(hit) <= data.depth);
+    const missed = documents.filter((hit) => rank(hit) > data.depth && hit.grade > 0);
+    add(column, "h3", "", name);
+    add(column, "p", "quiet", data.measure + " " + query.values[side].toFixed(3) + ", " +
+      best.filter(isRelevant).length + " of " + query.relevant + " relevant documents among the first " + data.depth);
+    if (missed.length) add(column, "p", "", "Relevant, but not among the first " + data.depth);
+    missed.forEach((hit) => addDocument(column, query, hit, side));
+    if (missed.length) add(column, "p", "", "The first " + data.depth);
+    best.forEach((hit) => addDocument(column, query, hit, side));
+  });
+}
+
+function addGroup(title, queries) {
+  const group = add(document.querySelector("main"), "details", "");
+  group.open = true;  // for the browser's own search
+  add(group, "summary", "", queries.length + " queries: " + title);
+  for (const query of queries) {
+    const box = add(group, "details", "query");
+    const summary = add(box, "summary", "");
+    add(summary, "b", "", query.values.map((value) => value.toFixed(3)).join(" → "));
+    const text = add(summary, "span", "", query.text + " ");
+    const relevant = query.documents.filter(isRelevant);
+    add(text, "span", "quiet", (data.collections[1] ? data.collections[query.collection] + " " : "") + query._id +
+      " · relevant at rank " + relevant.slice(0, 3).map(ranksOf).join(", ") + (relevant[3] ? ", ..." : ""));
+    box.addEventListener("toggle", () => addDocuments(box, query), { once: true });
+  }
+}
+
+if (second) {
+  const equal = data.queries.filter((query) => query.change === 0);
+  addGroup(first + " is better", data.queries.filter((query) => query.change < 0));
+  addGroup(second + " is better", data.queries.filter((query) => query.change > 0));
+  const failed = equal.filter((query) => query.values[0] === 0);
+  const best = (query) => Math.min(...query.documents.filter(isRelevant).flatMap((hit) => hit.ranks.filter(Number)));
+  addGroup("both fail, best rank of a relevant document first", failed.sort((a, b) => best(a) - best(b)));
+  addGroup("equal, lowest first", equal.filter((query) => query.values[0] !== 0));
+} else addGroup(first + ", lowest " + data.measure + " first", data.queries);
+document.getElementById("about").textContent = data.queries.length + " of " + data.total + " queries, sorted by " +
+  data.measure + (second ? ", largest difference first. All pairs of numbers are " + first + " → " + second : "") +
+  ". Rank –: not retrieved. Click a text to read on; words of the query are marked in it.";
+</script>
+"""
+
+# ---- the table
+
+
+class UserError(ValueError):
+    """Something the user can fix; printed as one line, without a traceback."""
+
+
+NORMAL_ABOVE = 20_000
+
+
+def paired_randomization_p(samples, others):
+    """Return the two-sided p-value of the paired randomization test (Smucker et al. 2007), of many queries normal."""
+    differences = np.concatenate([(sample - other) / len(sample) for sample, other in zip(samples, others)])
+    if len(differences) < 2 or not differences.any():
+        return 1.0
+    if len(differences) > NORMAL_ABOVE:
+        return float(2 * norm.sf(abs(differences.sum()) / np.linalg.norm(differences)))
+    batch = max(1, 2**22 // len(differences))
+    options = {"permutation_type": "samples", "vectorized": True, "n_resamples": 9999}
+    options["random_state"] = np.random.default_rng(0)
+    return float(permutation_test((differences,), np.sum, batch=batch, **options).pvalue)  # by flipping signs
+
+
+def table_of(summaries, names):
+    """Return a DataFrame of statistics: a row for each ranking, and a column for each measure or, for several
+    collections, for each of them and their mean, of the first measure, whose name the columns' axis has."""
+    rows = next(iter(summaries.values()))
+    if len(summaries) == 1:
+        return pd.DataFrame(rows, names)
+    measure = next(iter(rows[0]))
+    columns = {name: [row[measure] for row in table] for name, table in summaries.items()}
+    return pd.DataFrame(columns, names).rename_axis(columns=measure)
+
+
+def table_lines(table):
+    """Return a table of statistics as lists of texts: the header, and of each row the values, then the differences."""
+    lines = [[table.columns.name or table.index.name or "", *table.columns]]
+    for name, row in table.iterrows():
+        values, differences = zip(*map(format_cell, row))
+        lines.append([name, *values])
+        if any(differences):
+            lines.append(["", *differences])
+    return lines
+
+
+def format_cell(cell):
+    """Return the value and the difference from the first ranking, as texts."""
+    if "value" in cell:
+        return f"{cell['value']:.4f} (no interval)", ""
+    value = "{mean:.4f} [{low:.4f}, {high:.4f}]".format(**cell)
+    return value, "{difference:+.4f}, p = {p:.4f}".format(**cell) if "p" in cell else ""
+
+
+def write_tables(lines, output):
+    """Write table.md, and table.tex for the package booktabs, of table_lines()."""
+    columns = len(lines[0]) - 1
+    rows = [lines[0], ["---", *["---:"] * columns], *lines[1:]]
+    rows = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows]
+    (output / "table.md").write_text("".join(f"| {row} |\n" for row in rows), encoding="utf-8")
+    rows = [" & ".join(re.sub(r"([&%$#_{}])", r"\\\1", cell) for cell in line) + r" \\" for line in lines]
+    begin = rf"\begin{{tabular}}{{l{'r' * columns}}}"
+    rows = [begin, r"\toprule", rows[0], r"\midrule", *rows[1:], r"\bottomrule", r"\end{tabular}"]
+    (output / "table.tex").write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    try:
+        main(parse_args(sys.argv[1:]))
+    except (UserError, OSError) as error:
+        sys.exit(f"error: {error}")

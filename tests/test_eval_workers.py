@@ -1,0 +1,123 @@
+"""Worker processes of the evaluator: the same vectors with any number, none for what is cached, none left behind."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+import torch
+from conftest import ROOT, launch, write_jsonl
+
+import eval_incremental as script
+
+
+def stored_bytes(folder):
+    """Return the contents of all blocks of a cache, in order."""
+    return sorted(path.read_bytes() for path in folder.rglob("*.val"))
+
+
+@pytest.fixture
+def repeating(tmp_path, rows):
+    """A corpus of 120 rows in which texts occur again in the same and in the next chunks, and three queries."""
+    texts = [row["code"] for row in rows[:60]]
+    order = [*range(40), *range(10), *range(35, 60), *range(45)]
+    write_jsonl(tmp_path / "c.jsonl", [{"_id": f"d{i}", "text": texts[number]} for i, number in enumerate(order)])
+    write_jsonl(tmp_path / "q.jsonl", [{"_id": f"q{i}", "text": rows[i]["docstring"]} for i in range(3)])
+    (tmp_path / "qrels.tsv").write_text("q0\td0\t1\nq1\td1\t1\nq2\td2\t1\n")
+    return ["--corpus", tmp_path / "c.jsonl", "--queries", tmp_path / "q.jsonl", "--qrels", tmp_path / "qrels.tsv"]
+
+
+@pytest.mark.parametrize("model", ["bert", "static", "reranker"])
+def test_any_number_of_workers_stores_the_same_bytes(model, repeating, rows, evaluate, bert, request, tmp_path):
+    """A text that is being computed for an earlier chunk is not computed again."""
+    path = request.getfixturevalue(model)
+    flags = ["--model_name_or_path", path] if model != "reranker" else ["--cross_encoder", path, "--rerank_k", 100]
+    found = []
+    for workers in (0, 1, 4):
+        options = ["--dataloader_num_workers", workers, "--micro_batch_tokens", 64, "--corpus_chunk_size", 16]
+        cache = tmp_path / f"cache{workers}"
+        got = evaluate(*repeating, *flags, *options, "--cache_dir", cache)
+        got = got["models"][-1] if "models" in got else got
+        work = got["texts"] if "texts" in got else got["pairs"]
+        runs = [path.read_text() for path in sorted((tmp_path / "out").rglob("run.trec"))]
+        found.append((work, runs, stored_bytes(cache)))
+    assert found[0] == found[1] == found[2]
+    if model != "reranker":
+        distinct = {row["code"] for row in rows[:60]} | {row["docstring"] for row in rows[:3]}
+        assert found[0][0] == {"total": 123, "encoded": len(distinct), "cached": 123 - len(distinct)}
+
+
+def test_no_worker_starts_for_what_is_cached_or_for_one_query(repeating, evaluate, bert, beir, tmp_path, monkeypatch):
+    started = []
+    loader = torch.utils.data.DataLoader
+
+    def count(*words, **options):
+        started.append(options["num_workers"])
+        return loader(*words, **options)
+
+    monkeypatch.setattr(torch.utils.data, "DataLoader", count)
+    evaluate(*repeating, "--dataloader_num_workers", 2)
+    assert started == [2]  # for the corpus; three queries are one request
+    evaluate(*repeating, "--dataloader_num_workers", 2)
+    evaluate(*repeating[:2], "--query", "a file", "--dataloader_num_workers", 2)
+    assert started == [2]
+
+
+class Slow(torch.utils.data.Dataset):
+    def __getitem__(self, number):
+        time.sleep(60)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_workers_end_with_a_killed_process():
+    """Also if nothing of it can run any more; without start_worker they would wait for ever."""
+    parent = os.fork()
+    if parent == 0:
+        options = {"batch_size": None, "num_workers": 2, "multiprocessing_context": "fork", "prefetch_factor": 1}
+        for _ in torch.utils.data.DataLoader(Slow(), sampler=range(9), worker_init_fn=script.start_worker, **options):
+            pass
+        os._exit(0)
+    process = psutil.Process(parent)
+    wait_for(lambda: len(process.children()) == 2)
+    workers = process.children()
+    time.sleep(0.5)  # they are in start_worker, or after it
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    wait_for(lambda: not any(worker.is_running() and worker.status() != "zombie" for worker in workers))
+
+
+DRIVER = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+import eval_incremental as script
+
+def killed(self, request, main=os.getpid()):
+    if os.getpid() != main:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return make(self, request)
+
+make = script.FeatureMaker.__getitem__
+script.FeatureMaker.__getitem__ = killed
+with open({script!r}) as file:
+    source = file.read()
+exec(compile(source[source.rindex("if __name__"):], "end", "exec"), vars(script) | {{"__name__": "__main__"}})
+"""
+
+
+def test_a_killed_worker_is_one_line(repeating, bert, tmp_path):
+    path = tmp_path / "driver.py"
+    path.write_text(DRIVER.format(root=str(ROOT), script=str(ROOT / "eval_incremental.py")))
+    flags = ["--model_name_or_path", bert, "--cache_dir", tmp_path / "cache", "--output_dir", tmp_path / "out"]
+    flags += ["--corpus_chunk_size", 16, "--dataloader_num_workers", 1]
+    result = launch(path, *repeating, *flags, check=False)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert (
+        "error: a worker process was killed, maybe for lack of memory: lower --dataloader_num_workers" in result.stderr
+    )
