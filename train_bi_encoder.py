@@ -29,11 +29,14 @@ Left out on purpose: images, DeepSpeed, models from scratch. docs/recipes/ has t
 # dependencies = ["accelerate>=1.12,<2", "backports.zstd>=1,<2; python_version < '3.14'", "datasets>=5.2,<6",
 #   "filelock>=3.16,<5", "fsspec[http]>=2026.1", "matplotlib>=3.9,<4", "numpy>=2.2,<3", "pandas>=3.1,<4",
 #   "psutil>=5.9,<8", "pyarrow>=24,<27", "pyyaml>=6.0.1,<7", "safetensors>=0.8,<1", "sentence-transformers>=6.2,<7",
-#   "tokenizers>=0.23.1,<1", "torch>=2.6,<3", "tqdm>=4.67,<5", "transformers>=5.18,<6", "xxhash>=3.5,<5"]
+#   "torch>=2.9,<3", "tqdm>=4.67,<5", "transformers>=5.18,<6", "xxhash>=3.5,<5"]
 # ///
 
+import argparse
 import copy
 import csv
+import ctypes
+import glob
 import hashlib
 import inspect
 import json
@@ -43,18 +46,18 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
 import warnings
-from bisect import bisect_right
 from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
-from functools import partial
-from itertools import chain
+from functools import lru_cache, partial
+from itertools import chain, compress
 from pathlib import Path
 from random import Random
 from typing import Literal
@@ -73,8 +76,9 @@ Schedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "warm
 
 
 def flag(default, help, may_change=False, above_zero=False):
-    """Return the dataclass field of a command-line option. may_change: a resume may, as it changes neither the data
-    nor, but for rounding, what a step computes from it. above_zero: numbers must be; those of other flags may be 0."""
+    """Return the dataclass field of a command-line option. may_change: a resume may change it, as the data stays the
+    same; what a step computes differs by rounding, or with dropout by other masks (--micro_batch_tokens: losses by up
+    to 9 %). above_zero: numbers must be above 0; those of other flags may be 0."""
     kind = {"default_factory": default.copy} if isinstance(default, list | dict) else {"default": default}
     return field(**kind, metadata={"help": help, "may_change": may_change, "above_zero": above_zero})
 
@@ -83,12 +87,26 @@ def json_object(text):
     return dict(json.loads(text))
 
 
+def source_entry(text):
+    """Return an entry of --train_data or --eval_data: a path or, from JSON, {"path": path, flag of its own: value}."""
+    return json_object(text) if text.startswith("{") else text
+
+
 @dataclass
 class Args:
     # data
-    train_data: list[str] = flag([], "paths, globs, folders, URLs, Hub ids, ID:config:split")
-    eval_data: list[str] = flag([], "sources of held-out rows; none: rows of --train_data, of streams the first")
-    eval_rows: int | None = flag(None, "rows held out to evaluate on; None: 1,000, but at most a tenth of the rows")
+    train_data: list[source_entry] = flag(
+        [],
+        "paths, globs, folders, URLs, Hub ids, ID:config:split; or JSON of a path, a weight and flags of its own: "
+        '{"path": "nli.csv", "weight": 0.2, "columns": ["a", "b"], "loss": "CoSENTLoss"}',
+    )
+    eval_data: list[source_entry] = flag(
+        [], "sources of held-out rows; none: rows of --train_data, of streams the first"
+    )
+    eval_rows: int | None = flag(
+        None,
+        "rows to evaluate on, as many of each source; None: 1,000, but at most a tenth of a source of --train_data",
+    )
     eval_beir: list[str] = flag([], "also evaluate on these: BEIR folders, or Hub ids in the layout of NanoBEIR")
     eval_split: str = flag("test", "split of the judgments of BEIR folders")
     streaming: bool = flag(False, "read the sources front to back instead of at random from a memory-mapped table")
@@ -116,31 +134,35 @@ class Args:
     lora_rank: int = flag(0, "train LoRA adapters of this rank instead of all weights; 0: train all weights")
     lora_kwargs: json_object = flag({}, "JSON: further options of peft.LoraConfig, such as lora_alpha, target_modules")
     attn_implementation: str | None = flag(None, "attention: sdpa, flash_attention_2, ...", may_change=True)
-    query_prompt: list[str] = flag([], "prefix of queries, or one for each source; none: the model's own")
+    query_prompt: str | None = flag(None, "prefix of queries; None: the model's own")
     document_prompt: str | None = flag(None, "prefix of documents; None: the model's own")
-    append_eos: bool = flag(False, "end each text in the tokenizer's end token, which decoders need and often lack")
     # step
     batch_size: int = flag(64, "rows of a batch, over all processes", above_zero=True)
     micro_batch_tokens: int | None = flag(
         None,
-        "tokens per forward, but of static models; None: 2,048 (CPU), 16,384 (GPU)",
+        "tokens per forward, but of static models; None: 2,048 (CPU), measured (GPU)",
         may_change=True,
         above_zero=True,
     )
     gradient_accumulation_steps: int = flag(1, "batches of a step, each with its own negatives", above_zero=True)
     grad_cache: bool | None = flag(
         None,
-        "run each micro-batch twice, to hold one graph at a time; None: if more than 4 (CPU: 16)",
+        "run each micro-batch twice, to hold one graph at a time; None: those for which memory is short",
         may_change=True,
     )
     gradient_checkpointing: bool = flag(False, "recompute activations in backward, for long texts", may_change=True)
     loss: str = flag("infonce", "infonce; margin_mse or kl, for teacher scores; or a class of sentence-transformers")
     loss_kwargs: json_object = flag(
         {},
-        'JSON: {"temperature": 0.05}, for dot products 1; for infonce also symmetric, mask_margin; for kl, margin_mse '
-        "also teacher_temperature, and infonce, the weight of an added InfoNCE loss",
+        'JSON: {"temperature": 0.05}, for dot products 1; for infonce also symmetric, mask_margin, in_batch; for kl, '
+        "margin_mse also teacher_temperature, and infonce, the weight of an added InfoNCE loss",
     )
     matryoshka_dims: list[int] = flag([], "sum the loss over embeddings cut to these dimensions", above_zero=True)
+    dataloader_num_workers: int | None = flag(
+        None,
+        "processes that make batches; 0: none; None: 1 (CPU), half of the cores of a process (GPU)",
+        may_change=True,
+    )
     # schedule
     learning_rate: float = flag(2e-5, "peak learning rate", above_zero=True)
     weight_decay: float = flag(0.01, "weight decay of matrices; biases and norms have none")
@@ -149,7 +171,9 @@ class Args:
         "linear", "transformers' schedule; constant has no warmup, warmup_stable_decay falls in the last tenth"
     )
     max_grad_norm: float = flag(1.0, "clip the gradient to this norm; 0: do not")
-    num_train_epochs: float = flag(1.0, "passes over the rows", above_zero=True)
+    num_train_epochs: float = flag(
+        1.0, "epochs of all rows, or of --rows_per_epoch; may be a fraction", above_zero=True
+    )
     rows_per_epoch: int = flag(0, "rows of an epoch, a fresh sample each; 0: all")
     max_steps: int = flag(0, "stop after this many optimizer steps; 0: after --num_train_epochs")
     seed: int = flag(0, "seed of the row order, new weights and dropout")
@@ -189,8 +213,27 @@ def check_flags(args):
         )
     if args.early_stopping_patience and not args.metric_for_best_model:
         raise UserError("--early_stopping_patience requires --metric_for_best_model, such as held_out_cosine_ndcg@10")
-    if len(args.query_prompt) not in (0, 1, len(args.train_data)):
-        raise UserError("--query_prompt takes one, or one for each source")
+    for name in ("warmup_ratio", "dropout"):
+        if (getattr(args, name) or 0) > 1:
+            raise UserError(f"--{name} {getattr(args, name)}: must be a fraction, from 0 to 1")
+    if args.length_window > 1 and args.corpus:
+        raise UserError("--length_window sorts rows by their own length, which with --corpus is that of ids")
+    check_loss_kwargs(args.loss_kwargs)
+
+
+def check_loss_kwargs(kwargs):
+    """Raise UserError for values that losses cannot use."""
+    for name in ("temperature", "teacher_temperature", "infonce", "scale"):
+        value = kwargs.get(name, 1)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise UserError(f'--loss_kwargs: "{name}" must be a number above 0, not {json.dumps(value)}')
+    if type(kwargs.get("mask_margin", 0)) not in (int, float):
+        raise UserError('--loss_kwargs: "mask_margin" must be a number')
+    for name in ("symmetric", "in_batch"):
+        if not isinstance(kwargs.get(name, True), bool):
+            raise UserError(f'--loss_kwargs: "{name}" must be true or false')
+    if kwargs.get("symmetric") and not kwargs.get("in_batch", True):
+        raise UserError('--loss_kwargs: "symmetric" compares anchors of the batch: not with "in_batch": false')
 
 
 class Parser(transformers.HfArgumentParser):
@@ -209,6 +252,29 @@ def make_parser():
     return parser
 
 
+OWN_FLAGS = ["columns", "label_column", "num_negatives", "query_prompt", "document_prompt", "loss", "loss_kwargs"]
+
+
+def args_of_source(entry, args):
+    """Return the Args of a run on one entry of --train_data or --eval_data alone: flags of its own replace those of
+    the run. Raise UserError for those that no run would take."""
+    own = {"path": entry} if isinstance(entry, str) else dict(entry)
+    path = own.pop("path", None)
+    weight = own.pop("weight", None)
+    if not path or own.keys() - {*OWN_FLAGS}:
+        raise UserError(f"{entry}: takes a path, and of its own a weight, {', '.join(OWN_FLAGS)}")
+    args = replace(args, train_data=[path], eval_data=[], mixing_weights=[])
+    if own.get("loss"):  # whose options and labels those of the run are not
+        args = replace(args, loss_kwargs={}, label_column=[])
+    if isinstance(entry, dict):
+        parser = make_parser()
+        parser.error = raise_user_error
+        with user_errors(path):
+            args = parse_flags(parser, words_of({"mixing_weights": weight, **own}), args)
+            check_flags(args)
+    return args
+
+
 # ---- libraries
 
 if __name__ == "__main__":  # --help and mistyped flags are answered now: what follows takes ten seconds to load
@@ -221,14 +287,15 @@ import pandas as pd
 import psutil
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
 import yaml
 from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
-from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+from accelerate.utils import DistributedType, DynamoBackend, broadcast_object_list, gather_object
 from accelerate.utils.memory import should_reduce_batch_size
-from datasets.data_files import DataFilesList, get_data_patterns
 from datasets.formatting import PythonFormatter
+from datasets.utils.file_utils import xopen
 from filelock import FileLock, Timeout
 from matplotlib.figure import Figure
 from pyarrow.dataset import ParquetFragmentScanOptions
@@ -240,10 +307,10 @@ from sentence_transformers.sentence_transformer.evaluation import (
     EmbeddingSimilarityEvaluator,
     InformationRetrievalEvaluator,
     NanoBEIREvaluator,
+    RerankingEvaluator,
 )
 from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding
 from sentence_transformers.util.distributed import distributed_evaluation
-from tokenizers.processors import TemplateProcessing
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -257,29 +324,33 @@ from xxhash import xxh3_64_intdigest
 
 def main(args):
     # ---- set up
-    given = args  # kept in args.yaml and checkpoints: a resume on another machine resolves the rest anew
     accelerator = start(args)
+    # What args.yaml and checkpoints contain; of what is not given, a resume on another machine resolves the rest anew.
+    flags = replace(args, gradient_accumulation_steps=accelerator.gradient_accumulation_steps)  # a launch may set it
     device = accelerator.device
     is_main = accelerator.is_main_process
     sharded = accelerator.distributed_type == DistributedType.FSDP
     _lock = lock_output(args.output_dir, accelerator)  # held until the process ends
     checkpoint, saved = find_checkpoint(args, accelerator)
     model = load_model(args)
-    args = resolve_args(args, model, accelerator)
+    args = resolve_args(flags, model, accelerator)
 
     # ---- data
     data = open_data(args)
-    check_changes(saved, given, data, accelerator)
+    fixed = unchanging(flags, model, data)  # what a resume must not change
+    check_changes(saved, fixed, flags, accelerator)
     evaluators = open_evaluators(data, model, args)
     accumulation = args.gradient_accumulation_steps
-    steps = args.max_steps or math.ceil(args.num_train_epochs * data.epoch_rows / (args.batch_size * accumulation))
-    args = replace(args, max_steps=steps)  # of this run: for read_row and losses that depend on the step
+    steps = count_steps(data, args, accelerator)
+    args = replace(args, max_steps=steps)
+    for source in data.sources:  # for read_row and losses that depend on the step
+        source.args = replace(source.args, max_steps=steps)
     eval_steps = args.eval_steps or math.ceil(steps / 10)
 
     # ---- model, loss and optimizer
     model_to_save = copy.deepcopy(model) if sharded and is_main else model  # FSDP will shard `model`
     model = model.to(device).train()
-    loss_fn = make_loss(args, model)
+    loss_fns = [make_loss(source.args, model) for source in data.sources]  # --mix_by batch: that of its source
     optimizer = make_optimizer(model, args)
     if sharded:
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -290,41 +361,54 @@ def main(args):
     # State of your own, {name: tensor}, equal on all processes, not sharded: saved in checkpoints. A resume sets it.
     extra = {}
     optimizers = [optimizer.optimizer]  # checkpoints hold the state of each
-    checkpoints = Checkpoints(given, accelerator, data.description, model, optimizers, model_to_save, extra)
+    checkpoints = Checkpoints(flags, accelerator, fixed, model, optimizers, model_to_save, extra)
     progress = checkpoints.restore(checkpoint, saved)
-    log = Log(given, accelerator, progress.metrics, shown=list(evaluators))
+    args = fit_micro_batches(model, progress, args, accelerator)
+    log = Log(flags, accelerator, progress.metrics, main_measures(evaluators))
     log.begin()
-    announce(model, data, progress, steps, args, accelerator)
+    announce(model, data, progress, args, accelerator)
     signals = receive_signals()
-    if progress.step == 0 and evaluators:
-        log.write(0, evaluate(model, evaluators, accelerator))
+    is_due = progress.step % eval_steps == 0 or progress.step == steps
+    stopping = False  # by a signal or an error
+    if evaluators and is_due and log.lacks_evaluation(progress.step):  # the first, or one that was interrupted
+        record = until_signal(signals, evaluate, model, evaluators, accelerator)
+        stopping = not record
+        log.write(progress.step, record)
     best_step, out_of_patience = log.find_best()
-    finished = out_of_patience or progress.step >= steps
+    finished = not stopping and (out_of_patience or progress.step >= steps)
 
-    # ---- train: row_batches draws the rows of all processes, local_batches prepares those of this one
-    tables = row_batches(data.sources, data.weights, args, progress.data_state)
-    batches = prefetch(local_batches(tables, progress.step * accumulation, model, data, args, accelerator))
-    bar = tqdm(total=steps, initial=progress.step, disable=not is_main, unit="step", mininterval=1)
+    # ---- train: row_batches draws the rows of all processes, of which local_batches reads those of this one
+    global_batches = row_batches(data.sources, data.weights, args, progress.data_state)
+    local = local_batches(global_batches, progress.step * accumulation, data, args, accelerator)
+    batches = load_batches(local, model, args, accelerator)
+    is_quiet = not is_main or os.environ.get("TQDM_DISABLE") or None  # None: where stderr is no terminal
+    bar = tqdm(total=steps, initial=progress.step, disable=is_quiet, unit="step")
     meter = Meter()
     error = None
-    while not finished:
+    while not (finished or stopping):
         # one optimizer step
         started = time.perf_counter()
         factor = schedule(progress.step, steps, args)
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * factor
         step_batches = [next(batches) for _ in range(accumulation)]
-        losses_of_batches = [forward_backward(model, batch, args, accelerator, loss_fn) for batch in step_batches]
-        loss = sum(losses_of_batches) / accumulation  # accelerator.backward divides by it, too
+        losses = []  # of this process' part of each batch
+        for batch in step_batches:
+            source = data.sources[batch.source]
+            losses.append(forward_backward(model, batch, source.args, accelerator, loss_fns[batch.source]))
         reduce_gradients(model, accelerator)
         norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         norm = norm.full_tensor() if sharded else norm
-        loss, norm, skipped, stopping, error = agree(loss, norm, step_batches, signals, progress.step, accelerator)
+        losses, norm, skipped, stopping, error = sync_step(
+            losses, norm, step_batches, signals, progress.step, accelerator
+        )
         if stopping:  # not after the step: an evaluation may follow, and a cluster kills soon after SIGTERM
             break
+        if progress.step == 0:
+            check_gradient(losses, norm, source.args)
         optimizer.step()
         optimizer.zero_grad()
-        progress.advance(loss, skipped, step_batches[-1].state)
+        progress.advance(losses, skipped, step_batches)
         # Change `extra` here: not before, as a run that stops above saves it as it was.
         meter.add(args.batch_size * accumulation - skipped, step_batches, time.perf_counter() - started)
         finished = progress.step == steps
@@ -332,18 +416,19 @@ def main(args):
 
         # metrics, evaluation, checkpoint
         record = {}
-        evaluated = progress.step % eval_steps == 0 or finished
-        if evaluated:
-            record = evaluate(model, evaluators, accelerator)
+        is_due = progress.step % eval_steps == 0 or finished
+        if evaluators and is_due:
+            record = until_signal(signals, evaluate, model, evaluators, accelerator)
+            stopping = not record
         if progress.step % args.logging_steps == 0 or finished:
-            record |= {"loss": progress.mean_loss(), "grad_norm": norm, "learning_rate": args.learning_rate * factor}
-            record |= meter.read(accelerator)
+            record |= progress.mean_losses(data.sources if args.mix_by == "batch" else [])
+            record |= {"grad_norm": norm, "learning_rate": args.learning_rate * factor, **meter.read(accelerator)}
             meter = Meter()
             bar.set_postfix_str("loss {loss:.4f}, {rows_per_second:,.0f} rows/s".format(**record), refresh=False)
         log.write(progress.step, record)
-        if evaluated:
+        if is_due:
             best_step, out_of_patience = log.find_best()
-            finished = finished or out_of_patience
+            finished = not stopping and (finished or out_of_patience)
         if not finished and (progress.step == best_step or (args.save_steps and progress.step % args.save_steps == 0)):
             checkpoints.save(progress, best_step)
 
@@ -355,83 +440,104 @@ def main(args):
         if error:
             raise AgreedError(error)
         accelerator.print(f"stopped after step {progress.step:,} of {steps:,}: rerun with --resume to continue")
+        accelerator.wait_for_everyone()  # once a process has ended with a status, a launcher ends the others
     elif is_main:
         step = best_step or progress.step
-        write_model(checkpoints.model_of(step), log, step)
-        plot_metrics(log.metrics, log.shown, Path(args.output_dir, "training.png"))
+        write_model(checkpoints.load_weights_of(step), log, step)
+        plot_metrics(log.metrics, log.main_measures, Path(args.output_dir, "training.png"))
         if progress.skipped + data.skipped:
             print(f"{progress.skipped + data.skipped:,} bad rows skipped")
     accelerator.end_training()
-    if signal.SIGINT in signals and not finished:
-        raise KeyboardInterrupt
+    if not finished:
+        raise SystemExit(128 + (signals or [signal.SIGTERM])[0])  # another process may have received it
 
 
 # ---- the step
 
 
 def encode(model, role, features, accelerator):
-    """Return (texts, D) float embeddings of a micro-batch; role: that of its texts, the name of their prompt."""
+    """Return (texts, D) float embeddings of a micro-batch of texts of one role."""
     features = transformers.BatchEncoding(features).to(accelerator.device, non_blocking=True).data
     with accelerator.autocast():  # gives flash attention its dtype
-        return model(features, task=task_of(role))["sentence_embedding"].float()
-
-
-def task_of(role):
-    """Return what sentence-transformers calls the task of a text. "query_2": of queries of the second source."""
-    return role.split("_")[0]
+        return model(features, task=role)["sentence_embedding"].float()
 
 
 def forward_backward(model, batch, args, accelerator, loss_fn):
     """Add the gradient of this process' texts to that of the model; return this process' part of the loss. Summed over
     processes, they are the gradient and the loss of the whole batch."""
-    micro_batches, tokens = equalize(batch, accelerator)
-    keep_graphs = not args.grad_cache
-    if args.grad_cache is None:
-        keep_graphs = tokens <= args.micro_batch_tokens * (16 if accelerator.device.type == "cpu" else 4)
+    micro_batches = repeat_for_fsdp(batch.micro_batches, accelerator)
 
-    def forward(number):  # (texts, D)
-        seeds = np.random.SeedSequence([args.seed, batch.number, accelerator.process_index, number])
+    def forward(index):  # (texts, D)
+        seeds = np.random.SeedSequence([args.seed, batch.index, accelerator.process_index, index])
         torch.manual_seed(int(seeds.generate_state(1)[0]))  # dropout is the same in a second forward pass
-        role, indices, features = micro_batches[number]
+        role, indices, features = micro_batches[index]
         return encode(model, role, features, accelerator)[: len(indices)]
 
     hashes = pad_columns(batch.hashes, -1, accelerator)  # (n, C)
     labels = pad_columns(batch.labels, math.nan, accelerator)  # (n, L)
     slots = tuple(batch.slots.to(accelerator.device, non_blocking=True))
-    # One autocast around all micro-batches: they share its half-precision copies of the weights, which graphs keep.
-    with accelerator.autocast(), torch.set_grad_enabled(keep_graphs):
-        outputs = [forward(number) for number in range(len(micro_batches))]
+    outputs, kept = run_forward(forward, len(micro_batches), args, accelerator)
     # The graph is cut here: the loss gives the gradient of the gathered embeddings, which is then passed on by hand.
     embeddings = gather(outputs, slots, hashes.shape, accelerator).requires_grad_()  # (P n, C, D)
     # The rows of this process among the gathered ones, (n,):
-    mine = torch.arange(len(hashes), device=hashes.device) + accelerator.process_index * len(hashes)
-    whole = WholeBatch(accelerator.gather(hashes).T, accelerator.gather(labels), mine, batch.step)
+    own_rows = torch.arange(len(hashes), device=hashes.device) + accelerator.process_index * len(hashes)
+    texts = accelerator.gather(hashes).T.contiguous()
+    whole = WholeBatch(texts, accelerator.gather(labels), own_rows, batch.step)
     loss = loss_fn(embeddings.unbind(1), whole)
     # As all gradients are, embeddings.grad is now divided by the accumulated batches, and scaled if fp16 is.
     accelerator.backward(loss)
 
     # embeddings.grad is the gradient, for all embeddings, of the losses of this process' rows. Sum it over processes,
     # and take the part of this process' texts.
-    own = accelerator.reduce(embeddings.grad, "sum")[mine]  # (n, C, D)
+    own = accelerator.reduce(embeddings.grad, "sum")[own_rows]  # (n, C, D)
     gradients = own[slots].split([len(indices) for _, indices, _ in micro_batches])  # (texts, D) of each micro-batch
-    for number, gradient in enumerate(gradients):  # a micro-batch at a time, so that gradients add up in float32
-        # If graphs are not kept, there is one at a time (Gao et al. 2021, section 3.2).
-        output = outputs[number] if keep_graphs else forward(number)
+    for index, gradient in enumerate(gradients):  # a micro-batch at a time, so that gradients add up in float32
+        output = outputs[index] if index < kept else forward(index)
+        outputs[index] = None  # its graph ends with its backward pass
         (output * gradient).sum().backward()
     return loss.detach()
 
 
-def equalize(batch, accelerator):
-    """Return (micro-batches of a Batch, their tokens with padding). Under FSDP, whose forward passes are collective,
-    the last one is repeated, for no text, until all processes run equally many; the tokens are those of the most."""
-    micro_batches = batch.micro_batches
-    _, tokens = token_counts(micro_batches)
-    if accelerator.distributed_type == DistributedType.FSDP:
-        sizes = torch.tensor([[len(micro_batches), tokens]], device=accelerator.device)
-        most, tokens = accelerator.gather(sizes).amax(0).tolist()
-        role, _, features = micro_batches[-1]  # its output is discarded
-        micro_batches = micro_batches + [(role, [], features)] * (most - len(micro_batches))
-    return micro_batches, tokens
+def run_forward(forward, count, args, accelerator):
+    """Return (outputs of forward(0) to forward(count - 1), how many of them have a graph: the first ones)."""
+    outputs = []
+    kept = 0
+    # One autocast around all: they share its half-precision copies of the weights, which graphs keep. Passes without a
+    # graph are the last, as copies that are made in one have no gradient.
+    with accelerator.autocast():
+        for index in range(count):
+            kept += kept == index and may_keep_graph(index, args, accelerator)
+            with torch.set_grad_enabled(index < kept):
+                outputs.append(forward(index))
+    return outputs, kept
+
+
+def may_keep_graph(index, args, accelerator):
+    """Return whether to keep the graph of a micro-batch until its backward pass. If not, its forward pass is run again
+    (Gao et al. 2021, section 3.2), which changes time and memory alone."""
+    if args.grad_cache is not None:
+        return not args.grad_cache
+    memory = total_memory(accelerator.device)
+    if memory is None or accelerator.distributed_type == DistributedType.FSDP:  # collective: the same on all processes
+        return index < (16 if accelerator.device.type == "cpu" else 4)
+    return torch.accelerator.memory_allocated() < 0.6 * memory
+
+
+def total_memory(device):
+    """Return the bytes of memory of a GPU, None where no limit is known."""
+    if device.type not in ("cuda", "xpu"):
+        return None
+    return torch.get_device_module(device).get_device_properties(device).total_memory
+
+
+def repeat_for_fsdp(micro_batches, accelerator):
+    """Return micro-batches: under FSDP, whose passes are collective, with the last one repeated, for no text, until
+    all processes run equally many."""
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return micro_batches
+    most = int(accelerator.gather(torch.tensor([len(micro_batches)], device=accelerator.device)).max())
+    role, _, features = micro_batches[-1]  # its output is discarded
+    return micro_batches + [(role, [], features)] * (most - len(micro_batches))
 
 
 def gather(outputs, slots, shape, accelerator):
@@ -472,31 +578,41 @@ def reduce_gradients(model, accelerator):
             vector_to_parameters(accelerator.reduce(parameters_to_vector(grads)), grads)
 
 
-def agree(loss, norm, batches, signals, step, accelerator):
-    """Return (loss, gradient norm, skipped rows, whether to stop, what is wrong or None) of a step, the same on all
-    processes, by one collective and one wait for the device."""
-    error = next((describe(batch.error) for batch in batches if batch.error), None)
+def sync_step(losses, norm, batches, signals, step, accelerator):
+    """Return (loss of each batch, gradient norm, skipped rows, whether to stop, what is wrong or None) of a step, the
+    same on all processes, by one collective and one wait for the device."""
+    error = next((batch.error for batch in batches if batch.error), None)
     numbers = [len(signals), error is not None, sum(batch.skipped for batch in batches)]
-    numbers = torch.stack([loss, *(torch.full_like(loss, number) for number in numbers)])
-    loss, received, failed, skipped, norm = torch.stack([*accelerator.reduce(numbers), norm]).tolist()
+    numbers = torch.stack([*(torch.full_like(losses[0], number) for number in numbers), *losses])
+    received, failed, skipped, *losses, norm = torch.stack([*accelerator.reduce(numbers), norm]).tolist()
     if failed:
         error = next(filter(None, gather_object([error])))
-    elif step == 0 and skipped and loss == 0:
+    elif step == 0 and skipped and not any(losses):
         error = "every row of the first step is bad: choose other --columns or --label_column, or edit read_row"
-    elif not math.isfinite(loss) or not (math.isfinite(norm) or accelerator.scaler):
-        error = f"step {step + 1}: loss {loss}, gradient norm {norm}: fix the data, or {LOWER_RATE}"
-    return loss, norm, int(skipped), bool(received or error), error
+    elif not all(map(math.isfinite, losses)) or not (math.isfinite(norm) or accelerator.scaler):
+        error = f"step {step + 1}: loss {np.mean(losses)}, gradient norm {norm}: fix the data, or {LOWER_RATE}"
+    return losses, norm, int(skipped), bool(received or error), error
+
+
+def check_gradient(losses, norm, args):
+    """Raise AgreedError if the first step would change nothing, as no row has a negative; but a loss with a margin may
+    be 0."""
+    if norm == 0 and not any(losses) and (args.loss == "infonce" or args.batch_size == 1):
+        raise AgreedError(
+            "loss and gradient of the first step are 0: its rows have no negatives, or nothing to be compared with. "
+            "Raise --batch_size (memory depends on --micro_batch_tokens), or add negatives to --columns"
+        )
 
 
 # ---- losses
 #
 # A loss in LOSSES has the form
 #
-#     def my_loss(columns, whole, option=1.0):
-#         losses = ...  # (n,): that of each row of `whole.mine`, 0 where whole.hashes[0][whole.mine] < 0
+#     def my_loss(embeddings, whole, option=1.0):
+#         losses = ...  # (n,): of each row of `whole.own_rows`, 0 where whole.hashes[0][whole.own_rows] < 0
 #         return losses.sum() / count_rows(whole)
 #
-# columns: C tensors (P n, D), the embeddings of the whole batch, from all processes: anchors, positives, negatives...,
+# embeddings: C tensors (P n, D), those of the whole batch, from all processes: anchors, positives, negatives...,
 # normalized if the similarity is cosine, 0 if missing. The sum over processes is then the mean over the batch. Options
 # are --loss_kwargs; the default of `temperature` is 0.05 for cosines, 1 for dot products. With --matryoshka_dims it is
 # called for each of them.
@@ -510,7 +626,7 @@ class WholeBatch:
 
     hashes: torch.Tensor  # (C, P n) int64, equal for equal texts; -1 if missing
     labels: torch.Tensor  # (P n, L) float; NaN if missing
-    mine: torch.Tensor  # (n,) indices of this process' rows
+    own_rows: torch.Tensor  # (n,) indices of this process' rows
     step: int  # optimizer steps before this one, for options that depend on it
 
 
@@ -519,59 +635,76 @@ def count_rows(whole):
     return (whole.hashes[0] >= 0).sum().clamp(min=1)
 
 
-def softmax_loss(queries, documents, anchor_hashes, text_hashes, mine, temperature, margin):
-    """Return the cross-entropy of document i, the target, for query i among all documents, summed over the queries
-    `mine`. queries: (P n, D); documents: (M, D), of which the first P n are the targets; anchor_hashes: (M,) of
-    each document's anchor, -1 for hard negatives; text_hashes: (M,) of its text, -1 if it is missing.
+def known_positives(query_texts, slots, targets):
+    """Return (targets, M) bool: whether any row of the batch has a document's text as the positive of the query's.
+    query_texts: (P n,) hashes; slots: (M,) integers below M, equal for documents of equal texts, of which the first
+    P n are the positives of the queries; targets: indices of queries."""
+    # `known` has a row for each text of these queries, and a last one for all others. No shape depends on the texts,
+    # so nothing waits for the device.
+    chosen = query_texts[targets].sort().values
+    rows = torch.searchsorted(chosen, query_texts).clamp(max=len(chosen) - 1)
+    rows = torch.where(chosen[rows] == query_texts, rows, len(chosen))
+    known = slots.new_zeros(len(chosen) + 1, len(slots), dtype=torch.bool)
+    known[rows, slots[: len(query_texts)]] = True
+    return known[rows[targets, None], slots]
 
-    False negatives are masked: documents with the anchor or the text of the target, and those whose similarity to the
-    query exceeds the target's by more than `margin`, if it is given."""
+
+def softmax_loss(queries, documents, query_texts, document_texts, own_rows, temperature, margin=None, in_batch=True):
+    """Return the cross-entropy of document i, the target, for query i among all documents, summed over the queries
+    `own_rows`. queries: (P n, D); documents: (M, D), P n of each column, of which the first are the targets;
+    query_texts: (P n,), document_texts: (M,), hashes of their texts, -1 if missing; in_batch: whether documents of
+    other rows are negatives.
+
+    False negatives are masked: known positives of the query, and documents whose similarity to the query exceeds the
+    target's by more than `margin`, if it is given."""
+    slots = torch.searchsorted(document_texts.sort().values, document_texts)
+    rows = torch.arange(len(documents), device=documents.device) % len(queries)  # of each document
 
     def chunk(targets):
         similar = queries[targets] @ documents.T  # (targets, M)
-        masked = anchor_hashes[targets, None] == anchor_hashes
-        masked |= text_hashes[targets, None] == text_hashes
-        masked |= text_hashes < 0
+        masked = known_positives(query_texts, slots, targets) | (document_texts < 0)
+        if not in_batch:
+            masked |= rows != targets[:, None]
         if margin is not None:
             similarity = similar.detach()
             masked |= similarity > similarity.gather(1, targets[:, None]) + margin
         masked.scatter_(1, targets[:, None], False)  # never the target
         scores = (similar * (1 / temperature)).masked_fill(masked, -torch.inf)
         losses = F.cross_entropy(scores, targets, reduction="none")
-        return (losses * (anchor_hashes[targets] >= 0)).sum()
+        return (losses * (query_texts[targets] >= 0)).sum()
 
-    chunks = mine.split(max(1, MAX_SCORES // len(documents)))
+    chunks = own_rows.split(max(1, MAX_SCORES // len(documents)))
     if len(chunks) == 1:
-        return chunk(mine)
+        return chunk(own_rows)
     return sum(recompute(chunk, part, use_reentrant=False) for part in chunks)
 
 
-def infonce(columns, whole, temperature=0.05, symmetric=False, mask_margin=None):
+def infonce(embeddings, whole, temperature=0.05, symmetric=False, mask_margin=None, in_batch=True):
     """Return InfoNCE (van den Oord et al. 2018, equation 4) with in-batch and hard negatives.
     `symmetric`: average it with the loss of finding each positive's anchor (Radford et al. 2021, figure 3).
-    `mask_margin`: mask documents that are more similar than the positive by this (Zhang et al. 2025, equation 2)."""
+    `mask_margin`: mask documents that are more similar than the positive by this (Zhang et al. 2025, equation 2).
+    `in_batch`: false for hard negatives of the row alone, as of classes, which rows of a batch share."""
     anchors, positives, *_ = whole.hashes
-    no_anchors = whole.hashes.new_full((whole.hashes[2:].numel(),), -1)  # of hard negatives
-    options = {"mine": whole.mine, "temperature": temperature, "margin": mask_margin}
-    document_anchors = torch.cat([anchors, no_anchors])
-    document_texts = whole.hashes[1:].flatten()
-    loss = softmax_loss(columns[0], torch.cat(columns[1:]), document_anchors, document_texts, **options)
+    options = {"temperature": temperature, "margin": mask_margin, "in_batch": in_batch}
+    documents = torch.cat(embeddings[1:])
+    loss = softmax_loss(embeddings[0], documents, anchors, whole.hashes[1:].flatten(), whole.own_rows, **options)
     if symmetric:
-        loss = (loss + softmax_loss(columns[1], columns[0], anchors, positives, **options)) / 2
+        loss += softmax_loss(embeddings[1], embeddings[0], positives, anchors, whole.own_rows, **options)
+        loss /= 2
     return loss / count_rows(whole)
 
 
-def row_scores(columns, whole, temperature, teacher_temperature):
+def row_scores(embeddings, whole, temperature, teacher_temperature):
     """Return the similarities of this process' anchors to their rows' documents, and the teacher's labels of these,
     each divided by its temperature; (n, C - 1) each. A missing document has the label NaN."""
-    anchors = columns[0][whole.mine]
-    scores = torch.stack([(anchors * column[whole.mine]).sum(-1) for column in columns[1:]], 1)
-    return scores / temperature, whole.labels[whole.mine] / teacher_temperature
+    anchors, *documents = (part[whole.own_rows] for part in embeddings)
+    scores = torch.stack([(anchors * part).sum(-1) for part in documents], 1)
+    return scores / temperature, whole.labels[whole.own_rows] / teacher_temperature
 
 
-def margin_mse(columns, whole, teacher_temperature, temperature=0.05):
+def margin_mse(embeddings, whole, teacher_temperature, temperature=0.05):
     """Return the squared error of the margins of positives over negatives (Hofstätter et al. 2020, Margin-MSE)."""
-    scores, labels = row_scores(columns, whole, temperature, teacher_temperature)
+    scores, labels = row_scores(embeddings, whole, temperature, teacher_temperature)
     errors = scores - labels.nan_to_num()
     errors = errors[:, :1] - errors[:, 1:]  # of the margins
     given = labels[:, 1:].isfinite()
@@ -579,9 +712,9 @@ def margin_mse(columns, whole, teacher_temperature, temperature=0.05):
     return means.sum() / count_rows(whole)
 
 
-def kl(columns, whole, teacher_temperature, temperature=0.05):
+def kl(embeddings, whole, teacher_temperature, temperature=0.05):
     """Return KL(teacher || model) of the softmax over a row's documents (Lin et al. 2020)."""
-    scores, labels = row_scores(columns, whole, temperature, teacher_temperature)
+    scores, labels = row_scores(embeddings, whole, temperature, teacher_temperature)
     student = scores.masked_fill(labels.isnan(), -1e9).log_softmax(1)
     teacher = labels.nan_to_num(-1e9).log_softmax(1)
     return F.kl_div(student, teacher, reduction="sum", log_target=True) / count_rows(whole)
@@ -591,7 +724,7 @@ LOSSES = {"infonce": infonce, "margin_mse": margin_mse, "kl": kl}
 
 
 def library_loss(args, model):
-    """Return a class of sentence-transformers as a loss(columns, whole): each process computes the loss of all rows
+    """Return a class of sentence-transformers as a loss(embeddings, whole): each process computes the loss of all rows
     that are present, and returns its share of it."""
     if not hasattr(getattr(losses, args.loss, None), "compute_loss_from_embeddings"):
         raise UserError(f"--loss {args.loss}: not one of {', '.join(LOSSES)}, nor a loss on embeddings of the library")
@@ -602,24 +735,24 @@ def library_loss(args, model):
     if any(not name.startswith("model.") for name, _ in module.named_parameters()):
         raise UserError(f"--loss {args.loss} has weights of its own, which would not be trained")
 
-    def loss(columns, whole):
+    def loss(embeddings, whole):
         present = (whole.hashes[0] >= 0).nonzero().squeeze(1)
         if len(present) == 0:
-            return columns[0].sum() * 0
+            return embeddings[0].sum() * 0
         labels = whole.labels[present].squeeze(1)  # (rows,) if each has one label
         if (whole.hashes[:, present] < 0).any() or (args.label_column and labels.isnan().any()):
             raise UserError(f"--loss {args.loss} requires equally many documents and labels in all rows")
-        columns = [column[present] for column in columns]
+        parts = [part[present] for part in embeddings]
         with user_errors(f"--loss {args.loss}", *BUGS):  # it can reject these columns or labels
-            value = module.compute_loss_from_embeddings(columns, labels if args.label_column else None)
+            value = module.compute_loss_from_embeddings(parts, labels if args.label_column else None)
         value = sum(value.values()) if isinstance(value, dict) else value  # of the terms of a sum, by name
-        return value * (whole.hashes[0][whole.mine] >= 0).sum() / len(present)
+        return value * (whole.hashes[0][whole.own_rows] >= 0).sum() / len(present)
 
     return loss
 
 
 def make_loss(args, model):
-    """Return loss(columns, whole): one of LOSSES, or a class of sentence-transformers."""
+    """Return loss(embeddings, whole): one of LOSSES, or a class of sentence-transformers."""
     is_cosine = model.similarity_fn_name == "cosine"
     if args.matryoshka_dims:
         with model.truncate_embeddings(None):  # training has all dimensions, even if encode() returns fewer
@@ -633,15 +766,15 @@ def make_loss(args, model):
             kwargs = {"temperature": 0.05 if is_cosine else 1.0} | kwargs
         base = partial(LOSSES[args.loss], **kwargs)
         with user_errors("--loss_kwargs", TypeError):
-            inspect.signature(base).bind("columns", "whole")
+            inspect.signature(base).bind("embeddings", "whole")
     else:
         base = library_loss(args, model)
 
-    def loss(columns, whole):
+    def loss(embeddings, whole):
         total = 0.0
         for size in args.matryoshka_dims or [None]:  # Kusupati et al. 2022, equation 1, with equal weights
-            parts = [column[:, :size] for column in columns]
-            if is_cosine and (args.matryoshka_dims or args.loss in LOSSES):  # classes normalize by themselves
+            parts = [part[:, :size] for part in embeddings]
+            if is_cosine and (args.matryoshka_dims or args.loss in LOSSES):  # as the library's MatryoshkaLoss does
                 parts = [F.normalize(part, dim=-1) for part in parts]
             total += base(parts, whole)
             if weight:  # teachers do not score the documents of other rows
@@ -668,11 +801,12 @@ def open_source(files, args):
     --streaming, an IterableDataset, that yields pyarrow Tables. The files are those of find_files; of a stream in
     another order in each epoch, and for held-out rows the first ones alone.
 
-    For rows from elsewhere, such as IterableDataset.from_generator(f).with_format("arrow"), edit this and find_files,
-    and set --columns and --streaming. Each call must give the same rows in the same order: a resume seeks a row, or
+    Edit this for other rows, by .select, .shuffle or .with_format(None).filter of the Dataset. For rows from
+    elsewhere, such as IterableDataset.from_generator(f).with_format("arrow"), edit find_files, too, and set --columns
+    and --streaming. Each call must give the same rows in the same order: a resume seeks a row of a Dataset, or
     loads the state_dict of a stream; it does not notice other rows of the same name."""
     names = dict.fromkeys([*args.columns, *args.label_column])
-    return open_files(files, args.streaming).select_columns(list(names))
+    return open_files(files, args.streaming, list(names), labels=args.label_column, optional=args.columns[2:])
 
 
 @dataclass
@@ -683,6 +817,14 @@ class Row:
     documents: list  # of str, the positive first
     labels: list  # of float
     cells: dict = field(default_factory=dict)  # the row as read, with SOURCE and NUMBER; set after read_row
+    args: Args | None = None  # those of its source
+
+
+REQUIRED = {  # {loss: (what its labels must be, check)}; with others it would learn something else
+    "CosineSimilarityLoss": ("from -1 to 1 (divide them, or use CoSENTLoss)", lambda label: -1 <= label <= 1),
+    "ContrastiveLoss": ("0 or 1", lambda label: label in (0, 1)),
+    "OnlineContrastiveLoss": ("0 or 1", lambda label: label in (0, 1)),
+}
 
 
 def read_row(cells, step, args, random=None):
@@ -692,19 +834,39 @@ def read_row(cells, step, args, random=None):
     a bad row: " in the row {...}" will follow its text. step: the optimizer steps before that of the row's batch, for
     whatever changes during a run; 0 for held-out rows. random is None unless a column holds lists; its draws are the
     same for a row on any number of processes, and others in each epoch."""
-    query_column, *document_columns = args.columns
+    query_column = args.columns[0]
     query = read_text(cells[query_column], query_column, args.queries)
-    groups = []
-    for column in document_columns:
-        values = cells[column] if isinstance(cells[column], list) else [cells[column]]
-        groups.append([read_text(value, column, args.corpus) for value in values])
-    if not groups[0]:
-        raise ValueError(f"{document_columns[0]!r} has no text")
-    labels = read_labels(cells, args)
+    groups, labels = row_documents(cells, args)
     documents, labels = choose_documents(groups, labels, random, args)
     if args.loss in TEACHER_LOSSES and not 2 <= len(documents) == len(labels):
         raise ValueError(f"--loss {args.loss} requires a score for each of two or more documents: not the case")
+    if args.loss in REQUIRED:
+        required, is_valid = REQUIRED[args.loss]
+        if not all(map(is_valid, labels)):
+            raise ValueError(f"--loss {args.loss} requires labels that are {required}: not the case")
     return Row(query, documents, labels)
+
+
+def row_documents(cells, args):
+    """Return (the documents of each column of --columns but the first, the labels of a row). A negative that is null
+    or empty is left out, and its label, if each document has one."""
+    groups = []
+    given = []  # for each document, whether there is a text
+    for column in args.columns[1:]:
+        values = cells.get(column)
+        values = values if isinstance(values, list) else [values]
+        are_given = [not groups or not is_empty(value) for value in values]
+        values = list(compress(values, are_given))
+        groups.append([read_text(value, column, args.corpus) for value in values])
+        given += are_given
+    if not groups[0]:
+        raise ValueError(f"{args.columns[1]!r} has no text")
+    labels = read_labels(cells, args)
+    return groups, list(compress(labels, given)) if len(labels) == len(given) else labels
+
+
+def is_empty(value):
+    return value is None or (isinstance(value, str) and not value.strip())
 
 
 def read_text(value, column, is_id=False):
@@ -714,7 +876,7 @@ def read_text(value, column, is_id=False):
         return str(value).removesuffix(".0")  # whole numbers are read as floats where some are missing
     if not isinstance(value, str | None):
         raise UserError(f"{column!r} holds {type(value).__name__}, not texts: choose other columns, or edit read_row")
-    if value is None or not value.strip():
+    if is_empty(value):
         raise ValueError(f"{column!r} has no text")
     return value
 
@@ -753,66 +915,74 @@ def choose_documents(groups, labels, random, args):
 def local_rows(table, local, step, data, args):
     """Return (rows, number of bad rows) of this process. table: all rows of a batch; local: the indices of its own.
     Edit it for a batch in which rows depend on each other."""
-    return read_rows(table.take(local), data.sources, data.lookups, step, args)
+    return read_rows(table.take(local), data.sources, data.lookups, step)
 
 
 @dataclass
 class Batch:
     """This process' part of a batch: n slots for rows. Absent and bad rows leave slots empty."""
 
-    rows: list  # of Row, at most n
     hashes: torch.Tensor  # (n, C) int64, equal for equal texts; -1 if missing
     labels: torch.Tensor  # (n, L) float; NaN if missing
     micro_batches: list  # (role, indices of texts, features)
     slots: torch.Tensor  # (2, texts): row and column of each text, in the order of the micro-batches
-    number: int  # batches before this one
+    index: int  # batches before this one
     step: int  # optimizer steps before that of this batch
+    source: int = 0  # with --mix_by batch that of its rows
     state: dict | None = None  # of row_batches, after this batch
     skipped: int = 0  # bad rows
+    error: str | None = None  # what ends the run; there are no rows then
     waited: float = 0.0  # seconds that training has waited for the batch
-    error: Exception | None = None  # what ends the run; there are no rows then
+
+    def pin_memory(self):
+        """Return the Batch in page-locked memory, for asynchronous copies to a GPU; called by DataLoader."""
+        return batch_to_torch(self, lambda array: torch.from_numpy(array).pin_memory())
 
 
-def make_batch(rows, number, model, args, accelerator):
-    """Return the Batch of this process' rows."""
-    texts = []
+def make_batch(rows, index, model, args, accelerator):
+    """Return the Batch of this process' rows, with arrays of numpy, as it may be made in another process."""
+    texts = []  # (role, prompt, text)
     slots = []  # (slot, column) of each text
     hashes = []
     for slot, row in enumerate(rows):
-        has_own_prompt = len(args.query_prompt) > 1 and row.cells[SOURCE] > 0
-        role = f"query_{row.cells[SOURCE] + 1}" if has_own_prompt else "query"
-        row_texts = [(role, row.query), *(("document", document) for document in row.documents)]
-        prompted = [(model.prompts[role] + text).encode() for role, text in row_texts]
-        hashes.append([xxh3_64_intdigest(text) >> 1 for text in prompted])  # 63 bits: not negative
+        prompts = prompts_of(row.args)
+        row_texts = [("query", prompts["query"], row.query)]
+        row_texts += [("document", prompts["document"], document) for document in row.documents]
+        hashes.append([xxh3_64_intdigest((prompt + text).encode()) >> 1 for _, prompt, text in row_texts])  # 63 bits
         slots += [(slot, column) for column in range(len(row_texts))]
         texts += row_texts
     if not rows:  # forward passes and collectives must match those of other processes
-        texts = [("query", "a text")]
+        texts = [("query", "", "a text")]
         slots = [(0, 0)]
         hashes = [[-1, -1]]
     micro_batches = make_micro_batches(model, texts, args, accelerator)
     order = list(chain.from_iterable(indices for _, indices, _ in micro_batches))
-    slots = pinned(torch.tensor(slots)[order].T.contiguous(), accelerator.device)
+    slots = np.ascontiguousarray(np.array(slots)[order].T)
     size = math.ceil(args.batch_size / accelerator.num_processes)
-    hashes = pinned(pad_lists(hashes, size, -1), accelerator.device)
-    labels = pinned(pad_lists([row.labels for row in rows], size, np.nan, np.float32), accelerator.device)
-    step = number // args.gradient_accumulation_steps
-    return Batch(rows, hashes, labels, micro_batches, slots, number, step)
+    hashes = pad_lists(hashes, size, -1)
+    labels = pad_lists([row.labels for row in rows], size, np.nan, np.float32)
+    return Batch(hashes, labels, micro_batches, slots, index, index // args.gradient_accumulation_steps)
+
+
+def prompts_of(args):
+    """Return {role: prompt} of the Args of a source."""
+    return {"query": args.query_prompt, "document": args.document_prompt}
 
 
 def make_micro_batches(model, texts, args, accelerator):
-    """Return [(role, indices, features)] of this process' [(role, text)]; a micro-batch has texts of one role, "text"
-    if a static model does not distinguish them."""
-    micro_batches = []
+    """Return [(role, indices, features)] of this process' [(role, prompt, text)]; a micro-batch has texts of one role
+    and prompt, or all, as "text", if a static model does not distinguish them."""
     if is_static(model) and "task" not in model.get_model_kwargs():
         # One pass for all roles, which differ in prompts alone: each pass makes a gradient of the size of the model.
-        texts = [("text", model.prompts[role] + text) for role, text in texts]
-    for role in sorted({role for role, _ in texts}):
-        chosen = [index for index, (other, _) in enumerate(texts) if other == role]
-        options = {"prompt": model.prompts.get(role), "task": task_of(role)}
-        texts_of_role = [texts[index][1] for index in chosen]
-        for places, features in tokenize(model, texts_of_role, args, accelerator, **options):
-            micro_batches.append((role, [chosen[place] for place in places], features))
+        texts = [("text", "", prompt + text) for _, prompt, text in texts]
+    groups = defaultdict(list)
+    for index, (role, prompt, _) in enumerate(texts):
+        groups[role, prompt].append(index)
+    micro_batches = []
+    for (role, prompt), group in sorted(groups.items()):
+        chosen = [texts[index][2] for index in group]
+        for positions, features in tokenize(model, chosen, args, accelerator, prompt=prompt, task=role):
+            micro_batches.append((role, [group[position] for position in positions], features))
     return micro_batches
 
 
@@ -828,6 +998,20 @@ def make_optimizer(model, args):
         decay = args.weight_decay * is_matrix
         groups.append({"params": weights, "weight_decay": decay, "peak": args.learning_rate})
     return torch.optim.AdamW(groups, lr=args.learning_rate, fused=True)
+
+
+def count_steps(data, args, accelerator):
+    """Return the optimizer steps of a run. Report if they are more than a tenth above --num_train_epochs: batches are
+    all of --batch_size rows, the last one filled up with rows of the next epoch."""
+    if args.max_steps:
+        return args.max_steps
+    rows = args.num_train_epochs * data.epoch_rows
+    rows_of_step = args.batch_size * args.gradient_accumulation_steps
+    steps = math.ceil(rows / rows_of_step)
+    if steps * rows_of_step > 1.1 * rows:
+        epochs = steps * rows_of_step / data.epoch_rows
+        accelerator.print(f"{steps} full steps of {rows_of_step:,} rows are {epochs:.1f} epochs: lower --batch_size")
+    return steps
 
 
 def schedule(step, steps, args):
@@ -873,40 +1057,19 @@ def load_model(args):
             raise UserError("puts texts into a chat template, which is not supported")
         if model.similarity_fn_name not in ("cosine", "dot"):
             raise UserError(f"similarity {model.similarity_fn_name} is not supported, only cosine and dot")
-        set_up(model, args.max_length)
-        if args.append_eos:
-            for transformer in transformers_of(model, "--append_eos"):
-                append_eos(transformer)
+        prepare_tokenizer(model, args.max_length)
         if args.pooling:
             number = next((n for n, module in enumerate(model) if isinstance(module, Pooling)), None)
             if number is None:
                 raise UserError("--pooling: the model has no pooling to replace")
             model[number] = Pooling(model[number].embedding_dimension, pooling_mode=args.pooling)
         check_last_token(model)
-    for number, prompt in enumerate(args.query_prompt, 1):
-        model.prompts["query" if number == 1 else f"query_{number}"] = prompt
-    model.prompts.setdefault("query", "")
-    passage = model.prompts.get("passage") or model.prompts.get("corpus") or ""  # other names of it
-    own_prompt = model.prompts.get("document") or passage
-    model.prompts["document"] = own_prompt if args.document_prompt is None else args.document_prompt
-    return finish_model(model, args)
-
-
-def append_eos(transformer):
-    """Let the tokenizer end each text, a truncated one as well, in its end token, if it does not end in a special one.
-    It is saved so with the model."""
-    tokenizer = transformer.tokenizer
-    if tokenizer.eos_token is None:
-        raise UserError("--append_eos: the tokenizer has no end token")
-    encoding = tokenizer.backend_tokenizer.encode("a text")
-    special = encoding.special_tokens_mask
-    if not special[-1]:
-        before = encoding.tokens[: special.index(0)]  # such as <bos>
-        added = [*before, tokenizer.eos_token]
-        pairs = zip(added, tokenizer.convert_tokens_to_ids(added))
-        template = TemplateProcessing(single=[*before, "$A", tokenizer.eos_token], special_tokens=list(pairs))
-        tokenizer.backend_tokenizer.post_processor = template
-    transformer.processor = as_fast_tokenizer(tokenizer)
+    passage = model.prompts.get("passage") or model.prompts.get("corpus")  # other names of it
+    own_prompts = {"query": model.prompts.get("query"), "document": model.prompts.get("document") or passage}
+    for role, prompt in prompts_of(args).items():
+        model.prompts[role] = (own_prompts[role] or "") if prompt is None else prompt
+    check_length(model, [(model.prompts["query"],), (model.prompts["document"],)])
+    return apply_training_flags(model, args)
 
 
 def check_last_token(model):
@@ -915,7 +1078,10 @@ def check_last_token(model):
     if any("lasttoken" in getattr(module, "pooling_mode", "") for module in model.modules()):
         encoding = model.tokenizer.backend_tokenizer.encode("a text")
         if not encoding.special_tokens_mask[-1]:
-            raise UserError(f"pools the last token, but texts end in {encoding.tokens[-1]!r}: set --append_eos")
+            raise UserError(
+                f"pools the last token, but texts end in {encoding.tokens[-1]!r}: save a tokenizer that adds a "
+                "special token, as in docs/training.md#a-tokenizer-without-an-end-token"
+            )
 
 
 def is_static(model):
@@ -925,68 +1091,112 @@ def is_static(model):
 
 
 def resolve_args(args, model, accelerator):
-    """Return Args with what is not given: the value of the first source, the model or the launch."""
-    tokens = 2048 if accelerator.device.type == "cpu" else 16_384
+    """Return Args with what is not given, but for --micro_batch_tokens of a GPU: that of the model or the launch."""
+    tokens = 2**20 if is_static(model) else 2048 if total_memory(accelerator.device) is None else None
     return replace(
         args,
-        columns=args.columns or find_columns(args),
-        micro_batch_tokens=args.micro_batch_tokens or (2**20 if is_static(model) else tokens),
+        query_prompt=model.prompts["query"],
+        document_prompt=model.prompts["document"],
+        micro_batch_tokens=args.micro_batch_tokens or tokens,
         gradient_accumulation_steps=accelerator.gradient_accumulation_steps,  # a launch may set it
+        dataloader_num_workers=count_workers(args, accelerator),
     )
+
+
+def resolve_source_args(args, first):
+    """Return Args of a source with its columns: those given, those of `first`, the Args of the first source, or all of
+    its own but labels."""
+    return replace(args, columns=args.columns or (first.columns if first else find_columns(args)))
+
+
+def fit_micro_batches(model, progress, args, accelerator):
+    """Return Args with a --micro_batch_tokens for the memory of a GPU, if none is given: that of the checkpoint, as
+    dropout depends on how texts are grouped, or else measured."""
+    if args.micro_batch_tokens:
+        return args
+
+    def run():
+        text = " ".join(["text"] * MEASURED_TOKENS)
+        options = {"prompt": args.query_prompt, "task": "query"}
+        (_, features), *_ = tokenize(
+            model, [text] * 8, replace(args, micro_batch_tokens=MEASURED_TOKENS), accelerator, **options
+        )
+        encode(model, "query", convert_arrays(features), accelerator).sum().backward()
+        return features["input_ids"].size
+
+    tokens = progress.micro_batch_tokens or measure_micro_batch_tokens(run, model, accelerator)
+    progress.micro_batch_tokens = tokens
+    return replace(args, micro_batch_tokens=tokens)
 
 
 # ---- evaluation: that of sentence-transformers, with its names of measures
 
 EVAL_ROWS = 1000  # held out by default
 EVAL_BATCH = 64  # texts
-DEPTHS = {f"{name}_at_k": [10] for name in ("ndcg", "mrr", "map", "precision_recall")}
-DEPTHS |= {"accuracy_at_k": [1], "batch_size": EVAL_BATCH, "write_csv": False}
+SEARCH_OPTIONS = {f"{name}_at_k": [10] for name in ("ndcg", "mrr", "map", "precision_recall")}
+SEARCH_OPTIONS |= {"accuracy_at_k": [1], "batch_size": EVAL_BATCH, "write_csv": False}
 
 
 def open_evaluators(data, model, args):
-    """Return {its main measure: evaluator} of the held-out rows and of --eval_beir. A held-out query searches the
-    positives of all rows for its own; if each row has one label, scores of its pair are correlated with that."""
-    evaluators = {}
-    rows = data.held_out
+    """Return {main measure: (evaluator, {role: prompt})} of the held-out rows of each source and of --eval_beir."""
     cosine = model.similarity_fn_name  # or dot
-    several = len(args.query_prompt) > 1  # as evaluators take one prompt, they are then part of the queries
-    prompts = args.query_prompt if several else [""]
-    queries = [prompts[min(row.cells[SOURCE], len(prompts) - 1)] + row.query for row in rows]
-    documents = [row.documents[0] for row in rows]
-    options = {"name": "held_out", "query_prompt": "" if several else None}  # None: the model's own
-    if len(rows) > 1 and all(len(row.labels) == 1 for row in rows):
-        labels = [row.labels[0] for row in rows]
-        evaluators[f"held_out_spearman_{cosine}"] = PairEvaluator(queries, documents, labels, **options)
-    elif rows:
-        relevant = defaultdict(set)
-        for query, document in zip(queries, documents):
-            relevant[query].add(document)
-        texts = [dict(zip(column, column)) for column in (queries, documents)]  # its own id: equal texts are one
-        evaluators[f"held_out_{cosine}_ndcg@10"] = InformationRetrievalEvaluator(*texts, relevant, **options, **DEPTHS)
+    evaluators = {}
+    for source, rows in data.held_out:
+        name = f"held_out_{source.label}" if len(data.held_out) > 1 else "held_out"
+        measure, evaluator = held_out_evaluator(name, rows, source.args, model)
+        evaluators[measure] = evaluator, prompts_of(source.args)
     for name in args.eval_beir:
         with user_errors(f"--eval_beir {name} (eval_incremental.py reads more layouts)", KeyError, TypeError):
             if os.path.isdir(name):
                 evaluator = open_beir(name, args.eval_split)
             else:
-                evaluator = NanoBEIREvaluator(nano_names(name), name, **DEPTHS)
+                evaluator = NanoBEIREvaluator(nano_names(name), name, **SEARCH_OPTIONS)
             measure = f"{evaluator.name}_{cosine}_ndcg@10"
             if measure in evaluators:
                 raise UserError("another collection has the same name")
-            evaluators[measure] = evaluator
+            evaluators[measure] = evaluator, prompts_of(args)
     return evaluators
 
 
-class PairEvaluator(EmbeddingSimilarityEvaluator):
-    """The library's, but for prompts: its own encodes both sides alike, without any."""
+def held_out_evaluator(name, rows, args, model):
+    """Return (main measure, evaluator) of held-out rows of a source. If each has one label, scores of the pairs are
+    correlated with it; if the loss compares the documents of a row, each query ranks those of its row; else it
+    searches the positives of all rows for its own."""
+    queries = [row.query for row in rows]
+    documents = [row.documents[0] for row in rows]
+    options = {"name": name, "batch_size": EVAL_BATCH, "write_csv": False}
+    if len(rows) > 1 and all(len(row.labels) == 1 for row in rows):
+        labels = [row.labels[0] for row in rows]
+        return f"{name}_spearman_{model.similarity_fn_name}", PairEvaluator(queries, documents, labels, **options)
+    compares_row = args.loss in TEACHER_LOSSES or not args.loss_kwargs.get("in_batch", True)
+    if compares_row and all(len(row.documents) > 1 for row in rows):
+        samples = []
+        for row in rows:
+            samples.append({"query": row.query, "positive": row.documents[:1], "negative": row.documents[1:]})
+        return f"{name}_ndcg@10", RerankingEvaluator(samples, similarity_fct=model.similarity, **options)
+    relevant = defaultdict(set)
+    for query, document in zip(queries, documents):
+        relevant[query].add(document)
+    texts = [dict(zip(column, column)) for column in (queries, documents)]  # its own id: equal texts are one
+    evaluator = InformationRetrievalEvaluator(*texts, relevant, name=name, **SEARCH_OPTIONS)
+    return f"{name}_{model.similarity_fn_name}_ndcg@10", evaluator
 
-    def __init__(self, queries, documents, labels, name, query_prompt):
-        super().__init__(queries, documents, labels, name=name, write_csv=False)
-        self.query_prompt = query_prompt
+
+class PairEvaluator(EmbeddingSimilarityEvaluator):
+    """The library's, but for roles: its own encodes both sides alike, without prompts."""
 
     def embed_inputs(self, model, sentences):
-        if sentences is self.sentences1:
-            return model.encode_query(sentences, prompt=self.query_prompt, batch_size=EVAL_BATCH)
-        return model.encode_document(sentences, batch_size=EVAL_BATCH)
+        encode_texts = model.encode_query if sentences is self.sentences1 else model.encode_document
+        return encode_texts(sentences, batch_size=self.batch_size)
+
+
+def main_measures(evaluators):
+    """Return the measures to print and to plot: those of evaluators, and the mean over sources if they are several; of
+    more than four sources the mean alone."""
+    held_out = [name for name in evaluators if name.startswith("held_out_")]
+    others = [name for name in evaluators if name not in held_out]
+    mean = ["held_out_mean"] if len(held_out) > 1 else []
+    return (held_out if len(held_out) <= 4 else []) + mean + others
 
 
 def open_beir(folder, split):
@@ -1005,7 +1215,7 @@ def open_beir(folder, split):
             relevant[row["query-id"]].add(row["corpus-id"])
     if not relevant:
         raise UserError(f"no judgment of split {split!r} has a query of queries.jsonl")
-    return InformationRetrievalEvaluator(*texts, relevant, name=Path(folder).name, **DEPTHS)
+    return InformationRetrievalEvaluator(*texts, relevant, name=Path(folder).name, **SEARCH_OPTIONS)
 
 
 def nano_names(collection):
@@ -1019,17 +1229,21 @@ def evaluate(model, evaluators, accelerator):
     """Return {measure: value} of the evaluators, the same on all processes, which share the encoding."""
     sharded = accelerator.distributed_type == DistributedType.FSDP  # its forward passes are collective: all evaluate
     measures = {}
+    prompts_of_model = dict(model.prompts)
     # Training refuses tensors of inference mode, which a model may keep: rotary positions, or the buffers of FSDP.
     infer = partial(inspect.unwrap(type(model)._inference), model)  # without its own inference_mode
     model._inference = torch.inference_mode(False)(torch.no_grad()(infer))
-    for evaluator in evaluators.values():
-        with TOKENIZING, distributed_evaluation(model, not sharded) as is_mine, accelerator.autocast():
+    for evaluator, prompts in evaluators.values():
+        model.prompts |= prompts
+        with distributed_evaluation(model, not sharded) as is_mine, accelerator.autocast():
             if is_mine:
                 measures |= evaluator(model)
     del model._inference
+    model.prompts = prompts_of_model
     model.train()
-    measures = broadcast_object_list([measures])[0]
-    return {name: float(value) for name, value in measures.items()}
+    measures = {name: float(value) for name, value in broadcast_object_list([measures])[0].items()}
+    held_out = [measures[name] for name in evaluators if name.startswith("held_out_")]
+    return measures | ({"held_out_mean": float(np.mean(held_out))} if len(held_out) > 1 else {})
 
 
 # ==== the path of a batch: from here to the end identical in train_cross_encoder.py
@@ -1042,7 +1256,7 @@ class Data:
     """What a run trains and evaluates on."""
 
     sources: list  # of Source
-    held_out: list  # of Row
+    held_out: list  # (Source, list of Row) of each source with held-out rows
     skipped: int  # bad rows among those held out
     lookups: list  # TextLookup of queries and of documents; None where rows contain texts
     weights: list  # share of each source
@@ -1052,38 +1266,96 @@ class Data:
 
 def open_data(args):
     """Return the Data of the flags."""
-    with user_errors("--train_data"):
-        sources = [Source(name, number, args) for number, name in enumerate(args.train_data)]
-    with user_errors("--eval_data"):
-        eval_sources = [Source(name, number, args) for number, name in enumerate(args.eval_data)]
+    sources = open_entries("--train_data", args.train_data, args)
+    eval_sources = open_entries("--eval_data", args.eval_data, args, sources[0].args)
+    losses = [(source.args.loss, source.args.loss_kwargs) for source in sources]
+    if args.mix_by == "row" and any(loss != losses[0] for loss in losses):
+        raise UserError("--train_data: sources with different losses require --mix_by batch")
     lookups = []
     for names, columns in (args.queries, args.query_columns), (args.corpus, args.corpus_columns):
         with user_errors(" ".join(names)):
             lookups.append(TextLookup(names, columns) if names else None)
     description = [[source.name, len(source), data_fingerprint(source.files)] for source in (*sources, *eval_sources)]
     description += [[lookup.name, len(lookup.dataset), lookup.fingerprint] for lookup in filter(None, lookups)]
-
-    eval_rows = args.eval_rows
-    if eval_rows is None:
-        unlimited = args.streaming or args.eval_data
-        eval_rows = EVAL_ROWS if unlimited else min(EVAL_ROWS, sum(map(len, sources)) // 10)
-    shares = list(map(len, eval_sources)) or args.mixing_weights or list(map(len, sources))
-    eval_sources = eval_sources or sources
-    held_out = []
-    skipped = 0
-    if eval_rows:
-        counts = apportion([0] * len(shares), shares, eval_rows)
-        tables = [source.hold_out(count) for source, count in zip(eval_sources, counts) if count]
-        table = join_tables(tables, eval_sources)
-        held_out, skipped = read_rows(table, eval_sources, lookups, 0, args)
+    held_out, skipped = hold_out_rows(eval_sources or sources, lookups, args)
     for source in sources:
         if not len(source):
-            raise UserError(f"{source.name}: no row is left to train on after --eval_rows {eval_rows}")
-
-    weights = args.mixing_weights or list(map(len, sources))  # without the rows held out
+            raise UserError(f"{source.name}: no row is left to train on after --eval_rows {args.eval_rows}")
+    weights = source_weights(sources, args)
     ends = [len(source) * sum(weights) / weight for source, weight in zip(sources, weights)]  # of each, in mixed rows
     end = min(ends) if args.stopping_strategy == "first_exhausted" else max(ends)
     return Data(sources, held_out, skipped, lookups, weights, args.rows_per_epoch or end, description)
+
+
+def open_entries(option, entries, args, first=None):
+    """Return the Sources of entries of --train_data or --eval_data. first: the Args of the first source of all, whose
+    columns are those of sources without their own."""
+    sources = []
+    with user_errors(option):
+        for number, entry in enumerate(entries):
+            sources.append(Source(entry, number, args, first))
+            first = first or sources[0].args
+        check_negatives(sources)
+    labels = [source.label for source in sources]
+    for source in sources:
+        if labels.count(source.label) > 1:
+            source.label = f"{source.label}-{source.number}"
+    return sources
+
+
+def check_negatives(sources):
+    """Raise UserError for a column of negatives that no source has. A row of a source that lacks it has fewer."""
+    missing = set(chain.from_iterable(source.args.columns[2:] for source in sources))
+    for source in sources if missing else []:
+        rows = source.dataset or open_source(source.files, source.args)
+        missing -= set(rows.column_names or next(iter(rows.iter(1))).column_names)
+    if missing:
+        raise UserError(f"no source has the column {', '.join(sorted(missing))}")
+
+
+def short_name(name):
+    """Return what metrics call a source: the last part of its name that is not all suffix and wildcards."""
+    parts = [re.sub(r"\W+", "-", part.split(".")[0]).strip("-_") for part in name.split("/")]
+    return next(filter(None, reversed(parts)), "source")
+
+
+def source_weights(sources, args):
+    """Return the share of each source: its own weight, that of --mixing_weights, or its rows."""
+    own = list(chain.from_iterable(source.args.mixing_weights for source in sources))
+    if own and (args.mixing_weights or len(own) < len(sources)):
+        raise UserError("--train_data: give a weight to each source or to none, and leave out --mixing_weights")
+    return own or args.mixing_weights or list(map(len, sources))
+
+
+def hold_out_rows(sources, lookups, args):
+    """Return ([(Source, list of Row)], number of bad rows): rows to evaluate on, as many of each source; by default at
+    most a tenth of one that is trained on."""
+    share = math.ceil((EVAL_ROWS if args.eval_rows is None else args.eval_rows) / len(sources))
+    is_tenth = args.eval_rows is None and not args.eval_data and not args.streaming
+    held_out = []
+    skipped = 0
+    for source in sources:
+        count = min(share, len(source) // 10) if is_tenth else share
+        if count:
+            rows, bad = read_rows(source.hold_out(count), sources, lookups, 0)
+            skipped += bad
+            if rows:
+                held_out.append((source, rows))
+    return held_out, skipped
+
+
+def count_trained_queries(data):
+    """Return how many queries of held-out rows are also in mapped rows that are trained on."""
+    queries = {row.cells[source.args.columns[0]] for source, rows in data.held_out for row in rows}
+    queries = pa.array(map(str, queries), pa.string())
+    found = set()
+    for source in data.sources:
+        if source.dataset:
+            column = source.args.columns[0]
+            for table in source.dataset.select_columns([column]).iter(100_000):
+                texts = table[column].cast(pa.string())
+                found |= {*texts.filter(pc.is_in(texts, value_set=queries)).to_pylist()}
+    return len(found)
 
 
 # ---- files
@@ -1093,12 +1365,15 @@ FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": 
 
 
 UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst"
+NOT_ROWS = ("README.md", "LICENSE", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+# A word that names a split, as test, testdata, dev_set and the first one of TestSet do.
+SPLIT = re.compile(r"(?<![a-z])(train|valid|val|dev|test|eval)(?:ing|idation|uation)?(?:data|set|file)?s?(?![a-z])")
 
 
 def file_suffix(file):
     """Return the key of FORMATS that a file name ends in, before .gz or .zst and the query of a URL; None if there is
     none."""
-    name = file.partition("?")[0] if file.startswith("http") else file
+    name = file.partition("?")[0] if file.startswith(("http://", "https://")) else file
     suffix = Path(name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
     return suffix if suffix in FORMATS else None
 
@@ -1110,26 +1385,50 @@ def check_exists(name):
         raise UserError("no such file or folder")
 
 
+@lru_cache
+def warn_once(line):
+    """Print a warning on the main process, however often it is given."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"warning: {line}", file=sys.stderr)
+
+
 def list_files(source):
-    """Return the files of a path, glob, folder, URL, Hub id or ID:config:split, as `datasets` resolves them."""
+    """Return the files of a path, folder, glob, URL, Hub id or ID:config:split. What is on disk comes first, by its
+    name, whatever its characters; choose_files says which files of a folder are read."""
     path = os.path.expanduser(source)
+    folder = os.path.join(path, "")
+    if os.path.exists(f"{folder}state.json"):  # of Dataset.save_to_disk; map() adds caches
+        files = json.loads(Path(path, "state.json").read_text())["_data_files"]
+        return [f"{folder}{file['filename']}" for file in files]
+    if os.path.isfile(path):
+        if not file_suffix(path):
+            raise UserError(UNSUPPORTED)
+        return [path]
+    readme = Path(folder, "README.md")
+    has_configs = readme.exists() and "\nconfigs:" in readme.read_text(errors="replace")  # the Hub's layout
+    if os.path.isdir(path) and not has_configs:
+        return choose_files(source, walk(path, set()), folder)
+    if matches := list(filter(os.path.isfile, glob.glob(path, recursive=True))):
+        constant = os.path.dirname(re.split(r"[*?[]", path)[0])
+        return choose_files(source, matches, os.path.join(constant, ""), is_pattern=True)
+    if file_suffix(path):
+        if "://" not in path:  # a missing file is not looked for on the Hub
+            raise UserError("no such file")
+        return list(datasets.load_dataset_builder("text", data_files=path).config.data_files["train"])  # of any format
+    if "://" in path and not path.startswith("hf:"):  # a folder of an object store
+        fs, root = fsspec.core.url_to_fs(path)
+        return choose_files(source, map(fs.unstrip_protocol, fs.find(root)), f"{fs.unstrip_protocol(root)}/")
+    return files_of_split(path)
+
+
+def files_of_split(name):
+    """Return the files of ID:config:split or, of a Hub id or a folder in its layout, those of the split train."""
     config = None
     split = "train"
-    if os.path.exists(os.path.join(path, "state.json")):  # of Dataset.save_to_disk; map() adds caches
-        files = json.loads(Path(path, "state.json").read_text())["_data_files"]
-        return [os.path.join(path, file["filename"]) for file in files]
-    if suffix := file_suffix(path):  # decided by suffix, so that a missing file is not mistaken for a Hub id
-        files = datasets.load_dataset_builder(FORMATS[suffix], data_files=path).config.data_files
-    elif os.path.isfile(path):
-        raise UserError(UNSUPPORTED)
-    elif "://" in path and not path.startswith("hf:"):  # a folder of an object store
-        by_split = get_data_patterns(path).items()
-        files = {str(part): DataFilesList.from_patterns(patterns, path, [*FORMATS]) for part, patterns in by_split}
-    else:
-        if path.count(":") == 2:
-            path, config, split = path.split(":")
-        check_exists(path)
-        files = datasets.load_dataset_builder(path, name=config or None).config.data_files
+    if not os.path.isdir(name) and name.count(":") == 2:
+        name, config, split = name.split(":")
+    check_exists(name)
+    files = datasets.load_dataset_builder(name, name=config or None).config.data_files
     if not files.get(split):
         available = ", ".join(str(part) for part in files if files[part]) or "none"
         raise UserError(f"no split {split!r} with files; available: {available}")
@@ -1138,27 +1437,120 @@ def list_files(source):
     return list(files[split])
 
 
-def open_files(files, streaming=True):
-    """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables. The columns of CSV and
-    TSV are texts, as written; only an empty cell is missing."""
+def walk(folder, seen):
+    """Yield the files below a folder, also where links lead; seen: the folders so far, none of which is read again."""
+    real = os.path.realpath(folder)
+    for name in [] if real in seen else os.listdir(folder):
+        seen.add(real)
+        path = os.path.join(folder, name)
+        if os.path.isdir(path):
+            yield from walk(path, seen)
+        else:
+            yield path
+
+
+def is_other_split(name):
+    """Return whether a path within a folder names another split than train, as test/x.parquet, split=dev/x.parquet or
+    TestSet.csv; the first of its parts that names a split decides."""
+    for part in name.split("/"):
+        if splits := SPLIT.findall(re.sub("([a-z])([A-Z])", r"\1 \2", part).lower()):
+            return "train" not in splits
+    return False
+
+
+def choose_files(source, files, root, is_pattern=False):
+    """Return those of the files below `root` that are read: of the most frequent format, not hidden and, unless they
+    match a pattern, not of another split than train. Print which are not, and why."""
+    found = defaultdict(list)  # {format, or why a file is not read: names}
+    for name in sorted(file.removeprefix(root) for file in files):
+        is_hidden = name.startswith((".", "_")) or "/." in name or "/_" in name
+        kind = FORMATS.get(file_suffix(name), "unknown format")
+        if os.path.basename(name) in NOT_ROWS or (is_hidden and kind not in FORMATS.values()):
+            continue
+        if is_hidden:
+            kind = "hidden"
+        elif is_other_split(name) and not is_pattern:
+            kind = "another split"
+        found[kind].append(name)
+    formats = [kind for kind in found if kind in FORMATS.values()]
+    chosen = max(formats, key=lambda kind: len(found[kind]), default=None)
+    others = [f"{len(found[kind]):,} {kind} ({', '.join(found[kind][:3])})" for kind in found if kind != chosen]
+    if not chosen:
+        raise UserError("; ".join(["no file to read", *others]))
+    if others:
+        warn_once(f"{source}: files that are not read: {'; '.join(others)}")
+    of_split = list(filter(is_other_split, found[chosen]))
+    if 0 < len(of_split) < len(found[chosen]):
+        warn_once(f"{source}: {len(of_split):,} of the files are of another split, such as {of_split[0]}")
+    return [root + name for name in found[chosen]]
+
+
+def exact(file):
+    """Return the pattern that `datasets` resolves to this file alone."""
+    if file.startswith(("http://", "https://")):  # a "?" begins a query there
+        return file
+    return glob.escape(file if "://" in file else os.path.abspath(file))
+
+
+def open_files(files, streaming=True, columns=None, labels=(), optional=()):
+    """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables of `columns`; None: of
+    all that `datasets` can hold. Those of CSV and TSV are texts, as written; only an empty cell is missing. labels:
+    columns of which whole numbers are read as floating point, as fractions may follow; optional: those that the files
+    may lack."""
     suffix = file_suffix(files[0])
     kind = FORMATS[suffix]
+    folders = {os.path.dirname(file) for file in files}
+    if len(folders) > 1 and any("=" in name for name in folders):
+        warn_once(f"{files[0]}: folders KEY=VALUE are not read as columns; prepare_corpus.py does so")
     options = {"split": "train", "writer_batch_size": 20_000}  # a mapped table lists its record batches: few, large
     if kind == "csv":
         files = [file for file in files if not os.path.isfile(file) or os.path.getsize(file)] or files
         options |= csv_options(suffix)
     if kind == "parquet":  # else pyarrow reads up to 1 GiB ahead, and keeps what it has read of a file
         options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
-    load = partial(datasets.load_dataset, kind, data_files=files, **options)
-    own = next(load(streaming=True).with_format("arrow").iter(1)).schema
-    schema = pa.schema([(part.name, pa.string() if kind == "csv" else plain_type(part.type)) for part in own])
-    if schema != own:
+    load = partial(datasets.load_dataset, kind, data_files=list(map(exact, files)), **options)
+    if kind == "parquet":
+        found = parquet_schema(files[0], columns)
+        load = partial(load, columns=found.names)
+    else:
+        found = next(load(streaming=True).with_format("arrow").iter(1)).schema
+    schema = []
+    for part in found:
+        value = part.type
+        while is_list(value):
+            value = value.value_type
+        if kind == "json" and pa.types.is_temporal(value) and part.name in (columns or ()):
+            problem = "texts like 2020-01-01, which would become other texts: rewrite the file by prepare_corpus.py"
+            raise UserError(f"column {part.name!r} has {problem}")
+        as_float = part.name in labels and kind != "arrow"  # of which a file is mapped as it is
+        schema.append((part.name, pa.string() if kind == "csv" else plain_type(part.type, as_float)))
+    schema = pa.schema(schema)
+    dataset = None
+    if schema != found or kind == "parquet":
         load = partial(load, features=datasets.Features.from_arrow_schema(schema))
     elif kind == "arrow" and not streaming:
         with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped in place, anything else copied below
-            parts = [datasets.Dataset.from_file(file) for file in files]
-            return datasets.concatenate_datasets(parts).with_format("arrow")
-    return load(streaming=streaming).with_format("arrow")
+            dataset = datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in files])
+    dataset = (dataset or load(streaming=streaming)).with_format("arrow")
+    if columns:
+        dataset = dataset.select_columns([name for name in columns if name in schema.names or name not in optional])
+    return dataset
+
+
+def parquet_schema(file, columns):
+    """Return the schema of `columns` of a Parquet file; None, or one that is missing: of all that `datasets` holds."""
+    with xopen(file, "rb") as source:
+        schema = pq.read_schema(source)
+    kept = {}
+    for part in schema:
+        with suppress(ValueError):  # of a map, a list view and others
+            datasets.Features.from_arrow_schema(pa.schema([part]))
+            kept[part.name] = part
+    if columns and kept.keys() >= set(columns):
+        kept = {name: kept[name] for name in columns}
+    elif others := [f"{part.name} ({part.type})" for part in schema if part.name not in kept]:
+        warn_once(f"{file}: columns that `datasets` cannot hold are not read: {', '.join(others)}")
+    return datasets.Features.from_arrow_schema(pa.schema(kept.values(), schema.metadata)).arrow_schema
 
 
 def csv_options(suffix):
@@ -1169,14 +1561,16 @@ def csv_options(suffix):
     return options | ({"sep": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {})
 
 
-def plain_type(kind):
+def plain_type(kind, as_float=False):
     """Return the Arrow type that a column is read as: text where the first rows are null, as what follows may be text;
-    string and list where `take` or `datasets` cannot handle the type."""
+    string and list where `take` or `datasets` cannot handle the type; as_float: float64 instead of integers."""
     if is_list(kind):
         wrap = pa.large_list if pa.types.is_large_list(kind) else pa.list_
-        return wrap(plain_type(kind.value_type))
+        return wrap(plain_type(kind.value_type, as_float))
     if pa.types.is_struct(kind):
         return pa.struct([part.with_type(plain_type(part.type)) for part in kind])
+    if as_float and pa.types.is_integer(kind):
+        return pa.float64()
     return pa.string() if kind in (pa.null(), pa.string_view()) else kind
 
 
@@ -1198,6 +1592,7 @@ def data_fingerprint(files):
 
 SOURCE = "<source>"  # column added to rows: the number of their source
 NUMBER = "<number>"  # column added to rows: the number of the row in its source, over all epochs
+LENGTH = "<length>"  # column added to rows: bytes of their texts
 
 
 def is_list(kind):
@@ -1208,18 +1603,14 @@ def is_list(kind):
 def count_bytes(column):
     """Return (rows,) bytes of text in each row of an Array, also in lists."""
     if is_list(column.type):
-        rows = pc.list_parent_indices(column)
+        # Not by list_parent_indices, which counts the values that a null list may have; list_flatten does not.
+        rows = np.repeat(np.arange(len(column)), pc.fill_null(pc.list_value_length(column), 0))
         return np.bincount(rows, count_bytes(pc.list_flatten(column)), minlength=len(column))
     if pa.types.is_struct(column.type):
         return sum(map(count_bytes, column.flatten()), np.zeros(len(column)))
     if column.type in (pa.string(), pa.large_string()):
         return pc.fill_null(pc.binary_length(column), 0).to_numpy()
     return np.zeros(len(column))
-
-
-def row_lengths(table, args):
-    """Return (rows,) bytes of text in --columns."""
-    return sum(count_bytes(table[name].combine_chunks()) for name in dict.fromkeys(args.columns))
 
 
 def to_python(table):
@@ -1231,12 +1622,17 @@ def to_python(table):
     return [dict(zip(columns, values)) for values in zip(*columns.values())]
 
 
+def named_columns(names):
+    """Return the names of columns but those that pandas gives to an index, which are no default."""
+    return [name for name in names if not re.fullmatch(r"Unnamed: \d+|__index_level_\d+__", name)]
+
+
 def find_columns(args):
-    """Return the columns of the first source but those of labels."""
+    """Return the columns of a source but those of labels."""
     name = args.train_data[0]
-    with user_errors(f"--train_data {name}"):
+    with user_errors(name):
         first = next(open_files(find_files(name)).iter(1))
-    columns = [column for column in first.column_names if column not in args.label_column]
+    columns = [column for column in named_columns(first.column_names) if column not in args.label_column]
     if len(columns) < 2:
         raise UserError(f"--columns: two or more are required, {name} has {columns}")
     return columns
@@ -1262,17 +1658,18 @@ class Source:
     """The rows of a source, epoch after epoch, in windows that are shuffled as a whole: a pure function of the files,
     the seed and `number`."""
 
-    def __init__(self, name, number, args):
-        self.name = name
+    def __init__(self, entry, number, args, first=None):
+        self.args = args = resolve_source_args(args_of_source(entry, args), first)
+        self.name = args.train_data[0]
+        self.label = short_name(self.name)  # in metrics
         self.number = number
-        self.args = args
         self.window_rows = args.shuffle_buffer or 1000
         self.block_rows = min(BLOCK, self.window_rows)
         self.held_out = 0  # rows
         self.leading = 0  # files of a stream with the held-out rows; not permuted, so that skip() skips these rows
-        with user_errors(name):
-            self.files = find_files(name)
-            self.dataset = None if args.streaming else open_source(self.files, args)
+        with user_errors(self.name):
+            self.files = find_files(self.name)
+            self.dataset = None if args.streaming else open_source(self.files, args).with_format("arrow")
         self.seek(Position())
 
     def __len__(self):  # unknown for a stream: 1, so that streams are mixed equally by default
@@ -1317,7 +1714,10 @@ class Source:
         return pa.concat_tables(parts)
 
     def add_numbers(self, table, first):
-        """Return a Table with the columns SOURCE and NUMBER, which identify a row of an epoch."""
+        """Return a Table with the columns SOURCE and NUMBER, which identify a row, and LENGTH."""
+        columns = set(self.args.columns) & set(table.column_names)
+        lengths = sum(count_bytes(table[name].combine_chunks()) for name in columns)
+        table = table.append_column(LENGTH, pa.array(lengths))
         table = table.append_column(SOURCE, pa.array(np.full(len(table), self.number)))
         return table.append_column(NUMBER, pa.array(np.arange(first, first + len(table))))
 
@@ -1335,6 +1735,8 @@ class Source:
                 yield table.combine_chunks()
                 position.window += 1
                 position.used = 0
+            if self.args.streaming and position.epoch == 0 and position.taken < 9 * self.held_out:
+                warn_once(f"{self.name}: {self.held_out:,} of {self.held_out + position.taken:,} rows are held out")
             if not has_rows:
                 raise UserError("no row is left to train on after those that are held out: lower --eval_rows")
             position.epoch += 1
@@ -1350,10 +1752,8 @@ class Source:
             self.random().shuffle(blocks[: rows // self.block_rows])  # but for the last one, if it is short
         num_blocks = self.window_rows // self.block_rows  # of a window
         for start in range(self.position.window * num_blocks, len(blocks), num_blocks):
-            parts = []
-            for first in blocks[start : start + num_blocks].tolist():
-                # As dataset[first : first + size] does, without the 70 µs that formatting takes.
-                parts.append(self.dataset.data.fast_slice(first, min(self.block_rows, rows - first)))
+            firsts = blocks[start : start + num_blocks].tolist()
+            parts = [self.dataset[first : first + self.block_rows] for first in firsts]
             yield pa.concat_tables(parts), None
 
     def read_stream(self):
@@ -1429,7 +1829,7 @@ def row_batches(sources, weights, args, state=None):
         table = join_tables(tables, sources)
         order = np.arange(args.length_window)
         if args.length_window > 1:
-            table = table.take(np.argsort(row_lengths(table, args), kind="stable"))
+            table = table.take(np.argsort(table[LENGTH], kind="stable"))
             np.random.default_rng([args.seed, *drawn]).shuffle(order)
         for number in range(used, len(order)):
             used = (number + 1) % len(order)
@@ -1452,16 +1852,22 @@ class TextLookup:
         self.name = sources[0]
         self.fingerprint = data_fingerprint(files)
         self.id_column, *self.text_columns = columns
-        self.dataset = open_files(files, streaming=False).select_columns(columns)
+        self.dataset = open_files(files, streaming=False, columns=columns)
         if isinstance(self.dataset.features[self.id_column], datasets.Json):
             raise UserError(f"{self.id_column!r} holds values of several types: make all of them texts")
+        self.index = self.open_index()
+
+    def open_index(self, is_fresh=False):
+        """Return the index of the table, memory-mapped; is_fresh: build it, even if there is one."""
         os.makedirs(datasets.config.HF_DATASETS_CACHE, exist_ok=True)
-        path = f"{datasets.config.HF_DATASETS_CACHE}/evenstep-{self.fingerprint}-{self.id_column}.npy"
+        # The fingerprint of `datasets` changes with the table, whatever of its files has changed.
+        path = f"{datasets.config.HF_DATASETS_CACHE}/evenstep-{self.dataset._fingerprint}.npy"
         with FileLock(f"{path}.lock"):  # one process builds the index, the others wait
-            if not os.path.exists(path):
+            self.is_fresh = is_fresh or not os.path.exists(path)
+            if self.is_fresh:
                 np.save(f"{path}.part.npy", self.build_index())
-                os.rename(f"{path}.part.npy", path)
-        self.index = np.load(path, mmap_mode="r")
+                os.replace(f"{path}.part.npy", path)
+        return np.load(path, mmap_mode="r")
 
     def build_index(self):
         """Return (2, rows) uint64: sorted hashes, and the row of each."""
@@ -1482,10 +1888,14 @@ class TextLookup:
             places = np.searchsorted(self.index[0], self.hashes(np.array(ids, object)))
             rows = self.index[1, places.clip(max=len(self.dataset) - 1)]
             table = self.dataset[rows.tolist()].combine_chunks()  # else one chunk for each row
+            is_found = self.ids(table) == np.array(ids, object)
+            if not (is_found.all() or self.is_fresh):  # before an id is called unknown
+                self.index = self.open_index(is_fresh=True)
+                return self.texts(ids)
             texts = []
-            for wanted, own, row in zip(ids, self.ids(table), to_python(table.select(self.text_columns))):
+            for known, row in zip(is_found, to_python(table.select(self.text_columns))):
                 text = " ".join(part or "" for part in row.values()).strip()
-                texts.append(text if text and own == wanted else None)
+                texts.append(text if text and known else None)
             return texts
 
     def ids(self, table):
@@ -1512,63 +1922,135 @@ def resolve_ids(rows, lookups):
 # ---- this process' rows
 
 
-def read_rows(table, sources, lookups, step, args):
+def read_rows(table, sources, lookups, step):
     """Return (list of Row, number of bad rows) of a Table, with texts in place of ids; raise UserError for a bad row
     unless --on_bad_row is skip. sources: those that the column SOURCE counts; step: that of the rows' batch."""
-    random = Random() if any(is_list(table[name].type) for name in args.columns) else None
+    lists = {part.name for part in table.schema if is_list(part.type)}
     rows = []
     for cells in to_python(table):
-        if random:  # seeding takes 5 µs
-            random.seed(f"{args.seed} {cells[SOURCE]} {cells[NUMBER]}")
+        args = sources[cells[SOURCE]].args
+        random = None
+        if lists.intersection(args.columns):  # seeding takes 5 µs
+            random = Random(f"{args.seed} {cells[SOURCE]} {cells[NUMBER]}")
         try:
             rows.append(read_row(cells, step, args, random))
             rows[-1].cells = cells
+            rows[-1].args = args
         except ValueError as error:
-            reject(error, cells, sources, args)
+            reject(error, cells, sources)
     resolve_ids(rows, lookups)
     known = []
     for row in rows:
         if row.query is None or None in row.documents:
-            reject("no text has its id", row.cells, sources, args)
+            reject("no text has its id", row.cells, sources)
         else:
             known.append(row)
     return known, len(table) - len(known)
 
 
-def reject(problem, cells, sources, args):
+def reject(problem, cells, sources):
     """Raise UserError for a bad row, unless --on_bad_row is skip and nothing but the row is wrong."""
     source = sources[cells[SOURCE]].name
+    args = sources[cells[SOURCE]].args
     if isinstance(problem, UserError):
         raise UserError(f"{source}: {problem}") from problem
     if args.on_bad_row == "error":
-        shown = str({name: cells[name] for name in (*args.columns, *args.label_column)})[:200]
+        shown = str({name: cells.get(name) for name in (*args.columns, *args.label_column)})[:200]
         raise UserError(f"{source}: {problem} in the row {shown}; fix it, edit read_row, or --on_bad_row skip")
 
 
-def local_batches(tables, first, model, data, args, accelerator):
-    """Yield this process' Batch of each (Table, state) without end; runs in a background thread. `first`: the number
-    of the first one. Whatever fails becomes the `error` of a batch without rows, so that all processes stop before the
-    same step, and save the one before."""
-    number = first
+def local_batches(global_batches, first, data, args, accelerator):
+    """Yield (this process' rows, number of the batch, further fields of its Batch) of each (Table, state) without end;
+    runs in a background thread. `first`: the number of the first one. Whatever fails becomes the error of a batch
+    without rows, so that all processes stop before the same step, and save the one before."""
+    index = first
     while True:
         try:
-            table, state = next(tables)
-            by_length = np.argsort(-row_lengths(table, args), kind="stable")
+            table, state = next(global_batches)
+            by_length = np.argsort(-table[LENGTH].to_numpy(), kind="stable")
             local = np.sort(by_length[accelerator.process_index :: accelerator.num_processes])  # every P-th row
-            rows, skipped = local_rows(table, local, number // args.gradient_accumulation_steps, data, args)
-            batch = make_batch(rows, number, model, args, accelerator)
-            batch.skipped = skipped
-            batch.state = state
+            rows, skipped = local_rows(table, local, index // args.gradient_accumulation_steps, data, args)
+            source = table[SOURCE][0].as_py() if args.mix_by == "batch" else 0
+            yield rows, index, {"source": source, "state": state, "skipped": skipped}
         except Exception as error:
-            batch = make_batch([], number, model, args, accelerator)
-            batch.error = error
+            yield [], index, {"error": describe(error)}
+        index += 1
+
+
+# ---- worker processes
+
+
+class BatchMaker(torch.utils.data.Dataset):
+    """What worker processes do: the Batch of each item of local_batches."""
+
+    def __init__(self, *options):
+        self.options = options  # model, args, accelerator
+
+    def __getitem__(self, item):
+        rows, index, more = item
+        try:
+            batch = make_batch(rows, index, *self.options)
+        except Exception as error:
+            batch = make_batch([], index, *self.options)
+            more["error"] = describe(error)
+        return replace(batch, **more)
+
+
+def load_batches(local, model, args, accelerator):
+    """Yield the Batches of what local_batches yields, made ahead by --dataloader_num_workers processes."""
+    workers = args.dataloader_num_workers
+    loader = torch.utils.data.DataLoader(
+        BatchMaker(model, args, accelerator),
+        sampler=read_ahead(local),
+        batch_size=None,
+        collate_fn=lambda batch: batch,
+        num_workers=workers,
+        prefetch_factor=1 if workers else None,
+        worker_init_fn=start_worker,
+        multiprocessing_context="fork" if workers else None,
+        pin_memory=accelerator.device.type == "cuda",
+    )
+    batches = iter(loader)
+    while True:
+        requested = time.perf_counter()
+        batch = batch_to_torch(next(batches))
+        batch.waited = time.perf_counter() - requested
         yield batch
-        number += 1
+
+
+def read_ahead(local, depth=2):
+    """Yield from an iterator that runs in a background thread, `depth` ahead."""
+    with ThreadPoolExecutor(1) as pool:
+        ahead = deque(pool.submit(next, local) for _ in range(depth))
+        while True:
+            yield ahead.popleft().result()
+            ahead.append(pool.submit(next, local))
+
+
+def start_worker(_):
+    """Let a worker process end with its parent, however that ends, and leave signals to it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: when the thread that forked it ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def count_workers(args, accelerator):
+    """Return --dataloader_num_workers, or its default: half of the cores of a process on a GPU, at most 8."""
+    if args.dataloader_num_workers is not None:
+        return args.dataloader_num_workers
+    if sys.platform != "linux":  # elsewhere, fork is not safe or does not exist
+        return 0
+    if accelerator.device.type == "cpu":
+        return 1
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return max(1, min(8, cores // 2))
 
 
 # ---- micro-batches
 
-TOKENIZING = threading.Lock()  # each call configures the tokenizer, which cannot be done while another uses it
+MEASURED_TOKENS = 1024  # of the passes that measure memory
 CHUNK = 8192  # texts that are tokenized together: of similar length, as they are padded to the longest
 AS_NUMPY = {"processing_kwargs": {"common": {"return_tensors": "np"}}}  # torch.tensor() of lists takes as long again
 # Modules that do without a mask of ones, by where they are defined; others may read it, and get it.
@@ -1595,95 +2077,83 @@ def tokenize(model, texts, args, accelerator, **options):
     order = np.argsort(characters)[::-1].tolist()
     for first in range(0, len(order), CHUNK):
         indices = order[first : first + CHUNK]
-        with TOKENIZING:
-            features = model.preprocess([texts[index] for index in indices], **options)
-        features = {name: torch.as_tensor(v) if isinstance(v, np.ndarray) else v for name, v in features.items()}
-        for places, part in split_features(features, args.micro_batch_tokens, device, needs_mask):
-            yield [indices[place] for place in places], {name: pinned(part[name], device) for name in part}
+        features = model.preprocess([texts[index] for index in indices], **options)
+        features = {name: value.numpy() if torch.is_tensor(value) else value for name, value in features.items()}
+        for positions, part in split_features(features, args.micro_batch_tokens, device, needs_mask):
+            yield [indices[position] for position in positions], part
+
+
+def measure_micro_batch_tokens(run, model, accelerator):
+    """Return a --micro_batch_tokens for this GPU, the same on all processes: a power of two, such that the graphs of
+    four fit into what weights, gradients and the moments of AdamW leave. run(): passes forward and backward; returns
+    their tokens."""
+    run()  # makes gradients, and what libraries allocate once
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    tokens = run()
+    bytes_per_token = (torch.accelerator.max_memory_allocated() - before) / tokens
+    moments = 2 * sum(weight.grad.nbytes for weight in model.parameters() if weight.grad is not None)
+    model.zero_grad()
+    room = (total_memory(accelerator.device) - before - moments) / 4
+    fitting = torch.tensor(room / max(bytes_per_token, 1.0), device=accelerator.device)
+    fitting = accelerator.gather(fitting.clamp(512, 16_384)).min().item()  # larger passes pad more
+    return 2 ** int(math.log2(fitting))
 
 
 def split_features(features, max_tokens, device, needs_mask):
-    """Yield (places, features) of the texts at these places, the longest first, for each micro-batch."""
+    """Yield (positions, features) of the texts at these positions, the longest first, for each micro-batch."""
     if "offsets" in features:  # of a static model, whose tokens need no memory to speak of
         yield range(len(features["offsets"])), features
     elif "cu_seq_lens_q" in features:  # concatenated without padding, for flash attention
         bounds = features["cu_seq_lens_q"].tolist()
-        for places in cut(np.diff(bounds), max_tokens, is_padded=False):
-            yield places, take_flat(features, bounds, places)
+        for positions in cut(np.diff(bounds), max_tokens, is_padded=False):
+            yield positions, take_flat(features, bounds, positions)
     else:
-        lengths = features["attention_mask"].sum(1).numpy()
+        lengths = features["attention_mask"].sum(1)
         if device.type != "cpu":  # kernels are faster at multiples of 8
             lengths = np.minimum(-(-lengths // 8) * 8, features["attention_mask"].shape[1])
-        for places in cut(lengths, max_tokens):
-            yield places, take_padded(features, places, int(lengths[places[0]]), needs_mask)
+        for positions in cut(lengths, max_tokens):
+            yield positions, take_padded(features, positions, int(lengths[positions[0]]), needs_mask)
 
 
 def cut(lengths, max_tokens, is_padded=True):
-    """Return lists of places, the longest text first, each of at most `max_tokens` with padding; a longer text is
-    alone.
-
-    Minimize the tokens with padding plus a cost for each forward pass: 1/64 of `max_tokens` up to 2,048 (12 to 35
-    tokens measured on CPUs), 1/16 above (an estimate for GPUs, not measured). Cuts are tried where the length changes
-    and after every 1/16 of `max_tokens`; trying all of them saves at most 0.3 % of the tokens and takes 30 times as
-    long."""
-    order = np.argsort(-lengths, kind="stable")
-    sizes = np.maximum(lengths[order], 1)
+    """Return lists of positions, the longest text first: each of at most max_tokens, of which at most 1/64 is padding;
+    a longer text is alone."""
     parts = []
-    if not is_padded:
-        left = 0
-        for place, size in zip(order.tolist(), sizes.tolist()):
-            if not parts or size > left:
-                parts.append([])
-                left = max_tokens
-            parts[-1].append(place)
-            left -= size
-        return parts
-    sixteenths = np.cumsum(sizes) * 16 // max_tokens
-    begins = np.flatnonzero(np.diff(sizes, prepend=0) | np.diff(sixteenths, prepend=0))
-    widths = sizes[begins].tolist()
-    begins = [*begins.tolist(), len(order)]
-    cost_of_a_pass = max_tokens / (64 if max_tokens <= 2048 else 16)
-    best = {len(widths): (0.0, None)}  # {number of a begin: (lowest cost from it on, number of the next begin)}
-    for first in reversed(range(len(widths))):
-        limit = bisect_right(begins, begins[first] + max_tokens // widths[first])
-        costs = []
-        for end in range(first + 1, max(first + 2, limit)):
-            tokens = (begins[end] - begins[first]) * widths[first]
-            costs.append((cost_of_a_pass + tokens + best[end][0], end))
-        best[first] = min(costs)
-    first = 0
-    while first < len(widths):
-        end = best[first][1]
-        parts.append(order[begins[first] : begins[end]].tolist())
-        first = end
+    longest = tokens = 0
+    order = np.argsort(-lengths, kind="stable")
+    for position, length in zip(order.tolist(), lengths[order].tolist()):
+        tokens += length
+        padded = longest * (len(parts[-1]) + 1) if parts and is_padded else tokens
+        if not parts or padded > max_tokens or padded - tokens > max_tokens / 64:
+            parts.append([])
+            longest = tokens = length
+        parts[-1].append(position)
     return parts
 
 
-def take_padded(features, places, width, needs_mask):
+def take_padded(features, positions, width, needs_mask):
     """Return the features of some texts, without columns of padding beyond `width`, on whichever side it is."""
-    mask = features["attention_mask"][places]
+    mask = features["attention_mask"][positions]
     columns = slice(width) if mask[:, 0].all() else slice(mask.shape[1] - width, None)
-    part = dict(features)
-    for name, value in features.items():
-        if torch.is_tensor(value):  # (texts, tokens)
-            part[name] = value[places, columns]
+    part = convert_arrays(features, lambda array: array[positions, columns])  # (texts, tokens)
     if part["attention_mask"].all() and not needs_mask:  # else models wait for the device to see that all is 1
         del part["attention_mask"]
     return part
 
 
-def take_flat(features, bounds, places):
+def take_flat(features, bounds, positions):
     """Return the features of some texts that are concatenated; bounds: where texts begin, and the end of the last."""
-    spans = [slice(bounds[place], bounds[place + 1]) for place in places]
+    spans = [slice(bounds[position], bounds[position + 1]) for position in positions]
     part = dict(features)
     for name, value in features.items():
-        if torch.is_tensor(value) and value.shape[-1] == bounds[-1]:  # (1, tokens)
-            part[name] = torch.cat([value[:, span] for span in spans], 1)
-    lengths = torch.tensor([span.stop - span.start for span in spans])
-    ends = F.pad(lengths.cumsum(0), (1, 0)).int()
+        if isinstance(value, np.ndarray) and value.shape[-1] == bounds[-1]:  # (1, tokens)
+            part[name] = np.concatenate([value[:, span] for span in spans], 1)
+    lengths = np.array([span.stop - span.start for span in spans])
+    ends = np.append(0, lengths.cumsum()).astype(np.int32)
     longest = int(lengths.max())
     part |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-    part["seq_idx"] = torch.arange(len(spans), dtype=torch.int32).repeat_interleave(lengths)[None]
+    part["seq_idx"] = np.repeat(np.arange(len(spans), dtype=np.int32), lengths)[None]
     return part
 
 
@@ -1697,9 +2167,17 @@ def token_counts(micro_batches):
     return tokens, padded
 
 
-def pinned(value, device):
-    """Return a tensor in page-locked memory if `device` is a GPU, for asynchronous copies; else return the value."""
-    return value.pin_memory() if device.type == "cuda" and torch.is_tensor(value) else value
+def convert_arrays(values, function=torch.from_numpy):
+    """Return {name: value} with function(array) in place of each array of numpy."""
+    return {name: function(value) if isinstance(value, np.ndarray) else value for name, value in values.items()}
+
+
+def batch_to_torch(batch, function=torch.from_numpy):
+    """Return a Batch, as worker processes send it, with function(array) in place of each array of numpy."""
+    micro_batches = []
+    for role, indices, features in batch.micro_batches:
+        micro_batches.append((role, indices, convert_arrays(features, function)))
+    return replace(batch, **convert_arrays(vars(batch) | {"micro_batches": micro_batches}, function))
 
 
 def pad_lists(lists, size, fill, dtype=np.int64):
@@ -1707,19 +2185,7 @@ def pad_lists(lists, size, fill, dtype=np.int64):
     padded = np.full((size, max([1, *map(len, lists)])), fill, dtype)
     for row, values in zip(padded, lists):
         row[: len(values)] = values
-    return torch.from_numpy(padded)
-
-
-def prefetch(batches, depth=2):
-    """Yield from an iterator of Batch that runs in a background thread, `depth` ahead; its errors are raised here."""
-    with ThreadPoolExecutor(1) as pool:
-        ahead = deque(pool.submit(next, batches) for _ in range(depth))
-        while True:
-            requested = time.perf_counter()
-            batch = ahead.popleft().result()
-            batch.waited = time.perf_counter() - requested
-            ahead.append(pool.submit(next, batches))
-            yield batch
+    return padded
 
 
 # ==== services
@@ -1746,14 +2212,6 @@ def stop_together(error):
 BUGS = (KeyError, IndexError, TypeError, AttributeError, NameError)
 
 
-HINTS = {  # what to do about errors of `datasets`
-    "available configs": "choose one as ID:config:split",
-    "Couldn't cast": "prepare_corpus.py rewrites rows of irregular types",
-    "as a scalar of type": "prepare_corpus.py rewrites rows of irregular types",
-    "the same columns": "prepare_corpus.py rewrites them, null where one is missing",
-}
-
-
 def reason_of(error):
     """Return the root cause of an error in one line, with what to do about it."""
     while error.__cause__ and not isinstance(error, UserError):
@@ -1767,10 +2225,11 @@ def reason_of(error):
     if isinstance(error, pd.errors.ParserWarning):
         return "line 2 has more fields than the header: check the separator, and quote texts that contain it"
     reason = str(error).strip() or repr(error)
+    is_irregular = isinstance(error, pa.ArrowInvalid | datasets.table.CastError) or "Couldn't cast" in reason
     if isinstance(error, datasets.table.CastError):
         reason = f"not all rows have the same columns: {error.details()}"
     reason = " ".join(reason.split())[:500].replace("set 'local_files_only' to False", "unset HF_HUB_OFFLINE")
-    return "; ".join([reason, *(hint for words, hint in HINTS.items() if words in reason)])
+    return reason + "; prepare_corpus.py rewrites irregular rows" * is_irregular
 
 
 @contextmanager
@@ -1800,16 +2259,18 @@ def print_error(error):
         print("\ninterrupted: --resume continues from the newest checkpoint, if there is one", file=sys.stderr)
         return 130
     traceback.clear_frames(error.__traceback__)  # deletes main's progress bar, which ends its line
-    is_main = os.environ.get("RANK", "0") == "0"
     if isinstance(error, AgreedError):
-        if is_main:
+        if PartialState().is_main_process:
             print(f"error: {error}", file=sys.stderr)
         PartialState().wait_for_everyone()  # once a process has ended, a launcher ends the others
     elif isinstance(error, UserError):
-        if not is_main:  # of this process alone, or of each: a launcher then ends this one while it waits
+        if os.environ.get("RANK", "0") != "0":  # if each has one, a launcher ends this process while it waits
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
         print(f"error: {error}", file=sys.stderr)
+    elif "DataLoader worker" in str(error) and "killed" in str(error):
+        advice = "memory may be short: lower --dataloader_num_workers or --batch_size, then --resume"
+        print(f"error: {error.args[0].strip()} {advice}", file=sys.stderr)
     else:
         traceback.print_exception(error)
         if should_reduce_batch_size(error):
@@ -1818,20 +2279,48 @@ def print_error(error):
     return 1
 
 
+class Console:
+    """stdout or stderr, which may be closed, lose its reader or lack a letter: none of that ends a run."""
+
+    def __init__(self, stream):
+        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115
+        self.stream.reconfigure(errors="replace")
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        with suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self):
+        with suppress(OSError):
+            self.stream.flush()
+
+
 # ---- command line
 
 
-def words_of(path):
-    """Return the words of a command line that a YAML or JSON file of flags stands for."""
-    words = []
+def read_flags(path):
+    """Return {flag: value} of a YAML or JSON file."""
     with user_errors(f"{path}: not a file of flags", TypeError):
-        for name, value in dict(yaml.safe_load(Path(path).read_text())).items():
-            values = value if isinstance(value, list) else [value]
-            if name == "trust_remote_code":
-                raise UserError("--trust_remote_code: only on the command line, as a file may have been downloaded")
-            if values not in ([], [None]):  # else the default
-                words.append(f"--{name}")
-                words += [json.dumps(part) if isinstance(part, dict | bool) else str(part) for part in values]
+        flags = dict(yaml.safe_load(Path(path).read_text()))
+        if "trust_remote_code" in flags:
+            raise UserError("--trust_remote_code: only on the command line, as a file may have been downloaded")
+        if flags.pop("append_eos", False):  # of an earlier edition
+            raise UserError("append_eos has left: docs/training.md#a-tokenizer-without-an-end-token")
+        return flags
+
+
+def words_of(flags):
+    """Return the words of a command line that {flag: value} stands for."""
+    words = []
+    for name, value in flags.items():
+        values = value if isinstance(value, list) else [value]
+        if values not in ([], [None]):  # else the default
+            words.append(f"--{name}")
+            words += [json.dumps(part) if isinstance(part, dict | bool) else str(part) for part in values]
     return words
 
 
@@ -1846,11 +2335,26 @@ def parse_args(argv):
         if option.nargs == "+" and names.count(name) > 1:  # argparse would ignore the first list
             parser.error(f"{name}: given twice; list all values after one flag")
     if path := parser.parse_args(argv).file:
-        argv = [path, *words_of(path), *(word for word in argv if word != path)]
-    flags = vars(parser.parse_args(argv))
+        argv = [path, *words_of(read_flags(path)), *(word for word in argv if word != path)]
+    args = parse_flags(parser, argv)
+    try:
+        check_flags(args)
+        for entry in (*args.train_data, *args.eval_data):
+            args_of_source(entry, args)
+    except UserError as error:
+        parser.error(str(error))
+    folder = Path(path or "").parent
+    is_elsewhere = (folder / "checkpoints").is_dir() and folder.resolve() != Path(args.output_dir).resolve()
+    if path and args.resume and is_elsewhere and "--output_dir" not in names:
+        parser.error(f"{path} lies in another folder than its --output_dir {args.output_dir}: give --output_dir")
+    return args
+
+
+def parse_flags(parser, words, args=None):
+    """Return Args from the words of a command line; args: those to use where there is no word."""
+    flags = vars(parser.parse_args(words, args and argparse.Namespace(**vars(args))))
     del flags["file"]
-    args = Args(**flags)
-    for option in fields(args):
+    for option in fields(Args):
         values = flags[option.name]
         least = 1e-12 if option.metadata["above_zero"] else 0
         for value in values if isinstance(values, list) else [values]:
@@ -1861,11 +2365,11 @@ def parse_args(argv):
             if isinstance(value, int | float) and not least <= value < math.inf:
                 relation = "above 0" if least else "0 or more"
                 parser.error(f"--{option.name} {value}: must be finite, and {relation}")
-    try:
-        check_flags(args)
-    except UserError as error:
-        parser.error(str(error))
-    return args
+    return Args(**flags)
+
+
+def raise_user_error(message):
+    raise UserError(message)
 
 
 # ---- options of a model
@@ -1898,7 +2402,7 @@ def has_chat_template(model):
     return any("message" in getattr(module, "modality_config", {}) for module in model.modules())
 
 
-def finish_model(model, args, **lora_options):
+def apply_training_flags(model, args, **lora_options):
     """Return the model with --dropout, --gradient_checkpointing and --lora_rank, in float32, in torch's own memory."""
     if args.gradient_checkpointing:
         for transformer in transformers_of(model, "--gradient_checkpointing"):
@@ -1931,21 +2435,25 @@ def add_lora(model, args, options):
             transformer.model = get_peft_model(transformer.model, config)
 
 
-def set_up(model, length):
+def prepare_tokenizer(model, length):
     """Check weights and tokens of the modules of a model, and truncate to --max_length or the model's own length. Let
     the embeddings of all tokens be trained."""
     for module in model.modules():
         if isinstance(module, Transformer):
             check_weights(module.model)
             check_tokens(module.tokenizer, getattr(module.config, "vocab_size", math.inf))
-            set_up_transformer(module, length)
+            set_length(module, length)
         elif isinstance(module, StaticEmbedding):
             check_tokens(module.tokenizer, module.embedding.num_embeddings)
             if length:
                 module.tokenizer.enable_truncation(length)
+    if length and not any(isinstance(module, (Transformer, StaticEmbedding)) for module in model.modules()):
+        model.max_seq_length = length  # of a first module that is not of the library
+        if model.preprocess(["a " * 2 * length])["input_ids"].shape[-1] > length:
+            raise UserError(f"--max_length {length}: {type(model[0]).__name__} does not truncate to max_seq_length")
 
 
-def set_up_transformer(transformer, length):
+def set_length(transformer, length):
     """Set padding and the length of a Transformer module; raise UserError if that is beyond its positions."""
     tokenizer = transformer.tokenizer
     config = transformer.config
@@ -1957,7 +2465,10 @@ def set_up_transformer(transformer, length):
     limit = positions if positions > 0 else 2**31  # XLNet has -1
     for name, module in transformer.named_modules():
         if isinstance(module, torch.nn.Embedding):
-            if name.endswith("position_embeddings") and module.padding_idx is not None:
+            is_position = name.endswith("position_embeddings")
+            if is_position:
+                limit = min(limit, module.num_embeddings)  # CANINE may have fewer
+            if is_position and module.padding_idx is not None:
                 limit -= module.padding_idx + 1  # RoBERTa's positions begin after it
             elif name.endswith(("position_embeddings", "wpe")) and tokenizer.padding_side == "left":
                 raise UserError("pads on the left, which moves its positions: save it with padding_side right")
@@ -1965,6 +2476,19 @@ def set_up_transformer(transformer, length):
     transformer.max_seq_length = length or min(transformer.max_seq_length or limit, 2**31)  # 10**30 if without a limit
     if transformer.max_seq_length > limit:
         raise UserError(f"has positions for {limit} tokens: set --max_length to that or less")
+
+
+def check_length(model, inputs):
+    """Raise UserError if a transformer truncates texts to special tokens and a prompt; inputs: (prompt,) or, of pairs,
+    (prompt, a short document)."""
+    for module in model.modules():
+        if isinstance(module, Transformer):
+            used = max(len(module.tokenizer(*texts)["input_ids"]) for texts in inputs)
+            if module.max_seq_length <= used:
+                length = module.max_seq_length
+                raise UserError(
+                    f"{length} tokens: no room for a text beside prompt and special tokens: raise --max_length"
+                )
 
 
 def check_adapters(name):
@@ -2002,14 +2526,16 @@ def check_tokens(tokenizer, embeddings):
         )
 
 
-def as_fast_tokenizer(tokenizer):
-    """Return a tokenizer as a PreTrainedTokenizerFast: other classes would replace its template when loaded."""
-    names = ("model_input_names", "model_max_length", "padding_side", "truncation_side")
-    options = {name: getattr(tokenizer, name) for name in names} | tokenizer.special_tokens_map
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **options)
-
-
 # ---- checkpoints
+
+
+def sync(path):
+    """Wait until a file, or a folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # Windows syncs what can be written to
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -2022,9 +2548,13 @@ def save_atomically(folder):
         try:
             yield part
             for path in [*part.rglob("*"), part]:
-                descriptor = os.open(path, os.O_RDONLY)
-                os.fsync(descriptor)
-                os.close(descriptor)
+                if path.is_dir():
+                    with suppress(OSError):  # Windows and some network file systems cannot sync a folder
+                        sync(path)
+                else:
+                    with suppress(OSError):  # safetensors writes files for their owner alone: follow the umask
+                        path.chmod(part.stat().st_mode & 0o666)
+                    sync(path)
             shutil.rmtree(folder, ignore_errors=True)  # a damaged checkpoint, or an earlier model
             part.rename(folder)
         finally:  # do not leave a partial folder on a full disk
@@ -2042,10 +2572,15 @@ def checksums(folder):
 
 
 def is_intact(path):
-    """Return whether the files of a checkpoint match its checksums; report it if not."""
-    with suppress(OSError, ValueError):
+    """Return whether the files of a checkpoint match its checksums; report it if not. Raise UserError if this user may
+    not read them: they need not be damaged."""
+    try:
         if (path / "SHA256SUMS").read_text() == checksums(path):
             return True
+    except PermissionError as error:
+        raise UserError(str(error)) from error
+    except (OSError, ValueError):
+        pass
     if path.exists():
         print(f"{path}: damaged", file=sys.stderr)
     return False
@@ -2068,41 +2603,75 @@ def lock_output(folder, accelerator):
     return lock
 
 
+def checkpoint_path(args, step):
+    """Return the folder of the checkpoint of a step."""
+    return Path(args.output_dir, f"checkpoints/step_{step:08}")
+
+
+def list_checkpoints(args):
+    """Return {step: folder} of a run, in order; without what somebody else has put beside them."""
+    found = {}
+    for path in Path(args.output_dir, "checkpoints").glob("step_*"):
+        if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir():
+            found[int(path.name.removeprefix("step_"))] = path
+    return dict(sorted(found.items()))
+
+
 def find_checkpoint(args, accelerator):
     """Return (folder, state) of the newest intact checkpoint, to resume from; (None, None) if there is none."""
     output = Path(args.output_dir)
     if (output / "args.yaml").exists() and not args.resume:
         raise UserError(f"--output_dir {output} contains a run: --resume it, or choose another folder")
-    folders = sorted(output.glob("checkpoints/step_*"), reverse=True) if args.resume else []
-    intact = next(filter(is_intact, folders), None) if accelerator.is_main_process else None
+    folders = [*list_checkpoints(args).values()][::-1] if args.resume else []
+    intact = None
+    error = None
+    if accelerator.is_main_process:
+        try:
+            intact = next(filter(is_intact, folders), None)
+        except UserError as caught:
+            error = str(caught)
+    stop_together(error)
     folders, intact = broadcast_object_list([(folders, intact)])[0]  # as the main process sees them
     if not intact and folders:
         raise AgreedError(f"{output}/checkpoints: no checkpoint is intact; remove the folder to start anew")
     return intact, json.loads((intact / "state.json").read_text()) if intact else None
 
 
-def flags_of_run(args):
+def flags_of_run(flags):
     """Return {flag: value} without those of one launch, which a resume or a rerun must not inherit."""
     launch = ("resume", "accept_changes", "trust_remote_code")
-    return {name: value for name, value in asdict(args).items() if name not in launch}
+    return {name: value for name, value in asdict(flags).items() if name not in launch}
 
 
-def unchanging(args, description):
-    """Return {flag or source: value} of all that a resume must not change. description: that of Data."""
-    options = [option.name for option in fields(args) if not option.metadata["may_change"]]
-    return {f"--{name}": getattr(args, name) for name in options} | {name: shape for name, *shape in description}
+def base_fingerprint(model, flags):
+    """Return a hash of what a checkpoint takes from the base model: its configurations, tokenizer and code, with
+    --lora_rank its weights as well. Of a Hub id it is the commit."""
+    kinds = (".json", ".txt", ".model", ".py", ".jinja", *[".safetensors"] * bool(flags.lora_rank))
+    base = Path(flags.model_name_or_path)
+    if not base.is_dir():
+        return getattr(model.config, "_commit_hash", None)
+    files = sorted(str(path) for path in base.rglob("*") if path.suffix in kinds)
+    parts = [[os.path.relpath(file, base), data_fingerprint([file])] for file in files]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def check_changes(saved, args, data, accelerator):
-    """Raise UserError if flags or sources have changed since the checkpoint; with --accept_changes, print it."""
+def unchanging(flags, model, data):
+    """Return {flag or source: value} of all that a resume must not change."""
+    options = [option.name for option in fields(flags) if not option.metadata["may_change"]]
+    values = {f"--{name}": getattr(flags, name) for name in options}
+    values |= {name: shape for name, *shape in data.description}
+    return values | {"files of --model_name_or_path": base_fingerprint(model, flags)}
+
+
+def check_changes(saved, fixed, flags, accelerator):
+    """Raise UserError if what is `fixed` has changed since the checkpoint; with --accept_changes, print it. What an
+    older checkpoint lacks has not changed; a flag has if it is given now."""
     if not saved:
         return
-    changes = []
-    for name, value in unchanging(args, data.description).items():
-        before = saved["unchanging"].get(name)
-        if before != value:
-            changes.append(f"{name}: {before} -> {value}")
-    if changes and not args.accept_changes:
+    defaults = {f"--{name}": value for name, value in asdict(Args()).items()}
+    before = fixed | defaults | saved["unchanging"]
+    changes = [f"{name}: {before[name]} -> {value}" for name, value in fixed.items() if before[name] != value]
+    if changes and not flags.accept_changes:
         raise UserError(f"--resume: {'; '.join(changes)}: restore it, --accept_changes, or start a new --output_dir")
     for change in changes:
         accelerator.print(f"changed after step {saved['progress']['step']:,}: {change}")
@@ -2115,22 +2684,28 @@ class Progress:
     step: int = 0  # optimizer steps done
     data_state: dict | None = None  # of row_batches, after the last step
     skipped: int = 0  # bad rows
-    losses: list = field(default_factory=list)  # of the steps since the last line of metrics.jsonl with a loss
+    losses: list = field(
+        default_factory=list
+    )  # [source, loss] of batches since the last line of metrics.jsonl with one
     metrics: list = field(default_factory=list)  # the lines of metrics.jsonl
     scaler: dict | None = None  # state of the gradient scaler (fp16)
+    micro_batch_tokens: int | None = None  # if measured on a GPU
 
-    def advance(self, loss, skipped, data_state):
+    def advance(self, losses, skipped, batches):
         """Count an optimizer step."""
         self.step += 1
-        self.losses.append(loss)
+        self.losses += [[batch.source, loss] for batch, loss in zip(batches, losses)]
         self.skipped += skipped
-        self.data_state = data_state
+        self.data_state = batches[-1].state
 
-    def mean_loss(self):
-        """Return the mean loss since the last call."""
-        mean = sum(self.losses) / len(self.losses)
+    def mean_losses(self, sources):
+        """Return {"loss": mean since the last call}, and that of the batches of each of several sources."""
+        groups = {"loss": [loss for _, loss in self.losses]}
+        if len(sources) > 1:
+            for number, loss in self.losses:
+                groups.setdefault(f"loss_{sources[number].label}", []).append(loss)
         self.losses = []
-        return mean
+        return {name: sum(losses) / len(losses) for name, losses in groups.items()}
 
 
 LOWER_RATE = "lower --learning_rate, then --resume --accept_changes"
@@ -2158,16 +2733,13 @@ def copy_like(weight, tensor):
 class Checkpoints:
     """Saves and restores the state of a run: weights, state of the optimizers, `extra`, and the Progress."""
 
-    args: Args
+    flags: Args
     accelerator: Accelerator
-    description: list  # of Data
+    fixed: dict  # what a resume must not change
     model: torch.nn.Module  # which is trained
     optimizers: list
     model_to_save: torch.nn.Module  # `model`, or under FSDP a copy of it, on the main process
     extra: dict
-
-    def path(self, step):
-        return Path(self.args.output_dir, f"checkpoints/step_{step:08}")
 
     def weights(self):
         """Return {name: tensor} of the model's buffers and of the weights of an optimizer: what training changes."""
@@ -2220,16 +2792,20 @@ class Checkpoints:
     def save(self, progress, best_step):
         """Write the checkpoint of a step unless there is one, then remove all but the newest --save_total_limit and
         that of `best_step`; every process must call it."""
-        folder = self.path(progress.step)
+        folder = checkpoint_path(self.flags, progress.step)
         exists = broadcast_object_list([progress.step == 0 or is_intact(folder)])[0]
         if not exists:  # else a kill while it is replaced would lose it
             self.write(folder, progress)
         if self.accelerator.is_main_process:
-            steps = sorted(folder.parent.glob("step_*"))
-            kept = [path for path in steps if path <= folder]  # later ones are damaged: a resume did not use them
-            kept = kept[-self.args.save_total_limit :] + [self.path(best_step)]
-            for path in {*steps, *folder.parent.glob(".step_*")} - {*kept}:
-                shutil.rmtree(path)
+            found = list_checkpoints(self.flags)
+            intact = [step for step in found if step <= progress.step]  # a resume did not use later ones
+            kept = [*intact[-self.flags.save_total_limit :], best_step]
+            old = [path for step, path in found.items() if step not in kept]
+            for path in (*old, *folder.parent.glob(".step_*.part")):
+                try:
+                    shutil.rmtree(path)
+                except OSError as error:  # such as that of a file that a reader has open on a network disk
+                    warn_once(f"{path}: not removed: {error}")
         self.accelerator.wait_for_everyone()
 
     def write(self, folder, progress):
@@ -2239,26 +2815,45 @@ class Checkpoints:
         stop_together(None if is_finite else f"step {progress.step}: a weight is not finite: {LOWER_RATE}")
         if self.accelerator.is_main_process:
             progress.scaler = self.accelerator.scaler and self.accelerator.scaler.state_dict()
-            state = {"progress": asdict(progress), "unchanging": unchanging(self.args, self.description)}
+            state = {"progress": asdict(progress), "unchanging": self.fixed}
             with save_atomically(folder) as part:
                 for name, tensors in files.items():
                     save_file(tensors, part / f"{name}.safetensors")
                 (part / "state.json").write_text(json.dumps(state))
                 (part / "SHA256SUMS").write_text(checksums(part))
 
-    def model_of(self, step):
+    def load_weights_of(self, step):
         """Return the model with the weights of a step's checkpoint; raise UserError if that is not intact."""
-        if not is_intact(self.path(step)):
-            raise UserError(f"{self.path(step)}: damaged or gone; model/ is not written")
-        self.model_to_save.load_state_dict(load_file(self.path(step) / "model.safetensors"), strict=False)
+        path = checkpoint_path(self.flags, step)
+        if not is_intact(path):
+            raise UserError(f"{path}: damaged; model/ is not written: remove that folder, and --resume takes another")
+        self.model_to_save.load_state_dict(load_file(path / "model.safetensors"), strict=False)
         return self.model_to_save
 
 
 # ---- a run
 
 
+def check_surroundings():
+    """Raise UserError for variables that an earlier launch has left, and if `datasets` has no folder to write to.
+    Print what a launch on several processes waits for."""
+    if (count := os.environ.get("WORLD_SIZE", "1")) != "1":
+        if "MASTER_ADDR" not in os.environ:
+            raise UserError("WORLD_SIZE is set, MASTER_ADDR is not: unset RANK and WORLD_SIZE, or start by a launcher")
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
+            print(f"waiting for {count} processes at {address} (WORLD_SIZE, MASTER_ADDR)", file=sys.stderr)
+    folder = os.path.expanduser(datasets.config.HF_DATASETS_CACHE)
+    if folder.startswith("~"):
+        raise UserError("there is no home folder: set HF_HOME to a folder that can be written to")
+    with user_errors(f"the cache of datasets, {folder}: set HF_HOME or HF_DATASETS_CACHE to a folder to write to"):
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+
+
 def start(args):
     """Return the Accelerator of the launch; raise UserError for launches that would train wrongly."""
+    check_surroundings()
     with user_errors("--report_to, or the launch"):
         accelerator = Accelerator(
             cpu=not torch.accelerator.is_available(),  # else processes on CPUs would not form one group
@@ -2276,6 +2871,10 @@ def start(args):
         plugin = accelerator.state.fsdp_plugin
         offload = plugin.cpu_ram_efficient_loading or isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         unsupported = unsupported or plugin.fsdp_version != 2 or offload or accelerator.scaler
+    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        raise UserError("--dynamo_backend compiles nothing here: accelerate_configs/README.md#what-a-launch-asks-for")
+    if accelerator.mixed_precision == "fp8":
+        raise UserError("--mixed_precision fp8 is not supported: bf16 or fp16")
     if unsupported:
         raise UserError(f"unsupported launch, {kind.value}: use accelerate_configs/fsdp2.yaml (no offload, no fp16)")
     if accelerator.mixed_precision == "bf16":
@@ -2287,22 +2886,40 @@ def start(args):
     return accelerator
 
 
-def announce(model, data, progress, steps, args, accelerator):
-    """Print what is trained, on what, and how far it is."""
-    rows = "a stream of rows" if args.streaming else f"{sum(map(len, data.sources)):,} rows"
-    roles = ["query", *(["document"] if args.label_column else ["positive", "negative"])]
-    roles += roles[-1:] * len(args.columns)
-    columns = ", ".join(f"{role}: {name}" for role, name in zip(roles, args.columns))
+def announce(model, data, progress, args, accelerator):
+    """Print what is trained, on what, where, and how far it is."""
     parameters = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    accelerator.print(f"{parameters:,} parameters")
+    held_out = {source.name: rows for source, rows in data.held_out}
+    for source, weight in zip(data.sources, data.weights):
+        columns = source.args.columns
+        roles = ["query", *(["document"] if source.args.label_column else ["positive", "negative"])]
+        roles += roles[-1:] * len(columns)
+        described = ", ".join(f"{role}: {name}" for role, name in zip(roles, columns))
+        rows = "a stream of rows" if args.streaming else f"{len(source):,} rows"
+        share = f", {weight / sum(data.weights):.0%} of a batch" if len(data.sources) > 1 else ""
+        accelerator.print(
+            f"{source.name}: {rows} ({described}), {len(held_out.get(source.name, [])):,} held out{share}"
+        )
+    for source, rows in data.held_out:
+        if args.eval_data:
+            accelerator.print(f"evaluated on {len(rows):,} of {len(rows) + len(source):,} rows of {source.name}")
+    if accelerator.is_main_process and (known := count_trained_queries(data)):
+        print(f"{known:,} held-out queries are also in rows that are trained on: hold out other rows by --eval_data")
     accelerator.print(
-        f"{parameters:,} parameters, {rows} ({columns}), {len(data.held_out):,} held out\n"
-        f"step {progress.step:,} of {steps:,}: {args.gradient_accumulation_steps} x {args.batch_size:,} rows on "
-        f"{accelerator.num_processes} x {accelerator.device}, in micro-batches of {args.micro_batch_tokens:,} tokens"
+        f"{args.output_dir}: step {progress.step:,} of {args.max_steps:,}, {args.gradient_accumulation_steps} x "
+        f"{args.batch_size:,} rows on {accelerator.num_processes} x {accelerator.device}, in micro-batches of "
+        f"{args.micro_batch_tokens:,} tokens"
     )
 
 
+# Of a user, of a scheduler or launcher, of a terminal that closes, of Slurm. Not all systems have them all.
+STOPPING = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")]
+
+
 def receive_signals():
-    """Return a list to which SIGTERM and SIGINT are added when they arrive. Another Ctrl-C ends the run at once."""
+    """Return a list to which STOPPING signals are added when they arrive, except ignored ones, as under nohup. Another
+    Ctrl-C ends the run at once."""
     received = []
 
     def receive(number, _):
@@ -2310,9 +2927,46 @@ def receive_signals():
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    signal.signal(signal.SIGTERM, receive)
-    signal.signal(signal.SIGINT, receive)
+    for number in STOPPING:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, receive)
     return received
+
+
+def until_signal(signals, evaluate, model, evaluators, accelerator):
+    """Return the measures of evaluate(); {} if it was left at a forward pass after a signal, as a launcher kills 30
+    seconds later."""
+    sharded = accelerator.distributed_type == DistributedType.FSDP  # passes are collective, else each has its share
+
+    def check(*_):
+        received = torch.tensor([len(signals)], device=accelerator.device)
+        if (accelerator.gather(received) if sharded else received).any():
+            raise InterruptedError
+
+    hook = model[0].register_forward_pre_hook(check)
+    try:
+        return evaluate(model, evaluators, accelerator)
+    except Exception:  # of any process: sentence-transformers raises one on all
+        if not any(gather_object([len(signals)])):
+            raise
+        return {}
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def restored_signals():
+    """Give a notebook, or another program that calls main(), its signal handlers back."""
+    handlers = {number: signal.getsignal(number) for number in STOPPING}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+main = restored_signals()(main)
 
 
 @dataclass
@@ -2356,43 +3010,65 @@ class Meter:
 class Log:
     """metrics.jsonl, args.yaml and the trackers."""
 
-    args: Args
+    flags: Args
     accelerator: Accelerator
     metrics: list  # the lines of metrics.jsonl
-    shown: list  # names of measures to print and plot
+    main_measures: list  # to print and plot
 
     def begin(self):
-        """Write args.yaml and the lines so far, and open the trackers."""
-        output = Path(self.args.output_dir)
+        """Open the trackers, and write args.yaml and the lines so far."""
+        values = {name: str(value) for name, value in asdict(self.flags).items()}
+        logged = self.metrics[-1]["step"] if self.metrics else -1
+        options = {"tensorboard": {"purge_step": logged + 1}}  # a resume logs later steps again
+        with user_errors(f"--report_to {' '.join(self.flags.report_to)}"):
+            self.accelerator.init_trackers("evenstep", values, options)
+        output = Path(self.flags.output_dir)
         if self.accelerator.is_main_process:
             with user_errors(f"--output_dir {output}"):
                 lines = [json.dumps(line) + "\n" for line in self.metrics]
                 (output / "metrics.jsonl").write_text("".join(lines))
-                (output / "args.yaml").write_text(yaml.safe_dump(flags_of_run(self.args), sort_keys=False))
-        flags = {name: str(value) for name, value in asdict(self.args).items()}
-        logged = self.metrics[-1]["step"] if self.metrics else -1
-        options = {"tensorboard": {"purge_step": logged + 1}}  # a resume logs later steps again
-        self.accelerator.init_trackers("evenstep", flags, options)
+                (output / "args.yaml").write_text(yaml.safe_dump(flags_of_run(self.flags), sort_keys=False))
 
     def write(self, step, record):
-        """Append the record of a step, unless it is empty, to metrics.jsonl and the trackers."""
+        """Add the record of a step, unless it is empty, to its line of metrics.jsonl and to the trackers."""
         if not record:
             return
-        self.metrics.append({"step": step, **record})
+        is_new = not self.metrics or self.metrics[-1]["step"] != step
+        if is_new:
+            self.metrics.append({"step": step})
+        self.metrics[-1] |= record
         self.accelerator.log(record, step=step)
         if self.accelerator.is_main_process:
-            with open(Path(self.args.output_dir, "metrics.jsonl"), "a") as file:
-                file.write(json.dumps(self.metrics[-1]) + "\n")
-            measured = {name: round(record[name], 4) for name in self.shown if name in record}
+            self.write_lines(is_new)
+            measured = {name: round(record[name], 4) for name in self.main_measures if name in record}
             if measured:
                 tqdm.write(f"step {step:,}: {measured}")
 
+    def write_lines(self, is_new):
+        """Append the last line to metrics.jsonl; write all if it is not new. No error ends the training: checkpoints
+        contain the lines, and a resume writes them again."""
+        path = Path(self.flags.output_dir, "metrics.jsonl")
+        size = 0
+        try:
+            with open(path, "a" if is_new else "w") as file:
+                size = file.tell()
+                file.writelines(json.dumps(line) + "\n" for line in self.metrics[-1 if is_new else 0 :])
+        except OSError as error:
+            warn_once(f"--output_dir {self.flags.output_dir}: metrics.jsonl lacks lines: {error}")
+            with suppress(OSError):  # without half a line
+                os.truncate(path, size)
+
+    def lacks_evaluation(self, step):
+        """Return whether the evaluation of a step has not been made, or was not when its checkpoint was written."""
+        lines = [line for line in self.metrics[-1:] if line["step"] == step]
+        return not any(name in line for line in lines for name in self.main_measures)
+
     def find_best(self):
-        """Return (step of the best evaluation by --metric_for_best_model, of which more is better; whether patience
-        has ended), without the evaluation before the first step; step 0 if there is none. The measures of the main
-        process decide."""
-        name = self.args.metric_for_best_model
-        if name is None:
+        """Return (step of the best evaluation by --metric_for_best_model, of which more is better, whose checkpoint is
+        there; whether patience has ended), without the evaluation before the first step; step 0 if there is none. The
+        measures of the main process decide."""
+        name = self.flags.metric_for_best_model
+        if name is None or (self.main_measures and not self.metrics):  # the first evaluation was interrupted
             return 0, False
         if not self.metrics or name not in self.metrics[0]:
             choices = ", ".join([*self.metrics[0]][1:]) if self.metrics else "none, as there is nothing to evaluate on"
@@ -2400,37 +3076,42 @@ class Log:
         if math.isnan(self.metrics[0][name]):
             raise UserError(f"--metric_for_best_model {name} is not a number: all labels, or all scores, are equal")
         values = {record["step"]: record[name] for record in self.metrics[1:] if name in record}
-        best = max(values, key=lambda step: np.nan_to_num(values[step], nan=-math.inf), default=0)
+        ranked = sorted(values, key=lambda step: -np.nan_to_num(values[step], nan=-math.inf))
+        paths = {step: checkpoint_path(self.flags, step) for step in ranked}
+        last = self.metrics[-1]["step"]  # its checkpoint follows
+        best = next((step for step in ranked if step == last or paths[step].is_dir()), 0)
+        if ranked and best != ranked[0] and self.accelerator.is_main_process:
+            warn_once(f"{paths[ranked[0]]}, the best by {name}, is gone: model/ will be of the best of the others")
         later = sum(step > best for step in values)
-        return broadcast_object_list([(best, 0 < self.args.early_stopping_patience <= later)])[0]
+        return broadcast_object_list([(best, 0 < self.flags.early_stopping_patience <= later)])[0]
 
 
 def write_model(model, log, step):
     """Write model/, with args.yaml, the card of sentence-transformers, and in that the measures up to `step`."""
-    output = Path(log.args.output_dir)
+    output = Path(log.flags.output_dir)
     measured = {}
     for line in log.metrics:
         if line["step"] <= step:
-            measured |= {name: line[name] for name in log.shown if name in line}
+            measured |= {name: line[name] for name in log.main_measures if name in line}
     with save_atomically(output / "model") as part:
-        if log.args.lora_rank:
+        if log.flags.lora_rank:
             for transformer in transformers_of(model, "--lora_rank"):
                 transformer.model = transformer.model.merge_and_unload()  # loads without peft
         model._model_card_text = None  # that of the model before training
         model.model_card_data.eval_results_dict.clear()  # of the last evaluation, which may not be that of `step`
         model.model_card_data.training_logs.clear()
-        model.model_card_data.local_files_only = os.path.isdir(log.args.model_name_or_path)  # else it asks the Hub
+        model.model_card_data.local_files_only = os.path.isdir(log.flags.model_name_or_path)  # else it asks the Hub
         with log.accelerator.autocast():  # the card embeds examples, which flash attention refuses in float32
             model.save_pretrained(str(part))
         shutil.copy(output / "args.yaml", part)
         with open(part / "README.md", "a") as card:
             card.write(f"\nTrained for {step:,} steps by `{Path(sys.argv[0]).name} args.yaml`: {measured}\n")
-    print(f"the model is in {output / 'model'}")
+    print(f"the model of step {step:,} is in {output / 'model'}")
 
 
-def plot_metrics(metrics, shown, path):
+def plot_metrics(metrics, main_measures, path):
     """Plot loss, measures of evaluations, speed and memory over the steps."""
-    names = ["loss", *shown, "tokens_per_second", "peak_memory_gb"]
+    names = ["loss", *main_measures, "tokens_per_second", "peak_memory_gb"]
     frame = pd.DataFrame(metrics).set_index("step").filter(names)
     frame = frame.interpolate("index", limit_area="inside")  # lines from one evaluation to the next
     figure = Figure(figsize=(4 * len(frame.columns), 3.6), layout="constrained")
@@ -2445,9 +3126,13 @@ def exit_now(status):
 
 
 if __name__ == "__main__":
+    sys.stdout = Console(sys.stdout)
+    sys.stderr = Console(sys.stderr)
+    status = 0
     try:
         main(parse_args(sys.argv[1:]))
-        status = 0
+    except SystemExit as error:  # of argparse, or of a run that was stopped
+        status = error.code
     except (Exception, KeyboardInterrupt) as error:
         status = print_error(error)
     exit_now(status)

@@ -39,7 +39,7 @@ def main():
         for process in range(processes):
             own = torch.arange(args.batch_size, device=args.device).chunk(processes)[process]
             started = time.perf_counter()
-            batch = script.WholeBatch(hashes, labels=None, mine=own, step=0)
+            batch = script.WholeBatch(hashes, labels=None, own_rows=own, step=0)
             script.infonce(list(embeddings), batch).backward()
             if args.device == "cuda":
                 torch.cuda.synchronize()

@@ -164,13 +164,13 @@ def gather(outputs, slots, shape, accelerator):
     return accelerator.reduce(embeddings, "sum")
 
 
-def infonce(columns, whole, temperature=0.05):
-    """Return InfoNCE of C (B, D) columns. Masked: texts equal to the positive, and positives of equal queries."""
-    queries, *documents = whole.hashes.to(columns[0].device)
-    masked = documents[0][:, None] == torch.cat(documents)  # (B, (C - 1) B)
-    masked[:, : len(queries)] |= queries[:, None] == queries
-    masked.fill_diagonal_(False)
-    scores = columns[0] @ torch.cat(columns[1:]).T / temperature
+def infonce(embeddings, whole, temperature=0.05):
+    """Return InfoNCE of C (B, D) tensors. Masked: documents that any row has as the positive of an equal query."""
+    queries, *documents = whole.hashes.to(embeddings[0].device)
+    equal_queries = (queries[:, None] == queries).float()  # (B, B)
+    equal_texts = (documents[0][:, None] == torch.cat(documents)).float()  # (B, (C - 1) B)
+    masked = (equal_queries @ equal_texts > 0).fill_diagonal_(False)
+    scores = embeddings[0] @ torch.cat(embeddings[1:]).T / temperature
     return -scores.masked_fill(masked, -torch.inf).log_softmax(1).diagonal().mean()
 
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 script = importlib.import_module(Path(sys.argv[1]).stem)
 PartialState(cpu=True)
 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-gather, equalize, sharded, repeated = script.Checkpoints.gather_tensors, script.equalize, [], []
+gather, repeat, sharded, repeated = script.Checkpoints.gather_tensors, script.repeat_for_fsdp, [], []
 
 
 def record_gather(checkpoints):
@@ -31,9 +31,9 @@ def record_gather(checkpoints):
     return gather(checkpoints)
 
 
-def record_equalize(batch, accelerator):
-    result = equalize(batch, accelerator)
-    repeated.extend(len(indices) == 0 for _, indices, _ in result[0])
+def record_repeat(micro_batches, accelerator):
+    result = repeat(micro_batches, accelerator)
+    repeated.extend(len(indices) == 0 for _, indices, _ in result)
     return result
 
 
@@ -61,7 +61,7 @@ def record_autocast(module, _):
         autocast.append(torch.is_autocast_enabled("cpu"))
 
 
-script.Checkpoints.gather_tensors, script.equalize = record_gather, record_equalize
+script.Checkpoints.gather_tensors, script.repeat_for_fsdp = record_gather, record_repeat
 script.load_model, script.copy, torch.nn.Module.to = record_load, SimpleNamespace(deepcopy=record_copy), record_to
 torch.nn.modules.module.register_module_forward_pre_hook(record_autocast)
 script.main(script.parse_args(sys.argv[2:]))

@@ -5,6 +5,7 @@ accelerate launch tests/gradient_worker.py MODEL SOURCE OUTPUT
 
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
@@ -33,14 +34,19 @@ ALL_ROWS = ("negatives", "kl", "CoSENTLoss")  # tested with all rows of a proces
 MEAN_OVER_ROWS = "--columns docstring code --label_column label --loss CosineSimilarityLoss"
 
 model_path, source, output = sys.argv[1:]
+MIXTURE = [  # a batch of each is a step
+    {"columns": ["docstring", "code", "wrong"]},
+    {"columns": ["docstring", "code"], "label_column": ["label"], "loss": "CoSENTLoss", "query_prompt": "similar: "},
+    {"columns": ["docstring", "code", "wrong", "worse"], "loss_kwargs": {"in_batch": False}},
+]
 accelerator = Accelerator(cpu=True)
 script.BUCKET = 2000  # gradients of this model are summed by many collectives, as those of a large one are
 
 
 def open_rows(flags):
     """Return (Args, Data, endless iterator over the batches of rows) for flags."""
-    common = ["--model_name_or_path", model_path, "--train_data", source, "--eval_rows", "0", "--query_prompt", ""]
-    args = script.parse_args([*common, "--document_prompt", "", *flags])
+    common = ["--model_name_or_path", model_path, "--eval_rows", "0", "--query_prompt", "", "--document_prompt", ""]
+    args = script.parse_args([*common, *(["--train_data", source] * ("--train_data" not in flags)), *flags])
     data = script.open_data(args)
     return args, data, script.row_batches(data.sources, data.weights, args)
 
@@ -49,7 +55,7 @@ def choose_rows(table, which, args):
     """Return the indices of two rows, or of all rows that the second of two processes reads."""
     if which == "two rows":
         return np.array([0, 13])
-    return np.argsort(-script.row_lengths(table, args), kind="stable")[1::2]
+    return np.argsort(-table[script.LENGTH].to_numpy(), kind="stable")[1::2]
 
 
 def make_bad(table, which, args):
@@ -66,7 +72,7 @@ def leave_out(table, which, args):
 
 def mark_a_row(table, args):
     """Return a Table in which the longest row, which the first process reads, has a mark in "code"."""
-    longest = script.row_lengths(table, args).argmax()
+    longest = table[script.LENGTH].to_numpy().argmax()
     values = [f"[MASK] {text}" if i == longest else text for i, text in enumerate(table["code"].to_pylist())]
     return table.set_column(table.column_names.index("code"), "code", pa.array(values))
 
@@ -82,13 +88,16 @@ def gradients_of(flags, settings, accumulation=1, change=None):
     tables = list(islice(tables, accumulation))
     if change:
         tables = [(change(table, args=args), state) for table, state in tables]
-    loss_fn = script.make_loss(args, model)
+    loss_fns = [script.make_loss(source.args, model) for source in data.sources]
     accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps = accumulation
     for args.micro_batch_tokens, args.grad_cache in settings:
         model.zero_grad()
-        batches = script.local_batches(iter(tables), 0, model, data, args, accelerator)
-        for batch in islice(batches, accumulation):
-            loss = script.forward_backward(model, batch, args, accelerator, loss_fn)
+        local = script.local_batches(iter(tables), 0, data, args, accelerator)
+        for rows, index, more in islice(local, accumulation):
+            batch = replace(script.make_batch(rows, index, model, args, accelerator), **more)
+            assert not batch.error, batch.error
+            batch = script.batch_to_torch(batch)
+            loss = script.forward_backward(model, batch, args, accelerator, loss_fns[batch.source])
         script.reduce_gradients(model, accelerator)
         skipped = accelerator.reduce(torch.tensor(batch.skipped)).item()
         yield gradient_of(model), accelerator.reduce(loss).item(), len(batch.micro_batches), skipped
@@ -129,6 +138,10 @@ for name, flags in CASES.items():
 mean = MEAN_OVER_ROWS.split()
 (gradients["one batch of 64"],) = gradients_of([*mean, "--batch_size", "64"], [(700, False)])
 (gradients["four batches of 16"],) = gradients_of([*mean, "--batch_size", "16"], [(700, False)], accumulation=4)
+mixture = [json.dumps({"path": source, "weight": 1, **own}) for own in MIXTURE]
+mixture = ["--train_data", *mixture, "--mix_by", "batch", "--batch_size", "21"]
+for setting, gradient in zip(settings, gradients_of(mixture, settings, accumulation=3)):
+    gradients["mixture", *setting] = gradient
 
 # Weights that are used by some processes, by none, or not any more.
 encode, script.encode = script.encode, encode_marked

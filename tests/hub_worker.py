@@ -41,7 +41,7 @@ def of_trainer(script, name, _):
     flags = ["--train_data", "none", "--model_name_or_path", "none", "--eval_beir", name]
     data, model = SimpleNamespace(held_out=[]), SimpleNamespace(similarity_fn_name="cosine")
     found = {}
-    for measure, evaluator in script.open_evaluators(data, model, script.parse_args(flags)).items():
+    for measure, (evaluator, _) in script.open_evaluators(data, model, script.parse_args(flags)).items():
         found[measure] = {part.name: relevant_texts(part) for part in evaluator.evaluators}
     return found
 

@@ -16,7 +16,8 @@ devices or dtypes, flash attention on float32, cu_seqlens that are not int32 or 
 deterministic form under use_deterministic_algorithms. Reported: waits of the host for the device, float32 Linear
 outside autocast, random operations, writes to pinned tensors after a non-blocking copy, device operations in
 background threads.
-Not simulated: rounding, memory, streams, NCCL's timing and order, kernels that lack a dtype, inference mode.
+`memory` is the limit of the device in bytes; live tensors beyond it raise OutOfMemoryError.
+Not simulated: rounding, streams, NCCL's timing and order, kernels that lack a dtype, inference mode.
 """
 
 import ctypes
@@ -141,6 +142,7 @@ class OnDevice(torch.Tensor):
 
     def __init__(self, data):
         self.on_cpu = data
+        StrictDevice.active.allocate(data.untyped_storage())
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -184,9 +186,10 @@ def compatible(input: torch.Tensor, from_: torch.Tensor) -> bool:
 class StrictDevice(TorchDispatchMode):
     active = None
 
-    def __init__(self, flash=False, mixed="no"):
+    def __init__(self, flash=False, mixed="no", memory=80 * 2**30):
         super().__init__()
-        self.flash, self.mixed = flash, mixed
+        self.flash, self.mixed, self.memory = flash, mixed, memory
+        self.allocated, self.peak, self.storages = 0, 0, set()
         self.syncs, self.reports, self.collectives, self.randoms = Counter(), Counter(), Counter(), Counter()
         self.operations, self.thread, self.seeded, self.objects = 0, threading.get_ident(), 0, False
 
@@ -196,7 +199,7 @@ class StrictDevice(TorchDispatchMode):
         StrictDevice.active, self.patches, cuda = self, [], torch.cuda
         self.make_tensor, self.seed = torch.tensor, torch.manual_seed
         torch.utils._device._device_constructors()  # cached, before torch.tensor is replaced
-        properties = types.SimpleNamespace(major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132,
+        properties = types.SimpleNamespace(major=9, minor=0, total_memory=self.memory, multi_processor_count=132,
                                            name="simulated", warp_size=32)  # fmt: skip
         for owner, name, value in [
             (cuda, "_lazy_init", lambda: None), (cuda, "is_available", lambda: True),
@@ -207,7 +210,10 @@ class StrictDevice(TorchDispatchMode):
             (cuda, "is_bf16_supported", lambda *_, **__: True), (cuda, "manual_seed_all", lambda *_: None),
             (cuda, "manual_seed", lambda *_: None), (cuda.amp.common, "amp_definitely_not_available", lambda: False),
             (torch.accelerator, "is_available", lambda: True), (torch.accelerator, "current_device_index", lambda: 0),
-            (torch.accelerator, "max_memory_allocated", lambda *_: 0),
+            (torch.accelerator, "set_device_index", lambda *_: None),
+            (torch.accelerator, "memory_allocated", lambda *_: self.allocated),
+            (torch.accelerator, "max_memory_allocated", lambda *_: self.peak),
+            (torch.accelerator, "reset_peak_memory_stats", lambda *_: setattr(self, "peak", self.allocated)),
             (torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda")),
             (dist.Logger, "set_runtime_stats_and_log", lambda _: None),  # DDP's timer of CUDA is not in a CPU build
             (torch, "tensor", self.tensor), (torch, "manual_seed", self.manual_seed),
@@ -271,6 +277,23 @@ class StrictDevice(TorchDispatchMode):
             owners.append(importlib.import_module("peft").PeftModel)
         for owner in owners:
             self.patches.append(mock.patch.object(owner, "save_pretrained", saving(owner.save_pretrained)))
+
+    def allocate(self, storage):
+        """Count the bytes of a storage until it is freed; raise OutOfMemoryError beyond the limit."""
+        if storage._cdata in self.storages or not storage.nbytes():
+            return
+        self.storages.add(storage._cdata)
+        weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
+        self.allocated += storage.nbytes()
+        self.peak = max(self.peak, self.allocated)
+        if self.allocated > self.memory:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory: {self.allocated:,} bytes of {self.memory:,} (simulated)"
+            )
+
+    def free(self, address, size):
+        self.storages.discard(address)
+        self.allocated -= size
 
     def tensor(self, data, *args, device=None, **kwargs):  # torch.tensor does not dispatch to the mode
         if device is None or torch.device(device).type != "cuda":

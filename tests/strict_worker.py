@@ -3,8 +3,9 @@
     python tests/strict_worker.py JOBS RESULTS
 
 JOBS is a JSON file of {name: job}, run in that order. A job has "script" and "flags", and may have: "device": False,
-to run on the CPU; "mixed" and "flash", for StrictDevice; "processes"; "scale", the initial one of fp16; "removed", a
-folder to remove first. RESULTS becomes {name: result of process 0}: "error"; "metrics", the lines of metrics.jsonl;
+to run on the CPU; "mixed", "flash" and "memory", for StrictDevice; "processes"; "scale", the initial one of fp16;
+"removed", a folder to remove first. RESULTS becomes {name: result of process 0}: "error"; "metrics", the lines of
+metrics.jsonl;
 "syncs" and "reports" of StrictDevice; "waits" until the gradient of each step; "outputs", the number of forward
 passes in training; "changed", how many of --grad_cache gave another output in the second pass. The gradient of the
 first step is in gradient.npy in --output_dir. The result "simulated device" is that of refusals(). A "script" in
@@ -64,7 +65,8 @@ def run(job):
     if "removed" in job:
         shutil.rmtree(output / job["removed"])
     os.environ["ACCELERATE_MIXED_PRECISION"] = mixed  # as `accelerate launch` does
-    device, result = StrictDevice(job.get("flash", False), mixed), {"error": None, "waits": []}
+    limits = {"memory": job["memory"]} if "memory" in job else {}
+    device, result = StrictDevice(job.get("flash", False), mixed, **limits), {"error": None, "waits": []}
 
     def recorded(model, *given):
         found = forward(model, *given)

@@ -146,6 +146,7 @@ def keeps_a_tensor(folder, bert):
 
 GEMMA = (Dense(32, 64, bias=False, activation_function=nn.Identity()),
          Dense(64, 32, bias=False, activation_function=nn.Identity()))  # fmt: skip
+SLOW = ["--learning_rate", 1e-4]  # for models that magnify rounding: at 1e-3 it could exceed the tolerance at step 2
 CASES = {  # {name: (builder, more flags)}
     "BERT, mean": (encoder("BertModel"), []),
     "BERT, cls": (encoder("BertModel", "cls"), []),
@@ -156,11 +157,11 @@ CASES = {  # {name: (builder, more flags)}
     "XLM-R": (encoder("XLMRobertaModel", "cls"), ["--max_length", 100]),
     "DeBERTa": (encoder("DebertaV2Model"), []),
     "ModernBERT": (encoder("ModernBertModel", "cls"), []),
-    "T5 with Dense": (t5_with_dense, []),
+    "T5 with Dense": (t5_with_dense, SLOW),
     "Qwen3, left": (decoder("Qwen3Model", "left"), []),
     "Qwen3, left, LoRA": (decoder("Qwen3Model", "left"), ["--lora_rank", 4]),
     "EmbeddingGemma's stack": (decoder("GemmaModel", "right", GEMMA), PROMPTS),
-    "GPT-2": (decoder("GPT2Model", "right"), []),
+    "GPT-2": (decoder("GPT2Model", "right"), SLOW),
     "static": (static, []),
     "static, prompts": (static, PROMPTS),
     "remote code": (remote, ["--trust_remote_code"]),
@@ -212,8 +213,8 @@ def ndcg(model, rows):
 
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_measures(name, rows, bert, tmp_path):
-    """The first three losses are those of sentence-transformers; a fresh process measures the saved model as the
-    trainer did."""
+    """The first three losses are those of sentence-transformers; the saved model has the measures of the trainer, one
+    with code of its own in a fresh process."""
     build, flags = CASES[name]
     torch.manual_seed(0)
     modules = build(tmp_path, bert)
@@ -236,10 +237,12 @@ def test_losses_and_measures(name, rows, bert, tmp_path):
     found = metrics(tmp_path / "run")
     expected = reference_losses(script.parse_args(options), texts)
     assert [line["loss"] for line in found if "loss" in line] == pytest.approx(expected, rel=2e-5)
-    trust = ["--trust_remote_code"] if "--trust_remote_code" in flags else []
-    worker = script.__file__.replace("train_bi_encoder.py", "tests/saved_model_worker.py")
-    result = launch(worker, tmp_path / "run/model", tmp_path / "held.jsonl", *trust)
-    assert found[-1]["held_out_cosine_ndcg@10"] == pytest.approx(float(result.stdout), abs=1e-4)
+    if "--trust_remote_code" in flags:
+        worker = script.__file__.replace("train_bi_encoder.py", "tests/saved_model_worker.py")
+        measured = float(launch(worker, tmp_path / "run/model", tmp_path / "held.jsonl").stdout)
+    else:
+        measured = ndcg(SentenceTransformer(str(tmp_path / "run/model"), device="cpu"), texts[ROWS : ROWS + 40])
+    assert found[-1]["held_out_cosine_ndcg@10"] == pytest.approx(measured, abs=1e-4)
     assert abs(expected[0] - math.log(8)) > 1e-4  # the embeddings differ from one another
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,6 +46,115 @@ def test_a_loss_that_returns_several_terms(flags):
     assert all(np.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in metrics("out"))
 
 
+COSINES = "from -1 to 1 (divide them, or use CoSENTLoss)"
+LABELS = {  # {loss: (what is required, labels that it takes, labels of which one is wrong)}
+    "CosineSimilarityLoss": (COSINES, [-1, 0.5, 1], [0, 1, 2.5]),
+    "ContrastiveLoss": ("0 or 1", [0, 1], [0, 1, 0.5]),
+    "OnlineContrastiveLoss": ("0 or 1", [0, 1], [1, -1]),
+}
+
+
+@pytest.mark.parametrize("loss", LABELS)
+def test_labels_outside_of_the_range_of_a_loss(flags, loss):
+    """They are refused before the first step; those within are trained on."""
+    required, valid, wrong = LABELS[loss]
+    flags = [*flags, "--loss", loss, "--label_column", "label", "--batch_size", 20, "--max_steps", 1]
+    write_jsonl(Path("rows.jsonl"), [{**row, "label": wrong[i % len(wrong)]} for i, row in enumerate(ROWS)])
+    with pytest.raises(
+        train_bi_encoder.UserError, match=re.escape(f"--loss {loss} requires labels that are {required}")
+    ):
+        train("train_bi_encoder", *flags)
+    assert not Path("out/checkpoints").exists()
+    write_jsonl(Path("rows.jsonl"), [{**row, "label": valid[i % len(valid)]} for i, row in enumerate(ROWS)])
+    train("train_bi_encoder", *flags, "--output_dir", "trained")
+    assert metrics("trained")[-1]["step"] == 1
+
+
+NOTHING_TO_LEARN = ["--batch_size 1 --gradient_accumulation_steps 4", "--train_data one.jsonl",
+                    '--loss_kwargs {"in_batch":false}', "--loss MultipleNegativesRankingLoss --batch_size 1",
+                    "--loss CoSENTLoss --label_column label --batch_size 1"]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", NOTHING_TO_LEARN)
+def test_rows_without_anything_to_learn(flags, words):
+    """The run ends before the first step."""
+    write_jsonl(Path("one.jsonl"), ROWS[:1])
+    with pytest.raises(train_bi_encoder.UserError, match="^loss and gradient of the first step are 0: .*--batch_size"):
+        train("train_bi_encoder", *flags, *words.split())
+    assert not Path("out/checkpoints").exists() and not Path("out/model").exists()
+
+
+def test_one_row_a_batch_with_negatives(flags):
+    train(
+        "train_bi_encoder",
+        *flags,
+        "--batch_size",
+        1,
+        "--columns",
+        "q",
+        "d",
+        "n",
+        "--loss_kwargs",
+        '{"in_batch":false}',
+    )
+    assert Path("out/model").exists()
+
+
+@pytest.mark.parametrize("batch, accumulated, line", [
+    (40, 1, ""), (22, 2, ""), (32, 1, "2 full steps of 32 rows are 1.6 epochs: "),
+    (20, 4, "1 full steps of 80 rows are 2.0 epochs: "),
+])  # fmt: skip
+def test_steps_beyond_the_epochs(flags, capfd, batch, accumulated, line):
+    """The last batch is filled up with rows of the next epoch: said from a tenth more on."""
+    train(
+        "train_bi_encoder",
+        *flags,
+        "--max_steps",
+        0,
+        "--batch_size",
+        batch,
+        "--gradient_accumulation_steps",
+        accumulated,
+    )
+    printed = capfd.readouterr().out
+    assert line in printed and ("full steps of" in printed) == bool(line)
+
+
+@pytest.mark.parametrize("prompt, room", [("", 1), ("read a file ", 4)])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_length_without_room_for_a_text(name, prompt, room, bert, reranker):
+    """Of a pair, for a text each: special tokens and the prompt are not all that is left."""
+    script = importlib.import_module(name)
+    folder, special = (bert, 2) if name == "train_bi_encoder" else (reranker, 4)
+    flags = ["--train_data", "x", "--model_name_or_path", str(folder), "--query_prompt", prompt]
+    fits = str(special + room)
+    script.load_model(script.parse_args([*flags, "--max_length", fits]))
+    for length in {str(special + room - 1), "1", "2"}:
+        with pytest.raises(
+            script.UserError, match=f"^{length} tokens: no room for a text beside .*raise --max_length"
+        ):
+            script.load_model(script.parse_args([*flags, "--max_length", length]))
+
+
+WRONG_OPTIONS = """\
+--warmup_ratio 1.1
+--dropout 1.1
+--length_window 2 --corpus x.jsonl
+--loss_kwargs {"pos_weight":"5"}
+--loss_kwargs {"sigma":0}
+--loss_kwargs {"k":true}
+--loss_kwargs {"temperature":-1}
+--loss_kwargs {"teacher_temperature":NaN}"""
+
+
+@pytest.mark.parametrize("words", WRONG_OPTIONS.splitlines())
+def test_values_that_a_cross_encoder_cannot_use(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        train_cross_encoder.parse_args(["--train_data", "x", "--model_name_or_path", "y", *words.split()])
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"error: {words.split()[0]}" in line
+
+
 # ------------------------------------------------------------------------------------------------- held-out rows
 
 
@@ -66,8 +176,9 @@ def held_out_evaluator(rows, *more):
     """Return the evaluator of held-out rows."""
     required = ["--train_data", "x", "--model_name_or_path", "y", "--columns", "q", "d"]
     args = train_bi_encoder.parse_args([*required, *more])
-    data, model = SimpleNamespace(held_out=rows), SimpleNamespace(similarity_fn_name="cosine")
-    (found,) = train_bi_encoder.open_evaluators(data, model, args).values()
+    data = SimpleNamespace(held_out=[(SimpleNamespace(args=args, label="x"), rows)])
+    model = SimpleNamespace(similarity_fn_name="cosine")
+    ((found, _),) = train_bi_encoder.open_evaluators(data, model, args).values()
     return found
 
 

@@ -11,6 +11,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import asdict, fields, make_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ import train_bi_encoder as script
 SCRIPT = ROOT / "train_bi_encoder.py"
 ROWS = [{"a": f"anchor {i} of the corpus", "b": f"positive {i} of the corpus", "score": i / 60} for i in range(60)]
 COSENT = ["--loss", "CoSENTLoss"]  # reads labels
+BASE = "files of --model_name_or_path"
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
@@ -126,7 +128,8 @@ def test_batch_smaller_than_the_process_count(static):
     for processes in (1, 2):
         launch(SCRIPT, *given, "--output_dir", f"out{processes}", processes=processes, cwd=os.getcwd())
     losses = [[line["loss"] for line in metrics(f"out{processes}")[1:]] for processes in (1, 2)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and min(losses[0]) > 0.001
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # losses near 0 are differences of nearly equal numbers
+    assert min(losses[0]) > 0.001
 
 
 def test_full_disk_during_a_checkpoint(flags, tmp_path, report):
@@ -257,7 +260,7 @@ def test_a_model_that_is_not_downloaded(name):
 
 
 def test_a_pattern_without_files(refusal, flags):
-    assert "x-*.jsonl: no split 'train' with files; available: none" in refusal(flags, "--train_data", "x-*.jsonl")
+    assert "--train_data: x-*.jsonl: no such file" in refusal(flags, "--train_data", "x-*.jsonl")
 
 
 @pytest.mark.parametrize("suffix, way", [("parquet", "mapped"), ("arrow", "streamed"), ("jsonl.gz", "mapped")])
@@ -362,7 +365,7 @@ def test_negatives_are_not_drawn_from_bad_rows(name):
     def documents(rows, kept):
         table = pa.Table.from_pylist([{**row, "<source>": 0, "<number>": i} for i, row in enumerate(rows)])
         table = table.take(list(kept))
-        data = SimpleNamespace(sources=[SimpleNamespace(name="x")], lookups=(None, None))
+        data = SimpleNamespace(sources=[SimpleNamespace(name="x", args=args)], lookups=(None, None))
         found, skipped = trainer.local_rows(table, np.arange(len(table)), 0, data, args)
         return [row.documents for row in found], skipped
 
@@ -486,6 +489,14 @@ WRONG_FLAGS = """\
 --save_total_limit 0
 --loss_kwargs {
 --loss_kwargs {"tau":1}
+--loss_kwargs {"temperature":0}
+--loss_kwargs {"temperature":"0.05"}
+--loss_kwargs {"mask_margin":"0.1"}
+--loss_kwargs {"in_batch":"false"}
+--loss_kwargs {"in_batch":false,"symmetric":true}
+--warmup_ratio 100
+--dropout 1.5
+--length_window 2 --corpus x.jsonl
 --loss NoSuchLoss
 --loss CoSENTLoss
 --loss TripletLoss
@@ -561,7 +572,7 @@ def test_file_of_flags_and_flags_that_override_it():
     )
     args = script.parse_args(["args.yaml", "--seed", "4", "--columns", "a", "b"])
     assert (args.train_data, args.batch_size, args.seed, args.mix_by) == (["x.jsonl"], 8, 4, "batch")
-    assert (args.learning_rate, args.loss_kwargs, args.query_prompt) == (2e-5, {"symmetric": True}, ["query: "])
+    assert (args.learning_rate, args.loss_kwargs, args.query_prompt) == (2e-5, {"symmetric": True}, "query: ")
     assert (args.max_length, args.grad_cache, args.num_negatives, args.columns) == (None, True, 3, ["a", "b"])
     assert (args.mixing_weights, args.lora_kwargs, args.streaming) == ([2.0], {"lora_alpha": 8}, False)
     assert args.logging_steps == 10  # null is the default
@@ -655,18 +666,22 @@ def test_what_a_resume_may_change(name, monkeypatch, capsys):
     added = [("layer_decay", float, trainer.flag(1.0, "help"))]
     monkeypatch.setattr(trainer, "Args", make_dataclass("Args", added, bases=(trainer.Args,)))
     args, data, alone = trainer.Args(), SimpleNamespace(description=[["x", 9, "hash"]]), SimpleNamespace(print=print)
-    whole = trainer.unchanging(args, data.description)
+    whole = trainer.unchanging(args, SimpleNamespace(config=None), data)
     may_change = {option.name for option in fields(args) if option.metadata["may_change"]}
     assert {"micro_batch_tokens", "output_dir", "resume", "accept_changes", "save_steps"} <= may_change
-    assert whole.keys() == {f"--{flag}" for flag in asdict(args).keys() - may_change} | {"x"}
-    trainer.check_changes({"unchanging": whole, "progress": {"step": 3}}, args, data, alone)
+    assert whole.keys() == {f"--{flag}" for flag in asdict(args).keys() - may_change} | {"x", BASE}
+    trainer.check_changes({"unchanging": whole, "progress": {"step": 3}}, whole, args, alone)
+    older = {name: value for name, value in whole.items() if name not in ("--seed", BASE)}  # of an earlier edition
+    trainer.check_changes({"unchanging": older, "progress": {"step": 3}}, whole, args, alone)
+    with pytest.raises(trainer.UserError, match="^--resume: --seed: 0 -> 3: "):
+        trainer.check_changes({"unchanging": older, "progress": {"step": 3}}, whole | {"--seed": 3}, args, alone)
     assert "--layer_decay" in whole and capsys.readouterr().out == ""
     for name, value in whole.items():
         saved = {"unchanging": whole | {name: "another"}, "progress": {"step": 3}}
         with pytest.raises(trainer.UserError, match="^--resume: .*--accept_changes") as error:
-            trainer.check_changes(saved, args, data, alone)
+            trainer.check_changes(saved, whole, args, alone)
         assert f"{name}: another -> {value}" in str(error.value)
-        trainer.check_changes(saved, replace(args, accept_changes=True), data, alone)
+        trainer.check_changes(saved, whole, replace(args, accept_changes=True), alone)
         assert capsys.readouterr().out == f"changed after step 3: {name}: another -> {value}\n"
 
 
@@ -691,7 +706,7 @@ def test_a_resume_of_a_finished_run(finished, capsys):
     shutil.rmtree("out/model")
     train(finished, "--resume", "--logging_steps", 3)
     assert (metrics("out"), weights()) == before
-    assert capsys.readouterr().out.endswith("the model is in out/model\n")
+    assert capsys.readouterr().out.endswith(" is in out/model\n")
 
 
 def test_resume_with_changed_eval_data(flags, refusal):
@@ -771,6 +786,202 @@ def test_args_yaml_reproduces_the_run(finished, monkeypatch):
     assert weights("again") == weights()
 
 
+# ------------------------------------------------------------------------------------------------ the life of a run
+
+
+def test_base_model_that_has_changed(flags, refusal, static, bert):
+    """Its tokenizer and configuration; weights only under adapters, as a checkpoint has the others. Its card may."""
+    given = [*flags, "--train_data", jsonl("x.jsonl"), "--eval_rows", 0, "--max_steps", 1]
+    for model, lora in ((static, []), (bert, ["--lora_rank", 2])):
+        folder = shutil.copytree(model, f"base{len(lora)}")
+        run = [*given, "--model_name_or_path", folder, *lora, "--output_dir", f"out{len(lora)}", "--resume"]
+        train(run)
+        (Path(folder) / "README.md").write_text("another card")
+        weights = next(Path(folder).rglob("model.safetensors"))
+        data = weights.read_bytes()
+        weights.write_bytes(data[:-4] + b"abcd")
+        if lora:
+            assert refusal(run).startswith(f"--resume: {BASE}: ")
+            weights.write_bytes(data)
+        train(run)
+        config = next(Path(folder).rglob("tokenizer.json"))
+        config.write_text(config.read_text() + " ")
+        assert refusal(run).startswith(f"--resume: {BASE}: ")
+        train(run, "--accept_changes")
+
+
+def test_modes_follow_the_umask(flags):
+    """safetensors writes files for their owner alone."""
+    before = os.umask(0o027)
+    try:
+        train(flags, "--train_data", jsonl("x.jsonl"), "--max_steps", 1)
+    finally:
+        os.umask(before)
+    files = [path for part in ("checkpoints", "model") for path in Path("out", part).rglob("*") if path.is_file()]
+    assert len(files) > 8 and {path.stat().st_mode & 0o777 for path in files} == {0o640}
+
+
+def test_a_checkpoint_of_another_user(finished, refusal, monkeypatch):
+    """It cannot be read, and is not damaged: nobody is advised to remove it."""
+
+    def refuse(folder):
+        raise PermissionError(13, "Permission denied", f"{folder}/model.safetensors")
+
+    monkeypatch.setattr(script, "checksums", refuse)
+    message = refusal(finished, "--resume")
+    assert message == "[Errno 13] Permission denied: 'out/checkpoints/step_00000004/model.safetensors'"
+
+
+@pytest.mark.parametrize("function", ["open", "fsync"])
+def test_file_systems_that_cannot_sync_a_folder(flags, monkeypatch, function):
+    """Some network disks, and Windows. A file that cannot be synced is an error."""
+    real = getattr(os, function)
+
+    def refuse(target, *more):
+        is_folder = os.path.isdir(f"/proc/self/fd/{target}" if isinstance(target, int) else target)
+        if is_folder:
+            raise OSError(22, "Invalid argument")
+        return real(target, *more)
+
+    monkeypatch.setattr(os, function, refuse)
+    train(flags, "--train_data", jsonl("x.jsonl"), "--max_steps", 1)
+    assert checkpoints() == ["step_00000001"] and Path("out/model").exists()
+
+
+def test_what_others_put_beside_checkpoints_is_left_alone(finished, capsys):
+    """It is neither resumed from, nor removed, nor counted."""
+    others = ["step_00000004_keep", "step_00000099.tar", "step_9"]
+    shutil.copytree("out/checkpoints/step_00000004", f"out/checkpoints/{others[0]}")
+    Path("out/checkpoints", others[1]).touch()
+    os.mkdir(f"out/checkpoints/{others[2]}")
+    train(finished, "--resume", "--max_steps", 6, "--accept_changes")
+    assert checkpoints() == ["step_00000004", others[0], "step_00000006", *others[1:]]
+    assert "damaged" not in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_cannot_be_removed(finished, monkeypatch, capsys):
+    """A reader on another machine has a file open."""
+    real = shutil.rmtree
+
+    def refuse(path, *more, **options):
+        if str(path).endswith("step_00000002"):
+            raise OSError(16, "Device or resource busy", ".nfs0001")
+        real(path, *more, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    train(finished, "--resume", "--max_steps", 7, "--save_steps", 1, "--accept_changes")
+    assert checkpoints() == ["step_00000002", "step_00000006", "step_00000007"] and Path("out/model").exists()
+    assert capsys.readouterr().err.count("warning: out/checkpoints/step_00000002: not removed: ") == 1
+
+
+def test_a_log_that_cannot_be_written(flags, monkeypatch, capsys):
+    """One warning, and no half line; a resume writes all lines."""
+    given = [*flags, "--train_data", jsonl("x.jsonl")]
+
+    @contextmanager
+    def open_on_a_full_disk(path, mode="r", **options):
+        with open(path, mode, **options) as file:
+            yield file
+        if mode == "a" and Path(path).name == "metrics.jsonl":
+            os.truncate(path, os.path.getsize(path) - 9)
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "open", open_on_a_full_disk, raising=False)
+        train(given, "--max_steps", 2)
+    assert capsys.readouterr().err.count("warning: --output_dir out: metrics.jsonl lacks lines: ") == 1
+    assert Path("out/metrics.jsonl").read_text() == "" and Path("out/model").exists()
+    train(given, "--resume", "--max_steps", 3, "--accept_changes")
+    assert [line["step"] for line in metrics("out")] == [0, 1, 2, 3]
+
+
+def test_what_is_printed_does_not_end_a_run(flags, monkeypatch):
+    """Nobody reads it any more, it is closed, or the console lacks a letter."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    jsonl("x.jsonl", [{"问题": row["a"], "答案": row["b"]} for row in ROWS])
+    streams = [open(writer, "w", buffering=1), None, open("out.txt", "w", encoding="cp1252")]  # noqa: SIM115
+    for number, stream in enumerate(streams):
+        monkeypatch.setattr(sys, "stdout", script.Console(stream))
+        train(flags, "--train_data", "x.jsonl", "--columns", "问题", "答案", "--output_dir", f"out{number}")
+        assert Path(f"out{number}/model").exists()
+        sys.stdout.flush()
+    assert "(query: ??, positive: ??)" in Path("out.txt").read_text()
+
+
+def test_a_run_that_was_moved(finished, capsys):
+    """args.yaml has the folder where it was."""
+    shutil.copytree("out", "moved", dirs_exist_ok=True)
+    with pytest.raises(SystemExit):
+        script.parse_args(["moved/args.yaml", "--resume"])
+    expected = "moved/args.yaml lies in another folder than its --output_dir out: give --output_dir"
+    assert expected in capsys.readouterr().err
+    for more in (["--resume", "--output_dir", "moved"], ["--output_dir", "again"]):
+        assert script.parse_args(["moved/args.yaml", *more]).output_dir == more[-1]
+    for path in ("out/args.yaml", "out/model/args.yaml", "./out/../out/args.yaml"):
+        assert script.parse_args([path, "--resume"]).output_dir == "out"
+
+
+def test_flags_that_have_left(capsys):
+    """The default of one in an older args.yaml changes nothing."""
+    for value in ("false", "true"):
+        Path("args.yaml").write_text(f"train_data: [x]\nmodel_name_or_path: y\nappend_eos: {value}\n")
+        if value == "true":
+            with pytest.raises(script.UserError, match="append_eos has left: docs/training.md#"):
+                script.parse_args(["args.yaml"])
+        else:
+            assert script.parse_args(["args.yaml"]).train_data == ["x"]
+
+
+def test_accumulation_of_the_launch(flags, refusal, monkeypatch):
+    """What is trained with is in args.yaml, and a resume without it is refused."""
+    given = [*flags, "--train_data", jsonl("x.jsonl"), "--max_steps", 1, "--eval_rows", 0]
+    with monkeypatch.context() as patch:
+        patch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
+        train(given)
+    saved = yaml.safe_load(Path("out/args.yaml").read_text())
+    assert saved["gradient_accumulation_steps"] == 2 and saved["micro_batch_tokens"] is None
+    assert refusal(given, "--resume").startswith("--resume: --gradient_accumulation_steps: 2 -> 1: ")
+
+
+def test_variables_that_an_earlier_launch_has_left(flags, refusal, monkeypatch, capsys):
+    given = [*flags, "--train_data", jsonl("x.jsonl")]
+    monkeypatch.setenv("RANK", "1")
+    assert script.print_error(script.AgreedError("why")) == 1 and capsys.readouterr().err == "error: why\n"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "unset RANK and WORLD_SIZE, or start by a launcher" in refusal(given)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    script.check_surroundings()
+    assert "waiting for 2 processes at 127.0.0.1:" in capsys.readouterr().err
+
+
+def test_no_folder_for_the_cache(flags, refusal, monkeypatch):
+    """The data is not at fault."""
+    given = [*flags, "--train_data", jsonl("x.jsonl")]
+    Path("file").touch()
+    monkeypatch.setattr(script.datasets.config, "HF_DATASETS_CACHE", Path("file/cache"))
+    assert refusal(given).startswith("the cache of datasets, file/cache: set HF_HOME or HF_DATASETS_CACHE ")
+    monkeypatch.setattr(script.datasets.config, "HF_DATASETS_CACHE", Path("~/.cache/huggingface/datasets"))
+    monkeypatch.setattr(os.path, "expanduser", str)  # no HOME, and a user without a name
+    assert refusal(given) == "there is no home folder: set HF_HOME to a folder that can be written to"
+    assert not os.path.exists("~") and not os.path.exists("out")
+
+
+def test_a_tracker_without_a_login(flags, refusal, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("No API key configured.\nUse `wandb login` to log in")
+
+    monkeypatch.setattr(script.Accelerator, "init_trackers", refuse)
+    given = [*flags, "--train_data", jsonl("x.jsonl")]
+    assert refusal(given).endswith(": No API key configured. Use `wandb login` to log in")
+    assert not os.path.exists("out/args.yaml")  # it does not contain a run
+
+
+def test_progress_bars_are_not_drawn_in_log_files(flags):
+    done = launch(SCRIPT, *flags, "--train_data", jsonl("x.jsonl"), cwd=os.getcwd())
+    assert "step/s" not in done.stderr and "0/4" not in done.stderr
+
+
 # --------------------------------------------------------------------------------------------------------------- NaN
 
 
@@ -810,7 +1021,7 @@ def test_model_with_a_nan_weight(name, flags, bert, tmp_path, capsys):
     save_file(tensors, tmp_path / "model/model.safetensors", {"format": "pt"})
     trainer = importlib.import_module(name)
     more = ["--train_data", jsonl("x.jsonl"), "--model_name_or_path", "model", "--num_negatives", 2]
-    message = "^step 1: loss nan, gradient norm nan" if trainer is script else "NaN"
+    message = r"^step 1: loss nan, gradient norm nan" if trainer is script else "NaN"
     with pytest.raises(ValueError, match=message):
         trainer.main(trainer.parse_args(merge_flags([*flags, *more])))
     if trainer is script:

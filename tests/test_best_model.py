@@ -4,6 +4,7 @@ import importlib
 import math
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 from conftest import RATES, ROOT, TRAINERS, few_or_all, launch, metrics, train, weights, write_jsonl
@@ -111,7 +112,7 @@ def test_stopped_and_resumed(undisturbed, settings, tmp_path, name, processes, n
     """Stopped before or after the best step, whose checkpoint outlives later ones."""
     script, flags = ROOT / f"{name}.py", [*settings[name], "--output_dir", tmp_path]
     process = Forked(script, flags, processes)
-    assert signal_when(process, tmp_path, step, number) == (0 if number == signal.SIGTERM else -number)
+    assert signal_when(process, tmp_path, step, number) == (143 if number == signal.SIGTERM else -number)
     assert not (tmp_path / "model").exists() and step <= metrics(tmp_path)[-1]["step"] < STEPS
     launch(script, *flags, "--resume", processes=processes)
     assert final_state(tmp_path) == final_state(undisturbed(name, processes))
@@ -190,8 +191,19 @@ def test_a_damaged_best_checkpoint(undisturbed, settings, tmp_path):
     shutil.rmtree(output / "model")
     with pytest.raises(importlib.import_module(name).UserError) as error:
         train(name, *settings[name], "--output_dir", output, "--resume")
-    assert str(error.value) == f"{path}: damaged or gone; model/ is not written"
-    assert not (output / "model").exists()
+    expected = f"{path}: damaged; model/ is not written: remove that folder, and --resume takes another"
+    assert str(error.value) == expected and not (output / "model").exists()
+
+
+def test_a_best_checkpoint_that_is_gone(undisturbed, settings, tmp_path, capsys):
+    """Said before the first step; model/ is of the best of those that are there, here of the last."""
+    name, output = "train_bi_encoder", tmp_path / "out"
+    shutil.copytree(undisturbed(name), output)
+    best, _ = naive_best(lines(output), name)
+    shutil.rmtree(output / f"checkpoints/step_{best:08}")
+    train(name, *settings[name], "--output_dir", output, "--resume")
+    assert f"step_{best:08}, the best by {MEASURES[name]}, is gone" in capsys.readouterr().err
+    assert weights(output / "model").equal(weights(output / f"checkpoints/step_{STEPS:08}"))
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -203,14 +215,16 @@ def test_patience_without_a_measure(name, capsys):
     assert "--early_stopping_patience requires --metric_for_best_model" in capsys.readouterr().err
 
 
-def test_best_evaluation():
+def test_best_evaluation(tmp_path, capsys):
     """Step 0 and records without the measure are ignored; of equal values the first is best; NaN is worst. Patience
-    counts the evaluations after the best."""
+    counts the evaluations after the best. One whose checkpoint is gone could not be saved."""
     script = importlib.import_module("train_bi_encoder")
+    for step in range(1, 4):
+        (tmp_path / f"checkpoints/step_{step:08}").mkdir(parents=True)
 
     def best(records, measure="a", patience=1):
-        args = script.Args(metric_for_best_model=measure, early_stopping_patience=patience)
-        return script.Log(args, None, records, shown=[]).find_best()
+        args = script.Args(metric_for_best_model=measure, early_stopping_patience=patience, output_dir=str(tmp_path))
+        return script.Log(args, SimpleNamespace(is_main_process=True), records, []).find_best()
 
     def records(*values):
         return [{"step": step, "a": value, "other": 5.0, "loss": value} for step, value in enumerate(values)]
@@ -224,3 +238,7 @@ def test_best_evaluation():
     assert best(records(0.0, math.nan, 3.0, math.nan)) == (2, True)
     assert best(records(0.0, math.nan)) == (1, False)
     assert best(records(9.0)) == best(records(1.0, 2.0), None) == (0, False)
+    assert capsys.readouterr().err == ""
+    (tmp_path / "checkpoints/step_00000002").rmdir()
+    assert best(records(9.0, 1.0, 3.0, 2.0)) == (3, False)
+    assert f"warning: {tmp_path}/checkpoints/step_00000002, the best by a, is gone: " in capsys.readouterr().err

@@ -162,7 +162,7 @@ def test_edits_of_the_source_are_copied_again_and_again(make_copies, commit, tmp
     """Before they are committed or after, and over the conflicts of a merge."""
     for number in range(3):
         status, printed = make_copies(FIRST, f"return x{' + 1' * number}", f"return x{' + 1' * (number + 1)}")
-        assert status == 0 and printed.count(": changed") == 5, printed
+        assert status == 0 and printed.count(": changed") == 6, printed
     commit()
     source = (tmp_path / FIRST).read_text()
     (tmp_path / FIRST).write_text(source.replace("LIMIT = 2", "LIMIT = 4"))

@@ -270,7 +270,7 @@ def first_rows(rows, *flags, suffix="jsonl"):
     args = replace(args, loss=args.loss or script.choose_loss(args), columns=args.columns or script.find_columns(args))
     data = script.open_data(args)
     table, _ = next(script.row_batches(data.sources, data.weights, args))
-    rows, _ = script.read_rows(table, data.sources, data.lookups, 0, args)
+    rows, _ = script.read_rows(table, data.sources, data.lookups, 0)
     return args.loss, [([row.query, *row.documents], row.labels) for row in rows]
 
 
@@ -302,7 +302,8 @@ def read_pairs(pairs, *flags, first=0, **cells):
     args = parse("--columns", "q", "d", *flags)
     columns = {"q": [query for query, _ in pairs], "d": [documents for _, documents in pairs], **cells}
     numbers = {script.SOURCE: [0] * len(pairs), script.NUMBER: range(first, first + len(pairs))}
-    data = SimpleNamespace(sources=[], lookups=[None, None])
+    args = replace(args, loss=args.loss or "listwise_ce")
+    data = SimpleNamespace(sources=[SimpleNamespace(args=args, name="x")], lookups=[None, None])
     rows, skipped = script.local_rows(pa.table(columns | numbers), np.arange(len(pairs)), 0, data, args)
     assert not skipped
     return rows
@@ -367,7 +368,7 @@ def test_ids_in_lists():
         args = parse("--train_data", data, "--corpus", corpus, "--corpus_columns", "_id", "text", "--columns", "q",
                      "ds", "--eval_rows", 0, "--shuffle_buffer", 0, *flags)  # fmt: skip
         data = script.open_data(args)
-        return script.read_rows(data.sources[0].take(len(lists)), data.sources, data.lookups, 0, args)
+        return script.read_rows(data.sources[0].take(len(lists)), data.sources, data.lookups, 0)
 
     for kind in (int, str):
         lists = [[3, 4], [5, None], [7, 8, 9], [5, 20], [], [0]]
@@ -387,6 +388,7 @@ def token_ids(model, pairs):
     """Return the token ids of each pair, without padding."""
     args = parse("--micro_batch_tokens", "1000000")
     made = script.make_micro_batches(model, [(None, pair) for pair in pairs], args, Accelerator(cpu=True))
+    made = [(prompt, indices, script.convert_arrays(features)) for prompt, indices, features in made]
     found = {}
     for _, indices, features in made:
         masks = features.get("attention_mask", torch.ones_like(features["input_ids"]))
@@ -455,7 +457,7 @@ def test_held_out_measures_equal_those_of_predict(rows, reranker, kind):
     model.activation_fn = torch.nn.Identity()  # as main does but for bce
     data = script.open_data(args)
     evaluators = script.open_evaluators(data, model, args)
-    held_out = data.held_out
+    ((_, held_out),) = data.held_out
     found = script.evaluate(model, evaluators, accelerator)
     assert model.training
     if kind == "drawn":

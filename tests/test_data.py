@@ -5,6 +5,7 @@ import http.server
 import json
 import os
 import re
+import shutil
 import threading
 import time
 from collections import Counter
@@ -81,7 +82,7 @@ def write(path, rows):
 
 def read(source, count):
     """Return (list of Row, number of bad rows) of the next `count` rows of a Source."""
-    return script.read_rows(source.take(count), [source], [None, None], 0, source.args)
+    return script.read_rows(source.take(count), [source], [None, None], 0)
 
 
 def texts(source, count):
@@ -93,6 +94,11 @@ def numbers(rows):
     """Return the row numbers that `table` wrote into the texts of a Table, or of a list of Row."""
     found = rows["a"].to_pylist() if isinstance(rows, pa.Table) else [row.query for row in rows]
     return [int(text.split(":")[0].removeprefix("row ")) for text in found]
+
+
+def held_out(data):
+    """Return the held-out rows of all sources of a Data."""
+    return [row for _, rows in data.held_out for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -320,6 +326,82 @@ def test_rows_of_a_mapped_batch_are_far_apart(monkeypatch):
         assert np.median(np.diff(batch)) > 3  # neighbours in the file are rarely in one batch
 
 
+# --------------------------------------------------------------------------------------------------- edited sources
+
+EDITS = {
+    "filter": (lambda rows: rows.with_format(None).filter(lambda row: len(row["b"]) % 2), None),
+    "shuffle": (lambda rows: rows.shuffle(seed=3), range(200)),
+    "sort": (lambda rows: rows.sort("b", reverse=True), range(200)),
+    "select": (lambda rows: rows.select(range(3, 200, 5)), range(3, 200, 5)),
+    "no format": (lambda rows: rows.select(range(7)).with_format(None), range(7)),
+}
+
+
+@pytest.fixture
+def edited(monkeypatch):
+    """Return a function that edits open_source, and returns the numbers of the rows that remain, in their order."""
+
+    def edit(name):
+        change, _ = EDITS[name]
+        real = script.open_source
+        monkeypatch.setattr(script, "open_source", lambda files, args: change(real(files, args)))
+        return numbers(script.open_source(script.list_files("x.parquet"), options()).with_format("arrow")[:])
+
+    write("x.parquet", table(200))
+    return edit
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_the_rows_of_an_edited_source(edited, edit):
+    """After .filter, .shuffle, .sort or .select exactly the remaining rows are trained on, or held out."""
+    expected = edited(edit)
+    assert EDITS[edit][1] is None or sorted(expected) == list(EDITS[edit][1])
+    size = len(expected)
+    assert 0 < size < 200 or expected != list(range(200))
+    assert numbers(open_source(False, "x.parquet", shuffle_buffer=0).take(size)) == expected
+    source = open_source(False, "x.parquet", shuffle_buffer=20)
+    held_out = numbers(source.hold_out(5))
+    epochs = [numbers(source.take(size - 5)) for _ in range(2)]
+    assert all(sorted([*held_out, *epoch]) == sorted(expected) for epoch in epochs) and epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("edit", ["filter", "shuffle", "sort", "select"])
+def test_a_run_on_an_edited_source_is_resumed(edited, edit, static, monkeypatch):
+    """The rows of each step are those of a run that was not stopped, and no others."""
+    expected = edited(edit)
+    flags = ["--train_data", "x.parquet", "--columns", "a", "b", "--model_name_or_path", str(static)]
+    flags += [
+        "--batch_size",
+        "4",
+        "--max_steps",
+        "9",
+        "--save_steps",
+        "5",
+        "--eval_rows",
+        "3",
+        "--shuffle_buffer",
+        "20",
+    ]
+    seen = []
+    real = script.read_rows
+
+    def record(table, sources, lookups, step):
+        seen.append((step, sorted(numbers(table))))
+        return real(table, sources, lookups, step)
+
+    monkeypatch.setattr(script, "read_rows", record)
+    script.main(script.parse_args([*flags, "--output_dir", "out"]))
+    whole = seen[:10]
+    weights = Path("out/model/model.safetensors").read_bytes()
+    assert {number for _, rows in whole for number in rows} <= set(expected)
+    for folder in ("out/model", "out/checkpoints/step_00000009"):
+        shutil.rmtree(folder)
+    seen.clear()
+    script.main(script.parse_args([*flags, "--output_dir", "out", "--resume"]))
+    assert seen[:5] == [whole[0], *whole[6:10]]  # the first: held-out rows
+    assert Path("out/model/model.safetensors").read_bytes() == weights
+
+
 # --------------------------------------------------------------------------------------------------------- hold-out
 
 
@@ -335,23 +417,28 @@ def test_held_out_rows_are_never_trained_on(shards, streaming, held_out):
 
 
 @both_kinds
-def test_held_out_rows_are_of_each_source_in_proportion(shards, streaming):
+def test_held_out_rows_are_as_many_of_each_source(shards, streaming):
+    """Whatever their weights."""
     other = write("other.jsonl", table(100, 1000))
     given = {"mixing_weights": [3, 1], "eval_rows": 40, "streaming": streaming}
     data, args = open_data(train_data=[shards, other], shuffle_buffer=60, batch_size=50, **given)
-    kept = numbers(data.held_out)
-    assert [sum(number < 1000 for number in kept), sum(number >= 1000 for number in kept)] == [30, 10]
+    assert [source.name for source, _ in data.held_out] == [shards, other]
+    kept = [numbers(rows) for _, rows in data.held_out]
+    assert [sum(number < 1000 for number in kept[0]), sum(number >= 1000 for number in kept[1])] == [20, 20]
     trained = {number for rows, _ in islice(batches_of(data, args), 10) for number in numbers(rows)}
-    assert len(trained) > 250 and not trained & {*kept}
+    assert len(trained) > 250 and not trained & {*kept[0], *kept[1]}
 
 
 def test_held_out_by_default(shards):
-    """A tenth of the training rows, at most 1,000; the first rows of --eval_data if it is given."""
-    assert len(open_data(train_data=[shards])[0].held_out) == 19
+    """A tenth of the training rows, at most 1,000, or of several sources a share of 1,000 of each; all rows of
+    --eval_data if it is given, at most 1,000."""
+    assert len(held_out(open_data(train_data=[shards])[0])) == 19
     large = write("large.parquet", table(20_000))
-    assert len(open_data(train_data=[large])[0].held_out) == 1000
+    assert len(held_out(open_data(train_data=[large])[0])) == 1000
+    data, _ = open_data(train_data=[shards, large])
+    assert [(source.name, len(rows)) for source, rows in data.held_out] == [(shards, 19), (large, 500)]
     data, _ = open_data(train_data=[shards], eval_data=[write("other.jsonl", table(100, 1000))])
-    assert numbers(data.held_out) == list(range(1000, 1100)) and len(data.sources[0]) == 197
+    assert numbers(held_out(data)) == list(range(1000, 1100)) and len(data.sources[0]) == 197
     assert open_data(train_data=[shards], eval_rows=0)[0].held_out == []
 
 
@@ -365,7 +452,7 @@ def test_all_rows_held_out(shards, streaming, count):
 def test_bad_rows_among_the_held_out_ones():
     rows = [{**row, "b": "" if i in (2, 23) else row["b"]} for i, row in enumerate(table(60))]
     data, args = open_data(train_data=[write("x.jsonl", rows)], eval_rows=8, on_bad_row="skip")
-    assert len(data.held_out) == 7 and data.skipped == 1
+    assert len(held_out(data)) == 7 and data.skipped == 1
     with pytest.raises(script.UserError, match="x.jsonl: 'b' has no text in the row .*row 23: "):
         open_data(train_data=["x.jsonl"], eval_rows=8)
 
@@ -484,7 +571,7 @@ def test_length_window_groups_rows_by_length_and_loses_none():
         return [rows for rows, _ in islice(script.row_batches([source], [1], source.args), 30)]
 
     def lengths(batch):
-        return script.row_lengths(batch, options())
+        return batch[script.LENGTH].to_numpy()
 
     def spread(batch):
         return np.ptp(lengths(batch))
@@ -498,7 +585,7 @@ def test_length_window_groups_rows_by_length_and_loses_none():
 
 def test_rows_per_epoch_is_a_fresh_sample_each_epoch(shards):
     data, args = open_data(train_data=[shards], rows_per_epoch=96, batch_size=32, eval_rows=5, shuffle_buffer=60)
-    assert (data.epoch_rows, len(data.held_out)) == (96, 5)
+    assert (data.epoch_rows, len(held_out(data))) == (96, 5)
     batches = [set(numbers(rows)) for rows, _ in islice(batches_of(data, args), 6)]
     epochs = [set.union(*batches[:3]), set.union(*batches[3:])]
     assert list(map(len, epochs)) == [96, 96] and not epochs[0] & epochs[1]

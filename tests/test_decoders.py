@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shutil
 import signal
 
@@ -103,8 +104,10 @@ def load(name, folder, *flags):
 def embed(model, texts, args, role="query"):
     """Return the embedding of each text, as in training."""
     found, accelerator = {}, Accelerator(cpu=True)
-    made = train_bi_encoder.make_micro_batches(model, [(role, text) for text in texts], args, accelerator)
+    given = [(role, model.prompts[role], text) for text in texts]
+    made = train_bi_encoder.make_micro_batches(model, given, args, accelerator)
     for role, indices, features in made:
+        features = train_bi_encoder.convert_arrays(features)
         found |= zip(indices, train_bi_encoder.encode(model, role, features, accelerator))
     assert len(made) > 1
     return torch.stack([found[index] for index in range(len(texts))])
@@ -114,9 +117,10 @@ def embed(model, texts, args, role="query"):
 def score_pairs(model, pairs, args):
     """Return the score of each pair, as in training."""
     accelerator, scores = Accelerator(cpu=True), torch.full((len(pairs),), torch.nan)
-    given = [(model.default_prompt_name, pair) for pair in pairs]
+    given = [(model.prompts.get(model.default_prompt_name), pair) for pair in pairs]
     made = train_cross_encoder.make_micro_batches(model, given, args, accelerator)
     for _, indices, features in made:
+        features = train_cross_encoder.convert_arrays(features)
         scores[indices] = train_cross_encoder.score(model, features, accelerator)
     assert len(made) > 1
     return scores.tolist()
@@ -142,7 +146,7 @@ def check(name, folder, *flags, tolerance=1e-5):
 
 def flags_of(corpus, model, output, *more):
     return ["--train_data", corpus, "--model_name_or_path", model, "--max_steps", 6, "--batch_size", 16,
-            "--eval_rows", 20, "--logging_steps", 1, "--eval_steps", 3, "--save_steps", 3, "--learning_rate", 1e-3,
+            "--eval_rows", 8, "--logging_steps", 1, "--eval_steps", 3, "--save_steps", 3, "--learning_rate", 1e-3,
             "--num_negatives", 2, "--micro_batch_tokens", 700, "--output_dir", output, *more]  # fmt: skip
 
 
@@ -184,50 +188,27 @@ def test_embeddings_equal_those_of_the_library(name, side, rows, bert, tmp_path)
         assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("template", ["$A", "<bos> $A", "<bos> $A <pad>"])
-def test_an_end_token_is_appended_to_any_template(template, tmp_path):
-    """Also where the tokenizer has a template; not where texts end in another special token already."""
-    folder = make_decoder(tmp_path / "model", ending=None)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    special = [("<bos>", 258), ("<pad>", 256)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
-    tokenizer.save_pretrained(folder)
-    _, _, model = load("train_bi_encoder", folder, "--append_eos", "--pooling", "lasttoken", "--max_length", "9")
-    expected = [258] * ("<bos>" in template), [256 if "<pad>" in template else 257]
-    for text in ("ab", "ab" * 20):
-        ids = model.preprocess([text])["input_ids"][0].tolist()
-        assert (ids[: len(expected[0])], ids[-1:]) == expected and ids.count(257) + ids.count(256) == 1
-    assert len(ids) == 9
-    check("train_bi_encoder", folder, "--append_eos", "--pooling", "lasttoken")
-
-
 def test_an_end_token_that_only_the_tokenizer_knows(tmp_path):
     """It is special, though neither bos, eos nor pad."""
     folder = make_decoder(tmp_path / "model", ending="<emb>")
     check("train_bi_encoder", folder, "--pooling", "lasttoken")
 
 
-def test_a_missing_end_token_is_refused_and_appended(corpus, rows, tmp_path):
-    """The saved tokenizer ends each text, a truncated one as well, in it; so do a resumed run's checkpoints."""
+def test_a_missing_end_token_is_refused(corpus, tmp_path):
+    """The lines of docs/training.md save a tokenizer that ends each text, a truncated one as well, in it: the model
+    trains, and is saved so."""
     model = make_decoder(tmp_path / "model", "LlamaModel", ending=None, padding=None)
-    script = ROOT / "train_bi_encoder.py"
     flags = flags_of(corpus, model, tmp_path / "out", "--pooling", "lasttoken")
-    done = launch(script, *flags, check=False)
-    assert done.returncode == 1 and "texts end in 't': set --append_eos" in done.stderr.splitlines()[-1]
-
-    flags.append("--append_eos")
-    launch(script, *flags)
-    assert losses(tmp_path / "out")[-1] < losses(tmp_path / "out")[0]
-    expected = weights(tmp_path / "out/model")
-    resume_from_step_3(script, tmp_path / "out", flags)
-    assert torch.equal(weights(tmp_path / "out/model"), expected)
-
+    with pytest.raises(train_bi_encoder.UserError, match="texts end in 't': .*#a-tokenizer-without-an-end-token"):
+        train("train_bi_encoder", *flags)
+    page = (ROOT / "docs/training.md").read_text()
+    lines = re.search(r"## A tokenizer without an end token\n.+?```python\n(.+?)```", page, re.S)[1]
+    exec(lines.replace('"decoder/"', repr(str(model))), {})
+    train("train_bi_encoder", *flags)
     saved = SentenceTransformer(str(tmp_path / "out/model"), device="cpu")
-    texts = ["a text", "a text of many words " * 50]
-    for ids in saved.tokenizer(texts, truncation=True)["input_ids"]:
+    for ids in saved.tokenizer(["a text", "a text of many words " * 50], truncation=True)["input_ids"]:
         assert ids[-1] == 257 and ids.count(257) == 1 and len(ids) <= 64
     check("train_bi_encoder", tmp_path / "out/model", "--pooling", "lasttoken")
-    check("train_bi_encoder", tmp_path / "out/model", "--pooling", "lasttoken", "--append_eos")  # not appended twice
 
 
 def test_prompts_left_out_of_pooling(bert, tmp_path):
@@ -272,7 +253,7 @@ def test_the_evaluator_warns_of_a_missing_end_token(beir, evaluate, tmp_path, ca
         model.save_pretrained(str(folder))
         evaluate("--beir", beir, "--model_name_or_path", folder)
         assert (
-            "pools the last token, but texts end in 't': set --append_eos of train_bi_encoder.py"
+            "pools the last token, but texts end in 't': save a tokenizer that adds a special token"
             in capsys.readouterr().out
         ) == (ending is None)
 
@@ -285,7 +266,7 @@ def test_the_models_own_prompts_are_the_default(corpus, bert, tmp_path):
     named = ["--query_prompt", "find: ", "--document_prompt", "code: "]
     none = ["--query_prompt", "", "--document_prompt", ""]
     for name, more in {"own": [], "named": named, "none": none}.items():
-        flags = flags_of(corpus, tmp_path / "model", tmp_path / name, *more, "--dropout", 0)
+        flags = flags_of(corpus, tmp_path / "model", tmp_path / name, *more, "--dropout", 0, "--max_steps", 2)
         train("train_bi_encoder", *flags)
         found[name] = losses(tmp_path / name)
     assert found["own"] == found["named"] != found["none"]
@@ -316,28 +297,26 @@ def test_the_prompt_of_a_reranker_is_kept(prompts, corpus, reranker, tmp_path):
 
 
 def test_held_out_rows_have_the_prompts_of_their_sources(rows, reranker, tmp_path, monkeypatch):
-    script, seen = train_cross_encoder, []
+    script, seen = train_cross_encoder, {}
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    real = script.evaluate
+    predict = script.CrossEncoder.predict
 
-    def record(model, evaluators, *rest):
-        (evaluator,) = evaluators.values()
-        assert model.prompts[evaluator.prompt_name] == ""
-        seen.extend(evaluator.samples)
-        return real(model, evaluators, *rest)
+    def record(model, pairs, *rest, **options):
+        seen.setdefault(model.prompts[options["prompt_name"]], set()).update(query for query, _ in pairs)
+        return predict(model, pairs, *rest, **options)
 
-    monkeypatch.setattr(script, "evaluate", record)
+    monkeypatch.setattr(script.CrossEncoder, "predict", record)
+    sources = []
     for name, part in (("a", rows[:60]), ("b", rows[60:120])):
         write_jsonl(tmp_path / f"{name}.jsonl", part)
-    flags = flags_of(tmp_path / "a.jsonl", reranker, tmp_path / "out", "--query_prompt", "AAA ", "BBB ")
-    flags[1:2] = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    train("train_cross_encoder", *flags, "--max_steps", 1)
-    sources = {
-        prompt: {row["docstring"] for row in part} for prompt, part in (("AAA ", rows[:60]), ("BBB ", rows[60:]))
-    }
-    queries = [sample["query"] for sample in seen]
-    assert len(queries) == 40 and {query[:4] for query in queries} == {"AAA ", "BBB "}
-    assert all(query[4:] in sources[query[:4]] for query in queries)
+        sources.append(json.dumps({"path": str(tmp_path / f"{name}.jsonl"), "query_prompt": f"{name}: "}))
+    flags = flags_of("x", reranker, tmp_path / "out", "--max_steps", 1)
+    flags[1:2] = sources
+    train("train_cross_encoder", *flags)
+    assert {prompt: len(queries) for prompt, queries in seen.items()} == {"a: ": 4, "b: ": 4}
+    assert seen["a: "] < {row["docstring"] for row in rows[:60]}
+    assert seen["b: "] < {row["docstring"] for row in rows[60:]}
+    assert "held_out_mean" in metrics(tmp_path / "out")[-1]
 
 
 def test_a_decoder_whose_attention_is_not_causal(corpus, rows, tmp_path):
@@ -398,7 +377,7 @@ def test_a_yes_no_reranker_trains_on_two_processes(yes_no, corpus, tmp_path):
     """With a template of its own: the losses of one process."""
     for folder, processes in (("one", 1), ("two", 2)):
         flags = flags_of(corpus, yes_no["plain"], tmp_path / folder, "--max_length", 160, "--template", TEMPLATE)
-        launch(ROOT / "train_cross_encoder.py", *flags, "--max_steps", 3, processes=processes)
+        launch(ROOT / "train_cross_encoder.py", *flags, "--max_steps", 3, "--eval_rows", 0, processes=processes)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
 
 
@@ -440,7 +419,7 @@ def test_a_decoder_with_a_classification_head(side, corpus, tmp_path):
     config = transformers.AutoConfig.from_pretrained(folder)
     transformers.LlamaForSequenceClassification(config).save_pretrained(folder)
     check("train_cross_encoder", folder)
-    train("train_cross_encoder", *flags_of(corpus, folder, tmp_path / "out"))
+    train("train_cross_encoder", *flags_of(corpus, folder, tmp_path / "out", "--max_steps", 2))
     assert CrossEncoder(str(tmp_path / "out/model"), device="cpu").predict([("a", "b"), ("a b c", "d")]).shape == (2,)
 
 
@@ -509,10 +488,10 @@ def test_adapters_under_fsdp2(corpus, tmp_path):
 def test_a_file_of_flags_may_hold_prompts_with_line_ends(tmp_path):
     """`Instruct: ...` templates have one, which shells make awkward."""
     (tmp_path / "args.yaml").write_text(
-        'train_data: [x]\nmodel_name_or_path: x\nquery_prompt: ["Instruct: find code\\nQuery: "]\n'
+        'train_data: [x]\nmodel_name_or_path: x\nquery_prompt: "Instruct: find code\\nQuery: "\n'
     )
     args = train_bi_encoder.parse_args([str(tmp_path / "args.yaml")])
-    assert args.query_prompt == ["Instruct: find code\nQuery: "]
+    assert args.query_prompt == "Instruct: find code\nQuery: "
     assert merge_flags(["--a", 1]) == ["--a", "1"]
 
 
@@ -575,11 +554,3 @@ def test_the_words_of_a_saved_reranker(ids, is_refused, yes_no, tmp_path):
             load("train_cross_encoder", tmp_path)
     else:
         check("train_cross_encoder", tmp_path)
-
-
-def test_a_chat_template_takes_one_instruction(yes_no):
-    flags = ["--train_data", "a", "b", "--query_prompt", "Judge.", "Compare."]
-    load("train_cross_encoder", yes_no["plain"], *flags, "--template", TEMPLATE)
-    load("train_cross_encoder", yes_no["chat"], *flags, "--template", TEMPLATE)
-    with pytest.raises(train_cross_encoder.UserError, match="chat template: --query_prompt takes one instruction"):
-        load("train_cross_encoder", yes_no["chat"], *flags)

@@ -16,7 +16,7 @@ import yaml
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ["train_bi_encoder", "train_cross_encoder", "eval_incremental", "mine_negatives", "check_overlap",
+SCRIPTS = ["train_bi_encoder", "train_cross_encoder", "eval_incremental", "report", "mine_negatives", "check_overlap",
            "prepare_corpus"]  # fmt: skip
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
 # Those of docs/recipes are run by tests/test_recipes.py, as most of them require the diff of their page.

@@ -14,13 +14,13 @@ FLAGS = ["--batch_size", 8, "--max_length", 32, "--dropout", 0, "--eval_rows", 0
          "--learning_rate", 1e-3, "--micro_batch_tokens", 200]  # fmt: skip
 EDITS = {
     # A head that no text needs, and a second encoder of texts with [MASK].
-    "    return finish_model(model, args)\n": """
+    "    return apply_training_flags(model, args)\n": """
     model[0].head = torch.nn.Linear(32, 32)
     model[0].rare = torch.nn.Linear(32, 32)
-    return finish_model(model, args)
+    return apply_training_flags(model, args)
 """,
-    '        return model(features, task=task_of(role))["sentence_embedding"].float()\n': """
-        found = model(features, task=task_of(role))["sentence_embedding"].float()
+    '        return model(features, task=role)["sentence_embedding"].float()\n': """
+        found = model(features, task=role)["sentence_embedding"].float()
         marked = (features["input_ids"] == model.tokenizer.mask_token_id).any(1)
         return torch.where(marked[:, None], model[0].rare(found), found) if marked.any() else found
 """,
@@ -29,7 +29,7 @@ EDITS = {
     extra = {"queue": torch.zeros(4, 2, device=device), "count": torch.zeros((), dtype=torch.int64)}
 """,
     "        meter.add(": """
-        extra["queue"] = torch.cat([extra["queue"][1:], extra["queue"].new_full((1, 2), loss)])
+        extra["queue"] = torch.cat([extra["queue"][1:], extra["queue"].new_full((1, 2), losses[0])])
         extra["count"] += 1
         if os.environ.get("STOP_AT") == str(progress.step) and is_main:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -96,8 +96,8 @@ def test_weights_of_some_texts_are_trained_alike_on_two_processes(whole):
 def test_sigterm_and_resume_are_bit_identical(edited, whole, tmp_path, monkeypatch, processes, stop):
     """Weights that have no state yet, or not any more a gradient, and tensors of one's own, on all processes."""
     monkeypatch.setenv("STOP_AT", str(stop))
-    printed = launch(edited[0], *edited[1], "--output_dir", tmp_path, processes=processes).stdout
-    assert f"stopped after step {stop} of 6" in printed
+    stopped = launch(edited[0], *edited[1], "--output_dir", tmp_path, processes=processes, check=False)
+    assert f"stopped after step {stop} of 6" in stopped.stdout and stopped.returncode == 143
     losses = torch.tensor([line["loss"] for line in metrics(tmp_path)])
     extra = tensors(tmp_path, stop, "extra")
     assert extra["count"] == stop and torch.equal(extra["queue"][4 - min(stop, 4) :, 1], losses[-4:])
@@ -145,15 +145,23 @@ def test_documents_with_a_title(name, rows, bert, tmp_path):
 def test_rows_batches_and_losses_get_their_step(name, corpus, bert, tmp_path, monkeypatch):
     """Though they are prepared ahead; with two batches a step, and after a resume. Held-out rows have step 0."""
     script = importlib.import_module(name)
-    read_row, forward_backward, make_loss = script.read_row, script.forward_backward, script.make_loss
-    read, seen, of_loss = {}, [], []
+    read_row, local_rows, make_loss = script.read_row, script.local_rows, script.make_loss
+    forward_backward = script.forward_backward
+    read, of_batch, seen, of_loss = {}, {}, [], []
 
     def recorded_row(cells, step, args, random=None):
         read.setdefault((cells[script.SOURCE], cells[script.NUMBER]), step)  # a cross-encoder reads negatives again
         return read_row(cells, step, args, random)
 
+    def recorded_rows(table, local, step, *args):
+        rows, skipped = local_rows(table, local, step, *args)
+        of_batch.setdefault(step, set()).update(
+            read[row.cells[script.SOURCE], row.cells[script.NUMBER]] for row in rows
+        )
+        return rows, skipped
+
     def recorded_step(model, batch, *args):
-        seen.append({batch.step} | {read[row.cells[script.SOURCE], row.cells[script.NUMBER]] for row in batch.rows})
+        seen.append({batch.step} | of_batch[batch.step])
         return forward_backward(model, batch, *args)
 
     def recorded_loss(*args):
@@ -161,6 +169,7 @@ def test_rows_batches_and_losses_get_their_step(name, corpus, bert, tmp_path, mo
         return lambda outputs, whole: of_loss.append(whole.step) or loss(outputs, whole)
 
     monkeypatch.setattr(script, "read_row", recorded_row)
+    monkeypatch.setattr(script, "local_rows", recorded_rows)
     monkeypatch.setattr(script, "forward_backward", recorded_step)
     monkeypatch.setattr(script, "make_loss", recorded_loss)
     flags = ["--train_data", corpus, "--model_name_or_path", bert, *FLAGS, "--gradient_accumulation_steps", 2,
@@ -196,8 +205,8 @@ def test_errors_of_code_keep_their_type():
             raise kind("no such file")
 
 
-PLACES = {"train_bi_encoder": ["read_row", "open_source", "finish_model", "encode", "make_batch"],
-          "train_cross_encoder": ["read_row", "open_source", "finish_model", "make_batch"]}  # fmt: skip
+PLACES = {"train_bi_encoder": ["read_row", "open_source", "apply_training_flags", "encode", "make_batch"],
+          "train_cross_encoder": ["read_row", "open_source", "apply_training_flags", "make_batch"]}  # fmt: skip
 
 
 @pytest.mark.parametrize("name, place", [(name, place) for name, places in PLACES.items() for place in places])

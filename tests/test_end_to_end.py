@@ -63,7 +63,7 @@ def test_card(run):
     assert (run / "model/args.yaml").read_bytes() == (run / "args.yaml").read_bytes()
     again = train_bi_encoder.parse_args([str(run / "model/args.yaml")])
     assert train_bi_encoder.flags_of_run(again) == yaml.safe_load((run / "args.yaml").read_text())
-    assert again.query_prompt == ["query: "] and not again.resume
+    assert again.query_prompt == "query: " and not again.resume
 
 
 def test_tensorboard(run):

@@ -40,10 +40,10 @@ def assert_close(found, expected):
     assert found[1] == pytest.approx(expected[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [*LOSSES, "mixture"])
 def test_gradients_equal_those_of_one_process_and_one_pass(launched, loss):
     expected = launched[1, 0][0][loss, 10**6, False]
-    assert expected[2] < 3  # forward passes: one, or two if that pads less
+    assert expected[2] < 10  # forward passes: few, for little padding
     for gradients, _ in launched.values():
         found = [gradients[key] for key in product([loss], (128, 10**6), (False, True)) if key in gradients]
         assert len(found) in (2, 4)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin
 from conftest import RATES, ROOT, TRAINERS, launch, metrics, weights
 from forked import launcher_environment
 from safetensors.torch import load_file
@@ -83,11 +83,12 @@ FSDP2 = {"fsdp_version": 2, "cpu_ram_efficient_loading": False}
 def start(monkeypatch):
     """Return a function that starts a trainer's run under an Accelerator of a kind."""
 
-    def start(script, kind, options, scaler, mixed_precision="no"):
+    def start(script, kind, options, scaler, mixed_precision="no", backend=DynamoBackend.NO):
         script, plugin = importlib.import_module(script), options and FullyShardedDataParallelPlugin(**options)
+        compiled = SimpleNamespace(backend=backend)
         accelerator = SimpleNamespace(
-            distributed_type=kind, state=SimpleNamespace(fsdp_plugin=plugin), scaler=scaler, parallelism_config=None,
-            num_processes=2, mixed_precision=mixed_precision,
+            distributed_type=kind, state=SimpleNamespace(fsdp_plugin=plugin, dynamo_plugin=compiled), scaler=scaler,
+            parallelism_config=None, num_processes=2, mixed_precision=mixed_precision,
         )  # fmt: skip
         monkeypatch.setattr(script, "Accelerator", lambda **_: accelerator)
         return script.UserError, lambda: script.start(script.Args(output_dir="x"))
@@ -110,6 +111,16 @@ def test_other_shardings_are_refused(start, script, kind, options, scaler):
     error, run = start(script, kind, options, scaler)
     with pytest.raises(error, match="accelerate_configs/fsdp2.yaml"):
         run()
+
+
+def test_what_a_launch_asks_for_in_vain_is_refused(start):
+    for options, refused in (
+        ({"backend": DynamoBackend.INDUCTOR}, "--dynamo_backend"),
+        ({"mixed_precision": "fp8"}, "fp8"),
+    ):
+        error, run = start("train_bi_encoder", DistributedType.NO, None, None, **options)
+        with pytest.raises(error, match=refused):
+            run()
 
 
 @pytest.mark.parametrize("script", ["train_bi_encoder"])

@@ -49,14 +49,12 @@ def open_data(name, rows, *flags):
         write_jsonl(Path("x.jsonl"), rows)
     common = ["--model_name_or_path", "x", "--eval_rows", 0, "--shuffle_buffer", 16]
     args = module.parse_args(merge_flags([*data, *common, *flags]))
-    if "cross" in name:
-        args.loss = args.loss or module.choose_loss(args)
     return module, args, module.open_data(args)
 
 
-def read(module, table, args, data):
+def read(module, table, data):
     """Return (the rows of a Table as dicts, number of bad rows)."""
-    rows, skipped = module.read_rows(table, data.sources, data.lookups, 0, args)
+    rows, skipped = module.read_rows(table, data.sources, data.lookups, 0)
     return [{"query": row.query, "documents": row.documents, "labels": row.labels} for row in rows], skipped
 
 
@@ -64,7 +62,7 @@ def epochs(count, *opened):
     """Return the rows, as dicts, of each of `count` epochs of a source."""
     module, args, data = open_data(*opened)
     (source,) = data.sources
-    return [read(module, source.take(40 if args.streaming else len(source)), args, data)[0] for _ in range(count)]
+    return [read(module, source.take(40 if args.streaming else len(source)), data)[0] for _ in range(count)]
 
 
 def by_query(rows):
@@ -115,7 +113,7 @@ def test_fewer_labels_than_documents_are_refused_before_any_is_left_out(name, lo
     for rows, columns in ((texts, ["q", "a", "b", "c"]), (lists, ["q", "list"])):
         module, args, data = open_data(name, rows, "--columns", *columns, *flags)
         with pytest.raises(module.UserError, match="'y' has missing, extra or non-finite numbers"):
-            read(module, data.sources[0].take(4), args, data)
+            read(module, data.sources[0].take(4), data)
 
 
 def test_the_best_of_labels_in_any_order_is_kept():
@@ -160,7 +158,7 @@ def test_a_resume_draws_the_same(name, way):
         flags = [*COLUMNS, "--num_negatives", 2, "--batch_size", 3, "--length_window", 2]
         module, args, data = open_data(name, ROWS, *flags, *way)
         found = module.row_batches(data.sources, data.weights, args, json.loads(json.dumps(state)))
-        return [(read(module, table, args, data), state) for table, state in islice(found, count)]
+        return [(read(module, table, data), state) for table, state in islice(found, count)]
 
     whole = batches(None, 40)
     for done in (1, 4, 5, 14, 21):
@@ -188,7 +186,7 @@ def test_scores_are_those_of_the_drawn_texts(name, limit):
 
 BAD = [({"neg_scores": [1.0]}, "non-finite numbers"), ({"pos_scores": [], "neg_scores": []}, "non-finite numbers"),
        ({"neg_scores": [1.0, None, 1.0, 1.0, 1.0]}, "non-finite numbers"), ({"pos": []}, "'pos' has no text"),
-       ({"pos": None}, "'pos' has no text"), ({"neg": ["a", "", "b", "c", "d"]}, "has no text")]  # fmt: skip
+       ({"pos": None}, "'pos' has no text"), ({"pos": ["a", " "]}, "'pos' has no text")]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, place", list(zip(TRAINERS, [4, 8])))
@@ -200,12 +198,28 @@ def test_bad_rows(name, cells, reason, place):
     rows.insert(place, SCORED[4] | cells)
     module, args, data = open_data(name, rows, *flags, "--on_bad_row", "skip")
     for _ in range(2):
-        found, skipped = read(module, data.sources[0].take(9), args, data)
+        found, skipped = read(module, data.sources[0].take(9), data)
         assert set(by_query(found)) == {row["q"] for row in rows} - {"query 4"} and skipped == 1
         assert all(row["labels"] == list(map(score, row["documents"])) for row in found)
     module, args, data = open_data(name, rows, *flags)
     with pytest.raises(module.UserError, match=f"x.jsonl: .*{reason} in the row .*query 4.*--on_bad_row skip"):
-        read(module, data.sources[0].take(9), args, data)
+        read(module, data.sources[0].take(9), data)
+
+
+@BOTH
+@pytest.mark.parametrize("empty", [None, "", " \n"])
+def test_negatives_without_a_text_are_left_out(name, empty):
+    """With their labels; what remains is drawn from, with the labels of its own."""
+    flags = ["--loss", "kl", "--label_column", "y", "--columns", "q"]
+    lists = [{"q": f"query {i}", "pos": ["a"], "neg": ["b", empty, "c"], "y": [4, 3, 2, 1]} for i in range(4)]
+    drawn = [row for epoch in epochs(9, name, lists, *flags, "pos", "neg", "--num_negatives", 1) for row in epoch]
+    assert len(drawn) == 36
+    assert {(*row["documents"], *row["labels"]) for row in drawn} == {("a", "b", 4, 3), ("a", "c", 4, 1)}
+    texts = [{"q": f"query {i}", "pos": "a", "neg": empty, "more": "c", "y": [4, 3, 2]} for i in range(4)]
+    texts[0]["neg"] = "b"
+    found = epochs(1, name, texts, *flags, "pos", "neg", "more")[0]
+    assert by_query(found) == {f"query {i}": ["a", *["b"] * (i == 0), "c"] for i in range(4)}
+    assert all(row["labels"] == [4, *[3] * (len(row["documents"]) == 3), 2] for row in found)
 
 
 # ------------------------------------------------------------------------------------------- formats of other projects
@@ -254,7 +268,7 @@ def test_nested_passages_are_refused(name):
     flags = ["--train_data", FORMATS / "tevatron_passages.jsonl", "--on_bad_row", "skip", "--columns", "query"]
     module, args, data = open_data(name, None, *flags, "positive_passages", "negative_passages")
     with pytest.raises(module.UserError, match="passages.jsonl: 'positive_passages' holds dict, .* edit read_row$"):
-        read(module, data.sources[0].take(2), args, data)
+        read(module, data.sources[0].take(2), data)
 
 
 def test_other_losses_refuse_different_numbers_of_documents(bert, tmp_path):

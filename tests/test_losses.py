@@ -2,7 +2,8 @@
 
 import importlib
 import json
-from contextlib import nullcontext
+import re
+from contextlib import nullcontext, suppress
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import scipy.stats
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from conftest import TRAINERS, metrics, write_jsonl
+from conftest import ROOT, TRAINERS, metrics, write_jsonl
 from forked import merge_flags
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer import losses
@@ -32,21 +33,19 @@ def parse(*flags, model="x"):
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 8])
-def test_partition_balances_count_and_length(processes, monkeypatch):
+def test_partition_balances_count_and_length(processes):
     """Each process reads its own rows of a batch; together they read each once."""
     lengths = np.random.default_rng(0).pareto(1.5, 257).astype(int) + 1
     size = -(-257 // processes)
     table = pa.table({"a": ["x" * length for length in lengths], "b": [f"{number}" for number in range(257)],
-                      script.SOURCE: [0] * 257})  # fmt: skip
-    monkeypatch.setattr(script, "row_lengths", lambda *_: lengths)
-    monkeypatch.setattr(script, "make_batch", lambda rows, *_: SimpleNamespace(rows=rows))
+                      script.SOURCE: [0] * 257, script.LENGTH: lengths})  # fmt: skip
     args = parse("--columns", "a", "b", "--batch_size", "257")
-    data = SimpleNamespace(sources=[], lookups=[None, None])
+    data = SimpleNamespace(sources=[SimpleNamespace(args=args)], lookups=[None, None])
     dealt = []
     for process in range(processes):
         accelerator = SimpleNamespace(num_processes=processes, process_index=process)
-        batch = next(script.local_batches(iter([(table, None)]), 0, None, data, args, accelerator))
-        dealt.append([int(row.documents[0]) for row in batch.rows])
+        rows, *_ = next(script.local_batches(iter([(table, None)]), 0, data, args, accelerator))
+        dealt.append([int(row.documents[0]) for row in rows])
         assert dealt[-1] == sorted(dealt[-1])
     assert sorted(chain.from_iterable(dealt)) == list(range(257))
     assert max(map(len, dealt)) == size and min(map(len, dealt)) >= size - 1
@@ -68,17 +67,15 @@ def test_micro_batches_respect_max_tokens_and_a_longer_text_is_alone():
 
 
 @pytest.mark.parametrize("max_tokens", [256, 2048, 16384])
-def test_micro_batches_are_nearly_optimal(max_tokens):
-    """Compared with dynamic programming over every possible cut: at most 0.5 % worse."""
-    lengths = np.sort(np.random.default_rng(1).gamma(2, 30, 1500).astype(int).clip(3, 256))[::-1]
-    cost_of_a_pass = max_tokens / (64 if max_tokens <= 2048 else 16)
-    best = np.append(np.full(len(lengths), np.inf), 0.0)
-    for first in reversed(range(len(lengths))):
-        ends = np.arange(first + 1, first + 1 + min(max_tokens // lengths[first], len(lengths) - first))
-        best[first] = ((ends - first) * lengths[first] + cost_of_a_pass + best[ends]).min()
+def test_micro_batches_have_little_padding_and_are_few(max_tokens):
+    """At most 1/64 of `max_tokens` is padding; no two neighbours would fit into one without more."""
+    lengths = np.random.default_rng(1).gamma(2, 30, 1500).astype(int).clip(3, 256)
     cuts = script.cut(lengths, max_tokens)
-    found = sum(len(cut) * lengths[cut].max() + cost_of_a_pass for cut in cuts)
-    assert best[0] <= found < 1.005 * best[0]
+    for positions, following in zip(cuts, [*cuts[1:], []]):
+        assert len(positions) * lengths[positions[0]] - lengths[positions].sum() <= max_tokens / 64
+        joined = lengths[[*positions, *following[:1]]]
+        padded = joined[0] * len(joined)
+        assert not following or padded > max_tokens or padded - joined.sum() > max_tokens / 64
 
 
 @pytest.mark.parametrize("longest", [90, 255, 500])
@@ -105,8 +102,11 @@ def test_padded_features_equal_those_of_the_tokenizer(bert, side, device, widths
     accelerator = SimpleNamespace(device=torch.device(device))
     for max_tokens, count in ((10, 4), (10**6, 1)):
         args = script.Args(micro_batch_tokens=max_tokens)
-        given = [("document", text) for text in texts] + [("query", "line")]
-        *made, (role, _, of_query) = micro_batches = script.make_micro_batches(model, given, args, accelerator)
+        given = [("document", "", text) for text in texts] + [("query", "write a ", "line")]
+        micro_batches = []
+        for role, places, features in script.make_micro_batches(model, given, args, accelerator):
+            micro_batches.append((role, places, script.convert_arrays(features)))
+        *made, (role, _, of_query) = micro_batches
         assert [role for role, *_ in made] == ["document"] * count and role == "query"
         assert of_query["input_ids"].tolist() == model.tokenizer(["write a line"])["input_ids"]
         padded = sum(features["input_ids"].numel() for *_, features in micro_batches)
@@ -128,12 +128,14 @@ def test_padded_features_equal_those_of_the_tokenizer(bert, side, device, widths
 def test_equal_texts_have_equal_hashes(bert):
     """In any column, with their prompts; the masks of InfoNCE depend on them."""
     table = pa.table({"a": ["x", "y", "x"], "b": ["y", "z", "z"], script.SOURCE: [0, 0, 0]})
+    accelerator = Accelerator(cpu=True)
     for query, text, numbers in (("", "", [[0, 1, 0], [1, 2, 2]]), ("query: ", "text: ", [[0, 1, 0], [2, 3, 3]])):
         flags = ["--query_prompt", query, "--document_prompt", text]
         args = parse("--columns", "a", "b", *flags, model=str(bert))
-        args.micro_batch_tokens = 100
-        rows, _ = script.read_rows(table, [], [None, None], 0, args)
-        batch = script.make_batch(rows, 0, script.load_model(args), args, Accelerator(cpu=True))
+        model = script.load_model(args)
+        args = script.resolve_args(args, model, accelerator)
+        rows, _ = script.read_rows(table, [SimpleNamespace(args=args)], [None, None], 0)
+        batch = script.batch_to_torch(script.make_batch(rows, 0, model, args, accelerator))
         hashes = batch.hashes[:3]
         assert (batch.hashes[3:] == -1).all() and (hashes >= 0).all()
         numbers = torch.tensor(numbers).T
@@ -149,16 +151,16 @@ def embeddings(count, columns, dimensions=8):
     return [torch.randn(count, dimensions, generator=generator, dtype=torch.float64) for _ in range(columns)]
 
 
-def loss_of(columns, hashes, labels=None, mine=None, similarity="cosine", dims=(), loss="infonce", **loss_kwargs):
-    """Return the loss selected by --loss, --loss_kwargs and --matryoshka_dims, of all rows unless `mine` are given."""
+def loss_of(embeddings, hashes, labels=None, similarity="cosine", dims=(), loss="infonce", **loss_kwargs):
+    """Return the loss selected by --loss, --loss_kwargs and --matryoshka_dims, of all rows."""
     args = parse()
     args.label_column = ["y"]
     args.loss, args.loss_kwargs, args.matryoshka_dims = loss, loss_kwargs, list(dims)
     model = SimpleNamespace(similarity_fn_name=similarity, get_embedding_dimension=lambda: 8)
     model.truncate_embeddings = nullcontext
-    mine = torch.arange(len(columns[0])) if mine is None else mine
-    labels = torch.full((len(columns[0]), 1), torch.nan) if labels is None else labels
-    return script.make_loss(args, model)(columns, script.WholeBatch(hashes, labels, mine, 0))
+    labels = torch.full((len(embeddings[0]), 1), torch.nan) if labels is None else labels
+    whole = script.WholeBatch(hashes, labels, torch.arange(len(embeddings[0])), 0)
+    return script.make_loss(args, model)(embeddings, whole)
 
 
 @pytest.mark.parametrize("columns", [2, 3])
@@ -167,6 +169,57 @@ def test_infonce_equals_that_of_sentence_transformers(columns):
     reference = losses.MultipleNegativesRankingLoss(None, scale=20.0).compute_loss_from_embeddings(given, None)
     found = loss_of(given, torch.arange(columns * 9).view(columns, 9))
     assert found.item() == pytest.approx(reference.item(), abs=1e-6)
+
+
+def losses_of_the_library():
+    """Return {class of --loss: (texts of a row that it reads, how it compares them, its labels)}: the table of
+    docs/training.md."""
+    page = (ROOT / "docs/training.md").read_text().partition("### Losses of sentence-transformers\n")[2]
+    rows = [line.split("|")[1:-1] for line in page.partition("\n#")[0].splitlines() if line.startswith("| `")]
+    return {name: tuple(map(str.strip, row[1:])) for row in rows for name in re.findall(r"\w+Loss", row[0])}
+
+
+def test_the_page_lists_the_losses_of_the_library(bert):
+    model = SentenceTransformer(str(bert), device="cpu")
+    taken = set()
+    for name in losses.__all__:
+        with suppress(script.UserError):
+            script.library_loss(parse("--loss", name), model)
+            taken.add(name)
+    listed = losses_of_the_library()
+    assert listed.keys() == taken
+    for name, (required, _) in script.REQUIRED.items():
+        assert listed[name][2] == required.partition(" (")[0]
+
+
+@pytest.mark.parametrize("name", losses_of_the_library())
+def test_losses_of_the_library_are_its_own(bert, name):
+    """On a cosine model, too: the library's own call has the same value. Embeddings of three times the length, and
+    others of a text, change it if they do so by the page's table."""
+    reads, compares, labels = losses_of_the_library()[name]
+    count = {"the first two": 2, "three": 3, "all": 4}[reads]  # texts of a row
+    given = embeddings(8, max(count, 3) if name in ("CoSENTLoss", "CosineSimilarityLoss") else count)
+    values = {"none": None, "one a document": torch.randn(8, 3, dtype=torch.float64)}
+    values = values.get(labels, torch.tensor([[0.0], [1.0]] * 4, dtype=torch.float64))
+    args = parse("--loss", name, *["--label_column", "y"] * (values is not None))
+    model = SentenceTransformer(str(bert), device="cpu")
+    assert model.similarity_fn_name == "cosine"
+
+    def loss(parts):
+        given_labels = torch.full((8, 1), torch.nan) if values is None else values
+        whole = script.WholeBatch(torch.arange(len(parts) * 8).view(-1, 8), given_labels, torch.arange(8), 0)
+        return script.make_loss(args, model)(parts, whole).item()
+
+    found = getattr(losses, name)(model).compute_loss_from_embeddings(
+        given, values if count > 2 else values.squeeze(1)
+    )
+    expected = float(sum(found.values()) if isinstance(found, dict) else found)
+    assert loss(given) == pytest.approx(expected, rel=1e-9)
+    changed = loss([3 * part for part in given]) != pytest.approx(expected, rel=1e-5)
+    assert changed == (compares in ("dot product", "Euclidean distance"))
+    for column in range(len(given)):
+        changed = loss([part.cumsum(1) if column == other else part for other, part in enumerate(given)])
+        assert (changed != pytest.approx(expected, rel=1e-6)) == (column < count), column
 
 
 @pytest.mark.parametrize("similarity", ["dot", "cosine"])
@@ -243,13 +296,15 @@ def test_held_out_measures_equal_those_of_libraries(kind, rows, request):
     labels = [len(text) % 9 / 9 for text in texts[:, 1]]
     args = parse("--query_prompt", "", "--document_prompt", "", model=folder)
     model = script.load_model(args)
+    args = script.resolve_args(args, model, Accelerator(cpu=True))
 
     def evaluate(*more, labels=None):
         """Return the measures of the rows, with `more` documents each."""
         rows = [script.Row(query, [document, *more], [], {script.SOURCE: 0}) for query, document in texts]
         for row, label in zip(rows, labels or []):
             row.labels = [label]
-        evaluators = script.open_evaluators(SimpleNamespace(held_out=rows), model, args)
+        data = SimpleNamespace(held_out=[(SimpleNamespace(args=args), rows)])
+        evaluators = script.open_evaluators(data, model, args)
         assert list(evaluators) == ["held_out_spearman_cosine" if labels else "held_out_cosine_ndcg@10"]
         return script.evaluate(model, evaluators, Accelerator(cpu=True))
 

@@ -86,7 +86,7 @@ def test_losses_depend_on_the_micro_batches_only_with_dropout(name, corpus, bert
     measure = "held_out_cosine_ndcg@10" if name == "train_bi_encoder" else "held_out_ndcg@10"
     assert measure in first[0] and first[1] == pytest.approx(first[0], abs=1e-6)
     assert losses(runs[0, 5000]) == pytest.approx(losses(runs[0, 200]), rel=1e-4)
-    assert losses(runs[0.1, 5000]) != pytest.approx(losses(runs[0.1, 200]), rel=1e-3)
+    assert losses(runs[0.1, 5000]) != pytest.approx(losses(runs[0.1, 200]), rel=1e-4)
 
 
 def test_dropout_is_set_in_modules_and_configs(bert):
@@ -160,9 +160,9 @@ def test_flash_attention_pads_nothing(kind, rows, bert, tmp_path, flash):
     for attention in ("sdpa", "flash_attention_2"):
         model = load(folder, "--attn_implementation", attention, "--max_length", "64", "--dropout", "0")
         accelerator = Accelerator(cpu=True)
-        given = [("document", text) for text in texts]
+        given = [("document", "", text) for text in texts]
         args = train_bi_encoder.Args(micro_batch_tokens=400)
-        made = train_bi_encoder.make_micro_batches(model, given, args, accelerator)
+        made = as_tensors(train_bi_encoder.make_micro_batches(model, given, args, accelerator))
         tokens, padded = train_bi_encoder.token_counts(made)
         assert len(made) > 4 and (padded == tokens) == (attention != "sdpa")
         embeddings = [train_bi_encoder.encode(model, role, features, accelerator) for role, _, features in made]
@@ -174,6 +174,10 @@ def test_flash_attention_pads_nothing(kind, rows, bert, tmp_path, flash):
     assert sum(flash) == 2 * len(texts)  # layers
     for expected, other in zip(*found):
         assert (other - expected).norm() < 1e-5 * expected.norm()
+
+
+def as_tensors(micro_batches):
+    return [(role, indices, train_bi_encoder.convert_arrays(features)) for role, indices, features in micro_batches]
 
 
 def load(bert, *flags):
@@ -289,27 +293,14 @@ def test_grad_cache_runs_each_forward_pass_twice(name, output, corpus, bert, tmp
 
 
 @pytest.mark.parametrize("name, output", [("train_bi_encoder", "encode"), ("train_cross_encoder", "score")])
-def test_grad_cache_begins_by_tokens(name, output, corpus, bert, tmp_path, monkeypatch):
-    """Not by the number of micro-batches: where a pass costs little, there is one for nearly each length."""
+def test_sixteen_graphs_are_kept_and_the_other_passes_run_again(name, output, corpus, bert, tmp_path, monkeypatch):
     script = importlib.import_module(name)
-    equalize, forward, seen = script.equalize, getattr(script, output), []
-
-    def count_tokens(*args):
-        found = equalize(*args)
-        seen.append((found[1], []))
-        return found
-
-    def record(*args):
-        seen[-1][1].append(torch.is_grad_enabled())
-        return forward(*args)
-
-    monkeypatch.setattr(script, "equalize", count_tokens)
-    monkeypatch.setattr(script, output, record)
-    for size in (4, 12, 64):
-        flags = flags_for(name, corpus, bert, tmp_path / str(size), "--batch_size", size, "--max_steps", 1)
-        script.main(script.parse_args(merge_flags([*flags, "--micro_batch_tokens", 256, "--max_length", 100])))
-    kept = [all(passes) for _, passes in seen]
-    assert kept == [tokens <= 16 * 256 for tokens, _ in seen] and set(kept) == {True, False}
+    forward, seen = getattr(script, output), []
+    monkeypatch.setattr(script, output, lambda *args: seen.append(torch.is_grad_enabled()) or forward(*args))
+    flags = flags_for(name, corpus, bert, tmp_path, "--batch_size", 64, "--max_steps", 1)
+    script.main(script.parse_args(merge_flags([*flags, "--micro_batch_tokens", 128, "--max_length", 100])))
+    again = (len(seen) - 16) // 2
+    assert again > 4 and seen == [True] * 16 + [False] * again + [True] * again
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -409,44 +400,39 @@ def test_gradient_checkpointing(name, corpus, bert, tmp_path):
 
 
 def test_prompts_of_sources(rows, bert, tmp_path):
-    """Each source has its own query prompt, also for held-out rows, and all documents one; those of the first source
-    are saved with the model."""
+    """A source may have its own prompts, also for held-out rows; those of the run are saved with the model."""
     for number in range(2):
         write_jsonl(tmp_path / f"{number}.jsonl", rows[number:80:2])
-    flags = ["--train_data", str(tmp_path / "0.jsonl"), str(tmp_path / "1.jsonl"), "--eval_rows", "10"]
-    flags += ["--query_prompt", "one: ", "two: ", "--document_prompt", "code: ", "--model_name_or_path", str(bert)]
-    args = train_bi_encoder.parse_args([*flags, "--columns", "docstring", "code"])
-    data, accelerator = train_bi_encoder.open_data(args), Accelerator(cpu=True)
+    second = json.dumps({"path": str(tmp_path / "1.jsonl"), "query_prompt": "two: "})
+    flags = ["--train_data", str(tmp_path / "0.jsonl"), second, "--eval_rows", "10", "--model_name_or_path", str(bert)]
+    flags += ["--query_prompt", "one: ", "--document_prompt", "code: ", "--columns", "docstring", "code"]
+    args, accelerator = train_bi_encoder.parse_args(flags), Accelerator(cpu=True)
+    model = train_bi_encoder.load_model(args)
+    args = train_bi_encoder.resolve_args(args, model, accelerator)
+    data = train_bi_encoder.open_data(args)
     texts = {row["docstring"]: (number % 2, row["code"]) for number, row in enumerate(rows[:80])}
-    model, table = train_bi_encoder.load_model(args), data.sources[0].take(20)
-    (evaluator,) = train_bi_encoder.open_evaluators(data, model, args).values()
-    assert len(evaluator.queries) == 10 and evaluator.query_prompt == ""
-    for query in evaluator.queries:
-        number, code = texts[query[5:]]
-        assert query[:5] == ("one: ", "two: ")[number] and evaluator.relevant_docs[query] == {code}
-    assert {query[:5] for query in evaluator.queries} == {"one: ", "two: "} and evaluator.corpus_prompt is None
-    table = pa.concat_tables([table, data.sources[1].take(20)])
-    trained, _ = train_bi_encoder.read_rows(table, data.sources, data.lookups, 0, args)
+    tables = [source.take(20) for source in data.sources]
+    evaluators = train_bi_encoder.open_evaluators(data, model, args)
+    assert list(evaluators) == ["held_out_0_cosine_ndcg@10", "held_out_1_cosine_ndcg@10"]
+    for prompt, (evaluator, prompts) in zip(("one: ", "two: "), evaluators.values()):
+        assert prompts == {"query": prompt, "document": "code: "}
+        assert len(evaluator.queries) == 5
+        assert all(evaluator.relevant_docs[query] == {texts[query][1]} for query in evaluator.queries)
+    trained, _ = train_bi_encoder.read_rows(pa.concat_tables(tables), data.sources, data.lookups, 0)
     args.micro_batch_tokens = 1000
     batch = train_bi_encoder.make_batch(trained, 0, model, args, accelerator)
-    places = iter(batch.slots.T.tolist())
+    slots = iter(batch.slots.T.tolist())
     for role, indices, features in batch.micro_batches:
-        assert role in ("query", "query_2", "document")
+        assert role in ("query", "document")
         for ids in model.tokenizer.batch_decode(features["input_ids"][: len(indices)], skip_special_tokens=True):
-            row, column = next(places)
+            row, column = next(slots)
             number, _ = texts[trained[row].query]
             prompt = "code : " if column else ("one : ", "two : ")[number]
             text = trained[row].documents[0] if column else trained[row].query
             expected = model.tokenizer.decode(model.tokenizer.encode(text)[1:-1])
             assert ids.startswith(prompt) and ids[len(prompt) :] == expected[: len(ids) - len(prompt)]
-    assert next(places, None) is None and len(trained) == 40
+    assert next(slots, None) is None and len(trained) == 40
     assert model.prompts["query"] == "one: " and model.prompts["document"] == "code: "
-
-
-def test_wrong_number_of_prompts(capsys):
-    with pytest.raises(SystemExit):
-        load("x", "--train_data", "a", "b", "c", "--query_prompt", "1", "2")
-    assert "--query_prompt takes one, or one for each source" in capsys.readouterr().err
 
 
 def load_reranker(folder, *flags):
@@ -460,7 +446,7 @@ def pair_features(model, pairs):
     found = {}
     args, given = train_cross_encoder.Args(micro_batch_tokens=400), [(None, pair) for pair in pairs]
     for _, cut, features in train_cross_encoder.make_micro_batches(model, given, args, Accelerator(cpu=True)):
-        mask = features.get("attention_mask", torch.ones_like(features["input_ids"])).bool()
+        mask = features.get("attention_mask", np.ones_like(features["input_ids"])).astype(bool)
         for i, number in enumerate(cut):
             parts = (features[part][i][mask[i]].tolist() for part in ("input_ids", "token_type_ids"))
             found[int(number)] = tuple(parts)
@@ -589,7 +575,7 @@ class Own(torch.nn.Module):
 
 def test_a_module_of_ones_own_gets_the_attention_mask(bert):
     """Also where nothing is padded; without such a module it is left out there."""
-    args, texts = train_bi_encoder.Args(micro_batch_tokens=100), [("document", "a text")]
+    args, texts = train_bi_encoder.Args(micro_batch_tokens=100), [("document", "", "a text")]
     for own in (False, True):
         model = load(bert)
         if own:

@@ -18,19 +18,23 @@ exit $status
 """
 
 
-def run_night(folder, *days):
-    """Run nightly.sh; return what it prints. Forked processes run what it gives to `python`, which comes by a pipe."""
+def run_night(folder, *days, stopped=False):
+    """Run nightly.sh; return what it prints. Forked processes run what it gives to `python`, which comes by a pipe.
+    stopped: the training is ended by SIGTERM."""
     environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HOME": str(folder)}
     command = ["sh", "-c", 'sh -e nightly.sh "$@"; echo $? > request', "sh", *days]
     printed = errors = ""
     with subprocess.Popen(command, cwd=folder, env=environment):
         while (words := (folder / "request").read_text().splitlines())[0].endswith(".py"):
             script, *flags = words
+            if stopped:
+                (folder / "answer").write_text("143\n")
+                continue
             done = launch(folder / script, *flags, cwd=folder, check=False, environment={"HOME": str(folder)})
             printed += done.stdout
             errors += done.stderr
             (folder / "answer").write_text(f"{done.returncode}\n")
-    assert words == ["0"], errors
+    assert words == ["143" if stopped else "0"], errors
     return printed
 
 
@@ -71,5 +75,7 @@ def test_nightly(tmp_path, rows, bert):
             changed = [line.split(": ")[1] for line in printed.splitlines() if line.startswith("changed after ")]
             assert "p = " in printed and changed == ["--max_steps", "pairs/*.parquet"]
         yesterday = [today]
+    run_night(tmp_path, "2026-11-24", *yesterday, stopped=True)  # publishes nothing
+    assert sorted(os.listdir(tmp_path / "models")) == NIGHTS == sorted(os.listdir(tmp_path / "eval"))
     weights = {(tmp_path / f"models/{today}/model.safetensors").read_bytes() for today in NIGHTS}
     assert len(weights) == 2

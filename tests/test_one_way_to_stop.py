@@ -28,13 +28,13 @@ def hashes(lookup, ids, real=script.TextLookup.hashes):
         raise OSError("Stale file handle")
     return real(lookup, ids)
 
-def agree(loss, norm, batches, signals, step, accelerator, real=script.agree):
-    found = real(loss, norm, batches, signals, step, accelerator)
+def sync_step(losses, norm, batches, signals, step, accelerator, real=script.sync_step):
+    found = real(losses, norm, batches, signals, step, accelerator)
     if found[-1]:
         print(f"stopped after {{step}} steps {{accelerator.distributed_type.name}}\\n", end="", flush=True)
     return found
 
-script.TextLookup.hashes, script.agree = hashes, agree
+script.TextLookup.hashes, script.sync_step = hashes, sync_step
 if {sharded}:
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -156,7 +156,7 @@ def test_the_error_of_one_process_is_printed_by_it(corpus, bert, tmp_path):
     sources = [["--train_data", corpus], ["--train_data", tmp_path / "absent.jsonl"]]
     run = Forked(ROOT / "train_bi_encoder.py", flags, 2, per_rank=sources)
     assert run.wait() == 1
-    assert f"error: --train_data {tmp_path}/absent.jsonl: " in run.read("stderr")
+    assert f"error: --train_data: {tmp_path}/absent.jsonl: " in run.read("stderr")
 
 
 @pytest.mark.parametrize("name", ["train_bi_encoder"])

@@ -6,8 +6,8 @@ from conftest import ROOT, launch
 DRIVER = """
 import importlib, sys
 sys.path.insert(0, {root!r})
-names = ["train_bi_encoder", "train_cross_encoder", "eval_incremental", "mine_negatives", "check_overlap",
-         "prepare_corpus"]
+names = ["train_bi_encoder", "train_cross_encoder", "eval_incremental", "report", "mine_negatives",
+         "check_overlap", "prepare_corpus"]
 sys.modules |= dict.fromkeys(["resource", "fcntl", "grp", "pwd", "termios"])  # to import them raises ImportError
 for name in names:
     sys.modules.pop(name, None)
@@ -19,4 +19,4 @@ for name in names:
 def test_scripts_import_without_modules_of_unix(tmp_path):
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER.format(root=str(ROOT)))
-    assert len(launch(driver).stdout.splitlines()) == 6
+    assert len(launch(driver).stdout.splitlines()) == 7

@@ -3,9 +3,11 @@
 import hashlib
 import importlib
 import json
+import os
 import random
 import shutil
 import signal
+import threading
 import time
 
 import pytest
@@ -99,13 +101,13 @@ def test_resumed_past_a_bad_row_by_skipping_it(rows, bert, tmp_path, name, proce
 @pytest.mark.parametrize("name, way, processes, ranks", [
     ("train_bi_encoder", "streaming", 2, slice(1, 2)), ("train_cross_encoder", "mapped", 1, slice(None)),
 ], ids=["second of two", "one"])  # fmt: skip
-def test_sigterm_saves_and_exits_cleanly(settings, tmp_path, name, way, processes, ranks):
+def test_sigterm_saves_and_ends_with_143(settings, tmp_path, name, way, processes, ranks):
     """All processes stop after the same step, whichever of them receives the signal; the run can be resumed."""
     script, output = ROOT / f"{name}.py", tmp_path / "out"
     flags = [*settings[way], "--eval_rows", 10, "--eval_steps", 1000, "--batch_size", 8, "--save_steps", 0]
     flags += ["--output_dir", output]
     process = Forked(script, [*flags, "--max_steps", STEPS], processes, timeout=120)
-    assert signal_when(process, output, 3, signal.SIGTERM, ranks) == 0
+    assert signal_when(process, output, 3, signal.SIGTERM, ranks) == 143
     last = metrics(output)[-1]["step"]
     assert 3 <= last < STEPS
     assert [folder.name for folder in (output / "checkpoints").iterdir()] == [f"step_{last:08}"]
@@ -136,8 +138,10 @@ def run_with_signals(name, flags, monkeypatch, step=None, numbers=()):
             patch.setattr(script, function, count(function))
         try:
             script.main(script.parse_args(merge_flags(flags)))
+        except SystemExit as error:
+            assert error.code == 128 + numbers[0]
         except KeyboardInterrupt as error:
-            assert signal.SIGINT in numbers and script.print_error(error) == 130
+            assert len(numbers) == 2 and script.print_error(error) == 130
     return calls["evaluate"]
 
 
@@ -157,12 +161,87 @@ def test_a_signal_does_not_wait_for_an_evaluation(settings, tmp_path, monkeypatc
         given = [*flags, "--output_dir", tmp_path / f"{numbers}"]
         assert run_with_signals(name, given, monkeypatch, 3, numbers) == 1
         found = capsys.readouterr()
-        assert "Traceback" not in found.err and ("interrupted: --resume" in found.err) == (signal.SIGINT in numbers)
+        assert "Traceback" not in found.err and ("interrupted: --resume" in found.err) == (len(numbers) == 2)
         kept = sorted(path.name for path in (tmp_path / f"{numbers}").glob("checkpoints/*"))
         assert kept == ["step_00000002"] * (len(numbers) == 1)
         assert ("stopped after step 2 of 6" in found.out) == (len(numbers) == 1)
     assert run_with_signals(name, [*given, "--resume"], monkeypatch) == 2
     assert trajectory(tmp_path / f"{numbers}") == trajectory(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1"])
+def test_other_signals_stop_a_run_unless_they_are_ignored(settings, tmp_path, monkeypatch, name):
+    """Of a terminal that closes, except under nohup, and of Slurm."""
+    number, before = getattr(signal, name), signal.getsignal(signal.SIGTERM)
+    flags = [*settings["mapped"], "--eval_rows", 0, "--max_steps", 3, "--batch_size", 8, "--output_dir"]
+    run_with_signals("train_bi_encoder", [*flags, tmp_path / "out"], monkeypatch, 2, [number])
+    assert [path.name for path in (tmp_path / "out/checkpoints").iterdir()] == ["step_00000001"]
+    assert signal.getsignal(number) == signal.SIG_DFL and signal.getsignal(signal.SIGTERM) == before  # given back
+    monkeypatch.setattr(signal, "raise_signal", lambda number: os.kill(os.getpid(), number))
+    signal.signal(number, signal.SIG_IGN)
+    try:
+        run_with_signals("train_bi_encoder", [*flags, tmp_path / "ignored"], monkeypatch, 2, [number])
+        assert (tmp_path / "ignored/model").exists() and signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def test_main_in_a_thread(settings, tmp_path):
+    """Without signals, which only the main thread receives."""
+    flags = [*settings["mapped"], "--eval_rows", 0, "--max_steps", 1, "--batch_size", 8, "--output_dir", tmp_path]
+    thread = threading.Thread(target=train, args=["train_bi_encoder", *flags])
+    thread.start()
+    thread.join()
+    assert (tmp_path / "model").exists()
+
+
+# The evaluation after step 3 receives a signal on the last process alone, between two forward passes.
+SIGNAL_IN_EVALUATION = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+import {name} as script
+
+calls = []
+
+def evaluate(model, evaluators, accelerator, real=script.evaluate):
+    calls.append("evaluate")
+    passes = []
+
+    def count(*_):
+        passes.append("pass")
+        if len(calls) == 2 and len(passes) == 1 and accelerator.process_index == accelerator.num_processes - 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    hook = model[-1].register_forward_hook(count)  # after a pass
+    try:
+        return real(model, evaluators, accelerator)
+    finally:
+        hook.remove()
+
+script.evaluate = evaluate
+try:
+    script.main(script.parse_args(sys.argv[1:]))
+    status = 0
+except SystemExit as error:
+    status = error.code
+os._exit(status)
+"""
+
+
+@pytest.mark.parametrize("name, processes", few_or_all([("train_bi_encoder", 2)], TRAINERS, [1, 2]))
+def test_an_evaluation_is_left_at_a_signal(settings, tmp_path, name, processes):
+    """On any process. The checkpoint of its step is written, with the loss; the resumed run makes the evaluation, and
+    equals an undisturbed one."""
+    flags = [*settings["mapped"], "--eval_rows", 50, "--max_steps", 4, "--eval_steps", 3, "--batch_size", 8]
+    script, driver, output = ROOT / f"{name}.py", tmp_path / "driver.py", tmp_path / "out"
+    launch(script, *flags, "--output_dir", tmp_path / "whole", processes=processes)
+    driver.write_text(SIGNAL_IN_EVALUATION.format(root=str(ROOT), name=name))
+    done = launch(driver, *flags, "--output_dir", output, processes=processes, check=False)
+    assert done.returncode == 143 and "stopped after step 3 of 4" in done.stdout, done.stderr
+    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step_00000003"]
+    assert metrics(output)[-1].keys() == metrics(output)[-2].keys() and metrics(output)[-1]["step"] == 3
+    launch(script, *flags, "--output_dir", output, "--resume", processes=processes)
+    assert trajectory(output) == trajectory(tmp_path / "whole")
 
 
 def move_tensors(checkpoint, spaces):
@@ -259,7 +338,7 @@ RATE = "factor = schedule(progress.step, steps, args)\n"
 OWN_RATE = RATE.replace("\n", ' / (1 + extra["norms"].mean().item())\n')
 OPTIMIZERS = "    optimizers = [optimizer.optimizer]"
 OWN_EXTRA = '    extra["norms"] = torch.zeros(3)\n'
-COUNT = "        progress.advance(loss, skipped, step_batches[-1].state)"
+COUNT = "        progress.advance(losses, skipped, step_batches)"
 OWN_COUNT = '        extra["norms"] = torch.cat([extra["norms"][1:], torch.tensor([norm])])\n'
 
 
@@ -275,7 +354,7 @@ def test_tensors_of_ones_own_survive_a_sigterm(settings, tmp_path, name, process
     flags += ["--output_dir", tmp_path / "out"]
     for step in (2, 6):
         process = Forked(script, [*flags, "--resume"], processes, timeout=120)
-        assert signal_when(process, tmp_path / "out", step, signal.SIGTERM) == 0
+        assert signal_when(process, tmp_path / "out", step, signal.SIGTERM) == 143
         assert step <= metrics(tmp_path / "out")[-1]["step"] < 12
     launch(script, *flags, "--resume", processes=processes)
     assert trajectory(tmp_path / "out") == trajectory(tmp_path / "whole")

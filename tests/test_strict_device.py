@@ -56,13 +56,15 @@ RUNS = {
     "grad_cache": (f"{FEW} --grad_cache true", {}),
     "dropout": (f"{FEW} --grad_cache true --dropout 0.5 --lora_rank 2", {"mixed": "bf16"}),
     "waits": (f"{WAITING} --micro_batch_tokens 100000", {"mixed": "bf16"}),
-    "waits, not padded": (f"{WAITING} --micro_batch_tokens 100000 --max_length 4", {}),
+    "waits, not padded": (f"{WAITING} --micro_batch_tokens 100000 --max_length 5", {}),
     "waits, flash": (f"{WAITING} --attn_implementation flash_attention_2", FLASH),
 }
 # Of the bi-encoder alone: both trainers resume, and scale losses, by the same functions; a cross-encoder's flash path
 # waits in each layer.
 ONE = {"long, resumed", "long, resumed in fp16", "fp16", "fp16, resumed", "waits, flash"}
 RAN = [(script, name) for script in TRAINERS for name in RUNS if script == "train_bi_encoder" or name not in ONE]
+LIMIT = 6_000_000  # bytes, of which one graph of all texts of a batch takes more
+MEMORY_RUNS = {"memory, measured": None, "memory, 16384 tokens": "16384", "memory, no limit": "512"}
 TEMPLATES = {"bert": "templates/bi_encoder", "reranker": "templates/cross_encoder"}
 TEMPLATE_RUNS = {"cpu": {"device": False}, "device": {}, "bf16": {"mixed": "bf16", "processes": 2}}
 
@@ -76,6 +78,8 @@ def folder(tmp_path_factory, rows, bert, beir):
 
     if not shutil.which("g++"):
         pytest.skip("g++ is not installed: it compiles the simulated device")
+    if torch.version.cuda:
+        pytest.skip("torch's CUDA build has a CUDA device of its own: the simulated one needs the CPU build")
     folder = tmp_path_factory.mktemp("device")
     rows = [{name: text[:100] for name, text in row.items()} for row in rows[:40]]
     write_jsonl(folder / "rows.jsonl", [
@@ -149,6 +153,11 @@ def ran(folder):
         flags += "--max_length 64 --micro_batch_tokens 400 --max_graph_tokens 0 --max_steps 3 --save_steps 3 "
         flags += f"--eval_rows 8 --output_dir templates/{model}/{name}"
         jobs[f"{TEMPLATES[model]} {name}"] = {"script": TEMPLATES[model], "flags": flags.split(), **options}
+    for name, tokens in MEMORY_RUNS.items():
+        job = make_job("train_bi_encoder", "infonce", name, f"{FEW} --batch_size 40", memory=LIMIT)
+        first = job["flags"].index("--micro_batch_tokens")
+        job["flags"][first : first + 2] = ["--micro_batch_tokens", tokens] * (tokens is not None)
+        jobs[f"train_bi_encoder {name}"] = job | ({"memory": 80 * 2**30} if name == "memory, no limit" else {})
     (folder / "jobs.json").write_text(json.dumps(jobs))
     command = [sys.executable, ROOT / "tests/strict_worker.py", "jobs.json", "results.json"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1800)
@@ -237,7 +246,14 @@ def test_a_step_is_skipped_and_the_scale_is_resumed(ran, folder):
     assert (scaler["scale"], scaler["_growth_tracker"]) == (2.0**9, 0)
 
 
-WAITS = {"waits": 2, "waits, not padded": 1, "waits, flash": 1}  # with 4 tokens all texts are equally long
+def test_memory_is_measured(ran):
+    """Where four graphs of 16,384 tokens do not fit, a run without --micro_batch_tokens trains, with the same loss."""
+    assert "out of memory" in ran["train_bi_encoder memory, 16384 tokens"]["error"]
+    expected = losses(ran["train_bi_encoder memory, no limit"])
+    assert losses(ran["train_bi_encoder memory, measured"]) == pytest.approx(expected, rel=1e-5)
+
+
+WAITS = {"waits": 2, "waits, not padded": 1, "waits, flash": 1}  # with 5 tokens all texts are equally long
 
 
 @pytest.mark.parametrize("script, name", [case for case in product(TRAINERS, WAITS) if case in RAN])

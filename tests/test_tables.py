@@ -5,8 +5,10 @@ import http.server
 import json
 import os
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import fsspec
@@ -16,6 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import write_jsonl
 
+import check_overlap
+import eval_incremental
+import mine_negatives
 import train_bi_encoder as script
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -32,7 +37,7 @@ def options(**changed):
 def rows_of(name, count, streaming, **changed):
     """Return the next `count` rows of a source, in the order of its files, as lists of cells."""
     source = script.Source(str(name), 0, options(streaming=streaming, shuffle_buffer=0, **changed))
-    rows = script.to_python(source.take(count).drop_columns([script.SOURCE, script.NUMBER]))
+    rows = script.to_python(source.take(count).drop_columns([script.SOURCE, script.NUMBER, script.LENGTH]))
     return [list(cells.values()) for cells in rows]
 
 
@@ -89,7 +94,7 @@ def test_ids_beside_an_empty_cell(tmp_path):
     args = options(corpus=["corpus.csv"], corpus_columns=["_id", "text"], on_bad_row="skip", shuffle_buffer=0)
     source = script.Source("rows.csv", 0, args)
     lookup = script.TextLookup(["corpus.csv"], ["_id", "text"])
-    found, skipped = script.read_rows(source.take(9), [source], [None, lookup], 0, args)
+    found, skipped = script.read_rows(source.take(9), [source], [None, lookup], 0)
     assert [row.documents for row in found] == [[f"text {name}"] for name in ids] and skipped == 1
     assert lookup.texts(["0016", "16"]) == ["text 0016", None]
 
@@ -99,14 +104,14 @@ def test_labels_of_a_csv_are_parsed(streaming):
     args = options(label_column=["label"], streaming=streaming, shuffle_buffer=0)
     labels = {"1": 1.0, " 0.5": 0.5, ".5": 0.5, "1e-3": 0.001, "-2": -2.0}
     source = script.Source(write("x.csv", "a,b,label\n" + "".join(f"q,d,{label}\n" for label in labels)), 0, args)
-    found, _ = script.read_rows(source.take(len(labels)), [source], [None, None], 0, args)
+    found, _ = script.read_rows(source.take(len(labels)), [source], [None, None], 0)
     assert [row.labels for row in found] == [[value] for value in labels.values()]
 
 
 def test_label_lists_of_a_csv_are_parsed():
     args = options(label_column=["label"])
     source = script.Source(write("x.csv", 'a,b,label\nq,d,"[1, 0.5]"\n'), 0, args)
-    assert script.read_rows(source.take(1), [source], [None, None], 0, args)[0][0].labels == [1.0, 0.5]
+    assert script.read_rows(source.take(1), [source], [None, None], 0)[0][0].labels == [1.0, 0.5]
 
 
 @pytest.mark.parametrize("suffix, mark, place, streaming", [
@@ -136,7 +141,7 @@ def test_rows_that_end_in_a_separator(streaming):
 def test_one_column(text):
     """A table of one column, such as one with another separator, has nothing to train on without --columns."""
     write("x.csv", text)
-    with pytest.raises(script.UserError, match="^(--train_data x.csv: .*more fields|--columns: two or more .* x.csv)"):
+    with pytest.raises(script.UserError, match="^(x.csv: .*more fields|--columns: two or more .* x.csv)"):
         script.find_columns(options(train_data=["x.csv"], columns=[]))
 
 
@@ -210,8 +215,8 @@ def test_types_of_texts_and_lists(streaming, suffix, kind):
     args = options(streaming=streaming, shuffle_buffer=3)
     source = script.Source(f"x.{suffix}", 0, args)
     table = source.take(8)
-    assert script.row_lengths(table, args).tolist() == [3 + (6 if "list" in kind else 3)] * 8
-    found, skipped = script.read_rows(table, [source], [None, None], 0, args)
+    assert table[script.LENGTH].to_pylist() == [3 + (6 if "list" in kind else 3)] * 8
+    found, skipped = script.read_rows(table, [source], [None, None], 0)
     assert not skipped and all(row.documents[0][-1] == row.query[-1] for row in found)
 
 
@@ -221,7 +226,7 @@ def test_lists_of_a_fixed_size_are_one_column_of_positives():
     pq.write_table(pa.table({"a": TEXTS, "b": positives, "c": pa.array([["n"]] * 4)}), "x.parquet")
     args = options(columns=["a", "b", "c"], num_negatives=1)
     source = script.Source("x.parquet", 0, args)
-    found, _ = script.read_rows(source.take(40), [source], [None, None], 0, args)
+    found, _ = script.read_rows(source.take(40), [source], [None, None], 0)
     assert {row.documents[1] for row in found} == {"n"} and {row.documents[0][0] for row in found} == {"d", "e"}
 
 
@@ -257,9 +262,10 @@ def test_sources_of_different_types(streaming):
         script.UserError, match=r"^the columns of text.jsonl, list.jsonl differ: .*Field b has incompatible types"
     ):
         next(script.row_batches(data.sources, data.weights, args))
-    args.eval_rows = 4
-    with pytest.raises(script.UserError, match="text.jsonl, list.jsonl differ: .*Field b "):
-        script.open_data(args)
+    data = script.open_data(replace(args, eval_rows=4, mix_by="batch"))  # alone, each is read as it is
+    assert [rows[0].documents for _, rows in data.held_out] == [["d"], ["d"]]
+    batches = script.row_batches(data.sources, data.weights, replace(args, mix_by="batch"))
+    assert {str(next(batches)[0]["b"].type) for _ in range(2)} == {"string", "list<item: string>"}
 
 
 @both_kinds
@@ -287,9 +293,227 @@ def test_several_configurations():
     write("repo/README.md", f"---\nconfigs:\n{configs}---\n")
     for name in ("pair", "triplet"):
         write(f"repo/{name}.jsonl", json.dumps({"a": name, "b": "d"}))
-    with pytest.raises(script.UserError, match=r"^repo: .*\['pair', 'triplet'\].*ID:config:split"):
+    with pytest.raises(script.UserError, match=r"^repo: .*\['pair', 'triplet'\]"):
         rows_of("repo", 1, False)
     assert rows_of("repo:triplet:train", 1, False) == [["triplet", "d"]]
+
+
+# ----------------------------------------------------------------------------------------------- what a source is
+
+
+def warnings_of(capsys):
+    """Return the warnings printed since the last call; each is printed once in a process."""
+    script.warn_once.cache_clear()
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+
+
+@both_kinds
+@pytest.mark.parametrize(
+    "name", ["pairs[1].jsonl", "run[2]/x.jsonl", "a*b?.jsonl", "2024-01-05T12:30:05", "run:1/x.jsonl", "__x/y.jsonl"]
+)
+def test_what_is_on_disk_is_no_pattern(streaming, name):
+    """Neither a pattern nor an id with a split: a file or folder is read by its name, alone or in a folder."""
+    for other in ("pairs1.jsonl", "run2/x.jsonl", "aab1.jsonl"):  # what the names match as patterns
+        write(f"in/{other}", '{"a": "another", "b": "file"}\n')
+    write(f"in/{name}/x.jsonl" if "." not in name else f"in/{name}", ONE)
+    os.chdir("in")
+    assert rows_of(name, 1, streaming) == [["q", "d"]]
+    if not name.startswith("_"):
+        os.chdir("..")
+        assert sorted(rows_of("in", 4, streaming)) == [["another", "file"]] * 3 + [["q", "d"]]
+
+
+FOLDER = {
+    "0.jsonl": "", "b/1.jsonl.gz": "", "2.NDJSON": "", "train/test.jsonl": "", "contest.jsonl": "", "values.jsonl": "",
+    "part-train-0.jsonl": "", "b/latest.jsonl": "", "README.md": None, "dataset_infos.json": None, ".DS_Store": None,
+    ".old.jsonl": "hidden", "_log/0.json": "hidden", "2.csv": "csv", "0.jsonl.bak": "unknown format",
+    "1.jsonl.part": "unknown format", "test.jsonl": "another split", "b/x-TestSet.jsonl": "another split",
+    "testdata.jsonl": "another split", "split=test/0.jsonl": "another split", "validation/0.jsonl": "another split",
+    "data/dev-00000-of-00001.jsonl": "another split",
+}  # fmt: skip
+
+
+@both_kinds
+def test_the_files_of_a_folder(streaming, capsys, monkeypatch):
+    """Those that are not read are named, by the main process; README.md and the like are not."""
+    for name in FOLDER:
+        write(f"folder/{name}", json.dumps({"a": name, "b": "d"}))
+    expected = sorted(name for name, why in FOLDER.items() if why == "")
+    rows = rows_of("folder", len(expected) + 1, streaming)
+    assert sorted(row[0] for row in rows[:-1]) == expected and rows[-1] == rows[0]
+    (line,) = warnings_of(capsys)
+    for why in ("hidden", "csv", "unknown format", "another split"):
+        names = sorted(name for name, other in FOLDER.items() if other == why)
+        assert f"{len(names)} {why} ({', '.join(names[:3])})" in line
+    assert "README" not in line and "infos" not in line and "DS_Store" not in line
+    script.list_files("folder")
+    script.list_files("folder")
+    assert len(warnings_of(capsys)) == 1
+    monkeypatch.setenv("RANK", "1")
+    script.list_files("folder")
+    assert warnings_of(capsys) == []
+
+
+@both_kinds
+def test_links_in_a_folder(streaming):
+    """Folders that links lead to are read, each once, also where they lead back."""
+    write("elsewhere/2.jsonl", '{"a": "linked", "b": "d"}\n')
+    write("folder/1.jsonl", ONE)
+    os.symlink("../elsewhere", "folder/more")
+    os.symlink("../folder", "folder/again")
+    os.symlink("../elsewhere", "folder/twice")
+    os.symlink("folder", "link")
+    for name in ("folder", "link"):
+        assert rows_of(name, 3, streaming) == [["q", "d"], ["linked", "d"], ["q", "d"]]
+
+
+def test_a_folder_of_another_split(capsys):
+    """It is refused; a pattern or a name says that it is meant."""
+    for name in ("test-0.jsonl", "test-1.jsonl"):
+        write(f"folder/{name}", ONE)
+    with pytest.raises(script.UserError, match=r"^no file to read; 2 another split \(test-0.jsonl, test-1.jsonl\)$"):
+        script.list_files("folder")
+    assert len(script.list_files("folder/test-*.jsonl")) == 2 and script.list_files("folder/test-0.jsonl")
+    assert warnings_of(capsys) == []
+    write("folder/a.jsonl", ONE)
+    assert len(script.list_files("folder/*.jsonl")) == 3
+    assert "2 of the files are of another split, such as test-0.jsonl" in warnings_of(capsys)[0]
+
+
+def test_a_folder_that_cannot_be_listed(monkeypatch):
+    """Its files are not left out without a word."""
+    write("folder/1.jsonl", ONE), write("folder/more/2.jsonl", ONE)
+    listdir = os.listdir
+
+    def refuse(path):
+        if path.endswith("more"):
+            raise PermissionError(13, "Permission denied", path)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(script.UserError, match="^folder: .*Permission denied: 'folder/more'"):
+        rows_of("folder", 1, False)
+
+
+def test_the_files_of_a_remote_folder(capsys):
+    """The same rules as on disk."""
+    store = fsspec.filesystem("memory")
+    for name in ("0.jsonl", "b/1[2].jsonl", "0.jsonl.bak", "testdata.jsonl", "_SUCCESS"):
+        store.pipe(f"/bucket/rows/{name}", ONE.encode())
+    files = script.list_files("memory://bucket/rows")
+    assert [file.removeprefix("memory:///bucket/rows/") for file in files] == ["0.jsonl", "b/1[2].jsonl"]
+    assert "1 unknown format (0.jsonl.bak)" in warnings_of(capsys)[0]
+    store.rm("/bucket", recursive=True)
+
+
+def test_folders_of_partitions(capsys):
+    for language in ("de", "en"):
+        write(f"hive/lang={language}/0.jsonl", ONE)
+    assert rows_of("hive", 2, False) == [["q", "d"]] * 2
+    (line,) = warnings_of(capsys)
+    assert line.endswith("folders KEY=VALUE are not read as columns; prepare_corpus.py does so")
+    rows_of("hive/lang=de", 1, False)
+    assert warnings_of(capsys) == []
+
+
+# -------------------------------------------------------------------------------- columns that nobody asked for
+
+
+@both_kinds
+def test_a_column_of_a_type_that_datasets_cannot_hold(streaming, capsys):
+    """A map, as Spark writes it, beside the columns matters only if it is asked for."""
+    kind = pa.map_(pa.string(), pa.string())
+    rows = pa.table({"m": pa.array([[("x", "y")]] * 3, kind), "b": pa.array(["d"] * 3), "a": ["q"] * 3})
+    pq.write_table(rows, "x.parquet")
+    assert rows_of("x.parquet", 3, streaming) == [["q", "d"]] * 3
+    assert warnings_of(capsys) == []
+    assert script.find_columns(options(train_data=["x.parquet"], columns=[])) == ["b", "a"]
+    assert "columns that `datasets` cannot hold are not read: m (map<string, string" in warnings_of(capsys)[0]
+    with pytest.raises(script.UserError, match=r"^x.parquet: .*\['m'\] not in the dataset. .*\['b', 'a'\]"):
+        rows_of("x.parquet", 3, streaming, columns=["a", "m"])
+
+
+def test_only_the_columns_asked_for_are_converted():
+    pq.write_table(pa.table({"a": ["q"], "b": ["d"], "c": ["e"]}), "x.parquet")
+    dataset = script.open_files(["x.parquet"], streaming=False, columns=["a", "b"])
+    assert dataset.data.column_names == ["a", "b"]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_the_index_of_pandas_is_no_default_column(suffix):
+    if suffix == "csv":
+        write("x.csv", ",a,b\n0,q,d\n1,q,d\n")
+    else:
+        pq.write_table(pa.table({"a": ["q"], "b": ["d"], "__index_level_0__": [0]}), "x.parquet")
+    assert script.find_columns(options(train_data=[f"x.{suffix}"], columns=[])) == ["a", "b"]
+    assert script.named_columns(["Unnamed: 0.1x", "unnamed", "a"]) == ["Unnamed: 0.1x", "unnamed", "a"]
+
+
+# ------------------------------------------------------------------------------------ types that a reader guesses
+
+
+@both_kinds
+@pytest.mark.parametrize("late", [[0.5] * 4, [[0.5, 1]] * 4, "chunk"], ids=["number", "list", "chunk"])
+def test_labels_that_begin_with_whole_numbers(streaming, late):
+    """In another file, or after the first chunk of some 10 MB, the first fraction follows."""
+    whole = 1 if late == "chunk" or late[0] == 0.5 else [1, 0]
+    first = [{"a": "q", "b": "d", "s": whole}] * 4
+    if late == "chunk":
+        late = [0.5] * 4
+        first = [{"a": "x" * 60_000, "b": "d", "s": whole}] * 200
+    write_jsonl(Path("0.jsonl"), first)
+    write_jsonl(Path("1.jsonl"), [{"a": "q", "b": "d", "s": label} for label in late])
+    if len(first) > 4:
+        Path("0.jsonl").write_text(Path("0.jsonl").read_text() + Path("1.jsonl").read_text())
+        Path("1.jsonl").unlink()
+    args = options(label_column=["s"], streaming=streaming, shuffle_buffer=0)
+    source = script.Source("*.jsonl", 0, args)
+    found, _ = script.read_rows(source.take(len(first) + 4), [source], [None, None], 0)
+    labels = [row.labels if isinstance(whole, list) else row.labels[0] for row in found]
+    assert labels == [whole] * len(first) + late
+
+
+@both_kinds
+@pytest.mark.parametrize("value", ["2020-01-01", "2020-01-01T00:00:00", ["2020-01-01"]])
+def test_texts_that_look_like_dates(streaming, value):
+    """`datasets` would change them; where they are not asked for, nothing is said."""
+    write_jsonl(Path("x.jsonl"), [{"a": "q", "b": value, "c": "d"}] * 3)
+    with pytest.raises(script.UserError, match="^x.jsonl: column 'b' has texts like 2020.* by prepare_corpus.py$"):
+        rows_of("x.jsonl", 3, streaming)
+    assert rows_of("x.jsonl", 1, streaming, columns=["a", "c"]) == [["q", "d"]]
+
+
+def test_ids_that_look_like_dates():
+    write_jsonl(Path("x.jsonl"), [{"_id": "2020-01-01", "text": "d"}])
+    with pytest.raises(script.UserError, match="^column '_id' has texts like 2020-01-01, .* prepare_corpus.py$"):
+        script.TextLookup(["x.jsonl"], ["_id", "text"])
+    for module in (eval_incremental, mine_negatives, check_overlap):
+        (table,) = module.open_files(["x.jsonl"]).iter(1)
+        with pytest.raises(module.UserError, match="^column '_id' holds timestamp.*: rewrite it by prepare_corpus.py"):
+            module.as_texts(table["_id"], "_id", ids=True)
+
+
+NULL_LISTS = {
+    "fixed": pa.array([["d", "ef"], None, ["g", "h"]], pa.list_(pa.string(), 2)),
+    "list": pa.array([["d", "ef"], None, ["g", "h"]]),
+    "masked": pa.ListArray.from_arrays(
+        pa.array([0, 2, 4, 6], pa.int32()),
+        pa.array(["d", "ef", "hidden", "", "g", "h"]),
+        mask=pa.array([False, True, False]),
+    ),
+    "nested": pa.array([[["d"], ["ef"]], None, [["g"], None, ["h"]]]),
+}
+
+
+@pytest.mark.parametrize("kind", NULL_LISTS)
+def test_the_length_of_null_lists(kind):
+    """Arrow allows values below a null list: they are no texts of the row."""
+    table = pa.table({"a": ["q"] * 3, "b": NULL_LISTS[kind]})
+    source = SimpleNamespace(args=options(), number=0)
+    assert script.Source.add_numbers(source, table, 0)[script.LENGTH].to_pylist() == [4, 1, 3]
+    if kind != "nested":
+        texts, rows = check_overlap.row_texts(table, ["b"])
+        assert texts.to_pylist() == ["d", "ef", "g", "h"] and rows.tolist() == [0, 0, 2, 2]
 
 
 # ------------------------------------------------------------------------------------------------- other machines

@@ -55,8 +55,8 @@ def texts(path, ids, columns=("_id", "text")):
     table = {"row": [f"{i}" for i in range(len(ids))], "id": ids, script.SOURCE: zeros, script.NUMBER: zeros}
     args.corpus = [str(path)]
     lookups = [None, script.TextLookup(args.corpus, list(columns))]
-    source = SimpleNamespace(name="rows")
-    rows, skipped = script.read_rows(pa.table(table), [source], lookups, 0, args)
+    source = SimpleNamespace(name="rows", args=args)
+    rows, skipped = script.read_rows(pa.table(table), [source], lookups, 0)
     found = {int(row.query): row.documents[0] for row in rows}
     assert len(found) + skipped == len(ids)
     return [found.get(i) for i in range(len(ids))]
@@ -95,6 +95,35 @@ def test_a_changed_table_is_indexed_again():
     assert texts("c.jsonl", ["a", "b"]) == ["old", None]
     write("c.jsonl", [{"_id": "b", "text": "new"}])
     assert texts("c.jsonl", ["a", "b"]) == [None, "new"]
+
+
+def test_an_index_belongs_to_its_table():
+    """The shard in the middle is written anew, with the same size and another order."""
+    documents = [{"_id": str(row), "text": f"text {row}"} for row in range(10, 70)]
+    ids = [document["_id"] for document in documents]
+    for first in (0, 20, 40):
+        write(f"{first}.jsonl", documents[first : first + 20])
+    for _ in range(2):
+        lookup = script.TextLookup(["*.jsonl"], ["_id", "text"])
+        assert lookup.is_fresh and lookup.texts(ids) == [f"text {name}" for name in ids]
+        write("20.jsonl", documents[39:19:-1])
+    script.TextLookup(["*.jsonl"], ["_id", "text"])
+    assert not script.TextLookup(["*.jsonl"], ["_id", "text"]).is_fresh
+
+
+def test_an_unknown_id_is_looked_up_in_a_fresh_index(monkeypatch):
+    """Before that, an index is believed as it is: here it leads to other rows."""
+    write("x.jsonl", [{"_id": str(row), "text": f"text {row}"} for row in range(20)])
+    path = Path(script.TextLookup(["x.jsonl"], ["_id", "text"]).index.filename)
+    index = np.load(path)
+    np.save(path, np.stack([index[0], np.roll(index[1], 1)]))
+    lookup = script.TextLookup(["x.jsonl"], ["_id", "text"])
+    built = []
+    build = lookup.build_index
+    monkeypatch.setattr(lookup, "build_index", lambda: built.append(1) or build())
+    assert not lookup.is_fresh
+    assert lookup.texts(["3", "none", "7"]) == ["text 3", None, "text 7"] and lookup.texts(["none"]) == [None]
+    assert built == [1] and np.array_equal(np.load(path), index)
 
 
 def test_two_id_columns_of_a_table_have_two_indexes():
@@ -142,7 +171,7 @@ def test_a_table_without_titles():
         script.open_data(parse(*flags))
     args = parse(*flags, "--corpus_columns", "_id", "text")
     data = script.open_data(args)
-    rows, _ = script.read_rows(data.sources[0].take(1), data.sources, data.lookups, 0, args)
+    rows, _ = script.read_rows(data.sources[0].take(1), data.sources, data.lookups, 0)
     assert rows[0].documents == ["x"]
 
 

@@ -44,7 +44,7 @@ def test_functions_of_a_template_are_those_of_the_trainer(kind):
     "kind, name, old, new",
     [
         ("bi_encoder", "encode", "(model, role, features,", "(model, features, role,"),
-        ("bi_encoder", "infonce", "(columns, whole, ", "(columns, batch, "),
+        ("bi_encoder", "infonce", "(embeddings, whole, ", "(embeddings, batch, "),
         ("bi_encoder", "cut", "(lengths, max_tokens)", "(lengths, max_tokens, sort)"),
         ("cross_encoder", "make_micro_batches", "(model, pairs, args,", "(model, pairs,"),
         ("cross_encoder", "draw_negatives", "def read_batch(", "def draw_negatives("),

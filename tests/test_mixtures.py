@@ -1,0 +1,246 @@
+"""Sources with columns, prompts and losses of their own."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from accelerate import Accelerator
+from conftest import RATES, ROOT, TRAINERS, launch, metrics, train, write_jsonl
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer import losses as library
+
+import train_bi_encoder as script
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory, rows):
+    """Three files: triplets, pairs with scores, texts with classes; the last with a null and an empty negative."""
+    folder = tmp_path_factory.mktemp("mixture")
+    texts = [(row["docstring"][:80], row["code"][:120]) for row in rows[:240]]
+    retrieval = [{"question": a, "answer": b, "wrong": texts[i - 1][1]} for i, (a, b) in enumerate(texts[:120])]
+    similarity = [{"a": a, "b": texts[i - i % 2][0], "score": i % 6} for i, (a, _) in enumerate(texts[120:180])]
+    topics = []
+    for i, (a, _) in enumerate(texts[180:240]):
+        others = [f"topic {(i + n) % 5}" for n in (1, 2, 3)]
+        topics.append({"text": a, "topic": f"topic {i % 5}", "n1": others[0], "n2": others[1] if i % 3 else None,
+                       "n3": others[2] if i % 4 else ""})  # fmt: skip
+    for name, part in (("retrieval", retrieval), ("similarity", similarity), ("topics", topics)):
+        write_jsonl(folder / f"{name}.jsonl", part)
+    return folder
+
+
+def entries(folder, name):
+    retrieval = {"path": f"{folder}/retrieval.jsonl", "columns": ["question", "answer", "wrong"], "weight": 0.5}
+    similarity = {"path": f"{folder}/similarity.jsonl", "columns": ["a", "b"], "label_column": ["score"],
+                  "loss": "CoSENTLoss", "query_prompt": "", "document_prompt": "", "weight": 0.3}  # fmt: skip
+    topics = {"path": f"{folder}/topics.jsonl", "columns": ["text", "topic", "n1", "n2", "n3"],
+              "query_prompt": "topic of: ", "loss_kwargs": {"in_batch": False}, "weight": 0.2}  # fmt: skip
+    if name == "train_cross_encoder":
+        similarity |= {"loss": "mse"}
+        similarity.pop("document_prompt")
+        topics |= {"loss": "ranknet", "columns": ["text", "topic", "n1"], "loss_kwargs": None}
+    return [json.dumps(entry) for entry in (retrieval, similarity, topics)]
+
+
+def flags_for(folder, name, model, output, *more):
+    return ["--train_data", *entries(folder, name), "--model_name_or_path", model, "--mix_by", "batch", "--batch_size",
+            8, "--max_steps", 10, "--logging_steps", 1, "--learning_rate", 1e-3, "--max_length", 32, "--eval_steps", 5,
+            "--save_steps", 4, "--micro_batch_tokens", 200, "--output_dir", output, *more]  # fmt: skip
+
+
+def lines_of(output):
+    return [{name: value for name, value in line.items() if name not in RATES} for line in metrics(output)]
+
+
+@pytest.mark.parametrize("way", [[], ["--streaming", "--eval_rows", "15"]])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_resumed_to_the_bit_and_the_same_losses_on_two_processes(name, way, sources, bert, tmp_path):
+    flags = flags_for(sources, name, bert, tmp_path / "out", *way)
+    train(name, *flags)
+    expected = lines_of(tmp_path / "out")
+    weights = (tmp_path / "out/model/model.safetensors").read_bytes()
+    names = {key for line in expected for key in line if key.startswith("loss_")}
+    assert names == {"loss_retrieval", "loss_similarity", "loss_topics"} and "held_out_mean" in expected[-1]
+    shutil.rmtree(tmp_path / "out/checkpoints/step_00000010")
+    shutil.rmtree(tmp_path / "out/model")
+    train(name, *flags, "--resume")
+    assert lines_of(tmp_path / "out") == expected
+    assert (tmp_path / "out/model/model.safetensors").read_bytes() == weights
+    if not way:
+        two = flags_for(sources, name, bert, tmp_path / "two", "--dropout", 0, "--max_steps", 4)
+        launch(ROOT / f"{name}.py", *two, processes=2)
+        train(name, *flags_for(sources, name, bert, tmp_path / "one", "--dropout", 0, "--max_steps", 4))
+        found, wanted = (
+            [line["loss"] for line in metrics(tmp_path / part) if "loss" in line] for part in ("two", "one")
+        )
+        assert found[:2] == pytest.approx(wanted[:2], rel=1e-5) and len(found) == 4
+
+
+def test_gradient_equals_a_loop_over_the_sources(sources, bert, tmp_path):
+    """In plain torch, by the library's losses: a batch of each source, its prompts part of the texts."""
+    flags = [*map(str, flags_for(sources, "train_bi_encoder", bert, tmp_path)), "--eval_rows", "0", "--dropout", "0"]
+    args, accelerator = script.parse_args(flags), Accelerator(cpu=True)
+    model = script.load_model(args)
+    args = script.resolve_args(args, model, accelerator)
+    data = script.open_data(args)
+    seen = {}
+    batches = script.local_batches(script.row_batches(data.sources, data.weights, args), 0, data, args, accelerator)
+    while len(seen) < 3:
+        rows, index, more = next(batches)
+        seen.setdefault(more["source"], (rows, index, more))
+    reference = SentenceTransformer(str(bert), device="cpu").train()
+    reference.max_seq_length = 32
+    script.set_dropout(reference, 0.0)
+
+    def embed(texts):
+        return reference(reference.preprocess(texts))["sentence_embedding"]
+
+    for number, (rows, index, _) in sorted(seen.items()):
+        source = data.sources[number]
+        batch = script.batch_to_torch(script.make_batch(rows, index, model, args, accelerator))
+        model.zero_grad()
+        loss = script.forward_backward(model, batch, source.args, accelerator, script.make_loss(source.args, model))
+        reference.zero_grad()
+        prompts = script.prompts_of(source.args)
+        queries = embed([prompts["query"] + row.query for row in rows])
+        documents = [embed([prompts["document"] + text for text in row.documents]) for row in rows]
+        if number == 0:
+            columns = [queries, torch.stack([part[0] for part in documents]), torch.stack([d[1] for d in documents])]
+            assert len({text for row in rows for text in row.documents}) == 2 * len(rows)  # nothing is masked
+            expected = library.MultipleNegativesRankingLoss(reference, scale=20.0)
+            expected = expected.compute_loss_from_embeddings(columns, None)
+        elif number == 1:
+            columns = [queries, torch.cat(documents)]
+            labels = torch.tensor([row.labels[0] for row in rows])
+            expected = library.CoSENTLoss(reference).compute_loss_from_embeddings(columns, labels)
+        else:
+            terms = []
+            for query, part in zip(queries, documents):
+                scores = F.cosine_similarity(query[None], part) / 0.05
+                terms.append(-scores.log_softmax(0)[0])
+            assert {len(part) for part in documents} > {3}  # null and empty negatives are left out
+            expected = torch.stack(terms).mean()
+        expected.backward()
+        found, wanted = (
+            torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (model, reference)
+        )
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        assert (found - wanted).norm() < 1e-5 * wanted.norm()
+
+
+@pytest.mark.parametrize("entry, more, problem", [
+    ({"columns": ["a", "b"]}, [], "takes a path, and of its own a weight, columns"),
+    ({"path": "x.jsonl", "learning_rate": 1}, [], "takes a path, and of its own a weight, columns"),
+    ({"path": "x.jsonl", "loss": "kl"}, [], "x.jsonl: --loss kl requires teacher scores"),
+    ({"path": "x.jsonl", "label_column": ["y"]}, [], "x.jsonl: --label_column: infonce reads no labels"),
+    ({"path": "x.jsonl", "num_negatives": -1}, [], "x.jsonl: --num_negatives -1: must be finite, and 0 or more"),
+    ({"path": "x.jsonl", "loss_kwargs": "no"}, [], "x.jsonl: argument --loss_kwargs: invalid"),
+    ({"path": "https://user:secret@host/x.jsonl"}, [], "a URL with a credential"),
+])  # fmt: skip
+def test_an_entry_is_checked_like_flags(entry, more, problem, capsys):
+    with pytest.raises(SystemExit):
+        script.parse_args(["--model_name_or_path", "x", "--train_data", json.dumps(entry), *more])
+    assert problem in capsys.readouterr().err
+
+
+def test_what_an_entry_takes_from_the_run():
+    """null and [] are not given; a loss of its own takes the defaults of its options and labels."""
+    run = ["--model_name_or_path", "x", "--train_data", "x", "--loss", "kl", "--label_column", "y",
+           "--query_prompt", "q: ", "--loss_kwargs", '{"teacher_temperature": 1}', "--num_negatives", "3"]  # fmt: skip
+    args = script.parse_args(run)
+    same = script.args_of_source({"path": "p", "columns": [], "query_prompt": None}, args)
+    assert (same.train_data, same.query_prompt, same.loss, same.label_column) == (["p"], "q: ", "kl", ["y"])
+    own = script.args_of_source({"path": "p", "loss": "infonce", "query_prompt": "", "weight": 0.5}, args)
+    assert (own.loss, own.loss_kwargs, own.label_column, own.num_negatives) == ("infonce", {}, [], 3)
+    assert own.query_prompt == "" and own.mixing_weights == [0.5]
+
+
+def open_data(folder, *sources, more=()):
+    flags = [
+        "--model_name_or_path",
+        "x",
+        "--train_data",
+        *sources,
+        "--query_prompt",
+        "",
+        "--document_prompt",
+        "",
+        *more,
+    ]
+    return script.open_data(script.parse_args(flags))
+
+
+def test_what_is_refused_of_several_sources(sources):
+    retrieval, similarity, topics = entries(sources, "train_bi_encoder")
+    with pytest.raises(script.UserError, match="different losses require --mix_by batch"):
+        open_data(sources, retrieval, similarity)
+    unweighted = json.dumps({name: value for name, value in json.loads(topics).items() if name != "weight"})
+    with pytest.raises(script.UserError, match="give a weight to each source or to none"):
+        open_data(sources, retrieval, unweighted, more=["--mix_by", "batch"])
+    plain = [f"{sources}/retrieval.jsonl", f"{sources}/retrieval.jsonl"]
+    with pytest.raises(script.UserError, match="no source has the column other"):
+        open_data(sources, *plain, more=["--columns", "question", "answer", "other"])
+
+
+def test_a_source_without_a_column_of_negatives_has_fewer_documents(sources, tmp_path):
+    rows = [json.loads(line) for line in (sources / "retrieval.jsonl").read_text().splitlines()]
+    write_jsonl(tmp_path / "pairs.jsonl", [{"question": row["question"], "answer": row["answer"]} for row in rows])
+    more = ["--columns", "question", "answer", "wrong", "--eval_rows", "0", "--batch_size", "8"]
+    data = open_data(tmp_path, f"{sources}/retrieval.jsonl", str(tmp_path / "pairs.jsonl"), more=more)
+    args = data.sources[0].args
+    table, _ = next(script.row_batches(data.sources, data.weights, args))
+    found, skipped = script.read_rows(table, data.sources, data.lookups, 0)
+    assert skipped == 0 and sorted(len(row.documents) for row in found) == [1] * 4 + [2] * 4
+
+
+def test_held_out_are_as_many_of_each_and_at_most_a_tenth(tmp_path):
+    for name, count in (("big", 1000), ("small", 60)):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"q": f"{name} {i}", "d": f"d {i}"} for i in range(count)])
+    both = [str(tmp_path / "big.jsonl"), str(tmp_path / "small.jsonl")]
+    data = open_data(tmp_path, *both, more=["--mixing_weights", "0.5", "0.5"])
+    assert [len(rows) for _, rows in data.held_out] == [100, 6] and [len(part) for part in data.sources] == [900, 54]
+    data = open_data(tmp_path, *both, more=["--eval_rows", "20"])
+    assert [len(rows) for _, rows in data.held_out] == [10, 10]
+
+
+def test_held_out_queries_that_are_trained_on_are_counted(tmp_path):
+    rows = [{"q": f"query {i % 100}", "d": f"document {i}"} for i in range(400)]
+    write_jsonl(tmp_path / "x.jsonl", rows)
+    data = open_data(tmp_path, str(tmp_path / "x.jsonl"))
+    queries = {row.query for _, part in data.held_out for row in part}
+    trained = {row["q"] for row in data.sources[0].dataset[:].to_pylist()}
+    assert script.count_trained_queries(data) == len(queries & trained) > 0
+
+
+def test_a_stream_says_that_most_of_its_rows_are_held_out(tmp_path, capsys):
+    write_jsonl(tmp_path / "x.jsonl", [{"q": f"q {i}", "d": f"d {i}"} for i in range(50)])
+    more = ["--streaming", "--max_steps", "9", "--eval_rows", "10"]
+    (source,) = open_data(tmp_path, str(tmp_path / "x.jsonl"), more=more).sources
+    source.take(45)
+    assert "x.jsonl: 10 of 50 rows are held out" in capsys.readouterr().err
+
+
+def test_the_command_of_the_page(sources, bert, tmp_path, monkeypatch):
+    """docs/mixtures.md: its file and its command, on small files of the same columns."""
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/mixtures.md").read_text()
+    text, command = re.findall(r"```(?:yaml|sh)\n(.*?)```", page, re.S)
+    for name in ("retrieval", "topics"):
+        rows = [json.loads(line) for line in (sources / f"{name}.jsonl").read_text().splitlines()]
+        if name == "topics":
+            rows = [{"text": row["text"], "topic": row["topic"], "others": [row["n1"]]} for row in rows]
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    pairs = [json.loads(line) for line in (sources / "similarity.jsonl").read_text().splitlines()]
+    lines = [f'"{row["a"]}","{row["b"]}",{row["score"]}' for row in pairs if '"' not in row["a"] + row["b"]]
+    (tmp_path / "similarity.csv").write_text("sentence1,sentence2,score\n" + "\n".join(lines) + "\n")
+    flags = yaml.safe_load(text)
+    flags |= {"model_name_or_path": str(bert), "batch_size": 8, "max_steps": 3, "max_length": 32}
+    (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(flags))
+    python, trainer, file = command.split()
+    done = launch(ROOT / trainer, file, cwd=tmp_path)
+    assert "retrieval.jsonl: " in done.stdout and "query: sentence1, document: sentence2" in done.stdout
+    assert metrics(tmp_path / "runs/mixture")[-1]["step"] == 3

@@ -1,0 +1,100 @@
+"""Worker processes prepare batches: the same bytes with any number of them, and no orphan, whatever ends."""
+
+import os
+import resource
+import signal
+import time
+
+import psutil
+import pytest
+from conftest import RATES, ROOT, TRAINERS, launch, metrics, train, write_jsonl
+from forked import Forked
+
+
+def flags_for(corpus, model, output, *more):
+    return ["--train_data", corpus, "--model_name_or_path", model, "--batch_size", 16, "--max_length", 48,
+            "--max_steps", 4, "--eval_rows", 10, "--logging_steps", 1, "--micro_batch_tokens", 400, "--learning_rate",
+            1e-3, "--output_dir", output, *more]  # fmt: skip
+
+
+def results(output):
+    lines = [{name: value for name, value in line.items() if name not in RATES} for line in metrics(output)]
+    return lines, (output / "model/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_any_number_of_workers_gives_the_same_bytes(name, corpus, bert, tmp_path):
+    """With dropout; the workers have ended with the run."""
+    found = []
+    for workers in (0, 1, 4):
+        train(name, *flags_for(corpus, bert, tmp_path / f"{workers}", "--dataloader_num_workers", workers))
+        found.append(results(tmp_path / f"{workers}"))
+    assert found[0] == found[1] == found[2]
+    assert not [child for child in psutil.Process().children(recursive=True) if "pt_data" in child.name()]
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def children_of(process):
+    return [child for child in psutil.Process(process.processes[0].pid).children() if child.is_running()]
+
+
+@pytest.fixture
+def running(corpus, bert, tmp_path):
+    """A run of many steps with two workers, once it trains."""
+    flags = flags_for(corpus, bert, tmp_path / "out", "--max_steps", 3000, "--dataloader_num_workers", 2)
+    process = Forked(ROOT / "train_bi_encoder.py", flags, 1, ROOT)
+    wait_for(lambda: (tmp_path / "out/metrics.jsonl").exists() and len(metrics(tmp_path / "out")) > 3)
+    yield process
+    process.send(signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_worker_outlives_the_run(running, number):
+    workers = children_of(running)
+    assert len(workers) == 2
+    running.send(number)
+    running.wait()
+    psutil.wait_procs(workers, timeout=10)
+    assert not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers)
+
+
+def test_a_killed_worker_is_one_line(running):
+    os.kill(children_of(running)[0].pid, signal.SIGKILL)
+    assert running.wait() == 1
+    (line,) = [line for line in running.read("stderr").splitlines() if line.startswith("error: ")]
+    assert "DataLoader worker" in line and "memory may be short: lower --dataloader_num_workers" in line
+    assert "Traceback" not in running.read("stderr")
+
+
+def test_an_error_of_a_worker_is_printed_and_the_step_before_saved(rows, bert, tmp_path):
+    """Here of the tokenizer of an edited script, with its traceback."""
+    text = (ROOT / "train_bi_encoder.py").read_text()
+    old = "        features = model.preprocess("
+    assert text.count(old) == 1
+    check = '        if any("[MASK]" in texts[index] for index in indices):\n            raise KeyError("a bug")\n'
+    (tmp_path / "edited.py").write_text(text.replace(old, check + old))
+    rows = [{**row, "code": f"[MASK] {row['code']}"} if i == 40 else row for i, row in enumerate(rows[:64])]
+    write_jsonl(tmp_path / "x.jsonl", rows)
+    flags = flags_for(tmp_path / "x.jsonl", bert, tmp_path / "out", "--shuffle_buffer", 0, "--eval_rows", 0)
+    done = launch(tmp_path / "edited.py", *flags, processes=2, check=False)
+    assert done.returncode == 1 and "KeyError: 'a bug'" in done.stderr and "in tokenize" in done.stderr
+    assert (tmp_path / "out/checkpoints/step_00000002").is_dir()
+
+
+def test_few_file_descriptors_suffice(corpus, bert, tmp_path):
+    """Arrays cross by a pipe; tensors would need a descriptor each."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 60, hard))
+    try:
+        train("train_bi_encoder", *flags_for(corpus, bert, tmp_path, "--batch_size", 64, "--max_steps", 8))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert metrics(tmp_path)[-1]["step"] == 8
