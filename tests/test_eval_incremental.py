@@ -960,6 +960,7 @@ def test_names_of_collections(evaluate, two_collections, tmp_path, capsys, monke
     for folder, path in zip(two_collections, ("one", "mean")):
         shutil.copytree(folder, tmp_path / f"data/{path}")
     monkeypatch.chdir(tmp_path / "data/one")
+    monkeypatch.setenv("COLUMNS", "200")  # a narrow table is turned
     results = evaluate("--beir", "..//one/", "../mean")["models"]
     assert [result["collection"] for result in results] == ["one", "data_mean"]
     assert sorted(path.parent.name for path in (tmp_path / "out").rglob("run.trec")) == ["data_mean", "one"]
