@@ -2,13 +2,11 @@
 
 Both trainers have the same path of a batch and the same services. Functions and classes with equal names, and
 constants of these two parts, are equal in all scripts, but for the exceptions below. Edit such a function in
-train_bi_encoder.py, then run `make copies`, which refuses to overwrite an edit made in a copy.
+train_bi_encoder.py, then run `make copies`; an edit made in a copy is overwritten.
 """
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -68,58 +66,8 @@ def copy(texts):
     return results
 
 
-def git(*words, given=""):
-    """Return what git prints; "" if it fails, or there is none."""
-    options = {"cwd": ROOT, "capture_output": True, "text": True, "check": True}
-    try:
-        return subprocess.run(["git", *words], input=given, **options).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-
-
-def statements(script, text):
-    """Return [(name, source)] of a script, and of its shared parts as a whole; without parts that have conflicts of a
-    merge, which are settled in the source."""
-    below = shared_parts(text)[2] if script in TRAINERS else ""
-    if "\n<<<<<<< " in below:
-        return definitions(text.removesuffix(below))
-    return [*definitions(text), ("a shared part", below)]
-
-
-def known_sources(texts):
-    """Return the sources of statements of scripts, after the copies."""
-    return {source for script, text in copy(texts).items() for _, source in statements(script, text)}
-
-
-def committed_sources():
-    """Return what was copied by the commits that changed the scripts last; nothing without git."""
-    found = set()
-    for commit in {git("log", "-1", "--format=%H", "--", script).strip() for script in SCRIPTS} - {""}:
-        texts = {script: git("show", f"{commit}:./{script}") for script in SCRIPTS}
-        found |= known_sources({script: text for script, text in texts.items() if text})
-    return found
-
-
-def edited_copies(texts, known):
-    """Return a line for each script where a copy was edited: it is not in `known`, and no call has copied it."""
-    lines = []
-    for script, text in texts.items():
-        for name, source in statements(script, text):
-            if source not in known and not git("cat-file", "-t", git("hash-object", "--stdin", given=source).strip()):
-                advice = f"move the edit into the script that it is copied from, or git checkout {script}"
-                lines.append(f"{script}: {name} was edited in the copy: {advice}")
-                break
-    return lines
-
-
 if __name__ == "__main__":
     scripts = read_scripts()
-    if committed := committed_sources():
-        current = known_sources(scripts)
-        if edited := edited_copies(scripts, current | committed):
-            sys.exit("\n".join(edited))
-        for source in current - committed:  # a later call finds it in git
-            git("hash-object", "-w", "--stdin", given=source)
     for script, text in copy(scripts).items():
         if text != scripts[script]:
             (ROOT / script).write_text(text)

@@ -92,93 +92,18 @@ def test_differences_are_copied():
     assert missing_sections({"a.py": head + tail, "c.py": ""}) == []  # b.py is not given
 
 
-FIRST, SECOND, TOOL = SCRIPTS[:3]
-
-
-@pytest.fixture
-def make_copies(tmp_path):
-    """Return a function that replaces text in a script of a small repository, and returns what copies.py prints."""
+def test_make_copies_writes_them(tmp_path):
+    """From the bi-encoder, whatever stands in the copies."""
     (tmp_path / "tests").mkdir()
     shutil.copy(copies.__file__, tmp_path / "tests")
-    for script in SCRIPTS:
-        (tmp_path / script).write_text(
-            TEXT.replace("# ==== the path of a batch: from here to the end identical in {}\n", "")
-        )
-    (tmp_path / FIRST).write_text(TEXT.format(SECOND))
-    (tmp_path / SECOND).write_text(TEXT.format(FIRST))
-
-    def run(script, old, new):
-        text = (tmp_path / script).read_text()
-        assert old in text
-        (tmp_path / script).write_text(text.replace(old, new))
-        done = subprocess.run([sys.executable, "tests/copies.py"], cwd=tmp_path, capture_output=True, text=True)
-        return done.returncode, done.stdout + done.stderr
-
-    return run
-
-
-@pytest.fixture
-def commit(make_copies, tmp_path):
-    """Commit the scripts of make_copies; return a function that does so again."""
-    if not shutil.which("git"):
-        pytest.skip("needs git")
-
-    def run(*commands):
-        for words in (*commands, "add .", "-c user.name=a -c user.email=a@b commit -qm message"):
-            subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
-
-    run("init -q")
-    return run
-
-
-@pytest.mark.usefixtures("commit")
-@pytest.mark.parametrize(
-    "script, name, old, new",
-    [
-        (SECOND, "cut", "return x", "return -x"),
-        (SECOND, "added", "\ndef cut", "\ndef added():\n    pass\n\n\ndef cut"),
-        (SECOND, "a shared part", "LIMIT = 2", "LIMIT = 2\n# a comment"),
-        (SECOND, "a shared part", "LIMIT = 2\n", ""),
-        (TOOL, "cut", "return x", "return -x"),
-        (TOOL, "LIMIT", "LIMIT = 2", "LIMIT = 3"),
-    ],
-)
-def test_an_edit_in_a_copy_is_not_overwritten(make_copies, tmp_path, script, name, old, new):
-    """Nor where the source was edited, too; the edit can be moved, or taken back."""
-    for value in (1, 5):
-        before = (tmp_path / script).read_text()
-        status, printed = make_copies(script, old, new)
-        assert status == 1 and printed.startswith(f"{script}: {name} was edited in the copy: move the edit into ")
-        assert len(printed.splitlines()) == 1 and (tmp_path / script).read_text() == before.replace(old, new)
-        status, printed = make_copies(FIRST, "return x", f"return x + {value}")
-        assert status == 1 and f"{script}: {name} was edited" in printed
-        (tmp_path / script).write_text(before)
-        assert make_copies(FIRST, f"return x + {value}", "return x") == (0, "")
-    (tmp_path / script).write_text(before.replace(old, new))
-    assert make_copies(FIRST, old, new)[0] == 0
-
-
-def test_edits_of_the_source_are_copied_again_and_again(make_copies, commit, tmp_path):
-    """Before they are committed or after, and over the conflicts of a merge."""
-    for number in range(3):
-        status, printed = make_copies(FIRST, f"return x{' + 1' * number}", f"return x{' + 1' * (number + 1)}")
-        assert status == 0 and printed.count(": changed") == 6, printed
-    commit()
-    source = (tmp_path / FIRST).read_text()
-    (tmp_path / FIRST).write_text(source.replace("LIMIT = 2", "LIMIT = 4"))
-    commit()
-    assert make_copies(FIRST, "LIMIT = 4", "LIMIT = 5")[0] == 0
-    conflict = "<<<<<<< ours\n    return 1\n=======\n    return 2\n>>>>>>> theirs"
-    assert make_copies(SECOND, "    return x + 1 + 1 + 1", conflict) == (0, f"{SECOND}: changed\n")
-    assert shared_parts((tmp_path / SECOND).read_text())[2] == shared_parts((tmp_path / FIRST).read_text())[2]
-
-
-def test_an_edit_that_was_committed_in_a_copy(make_copies, commit, tmp_path):
-    (tmp_path / SECOND).write_text((tmp_path / SECOND).read_text().replace("return x", "return -x"))
-    commit()
-    assert make_copies(FIRST, "X = 1", "X = 2")[0] == 1
-
-
-def test_copies_without_git(make_copies):
-    """What a copy was is unknown there: it is overwritten."""
-    assert make_copies(SECOND, "return x", "return -x") == (0, f"{SECOND}: changed\n")
+    for script, text in read_scripts().items():
+        (tmp_path / script).write_text(text)
+    source = (tmp_path / SCRIPTS[0]).read_text()
+    assert source.count("def is_list(kind):") == 1
+    (tmp_path / SCRIPTS[0]).write_text(source.replace("def is_list(kind):", "def is_list(kind, more=None):"))
+    done = subprocess.run(
+        [sys.executable, "tests/copies.py"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert f"{SCRIPTS[1]}: changed\n" in done.stdout
+    changed = {path.name: path.read_text() for path in tmp_path.glob("*.py")}
+    assert "def is_list(kind, more=None):" in changed[SCRIPTS[1]] and copy({n: changed[n] for n in SCRIPTS}) == changed
