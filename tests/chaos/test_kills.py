@@ -141,6 +141,34 @@ def test_killed_at_random_moments(undisturbed, settings, tmp_path, report, name,
     report(f"SIGKILL of `{name}.py`, {way}, {launched}", kills, result)
 
 
+SELECTIONS = {
+    "filter": ".with_format(None).filter(lambda row: len(row['code']) % 2)",
+    "shuffle": ".shuffle(seed=3)",
+    "sort": ".sort('code')",
+    "select": ".select(range(3, 80, 2))",
+}
+
+
+@pytest.mark.parametrize("edit", SELECTIONS if CHAOS else ["filter"])
+def test_killed_with_an_edited_source(settings, tmp_path, report, edit):
+    script = tmp_path / "edited.py"
+    text = (ROOT / "train_bi_encoder.py").read_text()
+    end = "labels=args.label_column, optional=args.columns[2:])\n"
+    assert text.count(end) == 1
+    script.write_text(text.replace(end, end[:-1] + SELECTIONS[edit] + "\n"))
+    flags = settings["train_bi_encoder"]["mapped"]
+    launch(script, *flags, "--output_dir", tmp_path / "undisturbed")
+    output = tmp_path / "killed"
+    for step in (5, 11):
+        process = Forked(script, [*flags, "--output_dir", output, "--resume"])
+        wait_for_step(process, output, step)
+        process.send(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    launch(script, *flags, "--output_dir", output, "--resume")
+    assert final_state(output) == final_state(tmp_path / "undisturbed")
+    report(f"SIGKILL of an edited `train_bi_encoder.py`, .{edit} of its rows", 2, "bit-identical")
+
+
 @pytest.mark.parametrize("name, way, rank", few_or_all(ONE, TRAINERS, WAYS, [0, 1]))
 def test_one_of_two_dies(undisturbed, settings, tmp_path, report, name, way, rank):
     """Without a launcher, the other process must end by itself."""
