@@ -660,9 +660,6 @@ def choose_files(source, files, root, is_pattern=False):
         raise UserError("; ".join(["no file to read", *others]))
     if others:
         warn_once(f"{source}: files that are not read: {'; '.join(others)}")
-    of_split = list(filter(is_other_split, found[chosen]))
-    if 0 < len(of_split) < len(found[chosen]):
-        warn_once(f"{source}: {len(of_split):,} of the files are of another split, such as {of_split[0]}")
     return [root + name for name in found[chosen]]
 
 
@@ -691,23 +688,13 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=()):
         options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
     load = partial(datasets.load_dataset, kind, data_files=list(map(exact, files)), **options)
     if kind == "parquet":
-        found = parquet_schema(files[0], columns)
-        load = partial(load, columns=found.names)
+        inferred = parquet_schema(files[0], columns)
+        load = partial(load, columns=inferred.names)
     else:
-        found = next(load(streaming=True).with_format("arrow").iter(1)).schema
-    schema = []
-    for part in found:
-        value = part.type
-        while is_list(value):
-            value = value.value_type
-        if kind == "json" and pa.types.is_temporal(value) and part.name in (columns or ()):
-            problem = "texts like 2020-01-01, which would become other texts: rewrite the file by prepare_corpus.py"
-            raise UserError(f"column {part.name!r} has {problem}")
-        as_float = part.name in labels and kind != "arrow"  # of which a file is mapped as it is
-        schema.append((part.name, pa.string() if kind == "csv" else plain_type(part.type, as_float)))
-    schema = pa.schema(schema)
+        inferred = next(load(streaming=True).with_format("arrow").iter(1)).schema
+    schema = plain_schema(inferred, kind, columns or [], labels)
     dataset = None
-    if schema != found or kind == "parquet":
+    if schema != inferred or kind == "parquet":
         load = partial(load, features=datasets.Features.from_arrow_schema(schema))
     elif kind == "arrow" and not streaming:
         with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped in place, anything else copied below
@@ -729,8 +716,6 @@ def parquet_schema(file, columns):
             kept[part.name] = part
     if columns and kept.keys() >= set(columns):
         kept = {name: kept[name] for name in columns}
-    elif others := [f"{part.name} ({part.type})" for part in schema if part.name not in kept]:
-        warn_once(f"{file}: columns that `datasets` cannot hold are not read: {', '.join(others)}")
     return datasets.Features.from_arrow_schema(pa.schema(kept.values(), schema.metadata)).arrow_schema
 
 
@@ -740,6 +725,21 @@ def csv_options(suffix):
     warnings.simplefilter("error", pd.errors.ParserWarning)  # the first row has more fields than the header
     options = {"keep_default_na": False, "na_values": [""], "index_col": False}
     return options | ({"sep": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {})
+
+
+def plain_schema(inferred, kind, columns, labels):
+    """Return the schema that files of a format are read as; `inferred`: that of their first rows."""
+    schema = []
+    for part in inferred:
+        value = part.type
+        while is_list(value):
+            value = value.value_type
+        if kind == "json" and pa.types.is_temporal(value) and part.name in columns:
+            problem = "texts like 2020-01-01, which would become other texts: rewrite the file by prepare_corpus.py"
+            raise UserError(f"column {part.name!r} has {problem}")
+        as_float = part.name in labels and kind != "arrow"  # of which a file is mapped as it is
+        schema.append((part.name, pa.string() if kind == "csv" else plain_type(part.type, as_float)))
+    return pa.schema(schema)
 
 
 def plain_type(kind, as_float=False):

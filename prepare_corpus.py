@@ -1005,9 +1005,6 @@ def choose_files(source, files, root, is_pattern=False):
         raise UserError("; ".join(["no file to read", *others]))
     if others:
         warn_once(f"{source}: files that are not read: {'; '.join(others)}")
-    of_split = list(filter(is_other_split, found[chosen]))
-    if 0 < len(of_split) < len(found[chosen]):
-        warn_once(f"{source}: {len(of_split):,} of the files are of another split, such as {of_split[0]}")
     return [root + name for name in found[chosen]]
 
 

@@ -327,10 +327,8 @@ def main(args):
     check_changes(saved, fixed, flags, accelerator)
     evaluators = open_evaluators(data, model, args)
     accumulation = args.gradient_accumulation_steps
-    steps = count_steps(data, args, accelerator)
-    args = replace(args, max_steps=steps)
-    for source in data.sources:  # for read_row and losses that depend on the step
-        source.args = replace(source.args, max_steps=steps)
+    args = set_max_steps(data, args, accelerator)
+    steps = args.max_steps
     eval_steps = args.eval_steps or math.ceil(steps / 10)
 
     # ---- model, loss and optimizer
@@ -353,7 +351,7 @@ def main(args):
     args = fit_micro_batches(model, progress, args, accelerator)
     log = Log(flags, accelerator, progress.metrics, main_measures(evaluators))
     log.begin()
-    announce(model, data, progress, args, accelerator)
+    announce(model, data, evaluators, progress, args, accelerator)
     signals = receive_signals()
     is_due = progress.step % eval_steps == 0 or progress.step == steps
     stopping = False  # by a signal or an error
@@ -430,8 +428,7 @@ def main(args):
         step = best_step or progress.step
         write_model(checkpoints.load_weights_of(step), log, step)
         plot_metrics(log.metrics, log.main_measures, Path(args.output_dir, "training.png"))
-        if progress.skipped + data.skipped:
-            print(f"{progress.skipped + data.skipped:,} bad rows skipped")
+        print_outcome(log.metrics, progress.skipped + data.skipped)
     accelerator.end_training()
     if not finished:
         raise SystemExit(128 + (signals or [signal.SIGTERM])[0])  # another process may have received it
@@ -958,18 +955,17 @@ def make_optimizer(model, args):
     return torch.optim.AdamW(groups, lr=args.learning_rate, fused=True)
 
 
-def count_steps(data, args, accelerator):
-    """Return the optimizer steps of a run. Report if they are more than a tenth above --num_train_epochs: batches are
-    all of --batch_size rows, the last one filled up with rows of the next epoch."""
-    if args.max_steps:
-        return args.max_steps
-    rows = args.num_train_epochs * data.epoch_rows
+def set_max_steps(data, args, accelerator):
+    """Return Args with the optimizer steps of the run, which those of the sources get too. Report if they are more
+    than a tenth above --num_train_epochs, as the last batch is filled up with rows of the next epoch."""
     rows_of_step = args.batch_size * args.gradient_accumulation_steps
-    steps = math.ceil(rows / rows_of_step)
-    if steps * rows_of_step > 1.1 * rows:
-        epochs = steps * rows_of_step / data.epoch_rows
+    steps = args.max_steps or math.ceil(args.num_train_epochs * data.epoch_rows / rows_of_step)
+    epochs = steps * rows_of_step / data.epoch_rows
+    if not args.max_steps and epochs > 1.1 * args.num_train_epochs:
         accelerator.print(f"{steps} full steps of {rows_of_step:,} rows are {epochs:.1f} epochs: lower --batch_size")
-    return steps
+    for source in data.sources:  # for read_row and losses that depend on the step
+        source.args = replace(source.args, max_steps=steps)
+    return replace(args, max_steps=steps)
 
 
 def schedule(step, steps, args):
@@ -983,10 +979,10 @@ def schedule(step, steps, args):
     if args.lr_scheduler_type == "constant_with_warmup":
         return 1.0
     decay = math.ceil(steps / 10) if args.lr_scheduler_type == "warmup_stable_decay" else steps - warmup
-    left = min(1.0, (steps - step) / decay)  # of the decay
+    remaining = min(1.0, (steps - step) / decay)  # of the decay
     if args.lr_scheduler_type == "linear":
-        return left
-    return (1 - math.cos(math.pi * left)) / 2
+        return remaining
+    return (1 - math.cos(math.pi * remaining)) / 2
 
 
 # ---- model
@@ -1172,7 +1168,7 @@ def held_out_evaluators(name, rows, args, prompt_name):
 def held_out_samples(rows, args):
     """Return the query, the positives and the negatives of each row that has both. If labels are not grades, as those
     of a teacher, the highest of a row is positive."""
-    labels = [label for row in rows for label in row.labels]
+    labels = [*chain.from_iterable(row.labels for row in rows)]
     graded = args.loss not in TEACHER_LOSSES and max(labels, default=0) > 0 and all(map(float.is_integer, labels))
     samples = []
     for row in rows:
@@ -1321,8 +1317,10 @@ def hold_out_rows(sources, lookups, args):
 
 def count_trained_queries(data):
     """Return how many queries of held-out rows are also in mapped rows that are trained on."""
-    queries = {row.cells[source.args.columns[0]] for source, rows in data.held_out for row in rows}
-    queries = pa.array(map(str, queries), pa.string())
+    queries = []
+    for source, rows in data.held_out:
+        queries += [str(row.cells[source.args.columns[0]]) for row in rows]
+    queries = pa.array(queries, pa.string())
     found = set()
     for source in data.sources:
         if source.dataset:
@@ -1454,9 +1452,6 @@ def choose_files(source, files, root, is_pattern=False):
         raise UserError("; ".join(["no file to read", *others]))
     if others:
         warn_once(f"{source}: files that are not read: {'; '.join(others)}")
-    of_split = list(filter(is_other_split, found[chosen]))
-    if 0 < len(of_split) < len(found[chosen]):
-        warn_once(f"{source}: {len(of_split):,} of the files are of another split, such as {of_split[0]}")
     return [root + name for name in found[chosen]]
 
 
@@ -1485,23 +1480,13 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=()):
         options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
     load = partial(datasets.load_dataset, kind, data_files=list(map(exact, files)), **options)
     if kind == "parquet":
-        found = parquet_schema(files[0], columns)
-        load = partial(load, columns=found.names)
+        inferred = parquet_schema(files[0], columns)
+        load = partial(load, columns=inferred.names)
     else:
-        found = next(load(streaming=True).with_format("arrow").iter(1)).schema
-    schema = []
-    for part in found:
-        value = part.type
-        while is_list(value):
-            value = value.value_type
-        if kind == "json" and pa.types.is_temporal(value) and part.name in (columns or ()):
-            problem = "texts like 2020-01-01, which would become other texts: rewrite the file by prepare_corpus.py"
-            raise UserError(f"column {part.name!r} has {problem}")
-        as_float = part.name in labels and kind != "arrow"  # of which a file is mapped as it is
-        schema.append((part.name, pa.string() if kind == "csv" else plain_type(part.type, as_float)))
-    schema = pa.schema(schema)
+        inferred = next(load(streaming=True).with_format("arrow").iter(1)).schema
+    schema = plain_schema(inferred, kind, columns or [], labels)
     dataset = None
-    if schema != found or kind == "parquet":
+    if schema != inferred or kind == "parquet":
         load = partial(load, features=datasets.Features.from_arrow_schema(schema))
     elif kind == "arrow" and not streaming:
         with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped in place, anything else copied below
@@ -1523,8 +1508,6 @@ def parquet_schema(file, columns):
             kept[part.name] = part
     if columns and kept.keys() >= set(columns):
         kept = {name: kept[name] for name in columns}
-    elif others := [f"{part.name} ({part.type})" for part in schema if part.name not in kept]:
-        warn_once(f"{file}: columns that `datasets` cannot hold are not read: {', '.join(others)}")
     return datasets.Features.from_arrow_schema(pa.schema(kept.values(), schema.metadata)).arrow_schema
 
 
@@ -1534,6 +1517,21 @@ def csv_options(suffix):
     warnings.simplefilter("error", pd.errors.ParserWarning)  # the first row has more fields than the header
     options = {"keep_default_na": False, "na_values": [""], "index_col": False}
     return options | ({"sep": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {})
+
+
+def plain_schema(inferred, kind, columns, labels):
+    """Return the schema that files of a format are read as; `inferred`: that of their first rows."""
+    schema = []
+    for part in inferred:
+        value = part.type
+        while is_list(value):
+            value = value.value_type
+        if kind == "json" and pa.types.is_temporal(value) and part.name in columns:
+            problem = "texts like 2020-01-01, which would become other texts: rewrite the file by prepare_corpus.py"
+            raise UserError(f"column {part.name!r} has {problem}")
+        as_float = part.name in labels and kind != "arrow"  # of which a file is mapped as it is
+        schema.append((part.name, pa.string() if kind == "csv" else plain_type(part.type, as_float)))
+    return pa.schema(schema)
 
 
 def plain_type(kind, as_float=False):
@@ -1754,8 +1752,8 @@ class Source:
 def split_rows(dataset, count):
     """Return (Dataset of `count` rows, Dataset of the others): the first are ten blocks of neighbours, spread evenly,
     as rows are often sorted."""
-    taken, left = (np.linspace(0, rows, 11).astype(int) for rows in (count, len(dataset) - count))
-    begins = taken + left
+    taken, remaining = (np.linspace(0, rows, 11).astype(int) for rows in (count, len(dataset) - count))
+    begins = taken + remaining
     middles = begins[:-1] + np.diff(taken)
     parts = []
     for firsts, ends in (begins[:-1], middles), (middles, begins[1:]):
@@ -1795,12 +1793,12 @@ def row_batches(sources, weights, args, state=None):
         source.seek(Position(**position))
     used = state["used"]
     size = args.batch_size * args.length_window  # rows of a length window
-    unit = 1 if args.mix_by == "row" else size  # rows that one source gives at a time
+    rows_per_turn = 1 if args.mix_by == "row" else size  # of one source
     while True:
         positions = [asdict(source.position) for source in sources]
         drawn = [position["taken"] for position in positions]
-        units = apportion([rows // unit for rows in drawn], weights, size // unit)
-        tables = [source.take(count * unit) for source, count in zip(sources, units) if count]
+        turns = apportion([rows // rows_per_turn for rows in drawn], weights, size // rows_per_turn)
+        tables = [source.take(count * rows_per_turn) for source, count in zip(sources, turns) if count]
         table = join_tables(tables, sources)
         order = np.arange(args.length_window)
         if args.length_window > 1:
@@ -1823,7 +1821,7 @@ class TextLookup:
     a memory-mapped file, built once: 16 bytes per text on disk, none in memory."""
 
     def __init__(self, sources, columns):
-        files = [file for source in sources for file in list_files(source)]
+        files = [*chain.from_iterable(map(list_files, sources))]
         self.name = sources[0]
         self.fingerprint = data_fingerprint(files)
         self.id_column, *self.text_columns = columns
@@ -1860,8 +1858,8 @@ class TextLookup:
         if not ids:
             return []
         with user_errors(f"{self.name}: {' '.join(self.text_columns)}"):
-            places = np.searchsorted(self.index[0], self.hashes(np.array(ids, object)))
-            rows = self.index[1, places.clip(max=len(self.dataset) - 1)]
+            positions = np.searchsorted(self.index[0], self.hashes(np.array(ids, object)))
+            rows = self.index[1, positions.clip(max=len(self.dataset) - 1)]
             table = self.dataset[rows.tolist()].combine_chunks()  # else one chunk for each row
             is_found = self.ids(table) == np.array(ids, object)
             if not (is_found.all() or self.is_fresh):  # before an id is called unknown
@@ -1889,7 +1887,7 @@ def resolve_ids(rows, lookups):
         for row, text in zip(rows, queries.texts([row.query for row in rows])):
             row.query = text
     if documents:
-        texts = iter(documents.texts([name for row in rows for name in row.documents]))
+        texts = iter(documents.texts([*chain.from_iterable(row.documents for row in rows)]))
         for row in rows:
             row.documents = [next(texts) for _ in row.documents]
 
@@ -1914,13 +1912,13 @@ def read_rows(table, sources, lookups, step):
         except ValueError as error:
             reject(error, cells, sources)
     resolve_ids(rows, lookups)
-    known = []
+    complete_rows = []
     for row in rows:
         if row.query is None or None in row.documents:
             reject("no text has its id", row.cells, sources)
         else:
-            known.append(row)
-    return known, len(table) - len(known)
+            complete_rows.append(row)
+    return complete_rows, len(table) - len(complete_rows)
 
 
 def reject(problem, cells, sources):
@@ -2251,6 +2249,7 @@ def print_error(error):
         if should_reduce_batch_size(error):
             advice = "lower --micro_batch_tokens, or set --grad_cache true, then --gradient_checkpointing"
             print(f"out of memory: {advice}", file=sys.stderr)
+        print("the same command with --resume continues from the newest checkpoint, if there is one", file=sys.stderr)
     return 1
 
 
@@ -2626,8 +2625,7 @@ def base_fingerprint(model, flags):
     if not base.is_dir():
         return getattr(model.config, "_commit_hash", None)
     files = sorted(str(path) for path in base.rglob("*") if path.suffix in kinds)
-    parts = [[os.path.relpath(file, base), data_fingerprint([file])] for file in files]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    return hashlib.sha256("".join(data_fingerprint([file]) for file in files).encode()).hexdigest()[:16]
 
 
 def unchanging(flags, model, data):
@@ -2659,9 +2657,7 @@ class Progress:
     step: int = 0  # optimizer steps done
     data_state: dict | None = None  # of row_batches, after the last step
     skipped: int = 0  # bad rows
-    losses: list = field(
-        default_factory=list
-    )  # [source, loss] of batches since the last line of metrics.jsonl with one
+    losses: list = field(default_factory=list)  # [source, loss] of batches since the last line of metrics.jsonl
     metrics: list = field(default_factory=list)  # the lines of metrics.jsonl
     scaler: dict | None = None  # state of the gradient scaler (fp16)
     micro_batch_tokens: int | None = None  # if measured on a GPU
@@ -2848,10 +2844,9 @@ def start(args):
         unsupported = unsupported or plugin.fsdp_version != 2 or offload or accelerator.scaler
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         raise UserError("--dynamo_backend compiles nothing here: accelerate_configs/README.md#what-a-launch-asks-for")
-    if accelerator.mixed_precision == "fp8":
-        raise UserError("--mixed_precision fp8 is not supported: bf16 or fp16")
-    if unsupported:
-        raise UserError(f"unsupported launch, {kind.value}: use accelerate_configs/fsdp2.yaml (no offload, no fp16)")
+    if unsupported or accelerator.mixed_precision == "fp8":
+        launch = f"{kind.value}, precision {accelerator.mixed_precision}"
+        raise UserError(f"unsupported launch ({launch}): accelerate_configs/README.md#what-a-launch-asks-for")
     if accelerator.mixed_precision == "bf16":
         torch.set_float32_matmul_precision("high")  # TF32 for the loss, which is not autocast
     if args.full_determinism:
@@ -2861,31 +2856,52 @@ def start(args):
     return accelerator
 
 
-def announce(model, data, progress, args, accelerator):
-    """Print what is trained, on what, where, and how far it is."""
+def announce(model, data, evaluators, progress, args, accelerator):
+    """Print what is trained, on what, what is measured, and how far the run is."""
+    if not accelerator.is_main_process:
+        return
     parameters = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    accelerator.print(f"{parameters:,} parameters")
-    held_out = {source.name: rows for source, rows in data.held_out}
+    print(f"{parameters:,} parameters")
     for source, weight in zip(data.sources, data.weights):
         columns = source.args.columns
-        roles = ["query", *(["document"] if source.args.label_column else ["positive", "negative"])]
-        roles += roles[-1:] * len(columns)
-        described = ", ".join(f"{role}: {name}" for role, name in zip(roles, columns))
+        roles = ["query", "positive", *["negative"] * len(columns)]
+        if source.args.label_column:
+            roles = ["query", *["document"] * len(columns)]
+        described = ", ".join(map(": ".join, zip(roles, columns)))
         rows = "a stream of rows" if args.streaming else f"{len(source):,} rows"
         share = f", {weight / sum(data.weights):.0%} of a batch" if len(data.sources) > 1 else ""
-        accelerator.print(
-            f"{source.name}: {rows} ({described}), {len(held_out.get(source.name, [])):,} held out{share}"
-        )
+        print(f"{source.name}: {rows} ({described}){share}")
     for source, rows in data.held_out:
-        if args.eval_data:
-            accelerator.print(f"evaluated on {len(rows):,} of {len(rows) + len(source):,} rows of {source.name}")
-    if accelerator.is_main_process and (known := count_trained_queries(data)):
+        total = "" if args.streaming else f" of {len(rows) + len(source):,}"
+        print(f"held out: {len(rows):,}{total} rows of {source.name}")
+    for measure, (evaluator, _) in evaluators.items():
+        if ranked := ranked_documents(evaluator):
+            print(f"{measure}: {ranked[0]:,.0f} documents a query, in random order {ranked[1]:.3f}")
+    if known := count_trained_queries(data):
         print(f"{known:,} held-out queries are also in rows that are trained on: hold out other rows by --eval_data")
-    accelerator.print(
+    print(
         f"{args.output_dir}: step {progress.step:,} of {args.max_steps:,}, {args.gradient_accumulation_steps} x "
         f"{args.batch_size:,} rows on {accelerator.num_processes} x {accelerator.device}, in micro-batches of "
         f"{args.micro_batch_tokens:,} tokens"
     )
+
+
+def ranked_documents(evaluator):
+    """Return (documents that a query ranks, nDCG@10 of them in random order), means over the queries of an evaluator;
+    None if it ranks nothing, or loads it later."""
+    if hasattr(evaluator, "samples"):
+        positives = [len(sample["positive"]) for sample in evaluator.samples]
+        negatives = [len(sample["negative"]) for sample in evaluator.samples]
+        documents = np.add(positives, negatives)
+    elif hasattr(evaluator, "corpus"):
+        positives = [len(evaluator.relevant_docs[query]) for query in evaluator.queries_ids]
+        documents = np.full(len(positives), len(evaluator.corpus))
+    else:
+        return None
+    gains = np.cumsum(1 / np.log2(np.arange(2, 12)))  # of the first 1 to 10 ranks, if all are relevant
+    ideal = gains[np.minimum(positives, 10) - 1]
+    expected = gains[np.minimum(documents, 10) - 1] * positives / documents
+    return documents.mean(), (expected / ideal).mean()
 
 
 # Of a user, of a scheduler or launcher, of a terminal that closes, of Slurm. Not all systems have them all.
@@ -3035,8 +3051,8 @@ class Log:
 
     def lacks_evaluation(self, step):
         """Return whether the evaluation of a step has not been made, or was not when its checkpoint was written."""
-        lines = [line for line in self.metrics[-1:] if line["step"] == step]
-        return not any(name in line for line in lines for name in self.main_measures)
+        last = self.metrics[-1] if self.metrics else {}
+        return last.get("step") != step or not last.keys() & {*self.main_measures}
 
     def find_best(self):
         """Return (step of the best evaluation by --metric_for_best_model, of which more is better, whose checkpoint is
@@ -3052,11 +3068,11 @@ class Log:
             raise UserError(f"--metric_for_best_model {name} is not a number: all labels, or all scores, are equal")
         values = {record["step"]: record[name] for record in self.metrics[1:] if name in record}
         ranked = sorted(values, key=lambda step: -np.nan_to_num(values[step], nan=-math.inf))
-        paths = {step: checkpoint_path(self.flags, step) for step in ranked}
-        last = self.metrics[-1]["step"]  # its checkpoint follows
-        best = next((step for step in ranked if step == last or paths[step].is_dir()), 0)
+        there = {self.metrics[-1]["step"], *list_checkpoints(self.flags)}  # the last one's follows
+        best = next(filter(there.__contains__, ranked), 0)
         if ranked and best != ranked[0] and self.accelerator.is_main_process:
-            warn_once(f"{paths[ranked[0]]}, the best by {name}, is gone: model/ will be of the best of the others")
+            gone = checkpoint_path(self.flags, ranked[0])
+            warn_once(f"{gone}, the best by {name}, is gone: model/ will be of the best of the others")
         later = sum(step > best for step in values)
         return broadcast_object_list([(best, 0 < self.flags.early_stopping_patience <= later)])[0]
 
@@ -3092,6 +3108,15 @@ def plot_metrics(metrics, main_measures, path):
     figure = Figure(figsize=(4 * len(frame.columns), 3.6), layout="constrained")
     frame.plot(ax=figure.subplots(1, len(frame.columns)), subplots=True, grid=True)
     figure.savefig(path, dpi=110)
+
+
+def print_outcome(metrics, skipped):
+    """Print the number of bad rows, and whether the loss has not fallen, as of a model that has learned nothing."""
+    losses = [line["loss"] for line in metrics if "loss" in line]
+    if len(losses) > 1 and losses[-1] > 0.99 * losses[0] > 0:
+        print(f"the loss has not fallen, from {losses[0]:.4f} to {losses[-1]:.4f}: has the model learned?")
+    if skipped:
+        print(f"{skipped:,} bad rows skipped")
 
 
 def exit_now(status):

@@ -493,7 +493,6 @@ WRONG_FLAGS = """\
 --loss_kwargs {"temperature":"0.05"}
 --loss_kwargs {"mask_margin":"0.1"}
 --loss_kwargs {"in_batch":"false"}
---loss_kwargs {"in_batch":false,"symmetric":true}
 --warmup_ratio 100
 --dropout 1.5
 --length_window 2 --corpus x.jsonl

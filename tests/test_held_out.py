@@ -1,5 +1,7 @@
 """Held-out rows: of a mapped source, blocks spread over it; of a stream, the first. All others are trained on."""
 
+import itertools
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -76,3 +78,41 @@ def test_a_small_table_is_held_out_whole(tmp_path):
     pq.write_table(pa.table({"query": ["text 0", "text 1"], "document": ["a", "b"]}), tmp_path / "rows.parquet")
     source = open_source(tmp_path / "rows.parquet")
     assert numbers(source.hold_out(1000)).tolist() == [0, 1] and len(source) == 0
+
+
+# ------------------------------------------------------------------------------------ what is said of a measure
+
+
+class Evaluator:
+    def __init__(self, **attributes):
+        self.__dict__ |= attributes
+
+
+def test_what_a_measure_would_be_in_random_order():
+    """The mean over all orders of nDCG@10 of a query with one or two relevant documents among three, or 30."""
+
+    def expected(positives, documents):
+        values = []
+        for order in itertools.permutations(range(documents), positives):
+            gains = sum(1 / np.log2(rank + 2) for rank in order if rank < 10)
+            values.append(gains / sum(1 / np.log2(rank + 2) for rank in range(min(positives, 10))))
+        return np.mean(values)
+
+    sample = {"positive": ["a"], "negative": ["b", "c"]}
+    assert script.ranked_documents(Evaluator(samples=[sample])) == pytest.approx((3, expected(1, 3)))
+    sample = {"positive": ["a", "b"], "negative": list(range(28))}
+    assert script.ranked_documents(Evaluator(samples=[sample])) == pytest.approx((30, expected(2, 30)))
+    search = Evaluator(corpus=[*range(30)], relevant_docs={"x": {"a"}, "y": {"b"}}, queries_ids=["x", "y"])
+    assert script.ranked_documents(search) == pytest.approx((30, expected(1, 30)))
+    assert script.ranked_documents(Evaluator()) is None
+
+
+def test_a_loss_that_does_not_fall_is_said(capsys):
+    flat = [{"step": 10, "loss": 1.0986}, {"step": 20, "held_out_ndcg@10": 0.7}, {"step": 30, "loss": 1.0985}]
+    script.print_outcome(flat, 0)
+    assert capsys.readouterr().out == "the loss has not fallen, from 1.0986 to 1.0985: has the model learned?\n"
+    script.print_outcome([{"loss": 1.0986}, {"loss": 0.9}], 3)
+    assert capsys.readouterr().out == "3 bad rows skipped\n"
+    script.print_outcome([{"loss": 1.0986}], 0)
+    script.print_outcome([{"loss": 0.0}, {"loss": 0.0}], 0)
+    assert capsys.readouterr().out == ""

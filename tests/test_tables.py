@@ -375,9 +375,6 @@ def test_a_folder_of_another_split(capsys):
         script.list_files("folder")
     assert len(script.list_files("folder/test-*.jsonl")) == 2 and script.list_files("folder/test-0.jsonl")
     assert warnings_of(capsys) == []
-    write("folder/a.jsonl", ONE)
-    assert len(script.list_files("folder/*.jsonl")) == 3
-    assert "2 of the files are of another split, such as test-0.jsonl" in warnings_of(capsys)[0]
 
 
 def test_a_folder_that_cannot_be_listed(monkeypatch):
@@ -428,7 +425,6 @@ def test_a_column_of_a_type_that_datasets_cannot_hold(streaming, capsys):
     assert rows_of("x.parquet", 3, streaming) == [["q", "d"]] * 3
     assert warnings_of(capsys) == []
     assert script.find_columns(options(train_data=["x.parquet"], columns=[])) == ["b", "a"]
-    assert "columns that `datasets` cannot hold are not read: m (map<string, string" in warnings_of(capsys)[0]
     with pytest.raises(script.UserError, match=r"^x.parquet: .*\['m'\] not in the dataset. .*\['b', 'a'\]"):
         rows_of("x.parquet", 3, streaming, columns=["a", "m"])
 
