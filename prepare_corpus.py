@@ -1017,8 +1017,8 @@ def is_list(kind):
 
 
 def cut(lengths, max_tokens, is_padded=True):
-    """Return lists of positions, the longest text first: each of at most max_tokens, of which at most 1/64 is padding;
-    a longer text is alone."""
+    """Return lists of positions, the longest text first: each of at most max_tokens, with padding of at most
+    max_tokens / 64; a longer text is alone."""
     parts = []
     longest = tokens = 0
     order = np.argsort(-lengths, kind="stable")

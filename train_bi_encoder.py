@@ -13,7 +13,9 @@ with lists of positives and negatives, from which each epoch draws one positive 
 The file has three parts. "experiment" is what one changes: options, the run, the step, losses, rows (open_source says
 where they come from, read_row what they mean), optimizer, schedule, model, evaluation. "the path of a batch" is for
 whoever doubts the promise below, "services" need not be read. The last two are the same in train_cross_encoder.py;
-templates/bi_encoder.py is this script with all but the essential left out.
+templates/bi_encoder.py is this script with all but the essential left out. A batch passes through row_batches
+(whose order a curriculum would change), Source.take, local_batches, read_row, make_batch, forward_backward, a loss,
+reduce_gradients, sync_step and Checkpoints.save.
 
 The gradient depends on the batch alone (--batch_size rows over all processes). Each process encodes its part of the
 texts, longest first, in micro-batches of at most --micro_batch_tokens; the embeddings are gathered for one loss over
@@ -105,7 +107,7 @@ class Args:
     )
     eval_rows: int | None = flag(
         None,
-        "rows to evaluate on, as many of each source; None: 1,000, but at most a tenth of a source of --train_data",
+        "rows to evaluate on in all, as many of each source; None: 1,000, at most a tenth of a source of --train_data",
     )
     eval_beir: list[str] = flag([], "also evaluate on these: BEIR folders, or Hub ids in the layout of NanoBEIR")
     eval_split: str = flag("test", "split of the judgments of BEIR folders")
@@ -254,8 +256,8 @@ def args_of_source(entry, args):
     weight = own.pop("weight", None)
     if not path or own.keys() - {*OWN_FLAGS}:
         raise UserError(f"{entry}: takes a path, and of its own a weight, {', '.join(OWN_FLAGS)}")
-    args = replace(args, train_data=[path], eval_data=[], mixing_weights=[])
-    if own.get("loss"):  # whose options and labels those of the run are not
+    args = replace(args, train_data=[path], eval_data=[], mixing_weights=[])  # of one source, also of --eval_data
+    if own.get("loss"):  # the options and labels of the run belong to the run's loss
         args = replace(args, loss_kwargs={}, label_column=[])
     if isinstance(entry, dict):
         parser = make_parser()
@@ -293,7 +295,7 @@ from pyarrow.dataset import ParquetFragmentScanOptions
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Transformer
-from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.sentence_transformer import losses as library_losses
 from sentence_transformers.sentence_transformer.evaluation import (
     EmbeddingSimilarityEvaluator,
     InformationRetrievalEvaluator,
@@ -316,7 +318,7 @@ from xxhash import xxh3_64_intdigest
 def main(args):
     # ---- set up
     accelerator = start(args)
-    # What args.yaml and checkpoints contain; of what is not given, a resume on another machine resolves the rest anew.
+    # `flags` are as given, for args.yaml and checkpoints; in `args` defaults are resolved, by each resume anew.
     flags = replace(args, gradient_accumulation_steps=accelerator.gradient_accumulation_steps)  # a launch may set it
     device = accelerator.device
     is_main = accelerator.is_main_process
@@ -339,11 +341,11 @@ def main(args):
     # ---- model, loss and optimizer
     model_to_save = copy.deepcopy(model) if sharded and is_main else model  # FSDP will shard `model`
     model = model.to(device).train()
-    loss_fns = [make_loss(source.args, model) for source in data.sources]  # --mix_by batch: that of its source
+    loss_fns = [make_loss(source.args, model) for source in data.sources]  # --mix_by row: the first is that of all
     optimizer = make_optimizer(model, args)
     if sharded:
         model, optimizer = accelerator.prepare(model, optimizer)
-    else:  # without DDP: reduce_gradients needs no wrapper
+    else:  # no wrapper of DDP: reduce_gradients sums
         optimizer = accelerator.prepare(optimizer)
 
     # ---- resume, and evaluate before the first step
@@ -381,20 +383,20 @@ def main(args):
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * factor
         step_batches = [next(batches) for _ in range(accumulation)]
-        losses = []  # of this process' part of each batch
+        local_losses = []  # of this process' part of each batch
         for batch in step_batches:
             source = data.sources[batch.source]
-            losses.append(forward_backward(model, batch, source.args, accelerator, loss_fns[batch.source]))
+            local_losses.append(forward_backward(model, batch, source.args, accelerator, loss_fns[batch.source]))
         reduce_gradients(model, accelerator)
         norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         norm = norm.full_tensor() if sharded else norm
         losses, norm, skipped, stopping, error = sync_step(
-            losses, norm, step_batches, signals, progress.step, accelerator
+            local_losses, norm, step_batches, signals, progress.step, accelerator
         )
         if stopping:  # not after the step: an evaluation may follow, and a cluster kills soon after SIGTERM
             break
         if progress.step == 0:
-            check_gradient(losses, norm, source.args)
+            check_gradient(losses, norm, data.sources[step_batches[0].source].args)
         optimizer.step()
         optimizer.zero_grad()
         progress.advance(losses, skipped, step_batches)
@@ -472,8 +474,7 @@ def forward_backward(model, batch, args, accelerator, loss_fn):
     texts = accelerator.gather(hashes).T.contiguous()
     whole = WholeBatch(texts, accelerator.gather(labels), own_rows, batch.step)
     loss = loss_fn(embeddings.unbind(1), whole)
-    # As all gradients are, embeddings.grad is now divided by the accumulated batches, and scaled if fp16 is.
-    accelerator.backward(loss)
+    accelerator.backward(loss)  # divides by the accumulated batches and, in fp16, multiplies by the scale of the loss
 
     # embeddings.grad is the gradient, for all embeddings, of the losses of this process' rows. Sum it over processes,
     # and take the part of this process' texts.
@@ -490,8 +491,8 @@ def run_forward(forward, count, args, accelerator):
     """Return (outputs of forward(0) to forward(count - 1), how many of them have a graph: the first ones)."""
     outputs = []
     kept = 0
-    # One autocast around all: they share its half-precision copies of the weights, which graphs keep. Passes without a
-    # graph are the last, as copies that are made in one have no gradient.
+    # Autocast keeps half-precision copies of the weights until its outermost block ends, so one block makes each once.
+    # Copies that are made without a graph carry no gradient, so passes with a graph come first.
     with accelerator.autocast():
         for index in range(count):
             kept += kept == index and may_keep_graph(index, args, accelerator)
@@ -570,9 +571,10 @@ def sync_step(losses, norm, batches, signals, step, accelerator):
     """Return (loss of each batch, gradient norm, skipped rows, whether to stop, what is wrong or None) of a step, the
     same on all processes, by one collective and one wait for the device."""
     error = next((batch.error for batch in batches if batch.error), None)
-    numbers = [len(signals), error is not None, sum(batch.skipped for batch in batches)]
-    numbers = torch.stack([*(torch.full_like(losses[0], number) for number in numbers), *losses])
-    received, failed, skipped, *losses, norm = torch.stack([*accelerator.reduce(numbers), norm]).tolist()
+    counts = [len(signals), error is not None, sum(batch.skipped for batch in batches)]
+    counts = [torch.full_like(losses[0], count) for count in counts]
+    sums = accelerator.reduce(torch.stack([*counts, *losses]))
+    received, failed, skipped, *losses, norm = torch.stack([*sums, norm]).tolist()  # the norm is the same everywhere
     if failed:
         error = next(filter(None, gather_object([error])))
     elif step == 0 and skipped and not any(losses):
@@ -603,7 +605,8 @@ def check_gradient(losses, norm, args):
 # embeddings: C tensors (P n, D), those of the whole batch, from all processes: anchors, positives, negatives...,
 # normalized if the similarity is cosine, 0 if missing. The sum over processes is then the mean over the batch. Options
 # are --loss_kwargs; the default of `temperature` is 0.05 for cosines, 1 for dot products. With --matryoshka_dims it is
-# called for each of them.
+# called for each of them. A weight of a loss belongs on the model, in make_loss, so that it is trained and saved:
+# docs/recipes/learned_temperature.md.
 
 MAX_SCORES = 2**26  # in memory at once (256 MB); larger score matrices are computed in chunks, and again in backward
 
@@ -715,12 +718,12 @@ LOSSES = {"infonce": infonce, "margin_mse": margin_mse, "kl": kl}
 def library_loss(args, model):
     """Return a class of sentence-transformers as a loss(embeddings, whole): each process computes the loss of all rows
     that are present, and returns its share of it."""
-    if not hasattr(getattr(losses, args.loss, None), "compute_loss_from_embeddings"):
+    if not hasattr(getattr(library_losses, args.loss, None), "compute_loss_from_embeddings"):
         raise UserError(f"--loss {args.loss}: not one of {', '.join(LOSSES)}, nor a loss on embeddings of the library")
     if args.loss in ("MSELoss", "EmbedDistillLoss"):
         raise UserError(f"--loss {args.loss} requires embeddings as labels: see docs/recipes/teacher_embeddings.md")
     with user_errors("--loss_kwargs", TypeError):
-        module = getattr(losses, args.loss)(model, **args.loss_kwargs)
+        module = getattr(library_losses, args.loss)(model, **args.loss_kwargs)
     if any(not name.startswith("model.") for name, _ in module.named_parameters()):
         raise UserError(f"--loss {args.loss} has weights of its own, which would not be trained")
 
@@ -775,13 +778,13 @@ def make_loss(args, model):
 
 # ---- rows
 #
-# For each batch local_batches calls local_rows, which calls read_row for each row and replaces ids by texts; and then
-# make_batch.
+# For each batch, in the main process: local_batches > local_rows > read_rows, which calls read_row for each row, then
+# resolve_ids. In a worker process: BatchMaker > make_batch.
 
 
 def find_files(name):
-    """Return the files of a source; for rows from elsewhere, [name]. Their names, sizes and both ends tell a resume
-    whether the source has changed."""
+    """Return the files of a source. Their names, sizes and both ends tell a resume whether the source has changed. If
+    open_source reads rows from elsewhere, return [name]."""
     return list_files(name)
 
 
@@ -888,7 +891,7 @@ def choose_documents(groups, labels, random, args):
     """Return (documents, labels) of a row, the positive first; groups: the documents of each column. From lists, draw
     one positive and --num_negatives of the other documents."""
     documents = list(chain.from_iterable(groups))
-    num_positives = len(groups[0]) if len(groups) > 1 else 1
+    num_positives = len(groups[0]) if len(groups) > 1 else 1  # of one list, the first document alone
     negatives = range(num_positives, len(documents))
     limit = len(negatives) if args.num_negatives is None else min(args.num_negatives, len(negatives))
     chosen = range(num_positives + limit)
@@ -909,7 +912,8 @@ def local_rows(table, local, step, data, args):
 
 @dataclass
 class Batch:
-    """This process' part of a batch: n slots for rows. Absent and bad rows leave slots empty."""
+    """This process' part of a batch: n slots for rows, of which the last are empty where rows are absent or skipped.
+    What is a tensor here is an array of numpy until batch_to_torch."""
 
     hashes: torch.Tensor  # (n, C) int64, equal for equal texts; -1 if missing
     labels: torch.Tensor  # (n, L) float; NaN if missing
@@ -1079,14 +1083,13 @@ def is_static(model):
 
 
 def resolve_args(args, model, accelerator):
-    """Return Args with what is not given, but for --micro_batch_tokens of a GPU: that of the model or the launch."""
+    """Return Args in which the model or the launch fills in what is not given; fit_micro_batches does the rest."""
     tokens = 2**20 if is_static(model) else 2048 if total_memory(accelerator.device) is None else None
     return replace(
         args,
         query_prompt=model.prompts["query"],
         document_prompt=model.prompts["document"],
         micro_batch_tokens=args.micro_batch_tokens or tokens,
-        gradient_accumulation_steps=accelerator.gradient_accumulation_steps,  # a launch may set it
         dataloader_num_workers=count_workers(args, accelerator),
     )
 
@@ -1126,8 +1129,10 @@ SEARCH_OPTIONS |= {"accuracy_at_k": [1], "batch_size": EVAL_BATCH, "write_csv": 
 
 
 def open_evaluators(data, model, args):
-    """Return {main measure: (evaluator, {role: prompt})} of the held-out rows of each source and of --eval_beir."""
-    cosine = model.similarity_fn_name  # or dot
+    """Return {main measure: (evaluator, {role: prompt})} of the held-out rows of each source and of --eval_beir. An
+    evaluator of your own is a function of the model, called on the main process (under FSDP on all), that returns
+    {measure: number}, its main measure among them."""
+    similarity = model.similarity_fn_name
     evaluators = {}
     for source, rows in data.held_out:
         name = f"held_out_{source.label}" if len(data.held_out) > 1 else "held_out"
@@ -1139,7 +1144,7 @@ def open_evaluators(data, model, args):
                 evaluator = open_beir(name, args.eval_split)
             else:
                 evaluator = NanoBEIREvaluator(nano_names(name), name, **SEARCH_OPTIONS)
-            measure = f"{evaluator.name}_{cosine}_ndcg@10"
+            measure = f"{evaluator.name}_{similarity}_ndcg@10"
             if measure in evaluators:
                 raise UserError("another collection has the same name")
             evaluators[measure] = evaluator, prompts_of(args)
@@ -1247,7 +1252,7 @@ class Data:
     held_out: list  # (Source, list of Row) of each source with held-out rows
     skipped: int  # bad rows among those held out
     lookups: list  # TextLookup of queries and of documents; None where rows contain texts
-    weights: list  # share of each source
+    weights: list  # of each source in the mixture, in any unit
     epoch_rows: float  # mixed rows of an epoch
     description: list  # [name, rows, fingerprint] of each source and table of texts
 
@@ -1704,7 +1709,7 @@ class Source:
         return pa.concat_tables(parts)
 
     def add_numbers(self, table, first):
-        """Return a Table with the columns SOURCE and NUMBER, which identify a row, and LENGTH."""
+        """Return a Table with the columns SOURCE and NUMBER, which identify a row of training, and LENGTH."""
         columns = set(self.args.columns) & set(table.column_names)
         lengths = sum(count_bytes(table[name].combine_chunks()) for name in columns)
         table = table.append_column(LENGTH, pa.array(lengths))
@@ -1787,7 +1792,7 @@ def apportion(drawn, weights, count):
     drawn: rows of each source so far."""
     shares = np.array(weights) / sum(weights)
     missing = shares * (sum(drawn) + count) - drawn
-    counts = np.maximum(missing.astype(int) - 1, 0)
+    counts = np.maximum(missing.astype(int) - 1, 0)  # one less: the loop gives the rest to whichever lacks most
     if counts.sum() > count:  # the weights have changed, by a resume: catch up over several calls
         counts[:] = 0
     for _ in range(count - counts.sum()):
@@ -1810,7 +1815,7 @@ def row_batches(sources, weights, args, state=None):
         source.seek(Position(**position))
     used = state["used"]
     size = args.batch_size * args.length_window  # rows of a length window
-    rows_per_turn = 1 if args.mix_by == "row" else size  # of one source
+    rows_per_turn = 1 if args.mix_by == "row" else size  # by batch: a length window has rows of one source
     while True:
         positions = [asdict(source.position) for source in sources]
         drawn = [position["taken"] for position in positions]
@@ -1939,7 +1944,7 @@ def read_rows(table, sources, lookups, step):
 
 
 def reject(problem, cells, sources):
-    """Raise UserError for a bad row, unless --on_bad_row is skip and nothing but the row is wrong."""
+    """Raise UserError for a bad row. Return if it is to be skipped: by --on_bad_row, and if the row alone is wrong."""
     source = sources[cells[SOURCE]].name
     args = sources[cells[SOURCE]].args
     if isinstance(problem, UserError):
@@ -1991,7 +1996,7 @@ def load_batches(local, model, args, accelerator):
     workers = args.dataloader_num_workers
     loader = torch.utils.data.DataLoader(
         BatchMaker(model, args, accelerator),
-        sampler=read_ahead(local),
+        sampler=read_ahead(local),  # its "indices" are the rows: read in this process, tokenized in workers
         batch_size=None,
         collate_fn=lambda batch: batch,
         num_workers=workers,
@@ -2107,8 +2112,8 @@ def split_features(features, max_tokens, device, needs_mask):
 
 
 def cut(lengths, max_tokens, is_padded=True):
-    """Return lists of positions, the longest text first: each of at most max_tokens, of which at most 1/64 is padding;
-    a longer text is alone."""
+    """Return lists of positions, the longest text first: each of at most max_tokens, with padding of at most
+    max_tokens / 64; a longer text is alone."""
     parts = []
     longest = tokens = 0
     order = np.argsort(-lengths, kind="stable")
@@ -2171,7 +2176,7 @@ def batch_to_torch(batch, function=torch.from_numpy):
 
 
 def pad_lists(lists, size, fill, dtype=np.int64):
-    """Return a (size, longest) tensor of lists, padded with `fill`, at least 1 wide."""
+    """Return a (size, longest) array of lists, padded with `fill`, at least 1 wide."""
     padded = np.full((size, max([1, *map(len, lists)])), fill, dtype)
     for row, values in zip(padded, lists):
         row[: len(values)] = values
@@ -2309,7 +2314,7 @@ def words_of(flags):
     words = []
     for name, value in flags.items():
         values = value if isinstance(value, list) else [value]
-        if values not in ([], [None]):  # else the default
+        if values not in ([], [None]):  # not given
             words.append(f"--{name}")
             words += [json.dumps(part) if isinstance(part, dict | bool) else str(part) for part in values]
     return words
