@@ -476,10 +476,10 @@ def reason_of(error):
     if isinstance(error, pd.errors.ParserWarning):
         return "line 2 has more fields than the header: check the separator, and quote texts that contain it"
     reason = str(error).strip() or repr(error)
-    is_irregular = isinstance(error, pa.ArrowInvalid | datasets.table.CastError) or "Couldn't cast" in reason
+    is_irregular = isinstance(error, pa.ArrowInvalid) or "Couldn't cast" in reason
     if isinstance(error, datasets.table.CastError):
         reason = f"not all rows have the same columns: {error.details()}"
-    reason = " ".join(reason.split())[:500].replace("set 'local_files_only' to False", "unset HF_HUB_OFFLINE")
+    reason = " ".join(reason.split())[:500]
     return reason + "; prepare_corpus.py rewrites irregular rows" * is_irregular
 
 
@@ -565,8 +565,7 @@ def files_of_split(name):
     check_exists(name)
     files = datasets.load_dataset_builder(name, name=config or None).config.data_files
     if not files.get(split):
-        available = ", ".join(str(part) for part in files if files[part]) or "none"
-        raise UserError(f"no split {split!r} with files; available: {available}")
+        raise UserError(f"no split {split!r} with files; available: {', '.join(map(str, files)) or 'none'}")
     if not file_suffix(files[split][0]):
         raise UserError(f"{files[split][0]}: {UNSUPPORTED}")
     return list(files[split])
@@ -626,9 +625,8 @@ def exact(file):
 
 def open_files(files, streaming=True, columns=None, labels=(), optional=()):
     """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables of `columns`; None: of
-    all that `datasets` can hold. Those of CSV and TSV are texts, as written; only an empty cell is missing. labels:
-    columns of which whole numbers are read as floating point, as fractions may follow; optional: those that the files
-    may lack."""
+    all that `datasets` can hold. Cells of CSV and TSV are texts, as written. labels: columns of which whole numbers
+    are read as floats, as fractions may follow; optional: those that the files may lack."""
     suffix = file_suffix(files[0])
     kind = FORMATS[suffix]
     folders = {os.path.dirname(file) for file in files}
@@ -697,8 +695,8 @@ def plain_schema(inferred, kind, columns, labels):
 
 
 def plain_type(kind, as_float=False):
-    """Return the Arrow type that a column is read as: text where the first rows are null, as what follows may be text;
-    string and list where `take` or `datasets` cannot handle the type; as_float: float64 instead of integers."""
+    """Return the Arrow type that a column is read as: text where the first rows are null; string and list where `take`
+    or `datasets` cannot handle the type; as_float: float64 instead of integers."""
     if is_list(kind):
         wrap = pa.large_list if pa.types.is_large_list(kind) else pa.list_
         return wrap(plain_type(kind.value_type, as_float))
@@ -716,7 +714,7 @@ def named_columns(names):
 
 def is_list(kind):
     """Return whether an Arrow type is one of lists."""
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
 
 
 # ---- columns and collections (same in mine_negatives.py)

@@ -869,10 +869,10 @@ def reason_of(error):
     if isinstance(error, pd.errors.ParserWarning):
         return "line 2 has more fields than the header: check the separator, and quote texts that contain it"
     reason = str(error).strip() or repr(error)
-    is_irregular = isinstance(error, pa.ArrowInvalid | datasets.table.CastError) or "Couldn't cast" in reason
+    is_irregular = isinstance(error, pa.ArrowInvalid) or "Couldn't cast" in reason
     if isinstance(error, datasets.table.CastError):
         reason = f"not all rows have the same columns: {error.details()}"
-    reason = " ".join(reason.split())[:500].replace("set 'local_files_only' to False", "unset HF_HUB_OFFLINE")
+    reason = " ".join(reason.split())[:500]
     return reason + "; prepare_corpus.py rewrites irregular rows" * is_irregular
 
 
@@ -956,8 +956,7 @@ def files_of_split(name):
     check_exists(name)
     files = datasets.load_dataset_builder(name, name=config or None).config.data_files
     if not files.get(split):
-        available = ", ".join(str(part) for part in files if files[part]) or "none"
-        raise UserError(f"no split {split!r} with files; available: {available}")
+        raise UserError(f"no split {split!r} with files; available: {', '.join(map(str, files)) or 'none'}")
     if not file_suffix(files[split][0]):
         raise UserError(f"{files[split][0]}: {UNSUPPORTED}")
     return list(files[split])
@@ -1010,7 +1009,7 @@ def choose_files(source, files, root, is_pattern=False):
 
 def is_list(kind):
     """Return whether an Arrow type is one of lists."""
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
 
 
 # ---- micro-batches (same in train_bi_encoder.py)

@@ -557,8 +557,7 @@ def reduce_gradients(model, accelerator):
             grad.mul_(accelerator.num_processes)
     elif accelerator.num_processes > 1:
         has_grad = torch.tensor([weight.grad is not None for weight in weights], device=accelerator.device)
-        anywhere = accelerator.reduce(has_grad.int()).tolist()
-        weights = [weight for weight, is_used in zip(weights, anywhere) if is_used]
+        weights = list(compress(weights, accelerator.reduce(has_grad.int()).tolist()))
         for weight in weights:
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
         buckets = np.cumsum([weight.numel() for weight in weights]) // BUCKET  # that of each weight
@@ -1184,8 +1183,7 @@ class PairEvaluator(EmbeddingSimilarityEvaluator):
 
 
 def main_measures(evaluators):
-    """Return the measures to print and to plot: those of evaluators, and the mean over sources if they are several; of
-    more than four sources the mean alone."""
+    """Return the measures to print and to plot; of more than four sources their mean alone."""
     held_out = [name for name in evaluators if name.startswith("held_out_")]
     others = [name for name in evaluators if name not in held_out]
     mean = ["held_out_mean"] if len(held_out) > 1 else []
@@ -1308,8 +1306,10 @@ def check_negatives(sources):
 
 def short_name(name):
     """Return what metrics call a source: the last part of its name that is not all suffix and wildcards."""
-    parts = [re.sub(r"\W+", "-", part.split(".")[0]).strip("-_") for part in name.split("/")]
-    return next(filter(None, reversed(parts)), "source")
+    for part in reversed(name.split("/")):
+        if label := re.sub(r"\W+", "-", part.split(".")[0]).strip("-_"):
+            return label
+    return "source"
 
 
 def source_weights(sources, args):
@@ -1425,8 +1425,7 @@ def files_of_split(name):
     check_exists(name)
     files = datasets.load_dataset_builder(name, name=config or None).config.data_files
     if not files.get(split):
-        available = ", ".join(str(part) for part in files if files[part]) or "none"
-        raise UserError(f"no split {split!r} with files; available: {available}")
+        raise UserError(f"no split {split!r} with files; available: {', '.join(map(str, files)) or 'none'}")
     if not file_suffix(files[split][0]):
         raise UserError(f"{files[split][0]}: {UNSUPPORTED}")
     return list(files[split])
@@ -1486,9 +1485,8 @@ def exact(file):
 
 def open_files(files, streaming=True, columns=None, labels=(), optional=()):
     """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables of `columns`; None: of
-    all that `datasets` can hold. Those of CSV and TSV are texts, as written; only an empty cell is missing. labels:
-    columns of which whole numbers are read as floating point, as fractions may follow; optional: those that the files
-    may lack."""
+    all that `datasets` can hold. Cells of CSV and TSV are texts, as written. labels: columns of which whole numbers
+    are read as floats, as fractions may follow; optional: those that the files may lack."""
     suffix = file_suffix(files[0])
     kind = FORMATS[suffix]
     folders = {os.path.dirname(file) for file in files}
@@ -1557,8 +1555,8 @@ def plain_schema(inferred, kind, columns, labels):
 
 
 def plain_type(kind, as_float=False):
-    """Return the Arrow type that a column is read as: text where the first rows are null, as what follows may be text;
-    string and list where `take` or `datasets` cannot handle the type; as_float: float64 instead of integers."""
+    """Return the Arrow type that a column is read as: text where the first rows are null; string and list where `take`
+    or `datasets` cannot handle the type; as_float: float64 instead of integers."""
     if is_list(kind):
         wrap = pa.large_list if pa.types.is_large_list(kind) else pa.list_
         return wrap(plain_type(kind.value_type, as_float))
@@ -1578,8 +1576,7 @@ def data_fingerprint(files):
         with suppress(Exception):  # no file, or a web server that refuses the size of a file, or a part of it
             digest.update(f"{fs.size(path)} ".encode())
             if number in (0, len(files) - 1):
-                digest.update(fs.head(path, 2**16))
-                digest.update(fs.tail(path, 2**16))
+                digest.update(fs.head(path, 2**16) + fs.tail(path, 2**16))
     return digest.hexdigest()[:16]
 
 
@@ -1592,7 +1589,7 @@ LENGTH = "<length>"  # column added to rows: bytes of their texts
 
 def is_list(kind):
     """Return whether an Arrow type is one of lists."""
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
 
 
 def count_bytes(column):
@@ -1712,9 +1709,9 @@ class Source:
         """Return a Table with the columns SOURCE and NUMBER, which identify a row of training, and LENGTH."""
         columns = set(self.args.columns) & set(table.column_names)
         lengths = sum(count_bytes(table[name].combine_chunks()) for name in columns)
-        table = table.append_column(LENGTH, pa.array(lengths))
-        table = table.append_column(SOURCE, pa.array(np.full(len(table), self.number)))
-        return table.append_column(NUMBER, pa.array(np.arange(first, first + len(table))))
+        table = table.append_column(LENGTH, [lengths])
+        table = table.append_column(SOURCE, [np.full(len(table), self.number)])
+        return table.append_column(NUMBER, [np.arange(first, first + len(table))])
 
     def read_windows(self):
         """Yield the windows of all epochs from `position` on, and update it with each."""
@@ -1918,8 +1915,7 @@ def resolve_ids(rows, lookups):
 
 
 def read_rows(table, sources, lookups, step):
-    """Return (list of Row, number of bad rows) of a Table, with texts in place of ids; raise UserError for a bad row
-    unless --on_bad_row is skip. sources: those that the column SOURCE counts; step: that of the rows' batch."""
+    """Return (list of Row, number of bad rows) of a Table, with texts in place of ids; step: that of the batch."""
     lists = {part.name for part in table.schema if is_list(part.type)}
     rows = []
     for cells in to_python(table):
@@ -1928,15 +1924,13 @@ def read_rows(table, sources, lookups, step):
         if lists.intersection(args.columns):  # seeding takes 5 µs
             random = Random(f"{args.seed} {cells[SOURCE]} {cells[NUMBER]}")
         try:
-            rows.append(read_row(cells, step, args, random))
-            rows[-1].cells = cells
-            rows[-1].args = args
+            rows.append(replace(read_row(cells, step, args, random), cells=cells, args=args))
         except ValueError as error:
             reject(error, cells, sources)
     resolve_ids(rows, lookups)
     complete_rows = []
     for row in rows:
-        if row.query is None or None in row.documents:
+        if None in (row.query, *row.documents):
             reject("no text has its id", row.cells, sources)
         else:
             complete_rows.append(row)
@@ -1945,19 +1939,18 @@ def read_rows(table, sources, lookups, step):
 
 def reject(problem, cells, sources):
     """Raise UserError for a bad row. Return if it is to be skipped: by --on_bad_row, and if the row alone is wrong."""
-    source = sources[cells[SOURCE]].name
-    args = sources[cells[SOURCE]].args
+    source = sources[cells[SOURCE]]
     if isinstance(problem, UserError):
-        raise UserError(f"{source}: {problem}") from problem
-    if args.on_bad_row == "error":
-        shown = str({name: cells.get(name) for name in (*args.columns, *args.label_column)})[:200]
-        raise UserError(f"{source}: {problem} in the row {shown}; fix it, edit read_row, or --on_bad_row skip")
+        raise UserError(f"{source.name}: {problem}") from problem
+    if source.args.on_bad_row == "error":
+        names = [*source.args.columns, *source.args.label_column]
+        shown = str({name: cells.get(name) for name in names})[:200]
+        raise UserError(f"{source.name}: {problem} in the row {shown}; fix it, edit read_row, or --on_bad_row skip")
 
 
 def local_batches(global_batches, first, data, args, accelerator):
-    """Yield (this process' rows, number of the batch, further fields of its Batch) of each (Table, state) without end;
-    runs in a background thread. `first`: the number of the first one. Whatever fails becomes the error of a batch
-    without rows, so that all processes stop before the same step, and save the one before."""
+    """Yield (this process' rows, number of the batch, further fields of its Batch) of each (Table, state) without end,
+    from number `first` on. Whatever fails becomes the error of a batch without rows: all processes stop together."""
     index = first
     while True:
         try:
@@ -1998,7 +1991,6 @@ def load_batches(local, model, args, accelerator):
         BatchMaker(model, args, accelerator),
         sampler=read_ahead(local),  # its "indices" are the rows: read in this process, tokenized in workers
         batch_size=None,
-        collate_fn=lambda batch: batch,
         num_workers=workers,
         prefetch_factor=1 if workers else None,
         worker_init_fn=start_worker,
@@ -2140,11 +2132,11 @@ def take_padded(features, positions, width, needs_mask):
 def take_flat(features, bounds, positions):
     """Return the features of some texts that are concatenated; bounds: where texts begin, and the end of the last."""
     spans = [slice(bounds[position], bounds[position + 1]) for position in positions]
+    lengths = np.diff(bounds)[positions]
     part = dict(features)
     for name, value in features.items():
         if isinstance(value, np.ndarray) and value.shape[-1] == bounds[-1]:  # (1, tokens)
             part[name] = np.concatenate([value[:, span] for span in spans], 1)
-    lengths = np.array([span.stop - span.start for span in spans])
     ends = np.append(0, lengths.cumsum()).astype(np.int32)
     longest = int(lengths.max())
     part |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
@@ -2169,9 +2161,7 @@ def convert_arrays(values, function=torch.from_numpy):
 
 def batch_to_torch(batch, function=torch.from_numpy):
     """Return a Batch, as worker processes send it, with function(array) in place of each array of numpy."""
-    micro_batches = []
-    for role, indices, features in batch.micro_batches:
-        micro_batches.append((role, indices, convert_arrays(features, function)))
+    micro_batches = [(*head, convert_arrays(features, function)) for *head, features in batch.micro_batches]
     return replace(batch, **convert_arrays(vars(batch) | {"micro_batches": micro_batches}, function))
 
 
@@ -2220,10 +2210,10 @@ def reason_of(error):
     if isinstance(error, pd.errors.ParserWarning):
         return "line 2 has more fields than the header: check the separator, and quote texts that contain it"
     reason = str(error).strip() or repr(error)
-    is_irregular = isinstance(error, pa.ArrowInvalid | datasets.table.CastError) or "Couldn't cast" in reason
+    is_irregular = isinstance(error, pa.ArrowInvalid) or "Couldn't cast" in reason
     if isinstance(error, datasets.table.CastError):
         reason = f"not all rows have the same columns: {error.details()}"
-    reason = " ".join(reason.split())[:500].replace("set 'local_files_only' to False", "unset HF_HUB_OFFLINE")
+    reason = " ".join(reason.split())[:500]
     return reason + "; prepare_corpus.py rewrites irregular rows" * is_irregular
 
 
@@ -2497,8 +2487,7 @@ def check_adapters(name):
 
 
 def check_weights(transformer):
-    """Raise UserError if weights are random, because the files have none of their name: but for those of a head, or of
-    a pooler, which no embedding needs."""
+    """Raise UserError if weights are random, as files have none of their name; a head or a pooler may be."""
     if type(transformer).from_pretrained.__func__ is not transformers.PreTrainedModel.from_pretrained.__func__:
         return  # remote code that loads by itself, without the mark of loaded weights
     body = transformer.base_model.named_parameters()  # without the head
@@ -2560,10 +2549,10 @@ def save_atomically(folder):
 def checksums(folder):
     """Return the lines of SHA256SUMS, as `sha256sum` prints them, for all other files in a folder."""
     lines = []
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "SHA256SUMS"):
+    for path in sorted({*folder.iterdir()} - {folder / "SHA256SUMS"}):
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        lines.append(f"{digest}  {path.relative_to(folder)}\n")
+        lines.append(f"{digest}  {path.name}\n")
     return "".join(lines)
 
 
@@ -2607,10 +2596,10 @@ def checkpoint_path(args, step):
 def list_checkpoints(args):
     """Return {step: folder} of a run, in order; without what somebody else has put beside them."""
     found = {}
-    for path in Path(args.output_dir, "checkpoints").glob("step_*"):
-        if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir():
+    for path in sorted(Path(args.output_dir, "checkpoints").glob("step_*")):
+        if re.fullmatch(r"step_\d{8}", path.name) and path.is_dir():
             found[int(path.name.removeprefix("step_"))] = path
-    return dict(sorted(found.items()))
+    return found
 
 
 def find_checkpoint(args, accelerator):
@@ -2618,7 +2607,7 @@ def find_checkpoint(args, accelerator):
     output = Path(args.output_dir)
     if (output / "args.yaml").exists() and not args.resume:
         raise UserError(f"--output_dir {output} contains a run: --resume it, or choose another folder")
-    folders = [*list_checkpoints(args).values()][::-1] if args.resume else []
+    folders = list(reversed(list_checkpoints(args).values())) if args.resume else []
     intact = None
     error = None
     if accelerator.is_main_process:
@@ -3031,8 +3020,8 @@ class Log:
     def begin(self):
         """Open the trackers, and write args.yaml and the lines so far."""
         values = {name: str(value) for name, value in asdict(self.flags).items()}
-        logged = self.metrics[-1]["step"] if self.metrics else -1
-        options = {"tensorboard": {"purge_step": logged + 1}}  # a resume logs later steps again
+        next_step = self.metrics[-1]["step"] + 1 if self.metrics else 0
+        options = {"tensorboard": {"purge_step": next_step}}  # a resume logs later steps again
         with user_errors(f"--report_to {' '.join(self.flags.report_to)}"):
             self.accelerator.init_trackers("evenstep", values, options)
         output = Path(self.flags.output_dir)
@@ -3058,8 +3047,7 @@ class Log:
                 tqdm.write(f"step {step:,}: {measured}")
 
     def write_lines(self, is_new):
-        """Append the last line to metrics.jsonl; write all if it is not new. No error ends the training: checkpoints
-        contain the lines, and a resume writes them again."""
+        """Append the last line to metrics.jsonl; write all if it is not new. No error ends the training."""
         path = Path(self.flags.output_dir, "metrics.jsonl")
         size = 0
         try:
@@ -3073,8 +3061,8 @@ class Log:
 
     def lacks_evaluation(self, step):
         """Return whether the evaluation of a step has not been made, or was not when its checkpoint was written."""
-        last = self.metrics[-1] if self.metrics else {}
-        return last.get("step") != step or not last.keys() & {*self.main_measures}
+        measured = [line["step"] for line in self.metrics if line.keys() & {*self.main_measures}]
+        return step not in measured
 
     def find_best(self):
         """Return (step of the best evaluation by --metric_for_best_model, of which more is better, whose checkpoint is
@@ -3100,12 +3088,8 @@ class Log:
 
 
 def write_model(model, log, step):
-    """Write model/, with args.yaml, the card of sentence-transformers, and in that the measures up to `step`."""
+    """Write model/, with args.yaml and the card of sentence-transformers."""
     output = Path(log.flags.output_dir)
-    measured = {}
-    for line in log.metrics:
-        if line["step"] <= step:
-            measured |= {name: line[name] for name in log.main_measures if name in line}
     with save_atomically(output / "model") as part:
         if log.flags.lora_rank:
             for transformer in transformers_of(model, "--lora_rank"):
@@ -3118,7 +3102,7 @@ def write_model(model, log, step):
             model.save_pretrained(str(part))
         shutil.copy(output / "args.yaml", part)
         with open(part / "README.md", "a") as card:
-            card.write(f"\nTrained for {step:,} steps by `{Path(sys.argv[0]).name} args.yaml`: {measured}\n")
+            card.write(f"\nTrained for {step:,} steps by `{Path(sys.argv[0]).name} args.yaml`.\n")
     print(f"the model of step {step:,} is in {output / 'model'}")
 
 
@@ -3141,12 +3125,6 @@ def print_outcome(metrics, skipped):
         print(f"{skipped:,} bad rows skipped")
 
 
-def exit_now(status):
-    """End the process: pyarrow threads that still read ahead can hang or abort a normal exit (apache/arrow 45214)."""
-    sys.stdout.flush()
-    os._exit(status)
-
-
 if __name__ == "__main__":
     sys.stdout = Console(sys.stdout)
     sys.stderr = Console(sys.stderr)
@@ -3157,4 +3135,5 @@ if __name__ == "__main__":
         status = error.code
     except (Exception, KeyboardInterrupt) as error:
         status = print_error(error)
-    exit_now(status)
+    sys.stdout.flush()
+    os._exit(status)  # pyarrow threads that still read ahead can hang or abort a normal exit (apache/arrow 45214)
