@@ -245,11 +245,10 @@ def test_columns_without_a_name_are_no_default(capsys):
     assert {line["type"] for line in found} == {"document"}
 
 
-@pytest.mark.parametrize(
-    "suffix, kind", [("parquet", "fixed"), ("arrow", "fixed"), ("arrow", "masked"), ("arrow", "large")]
-)
-def test_lists_that_are_null_in_some_rows(suffix, kind):
-    """Null lists of a fixed size, and others, may have values; rows are numbered alike."""
+@pytest.mark.parametrize("kind", ["fixed", "masked", "large"])
+def test_lists_that_are_null_in_some_rows(kind):
+    """Null lists of a fixed size, and others, may have values; rows are numbered alike. (pyarrow 24 does not write
+    them to Parquet.)"""
     texts = pa.array([f"text {place}" for place in range(6000)])
     is_null = pa.array([row % 3 == 1 for row in range(3000)])
     if kind == "fixed":
@@ -258,14 +257,11 @@ def test_lists_that_are_null_in_some_rows(suffix, kind):
         array, size = (pa.LargeListArray, pa.int64()) if kind == "large" else (pa.ListArray, pa.int32())
         lists = array.from_arrays(pa.array(range(0, 6001, 2), size), texts, mask=is_null)
     table = pa.table({"t": lists})
-    if suffix == "parquet":
-        pq.write_table(table, "a.parquet")
-    else:
-        with pa.ipc.new_stream("a.arrow", table.schema) as writer:
-            writer.write_table(table)
+    with pa.ipc.new_stream("a.arrow", table.schema) as writer:
+        writer.write_table(table)
     rows = range(2990, 3000)
     write_jsonl(Path("pairs.jsonl"), [{"q": f"text {2 * row}", "d": f"text {2 * row + 1}"} for row in rows])
-    found = check("--train_data", f"a.{suffix}", "--pairs", "pairs.jsonl")
+    found = check("--train_data", "a.arrow", "--pairs", "pairs.jsonl")
     expected = {(row, f"text {place}") for row in rows if row % 3 != 1 for place in (2 * row, 2 * row + 1)}
     assert {(line["row"], line["text"]) for line in found} == expected
 
