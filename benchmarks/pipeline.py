@@ -8,8 +8,8 @@ number of --workers, in turns. First as fast as they come: texts a second, and p
 of its threads) and of the workers. Then for a simulated device that takes --step_ms for a batch, while the main thread
 works --work_ms of it, as it launches kernels: small operations of torch, as many as take that long when nothing else
 runs. The table has the milliseconds that they take now, and the fraction of the time that the main thread waits for a
-batch. --processes: play the first of so many, which reads whole batches and prepares its part. Needs as many idle cores
-as workers, and one. Writes pipeline.json; medians over the rounds.
+batch. --processes: play the first of so many, which reads whole batches and prepares its part. Use as many idle cores
+as workers, and one more. Writes pipeline.json; medians over the rounds.
 """
 
 import argparse
