@@ -101,7 +101,7 @@ def compare(name, args, rows):
     other, this = (statistics.median(column) for column in zip(*rates))
     ratio = statistics.median(two / one for one, two in rates)
     memory = f"{found[args.other][1]:.2f} | {found[ROOT][1]:.2f}"
-    print(f"| {name} | {other:,.0f} | {this:,.0f} | {ratio:.3f} | {memory} | {difference:.1e} |", flush=True)
+    print(f"| {name} | {other:,.4g} | {this:,.4g} | {ratio:.3f} | {memory} | {difference:.1e} |", flush=True)
     return {"rates": rates, "ratio": ratio, "difference": difference}
 
 
