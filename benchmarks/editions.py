@@ -1,13 +1,14 @@
-"""Training speed of this checkout against another checkout of the project, in turns: same flags, rows and models.
+"""This checkout against another checkout of the project, in turns: speed, and whether it computes the same.
 
-    git worktree add ../other 194b52d
-    python benchmarks/editions.py ../other MODEL_FOLDER [--rounds 5] [--processes 2]
+    git worktree add ../fifth 63c1b93
+    python benchmarks/editions.py ../fifth MODEL_FOLDER --kind speed [--rounds 5] [--processes 2]
+    python benchmarks/editions.py ../fifth MODEL_FOLDER --kind same --max_steps 20 [--processes 2]
 
-Requires the demo corpus (prepare_corpus.py). Trains the demo's static model, MODEL_FOLDER as a bi-encoder and
-MODEL_FOLDER as a cross-encoder, each in a process of its own. A rate is rows over the seconds of all steps but the
-first; a ratio is of two runs that followed each other, of which the median is printed. Without dropout, and at a
-constant rate, so losses and gradient norms can be compared: the largest relative difference is printed too. Memory is
-the peak of a process (one process only). Writes editions.json.
+Requires the demo corpus (prepare_corpus.py), of which it takes rows that share no text with another row: editions
+differ in what they mask of equal texts. Each run is a launch of its own, without dropout and at a constant rate, so
+that losses and gradient norms can be compared: the largest relative difference is printed. A rate is rows over the
+seconds of all steps but the first; a ratio is of two runs that followed each other, of which the median is printed.
+Memory is the peak of the main process. Writes editions.json.
 """
 
 import argparse
@@ -19,30 +20,65 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pandas as pd
+
 ROOT = Path(__file__).parents[1]
-ROWS = "--train_data data/python_code/train/packages-*.parquet --columns docstring code"  # one source: the same rows
-CASES = {  # {name: (script, flags)}
-    "demo, static": ("train_bi_encoder.py", "STATIC --batch_size 2048 --learning_rate 5e-3"),
-    "bi-encoder, 64 tokens": ("train_bi_encoder.py", "MODEL --batch_size 64 --max_length 64 --dropout 0"),
-    "bi-encoder": ("train_bi_encoder.py", "MODEL --batch_size 64 --max_length 256 --dropout 0"),
-    "cross-encoder": ("train_cross_encoder.py", "MODEL --batch_size 16 --max_length 256 --dropout 0"),
+ROWS = "data/python_code/train/packages-*.parquet"
+STATIC = "--model_name_or_path data/python_code/bi_encoder --batch_size 2048 --learning_rate 5e-3"
+LARGE = "--model_name_or_path MODEL --dropout 0 --batch_size"  # as many rows and tokens as measure speed
+SMALL = "--model_name_or_path MODEL --dropout 0 --max_length 32 --micro_batch_tokens 512 --batch_size"
+SPEED = {  # {name: (script, flags, steps)}
+    "demo, static": ("train_bi_encoder.py", STATIC, 25),
+    "bi-encoder, 64 tokens": ("train_bi_encoder.py", f"{LARGE} 64 --max_length 64", 5),
+    "bi-encoder": ("train_bi_encoder.py", f"{LARGE} 64 --max_length 256", 5),
+    "cross-encoder": ("train_cross_encoder.py", f"{LARGE} 16 --max_length 256", 5),
 }
+SAME = {
+    "demo, static": ("train_bi_encoder.py", STATIC, 20),
+    "graphs kept": ("train_bi_encoder.py", f"{SMALL} 32 --grad_cache false", 20),
+    "gradient cache": ("train_bi_encoder.py", f"{SMALL} 32 --grad_cache true", 20),
+    "streaming": ("train_bi_encoder.py", f"{SMALL} 32 --streaming", 20),
+    "symmetric, matryoshka": (
+        "train_bi_encoder.py",
+        f'{SMALL} 32 --loss_kwargs {{"symmetric":true}} --matryoshka_dims 384 64',
+        20,
+    ),
+    "accumulated, sorted": (
+        "train_bi_encoder.py",
+        f"{SMALL} 16 --gradient_accumulation_steps 2 --length_window 4",
+        20,
+    ),
+    "library's loss": ("train_bi_encoder.py", f"{SMALL} 32 --loss MultipleNegativesRankingLoss", 20),
+    "checkpointing": ("train_bi_encoder.py", f"{SMALL} 16 --gradient_checkpointing", 20),
+    "cross-encoder": ("train_cross_encoder.py", f"{SMALL} 8 --num_negatives 3", 20),
+    "cross-encoder, cached": ("train_cross_encoder.py", f"{SMALL} 8 --num_negatives 3 --grad_cache true", 20),
+    "cross-encoder, bce": ("train_cross_encoder.py", f"{SMALL} 8 --num_negatives 1 --loss bce", 20),
+}
+
+
+def write_rows(path):
+    """Write the rows of the demo's first files of packages, without those of which another row has a text."""
+    rows = pd.concat([pd.read_parquet(file) for file in sorted(ROOT.glob(ROWS))])
+    for column in ("docstring", "code"):
+        rows = rows.drop_duplicates(column, keep=False)
+    rows[["docstring", "code"]].to_parquet(path)
 
 
 def train(folder, script, flags, processes):
     """Return (rows a second, peak memory in GB, losses and gradient norms) of a run."""
     with tempfile.TemporaryDirectory() as output:
         more = ["--eval_rows", "0", "--logging_steps", "1", "--save_steps", "0", "--output_dir", output]
-        more += ["--lr_scheduler_type", "constant", "--warmup_ratio", "0"]  # the warmup of 626a684 began at 1 / W
+        more += ["--lr_scheduler_type", "constant", "--columns", "docstring", "code"]
         launcher = [sys.executable]
         if processes > 1:
             config = ["--config_file", ROOT / "accelerate_configs/multi_cpu.yaml", "--num_processes", str(processes)]
             launcher += ["-m", "accelerate.commands.launch", *config, "--main_process_port", "0"]
-        command = [*launcher, Path(folder).resolve() / script, *ROWS.split(), *flags, *more]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
+        command = [*launcher, Path(folder).resolve() / script, *flags, *more]
+        with open(Path(output, "said"), "w") as said:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said)
+            _, status, usage = os.wait4(process.pid, 0)
         if status:
-            sys.exit(f"{command}: status {status}")
+            sys.exit(f"{' '.join(map(str, command))}: status {status}\n{Path(output, 'said').read_text()[-2000:]}")
         lines = [json.loads(line) for line in Path(output, "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if "loss" in line]
     seconds = [1 / line["rows_per_second"] for line in lines[1:]]  # of a row; all steps have as many
@@ -50,37 +86,46 @@ def train(folder, script, flags, processes):
     return len(seconds) / sum(seconds), usage.ru_maxrss / 1e6, numbers
 
 
+def compare(name, args, rows):
+    """Run both sides of a case in turns; print its line, and return its results."""
+    script, flags, steps = (SPEED if args.kind == "speed" else SAME)[name]
+    flags = flags.replace("MODEL", str(Path(args.model).resolve())).split()
+    flags += ["--train_data", rows, "--max_steps", str(args.max_steps or steps)]
+    rates = []
+    for number in range(args.rounds):
+        order = (args.other, ROOT) if number % 2 == 0 else (ROOT, args.other)
+        found = {folder: train(folder, script, flags, args.processes) for folder in order}
+        rates.append((found[args.other][0], found[ROOT][0]))
+    pairs = zip(found[args.other][2], found[ROOT][2], strict=True)
+    difference = max(abs(one - two) / abs(one) for one, two in pairs)
+    other, this = (statistics.median(column) for column in zip(*rates))
+    ratio = statistics.median(two / one for one, two in rates)
+    memory = f"{found[args.other][1]:.2f} | {found[ROOT][1]:.2f}"
+    print(f"| {name} | {other:,.4g} | {this:,.4g} | {ratio:.3f} | {memory} | {difference:.1e} |", flush=True)
+    return {"rates": rates, "ratio": ratio, "difference": difference}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", help="folder of another checkout")
     parser.add_argument("model", help="folder of a sentence-transformers model")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kind", choices=["speed", "same"], default="speed", help="large steps, or many settings")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--max_steps", type=int, help="of each run; default: 25 of the static model, 5 of others")
-    parser.add_argument("--only", nargs="+", default=list(CASES), help="cases to run")
+    parser.add_argument(
+        "--max_steps", type=int, help="of each run; default: 25 of the static model, 5 or 20 of others"
+    )
+    parser.add_argument("--only", nargs="+", help="cases to run")
     args = parser.parse_args()
+    os.environ["HF_HUB_OFFLINE"] = "1"
     results = {}
     print("| case | rows/s, other | rows/s, this | this / other | GB, other | GB, this | difference |")
     print("|---|---|---|---|---|---|---|", flush=True)
-    for name in args.only:
-        script, flags = CASES[name]
-        flags = flags.replace("STATIC", "--model_name_or_path data/python_code/bi_encoder")
-        steps = args.max_steps or (25 if "STATIC" in CASES[name][1] else 5)
-        flags = flags.replace("MODEL", f"--model_name_or_path {Path(args.model).resolve()}").split()
-        flags += ["--max_steps", str(steps)]
-        rates = []
-        for number in range(args.rounds):
-            order = (args.other, ROOT) if number % 2 == 0 else (ROOT, args.other)
-            found = {folder: train(folder, script, flags, args.processes) for folder in order}
-            rates.append((found[args.other][0], found[ROOT][0]))
-        pairs = zip(found[args.other][2], found[ROOT][2])
-        memory = f"{found[args.other][1]:.2f} | {found[ROOT][1]:.2f}"
-        difference = max(abs(one - two) / one for one, two in pairs)
-        other, this = (statistics.median(column) for column in zip(*rates))
-        ratio = statistics.median(two / one for one, two in rates)
-        results[name] = {"rates": rates, "ratio": ratio, "difference": difference}
-        print(f"| {name} | {other:,.0f} | {this:,.0f} | {ratio:.3f} | {memory} | {difference:.1e} |", flush=True)
-    Path("editions.json").write_text(json.dumps(results, indent=1))
+    with tempfile.TemporaryDirectory() as folder:
+        write_rows(f"{folder}/rows.parquet")
+        for name in args.only or (SPEED if args.kind == "speed" else SAME):
+            results[name] = compare(name, args, f"{folder}/rows.parquet")
+    Path("editions.json").write_text(json.dumps({"arguments": vars(args), "results": results}, indent=1))
 
 
 if __name__ == "__main__":

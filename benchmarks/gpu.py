@@ -1,16 +1,20 @@
 """On one GPU in bfloat16: both trainers and the evaluator against sentence-transformers: rates, memory, waiting.
 
     python prepare_corpus.py
-    python benchmarks/gpu.py 'data/python_code/train/*.parquet' [--peak_tflops 989]
+    python benchmarks/gpu.py 'data/python_code/train/*.parquet' [--peak_tflops 989] [--only workers] [--models 22M]
 
-For encoders of 22 and 110 million weights, created from a configuration: no download. Batches of 1,024
-pairs: --grad_cache false with sdpa, larger micro-batches, flash attention where it is installed, torch.compile;
---grad_cache; the peer's plain loss (flash attention, torch.compile) and its cached loss in mini-batches by tokens.
-Batches of 8,192 and 32,768: --grad_cache and the cached loss. Then cross-encoders on 1,024 pairs (--grad_cache false),
-and encoding as the evaluator does. Every side reads the same rows, in a process of its own; rates exclude the first
-three steps. FLOPs per token: 6 per weight, and 12 x layers x width x length for attention (Chowdhery et al. 2022,
-appendix B), with half of --max_length as length; what --grad_cache and the cached loss compute twice is counted once.
-A side takes at most --limit seconds; --device cpu --tiny tests the benchmark itself. Writes gpu.json after each side.
+For encoders of 22 and 110 million weights, created from a configuration: no download. The defaults, which measure the
+size of micro-batches and keep graphs while memory lasts. Then with all graphs kept, 1,024 pairs of the smaller model
+and 256 of the larger: sdpa, larger micro-batches, flash attention where it is installed, and a copy of the trainer
+that compiles its transformer; beside the peer's plain loss, with flash attention and compiled. --grad_cache true, and
+the peer's cached loss in mini-batches by tokens, also of 8,192 and 32,768 pairs. Then 0, 1, 4 and 8 workers at 64
+tokens and at --max_length: "idle" is what they lack of the tokens a second of a run whose batches are ready. Last,
+cross-encoders, and encoding as the evaluator does.
+
+Every side reads the same rows, in a process of its own; rates exclude the first steps. FLOPs per token: 6 per weight,
+and 12 x layers x width x length for attention (Chowdhery et al. 2022, appendix B), with half of --max_length as
+length; what is computed twice is counted once. A side takes at most --limit seconds, a compiled one three times as
+many; --device cpu --tiny tests the benchmark itself. Writes gpu.json after each side.
 """
 
 import argparse
@@ -18,14 +22,18 @@ import glob
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
+from itertools import count, islice
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SIZES = {"22M": (384, 6), "110M": (768, 12)}  # width and layers of all-MiniLM-L6 and of BERT-base
+SIZES = {"22M": (384, 6), "110M": (768, 12), "tiny": (64, 2)}  # width and layers of all-MiniLM-L6, of BERT-base
+KEPT_ROWS = {"22M": 1024, "110M": 256}  # of a batch all graphs of which fit on 80 GB
 
 
 def write_model(folder, source, columns, width, layers):
@@ -48,13 +56,13 @@ def write_model(folder, source, columns, width, layers):
     CrossEncoder(f"{folder}/bert", num_labels=1, device="cpu").save_pretrained(f"{folder}/reranker")
 
 
-def read_rows(args, count):
+def read_rows(args, wanted):
     """The first rows of the source with only the columns that are trained on, repeated if they are too few."""
     from datasets import concatenate_datasets, load_dataset
 
     rows = load_dataset("parquet", data_files=args.source, split="train", cache_dir=f"{args.folder}/cache")
     rows = rows.select_columns(args.columns)
-    return concatenate_datasets([rows] * -(-count // len(rows))).select(range(count))
+    return concatenate_datasets([rows] * -(-wanted // len(rows))).select(range(wanted))
 
 
 def peak_memory():
@@ -63,21 +71,57 @@ def peak_memory():
     return torch.cuda.max_memory_allocated() / 1e6 if torch.cuda.is_available() else 0
 
 
+COMPILED = """
+    for transformer in transformers_of(model, "torch.compile"):  # its forward is called without __call__
+        transformer.model.forward = torch.compile(transformer.model.forward, dynamic=True)
+"""
+
+
+def load_script(args):
+    """Return the trainer of a side as a module; "compiled" is a copy with a line of accelerate_configs/README.md."""
+    name = "train_cross_encoder" if args.side.startswith("cross") else "train_bi_encoder"
+    if "compiled" not in args.side:
+        sys.path.insert(0, str(ROOT))
+        return importlib.import_module(name)
+    source = (ROOT / f"{name}.py").read_text()
+    line = "    model = model.to(device).train()\n"
+    assert source.count(line) == 1, "the copy that compiles: edit gpu.py as the trainer was edited"
+    Path(args.folder).mkdir(parents=True)
+    Path(args.folder, "compiled.py").write_text(source.replace(line, line + COMPILED.lstrip("\n")))
+    sys.path.insert(0, args.folder)
+    return importlib.import_module("compiled")
+
+
+def keep_ready(load_batches):
+    """Return load_batches() of which the first three batches are repeated for ever: they are ready, and no worker is
+    busy."""
+
+    def ready_batches(*options):
+        made = load_batches(*options)
+        first = list(islice(made, 3))
+        made.close()
+        for index in count():
+            yield replace(first[index % 3], index=index, step=index, waited=0.0)
+
+    return ready_batches
+
+
 def run_ours(args):
     """In a process of its own: print (rows/s, tokens/s, padding, share of waiting for data, peak MB, loss)."""
-    sys.path.insert(0, str(ROOT))
-    script = importlib.import_module("train_cross_encoder" if args.side.startswith("cross") else "train_bi_encoder")
+    script = load_script(args)
+    if "ready" in args.side:
+        script.load_batches = keep_ready(script.load_batches)
     flags = ["--model_name_or_path", args.model, "--train_data", args.source, "--columns", *args.columns,
              "--batch_size", args.batch_size, "--max_length", args.max_length, "--max_steps", args.steps,
-             "--eval_rows", 0, "--logging_steps", 1, "--save_steps", 0, "--output_dir", args.folder,
+             "--eval_rows", 0, "--logging_steps", 1, "--save_steps", 0, "--output_dir", f"{args.folder}/run",
              *args.flags]  # fmt: skip
     script.main(script.parse_args(list(map(str, flags))))
-    lines = [json.loads(line) for line in Path(f"{args.folder}/metrics.jsonl").read_text().splitlines()][3:]
+    lines = [json.loads(line) for line in Path(f"{args.folder}/run/metrics.jsonl").read_text().splitlines()]
+    lines = lines[args.steps // 5 :]  # workers have prepared the first batches while the model was loaded
     seconds = [args.batch_size / line["rows_per_second"] for line in lines]
     tokens = sum(line["tokens_per_second"] * s for line, s in zip(lines, seconds))
-    padding, waited = (
-        sum(line[f"{name}_fraction"] for line in lines) / len(lines) for name in ("padding", "data_wait")
-    )
+    waited = sum(line["data_wait_fraction"] * s for line, s in zip(lines, seconds)) / sum(seconds)
+    padding = sum(line["padding_fraction"] for line in lines) / len(lines)
     rate = args.batch_size * len(lines) / sum(seconds)
     print(json.dumps([rate, tokens / sum(seconds), padding, waited, peak_memory(), lines[-1]["loss"]]))
 
@@ -165,17 +209,115 @@ def run_encoding(args):
     print(json.dumps([len(texts) / seconds, tokens / seconds, None, None, peak_memory(), None]))
 
 
+def list_sides(args, kept_rows):
+    """Return (title, side, rows of a batch, tokens of a text, steps, flags) of each side."""
+    small, *large = args.batch_sizes
+    length = args.max_length
+    steps = args.steps
+    keep = ["--grad_cache", "false", "--micro_batch_tokens", 16_384]
+    sdpa = [*keep, "--attn_implementation", "sdpa"]
+    flash = [*keep, "--attn_implementation", "flash_attention_2"]
+    cached = "trainer, cached loss, 16,384 tokens"
+    cross = ["--grad_cache", "false", "--num_negatives", 1, "--loss", "listwise_ce"]
+    sides = [
+        ("evenstep, defaults", "ours", small, length, steps, []),
+        ("evenstep, all graphs kept", "ours", kept_rows, length, steps, sdpa),
+        (
+            "evenstep, the same, 65,536 tokens",
+            "ours",
+            kept_rows,
+            length,
+            steps,
+            [*sdpa, "--micro_batch_tokens", 65_536],
+        ),
+        ("evenstep, the same, flash attention", "ours", kept_rows, length, steps, flash),
+        ("evenstep, the same, compiled", "ours compiled", kept_rows, length, steps, sdpa),
+        ("trainer, plain loss", "peer", kept_rows, length, steps, ["plain"]),
+        ("trainer, plain loss, flash attention", "peer", kept_rows, length, steps, ["plain", "flash"]),
+        ("trainer, plain loss, compiled", "peer", kept_rows, length, steps, ["plain", "compile"]),
+        ("evenstep, --grad_cache true", "ours", small, length, steps, ["--grad_cache", "true"]),
+        (cached, "peer", small, length, steps, ["cached"]),
+    ]
+    for size in large:
+        sides.append(("evenstep, defaults", "ours", size, length, 5, []))
+        sides.append((cached, "peer", size, length, 5, ["cached"]))
+    for tokens in (64, length):
+        sides.append((f"workers: {tokens} tokens, batches ready", "ours ready", small, tokens, args.worker_steps, []))
+        for workers in args.workers:
+            title = f"workers: {tokens} tokens, {workers}"
+            flags = ["--dataloader_num_workers", workers]
+            sides.append((title, "ours", small, tokens, args.worker_steps, flags))
+    return sides + [
+        ("evenstep, cross-encoder", "cross ours", kept_rows, length, steps, cross),
+        ("trainer, cross-encoder", "cross peer", 2 * kept_rows, length, steps, []),  # as many pairs
+        ("evaluator, encoding", "encode ours", small, length, steps, []),
+        ("SentenceTransformer.encode, 32", "encode peer", small, length, steps, [32]),
+        ("SentenceTransformer.encode, 256", "encode peer", small, length, steps, [256]),
+    ]
+
+
+def run_side(args, name, folder, side):
+    """Run a side in a process of its own; return its line of the table."""
+    title, kind, rows, length, steps, flags = side
+    model = Path(folder).parent / ("reranker" if "cross" in kind else "model")
+    command = [sys.executable, __file__, args.source, "--side", kind, "--model", model, "--folder", folder,
+               "--columns", *args.columns, "--batch_size", rows, "--max_length", length, "--steps", steps,
+               "--device", args.device, "--flags", *flags]  # fmt: skip
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    line = {"model": name, "side": title, "batch_size": rows, "max_length": length}
+    limit = args.limit * (3 if "compiled" in title else 1)
+    try:
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=limit, env=environment)
+    except subprocess.TimeoutExpired:
+        return line | {"problem": f"more than {limit} s"}
+    if done.returncode:
+        return line | {"problem": (done.stderr.strip().splitlines() or ["?"])[-1][:150]}
+    micro = re.search(r"micro-batches of ([\d,]+) tokens", done.stdout)
+    line["micro_batch_tokens"] = micro and micro[1]
+    line["figures"] = json.loads(done.stdout.splitlines()[-1])
+    width, layers = SIZES[name]
+    weights = 12 * width**2 * layers  # without the embeddings, which are looked up
+    each = 6 * weights + 12 * layers * width * length / 2  # texts of half the length, say
+    line["mfu"] = line["figures"][1] * each / (3 if "encode" in kind else 1) / args.peak_tflops / 1e12
+    return line
+
+
+def print_table(table):
+    titles = ["model", "side", "rows", "micro-batch", "rows/s", "tokens/s", "MFU", "padding", "waiting", "idle"]
+    titles += ["peak MB", "loss"]
+    print(f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
+    ready = {}  # tokens a second of batches that are ready
+    for line in table:
+        start = f"| {line['model']} | {line['side']} | {line['batch_size']:,}"
+        if "figures" not in line:
+            print(f"{start} | {line['problem']} |{' |' * (len(titles) - 4)}")
+            continue
+        rate, tokens, padding, waited, memory, loss = line["figures"]
+        key = line["model"], line["max_length"]
+        if "batches ready" in line["side"]:
+            ready[key] = tokens
+        idle = 1 - tokens / ready[key] if line["side"].startswith("workers") and key in ready else None
+        share = ["" if value is None else f"{value:.1%}" for value in (line["mfu"], padding, waited, idle)]
+        print(f"{start} | {line['micro_batch_tokens'] or ''} | {rate:,.0f} | {tokens:,.0f} | {' | '.join(share)} "
+              f"| {memory:,.0f} | {loss or 0:.3f} |")  # fmt: skip
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", help="Parquet file or glob")
     parser.add_argument("--columns", nargs="+", default=["docstring", "code"])
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1024, 8192, 32_768])
+    parser.add_argument("--kept_rows", type=int, help="of a batch with all graphs kept; default: by model")
+    parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 4, 8])
+    parser.add_argument("--models", nargs="+", default=["22M", "110M"], choices=SIZES)
+    parser.add_argument("--only", default="", help="run only sides whose title contains this")
     parser.add_argument("--max_length", type=int, default=256)
     parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--worker_steps", type=int, default=100, help="steps of the sides that compare workers")
     parser.add_argument("--peak_tflops", type=float, default=989, help="of the GPU, dense bfloat16 (H100, H200: 989)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of 2 layers, to try the benchmark")
-    parser.add_argument("--limit", type=int, default=100, help="seconds a side may take")
+    parser.add_argument("--limit", type=int, default=120, help="seconds a side may take")
     parser.add_argument("--output", default="gpu.json")
     parser.add_argument("--batch_size", type=int, help=argparse.SUPPRESS)
     for name in ("side", "model", "folder"):
@@ -186,69 +328,17 @@ def main():
         run = run_encoding if "encode" in args.side else run_ours if "ours" in args.side else run_peer
         return run(args)
 
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "true"}
-    environment |= {"ACCELERATE_MIXED_PRECISION": "bf16"}
-    compiled = {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_USE_DYNAMIC": "true"}
-    small, *large = args.batch_sizes
-    keep = ["--grad_cache", "false"]
-    sides = [  # name, script, rows of a batch, flags, environment
-        ("evenstep, sdpa", "ours", small, [*keep, "--attn_implementation", "sdpa"], {}),
-        ("evenstep, sdpa, micro-batches of 65,536", "ours", small, [*keep, "--micro_batch_tokens", 65_536], {}),
-        ("evenstep, sdpa, --grad_cache", "ours", small, ["--grad_cache"], {}),
-        ("evenstep, flash attention", "ours", small, [*keep, "--attn_implementation", "flash_attention_2"], {}),
-        ("evenstep, sdpa, compiled", "ours", small, keep, compiled),
-        ("trainer, plain loss", "peer", small, ["plain"], {}),
-        ("trainer, plain loss, flash attention", "peer", small, ["plain", "flash"], {}),
-        ("trainer, cached loss, 16,384 tokens", "peer", small, ["cached"], {}),
-        ("trainer, plain loss, compiled", "peer", small, ["plain", "compile"], {}),
-    ]
-    for size in large:
-        sides.append(("evenstep, --grad_cache", "ours", size, ["--grad_cache"], {}))
-        sides.append(("trainer, cached loss, 16,384 tokens", "peer", size, ["cached"], {}))
-    cross = [*keep, "--num_negatives", 1, "--loss", "listwise_ce"]
-    sides += [
-        ("evenstep, cross-encoder", "cross ours", small, cross, {}),
-        ("trainer, cross-encoder", "cross peer", 2 * small, [], {}),  # as many pairs
-        ("evaluator, encoding", "encode ours", small, [], {}),
-        ("SentenceTransformer.encode, 32", "encode peer", small, [32], {}),
-        ("SentenceTransformer.encode, 256", "encode peer", small, [256], {}),
-    ]
     table = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, (width, layers) in {"tiny": (64, 2)}.items() if args.tiny else SIZES.items():
-            write_model(f"{folder}/{name}", args.source, args.columns, width, layers)
-            for number, (title, side, size, flags, more) in enumerate(sides):
-                steps = args.steps if size == small else 5
-                model = f"{folder}/{name}/{'reranker' if 'cross' in side else 'model'}"
-                command = [sys.executable, __file__, args.source, "--side", side, "--model", model, "--folder",
-                           f"{folder}/{name}/{number}", "--columns", *args.columns, "--batch_size", size,
-                           "--max_length", args.max_length, "--steps", steps, "--device", args.device,
-                           "--flags", *flags]  # fmt: skip
-                try:
-                    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=args.limit,
-                                          env={**environment, **more})  # fmt: skip
-                    figures = json.loads(done.stdout.splitlines()[-1]) if not done.returncode else None
-                    problem = "" if figures else (done.stderr.strip().splitlines() or ["?"])[-1][:150]
-                except subprocess.TimeoutExpired:
-                    figures, problem = None, f"more than {args.limit} s"
-                line = {"model": name, "side": title, "batch_size": size, "figures": figures, "problem": problem}
-                if figures:
-                    weights = 12 * width**2 * layers  # without the embeddings, which are looked up
-                    each = 6 * weights + 12 * layers * width * args.max_length / 2  # texts of half the length, say
-                    line["mfu"] = figures[1] * each / (3 if "encode" in side else 1) / args.peak_tflops / 1e12
-                table.append(line)
-                print(line, file=sys.stderr)
-                Path(args.output).write_text(json.dumps({"arguments": vars(args), "table": table}, indent=1))
-    print(
-        "| model | side | rows | rows/s | tokens/s | MFU | padding | waiting | peak MB | loss |\n" + "|---" * 10 + "|"
-    )
-    for line in table:
-        shown = f"{line['problem']} | | | | | |"
-        if line["figures"]:
-            rate, tokens, padding, waited, memory, loss = line["figures"]
-            share = ["" if value is None else f"{value:.1%}" for value in (line["mfu"], padding, waited)]
-            shown = f"{rate:,.0f} | {tokens:,.0f} | {' | '.join(share)} | {memory:,.0f} | {loss or 0:.3f}"
-        print(f"| {line['model']} | {line['side']} | {line['batch_size']:,} | {shown} |")
+        for name in ["tiny"] if args.tiny else args.models:
+            write_model(f"{folder}/{name}", args.source, args.columns, *SIZES[name])
+            sides = list_sides(args, args.kept_rows or KEPT_ROWS.get(name, args.batch_sizes[0]))
+            for number, side in enumerate(sides):
+                if args.only in side[0]:
+                    table.append(run_side(args, name, f"{folder}/{name}/{number}", side))
+                    print(table[-1], file=sys.stderr)
+                    Path(args.output).write_text(json.dumps({"arguments": vars(args), "table": table}, indent=1))
+    print_table(table)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python benchmarks/memory.py [--rows 100000 10000000] [--steps 300] [--rounds 3]
 
 Generates Parquet corpora of short rows and trains a small static model for as many steps on each, in turns; a first
-run makes the Arrow table that the others map, and is measured too. Memory is anonymous (RssAnon, read every 20 ms):
-the system can drop the pages of a mapped file. Tokens a second are those of all steps but the first ten. Medians
-over the rounds; each corpus is compared with the first. Writes memory.json.
+run makes the Arrow table that the others map, and is measured too. Memory is that of the main process, which reads,
+and anonymous (RssAnon, read every 20 ms): the system can drop the pages of a mapped file. Tokens a second are those of
+all steps but the first ten. Medians over the rounds; each corpus is compared with the first. Writes memory.json.
 """
 
 import argparse
@@ -74,12 +74,11 @@ def resume_seconds(source, row):
 
     flags = ["--model_name_or_path", "none", "--train_data", source, "--batch_size", "256", "--eval_rows", "1000"]
     args = script.parse_args(flags)
-    args.columns = script.find_columns(args)
     started = time.perf_counter()
     data = script.open_data(args)
     opened = time.perf_counter()
     position = {"taken": row, "window": row // args.shuffle_buffer, "used": 1}
-    next(script.row_batches(data.sources, data.weights, args, {"sources": [position], "cut": 0}))
+    next(script.row_batches(data.sources, data.weights, args, {"sources": [position], "used": 0}))
     return time.perf_counter() - opened, opened - started
 
 

@@ -19,7 +19,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import mteb
+try:
+    import mteb
+except ModuleNotFoundError:
+    sys.exit(__doc__)
 import torch
 from datasets import Dataset
 from mteb.abstasks.retrieval import AbsTaskRetrieval

@@ -28,7 +28,7 @@ BATCH, SAVE_EVERY = 32, 4
 
 
 def train_ours(args, folder):
-    """In a process of its own: the script, with a line of row numbers in `rows` for each batch trained on."""
+    """In a process of its own: the script, with a line of its rows, as hashes of their anchors, for each batch."""
     sys.path.insert(0, str(ROOT))
     import train_bi_encoder as script
 
@@ -36,7 +36,7 @@ def train_ours(args, folder):
 
     def logged(model, batch, *rest):
         with open(f"{folder}/rows", "a") as file:
-            file.write(json.dumps([batch.number, [row.query for row in batch.rows]]) + "\n")
+            file.write(json.dumps([batch.index, batch.hashes[:, 0].tolist()]) + "\n")
         return forward_backward(model, batch, *rest)
 
     script.forward_backward = logged
