@@ -724,7 +724,7 @@ def library_loss(args, model):
     with user_errors("--loss_kwargs", TypeError):
         module = getattr(library_losses, args.loss)(model, **args.loss_kwargs)
     if any(not name.startswith("model.") for name, _ in module.named_parameters()):
-        raise UserError(f"--loss {args.loss} has weights of its own, which would not be trained")
+        raise UserError(f"--loss {args.loss}: has weights of its own, or reads one text a row: not supported")
 
     def loss(embeddings, whole):
         present = (whole.hashes[0] >= 0).nonzero().squeeze(1)
@@ -2261,7 +2261,8 @@ def print_error(error):
         if should_reduce_batch_size(error):
             advice = "lower --micro_batch_tokens, or set --grad_cache true, then --gradient_checkpointing"
             print(f"out of memory: {advice}", file=sys.stderr)
-        print("the same command with --resume continues from the newest checkpoint, if there is one", file=sys.stderr)
+        else:
+            print("the same command with --resume continues from the newest checkpoint, if any", file=sys.stderr)
     return 1
 
 

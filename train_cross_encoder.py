@@ -2244,7 +2244,8 @@ def print_error(error):
         if should_reduce_batch_size(error):
             advice = "lower --micro_batch_tokens, or set --grad_cache true, then --gradient_checkpointing"
             print(f"out of memory: {advice}", file=sys.stderr)
-        print("the same command with --resume continues from the newest checkpoint, if there is one", file=sys.stderr)
+        else:
+            print("the same command with --resume continues from the newest checkpoint, if any", file=sys.stderr)
     return 1
 
 
