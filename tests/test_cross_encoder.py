@@ -510,9 +510,7 @@ def test_copied_alone_into_an_empty_folder(tmp_path, rows, bert, loss):
     measures = {f"held_out_{name}" for name in names}
     assert measures < set(lines[0]) and lines[0]["step"] == 0
     assert {"loss", "padding_fraction", "tokens_per_second", "data_wait_fraction", *measures} <= set(lines[-1])
-    measure = f"held_out_{names[0]}"
-    card = (run / "model/README.md").read_text()
-    assert "train_cross_encoder.py" in card and f"{measure!r}: {lines[-1][measure]}" in card
+    assert "train_cross_encoder.py" in (run / "model/README.md").read_text()
     assert list(run.glob("evenstep/events*"))
 
     again = script.parse_args([str(run / "args.yaml")])
