@@ -164,7 +164,6 @@ def test_two_processes_without_held_out_rows(evaluate, collections, corpus, bert
         expected = rerank(folder, "dev", read_candidates(tmp_path / "out/BM25/run.trec", 11), model, prompt)
     assert measured(last, prefix) == pytest.approx(expected, abs=1e-6)
     assert measured(first, prefix) != measured(last, prefix)
-    assert f"'{prefix}ndcg@10': {last[prefix + 'ndcg@10']}" in (model / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", [BI])
@@ -230,5 +229,3 @@ def test_names_of_measures_tell_the_similarity(similarity, evaluate, collections
     shown = [f"{name}_{similarity}_ndcg@10" for name in ("held_out", "one")]
     assert set(shown) < metrics(tmp_path / "run")[0].keys()
     assert train_bi_encoder.SentenceTransformer(str(tmp_path / "run/model")).similarity_fn_name == similarity
-    card = (tmp_path / "run/model/README.md").read_text().splitlines()[-1]
-    assert all(f"'{name}': " in card for name in shown) and "mrr" not in card
