@@ -503,30 +503,22 @@ def count_workers(args, accelerator):
 
 
 def search(encoder, queries, collection, depth, with_texts):
-    """Score the documents of this process' chunks against all queries, (Q, D). Return a TopK of `depth`, {row: (id,
-    text)} of the documents in it, and of some no longer in it, and the set of judged ids."""
+    """Score the documents of this process' chunks against all queries, (Q, D). Return a TopK of `depth`, a pa.Table
+    (row, id, text) of the documents in it, and of some no longer in it, and the set of judged ids. Texts are empty
+    unless asked for."""
     corpus = collection.corpus
     top = TopK(queries, min(depth, corpus.rows or depth))
     judged_ids = pa.array(collection.qrels["doc_id"].unique(), pa.large_string())
-    documents = {}
+    documents = []
     judged = set()
     for chunk, vectors in cached_vectors(encoder, prefetch(encoder.chunks(corpus))):
         ids = pd.util.hash_array(chunk.ids.to_numpy(zero_copy_only=False), categorize=False)
-        top.add(encoder.for_search(vectors), chunk.first, ids.view(np.int64))
-        documents |= documents_of(chunk, top.rows, with_texts)
-        if len(documents) > 4 * top.rows.numel():
-            documents = {row: documents[row] for row in top.rows.unique().tolist() if row >= 0}
+        ranked = top.add(encoder.for_search(vectors), chunk.first, ids.view(np.int64))
+        found = pa.table({"row": pc.add(ranked, chunk.first), "id": chunk.ids.take(ranked)})
+        texts = chunk.texts.take(ranked) if with_texts else pa.repeat(pa.scalar("", pa.large_string()), len(ranked))
+        documents.append(found.append_column("text", texts))
         judged.update(chunk.ids.filter(pc.is_in(chunk.ids, judged_ids)).to_pylist())
     return top, documents, judged
-
-
-def documents_of(chunk, rows, with_texts):
-    """Return {row: (id, text)} of the documents of a chunk among `rows` of the corpus; texts only if asked for."""
-    own_rows = rows[rows >= chunk.first].unique().tolist()
-    in_chunk = pa.array([row - chunk.first for row in own_rows], pa.int64())
-    ids = chunk.ids.take(in_chunk).to_pylist()
-    texts = chunk.texts.take(in_chunk).to_pylist() if with_texts else [""] * len(own_rows)
-    return dict(zip(own_rows, zip(ids, texts)))
 
 
 MAX_SCORES = 2**24  # scores in a tile: 64 MB of float32
@@ -547,7 +539,7 @@ class TopK:
 
     def add(self, documents, first, ids):
         """Score (n, D) documents, corpus rows `first` and following, with (n,) int64 hashes of their ids; calls must
-        be in corpus order."""
+        be in corpus order. Return the numbers of those that are among the best of a query, an Arrow array."""
         end = first + len(ids)
         if end > len(self.ids):
             self.ids = F.pad(self.ids, (0, end))
@@ -556,9 +548,13 @@ class TopK:
         # The last columns of a product are summed in another order: pad, so that equal documents score equally.
         padded = F.pad(documents, (0, 0, 0, -len(documents) % 64))
         tile = max(1, MAX_SCORES // len(documents))
+        ranked = torch.zeros(len(documents), dtype=torch.bool, device=documents.device)
         for begin in range(0, len(self.queries), tile):
             scores = self.queries[begin : begin + tile] @ padded.T
             self.add_tile(scores[:, : len(documents)], begin, first, rows_of_an_id)
+            rows = self.rows[begin : begin + tile]
+            ranked[rows[rows >= first] - first] = True
+        return pa.array(ranked.nonzero()[:, 0].cpu().numpy())
 
     def look_for_repeats(self, ids):
         """Set self.repeats; return the most rows of an id among these (n,)."""
@@ -625,14 +621,15 @@ class TopK:
         ids = np.concatenate(gather_object([self.ids.cpu().numpy()]))
         return int((np.unique(ids[ids != 0], return_counts=True)[1] > 1).sum())
 
-    def frame(self, query_ids):
-        """Return a DataFrame (query_id, row, score)."""
-        query, place = (self.rows >= 0).nonzero(as_tuple=True)
-        queries = np.array(query_ids, object)[query.cpu().numpy()]
-        rows = self.rows[query, place].cpu().numpy()
-        return pd.DataFrame(
-            {"query_id": queries, "row": rows, "score": self.scores[query, place].double().cpu().numpy()}
-        )
+    def parts(self, known_rows):
+        """Yield DataFrames (query, document, score) of consecutive queries. document: the place of the row among
+        known_rows, sorted."""
+        for first in range(0, len(self.rows), QUERIES_TOGETHER):
+            rows = self.rows[first : first + QUERIES_TOGETHER]
+            query, place = (rows >= 0).nonzero(as_tuple=True)
+            document = np.searchsorted(known_rows, rows[query, place].cpu().numpy())
+            score = self.scores[first + query, place].cpu().numpy()
+            yield pd.DataFrame({"query": first + query.cpu().numpy(), "document": document, "score": score})
 
 
 # ---- collections
@@ -863,52 +860,130 @@ def trec_parts(path, name):
 # ---- rankings
 
 
+QUERIES_TOGETHER = 2000  # whose lines are in memory at a time
+LINE = np.dtype([("query", np.uint32), ("document", np.uint32), ("score", np.float64), ("scored", bool)])
+
+
+class Ranking:
+    """The ranked documents of each query, best first: lines of numbers in a mapped file without a name, which ends
+    with the process; parts of it are in memory. Queries are numbered in the order of the collection."""
+
+    def __init__(self, queries, documents=None, parts=()):
+        self.queries = pa.array(queries, pa.large_string())  # ids by number
+        self.documents = documents  # the same, an Arrow array
+        self.lengths = np.zeros(len(self.queries), np.int64)  # lines of each query
+        self.order = None  # of the lines, where their queries are mixed
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115
+        for part in parts:
+            self.add(part)
+
+    def add(self, part):
+        """Append a DataFrame (query, document, score and maybe scored: whether its model gave the score)."""
+        lines = np.empty(len(part), LINE)
+        lines["scored"] = True
+        for name in part.columns.intersection(LINE.names):
+            lines[name] = part[name]
+        self.file.write(lines.tobytes())
+        self.lengths += np.bincount(lines["query"], minlength=len(self.lengths))
+
+    def lines(self):
+        """Return all lines, mapped."""
+        self.file.flush()
+        return np.memmap(self.file, LINE, "r") if self.lengths.any() else np.empty(0, LINE)
+
+    def sort(self):
+        """Let parts() have the lines of each query together, and best first; ties by document id, descending, as in
+        trec_eval."""
+        self.order = np.argsort(self.lines()["query"], kind="stable")
+
+    def parts(self):
+        """Yield a DataFrame (query_id, doc_id, score, scored, and the numbers query and document) of each
+        QUERIES_TOGETHER queries."""
+        lines = self.lines()
+        ends = np.append(0, self.lengths.cumsum())
+        for first in range(0, len(self.lengths), QUERIES_TOGETHER):
+            last = min(first + QUERIES_TOGETHER, len(self.lengths))
+            span = slice(ends[first], ends[last])
+            part = pd.DataFrame(lines[span] if self.order is None else lines[self.order[span]])
+            part = self.with_ids(part)
+            yield part if self.order is None else by_trec_eval(part)
+
+    def with_ids(self, part):
+        """Return a part with the columns query_id and doc_id."""
+        queries = self.queries.take(pa.array(part["query"])).to_pandas()
+        documents = self.documents.take(pa.array(part["document"])).to_pandas()
+        return part.assign(query_id=queries.array, doc_id=documents.array)
+
+
+def by_trec_eval(part):
+    """Return lines of a ranking by query and descending score; ties by document id, descending."""
+    return part.sort_values(["query", "score", "doc_id"], ascending=[True, False, False])
+
+
 @dataclass
 class Run:
-    """The ranked documents of each query, by a model or from a file."""
+    """A ranking of a collection, by a model or from a file."""
 
     name: str
-    ranking: pd.DataFrame  # query_id, doc_id, score, and of reranked ones scored: by the model; per query, best first
+    ranking: Ranking
     metadata: dict  # its entry in metrics.json
-    texts: dict = field(default_factory=dict)  # {document id: text}, in a search
+    texts: pa.Array | None = None  # of the documents, by number, in a search
     per_query: pd.DataFrame | None = None  # a column for each measure
     values: dict | None = None  # {measure: value} of measures without values per query
 
 
-def make_run(name, ranking, collection, metadata, counts, depth=2**31):
-    """Return the Run of a ranking, cut at `depth`, without duplicates and (omit_same_id) documents that share the
-    query's id. counts: {message: count}, the warnings."""
-    own = ranking[collection.same_id(ranking)]
-    relevant = (own.merge(collection.qrels, on=PAIR)["relevance"] > 0).sum()
+def make_run(name, parts, documents, collection, metadata, counts, depth=2**31):
+    """Return the Run of parts of a ranking, as Ranking.add() takes them: of consecutive queries, best first. They are
+    cut at `depth`, without duplicates and (omit_same_id) documents that share the query's id. counts: {message:
+    count}, the warnings."""
+    ranking = Ranking(collection.queries, documents)
+    left_out = []
+    for part in parts:
+        named = ranking.with_ids(part)
+        is_same = collection.same_id(named)
+        left_out.append(named.loc[is_same, PAIR])
+        part = part[~is_same].drop_duplicates(["query", "document"])
+        ranking.add(part.groupby("query").head(depth))
+    left_out = pd.concat(left_out)
+    relevant = (left_out.merge(collection.qrels, on=PAIR)["relevance"] > 0).sum()
     counts = counts | {
-        "queries share their id with a document, which is left out; --keep_same_id keeps it": len(own),
+        "queries share their id with a document, which is left out; --keep_same_id keeps it": len(left_out),
         "of these are judged relevant: if ids coincide by chance, set --keep_same_id": relevant,
     }
-    metadata |= {"same_id_left_out": len(own), "warnings": warnings_of(counts)}
-    ranking = ranking.drop(own.index).drop_duplicates(PAIR).groupby("query_id", sort=False)
-    return Run(name, ranking.head(depth), metadata)
+    return Run(name, ranking, metadata | {"same_id_left_out": len(left_out), "warnings": warnings_of(counts)})
 
 
 def read_run(path, name, collection):
     """Return the Run of a file, sorted by score; ties by document id, descending, as in trec_eval."""
-    queries = collection.queries
-    ranking = read_trec(path, "run").sort_values(["score", "doc_id"], ascending=False)
-    known = ranking["query_id"].isin(queries)
-    if not known.any():
-        first = ranking["query_id"].iloc[0]
-        example = next(iter(queries))
-        raise UserError(f"--run {path}: contains none of the judged queries, such as {example!r}; it has {first!r}")
-    is_judged = ranking["doc_id"].isin(collection.qrels["doc_id"])
-    unknown = ranking.loc[~known, "query_id"].nunique()
-    missing = queries.keys() - set(ranking["query_id"])
-    foreign = 0 if is_judged.any() else len(ranking)
-    counts = {
-        f"queries of {path} are not judged, or unknown; left out": unknown,
-        f"judged queries are not in {path}; they count as 0": len(missing),
-        f"lines of {path} repeat a document; its best score counts": ranking.duplicated(PAIR).sum(),
-        f"lines of {path} have no judged document, such as {ranking['doc_id'].iloc[0]!r}; check the ids": foreign,
-    }
-    return make_run(name, ranking[known], collection, {}, counts)
+    found = Ranking(collection.queries)
+    known = found.queries
+    numbers = {}  # of documents, by id
+    unknown = set()  # queries
+    for part in trec_parts(path, "run"):
+        part["query"] = pc.index_in(pa.array(part["query_id"], known.type), known).to_numpy(zero_copy_only=False)
+        unknown.update(part.loc[part["query"].isna(), "query_id"])
+        part = part[part["query"].notna()]
+        codes, ids = pd.factorize(part["doc_id"])
+        found.add(part.assign(document=np.array([numbers.setdefault(id, len(numbers)) for id in ids], int)[codes]))
+    if not found.lengths.any():
+        queries = f"such as {known[0].as_py()!r}; it has {min(unknown)!r}"
+        raise UserError(f"--run {path}: contains none of the judged queries, {queries}")
+    found.documents = pa.array(list(numbers), known.type)
+    found.sort()
+    judged = pa.array(collection.qrels["doc_id"].unique(), known.type)
+    foreign = 0 if pc.any(pc.is_in(found.documents, judged)).as_py() else found.lengths.sum()
+    repeats = f"lines of {path} repeat a document; its best score counts"
+    counts = Counter()
+    counts[f"queries of {path} are not judged, or unknown; left out"] = len(unknown)
+    counts[f"judged queries are not in {path}; they count as 0"] = (found.lengths == 0).sum()
+    counts[f"lines of {path} have no judged document, such as {next(iter(numbers))!r}; check the ids"] = foreign
+
+    def parts():
+        for part in found.parts():
+            counts[repeats] += part.duplicated(["query", "document"]).sum()
+            yield part
+
+    return make_run(name, parts(), found.documents, collection, {}, counts)
 
 
 def corpus_counts(repeated, missing, empty):
@@ -932,68 +1007,72 @@ def retrieve(encoder, name, collection, args, accelerator):
     depth = results + collection.omit_same_id
     top, documents, judged = search(encoder, queries, collection, depth, with_texts=bool(args.query))
 
-    # ---- merge the results of all processes; replace rows by ids
+    # ---- merge the results of all processes
     top.merge(accelerator)
     metadata = encoder.metadata()
-    parts = gather_object([(documents, judged, corpus.empty)])
-    documents = {row: document for part in parts for row, document in part[0].items()}
-    judged = set().union(*(part[1] for part in parts))
-    if not documents:
+    documents = pa.concat_tables(gather_object(documents)).sort_by("row").combine_chunks()
+    judged = set().union(*gather_object([judged]))
+    if not len(documents):
         raise UserError(f"{corpus.name}: contains no document")
-    ranking = top.frame(list(collection.queries))
-    rows, places = np.unique(ranking.pop("row"), return_inverse=True)
-    ranking["doc_id"] = np.array([documents[row][0] for row in rows.tolist()], object)[places]
     missing = set(collection.qrels["doc_id"]) - judged
-    counts = corpus_counts(top.repeated_ids(), len(missing), sum(part[2] for part in parts))
+    counts = corpus_counts(top.repeated_ids(), len(missing), sum(gather_object([corpus.empty])))
     counts["of the oldest blocks were removed, to keep --cache_size_limit"] = encoder.cache.removed
-    run = make_run(name, ranking, collection, metadata, counts, results)
-    if args.query:
-        found = reversed(rows[places].tolist())
-        run.texts = dict(documents[row] for row in found)  # of a repeated id that of the best score
+    row, ids, texts = [column.combine_chunks() for column in documents.columns]
+    run = make_run(name, top.parts(row.to_numpy()), ids, collection, metadata, counts, results)
+    run.texts = texts
     return run
 
 
 def rerank(run, scorer, collection, args, accelerator):
     """Return the Run with the first --rerank_k documents of each query sorted by a cross-encoder's scores.
     The other documents rank below them in their former order, so that deeper measures lose nothing."""
-    first = run.ranking.groupby("query_id").head(args.rerank_k)[PAIR]
-    scorer.open_bar(f"{run.name} {scorer.path}", len(first))
-    scored = score_pairs(scorer, first, collection, args, accelerator)
+    requested = pd.concat(part.groupby("query").head(args.rerank_k) for part in run.ranking.parts())
+    scorer.open_bar(f"{run.name} {scorer.path}", len(requested))
+    scored = score_pairs(scorer, requested, collection, args, accelerator)
     metadata = scorer.metadata()
-    missing = {"documents to rerank are not in the corpus; they rank last": len(first) - len(scored)}
+    missing = {"documents to rerank are not in the corpus; they rank last": len(requested) - len(scored)}
     metadata |= {"same_id_left_out": run.metadata["same_id_left_out"], "warnings": warnings_of(missing)}
+    scored_parts = dict(iter(scored.groupby(scored["query"] // QUERIES_TOGETHER)))
 
-    # Without a score (not reranked, or not in the corpus): one below the lowest, the next one lower, ...
-    ranking = run.ranking[PAIR].merge(scored, "left")
-    ranking = ranking.sort_values("score", ascending=False, kind="stable")
-    lowest = ranking.groupby("query_id")["score"].transform("min").fillna(0)
-    ranking["scored"] = ranking["score"].notna()
-    behind = ranking["score"].isna().groupby(ranking["query_id"]).cumsum()
-    ranking["score"] = ranking["score"].fillna(lowest - behind)
+    def parts():
+        for number, part in enumerate(run.ranking.parts()):
+            scores = scored_parts.get(number, scored[:0])
+            part = part[["query", "document", "doc_id"]].merge(scores, "left", on=["query", "doc_id"])
+            part = part.sort_values("score", ascending=False, kind="stable").sort_values("query", kind="stable")
+            # Without a score (not reranked, or not in the corpus): one below the lowest, the next one lower, ...
+            lowest = part.groupby("query")["score"].transform("min").fillna(0)
+            part["scored"] = part["score"].notna()
+            behind = part["score"].isna().groupby(part["query"]).cumsum()
+            part["score"] = part["score"].fillna(lowest - behind)
+            yield part
+
     (model,) = short_names([scorer.path])
+    ranking = Ranking(collection.queries, run.ranking.documents, parts())
     return Run(f"{run.name}+{model}", ranking, metadata, run.texts)
 
 
 def score_pairs(scorer, requested, collection, args, accelerator):
-    """Return a DataFrame (query_id, doc_id, score) of the requested pairs whose document is in the corpus, on every
+    """Return a DataFrame (query, doc_id, score) of the requested pairs whose document is in the corpus, on every
     process. If an id occurs twice, its best score counts."""
     candidates = candidate_pairs(requested, collection, accelerator)
+    queries = list(collection.queries.values())
 
     def chunks():
         while part := list(islice(candidates, args.corpus_chunk_size)):
-            pairs = [(collection.queries[query], text) for query, _, text in part]
+            pairs = [(queries[query], text) for query, _, text in part]
             yield scorer.chunk_of(pairs, ids=[(query, document) for query, document, _ in part])
 
     scored = []
     for chunk, scores in cached_vectors(scorer, chunks()):
         scored += [(*ids, score) for ids, score in zip(chunk.ids, scores[:, 0].tolist())]
-    frame = pd.DataFrame(gather_object(scored), columns=[*PAIR, "score"])
-    return frame.sort_values("score", ascending=False, kind="stable").drop_duplicates(PAIR)
+    frame = pd.DataFrame(gather_object(scored), columns=["query", "doc_id", "score"])
+    return frame.sort_values("score", ascending=False, kind="stable").drop_duplicates(["query", "doc_id"])
 
 
 def candidate_pairs(requested, collection, accelerator):
-    """Yield (query id, document id, text) of the requested pairs whose document is in this process' chunks."""
-    queries_by_doc = requested.groupby("doc_id")["query_id"].agg(list)
+    """Yield (number of the query, document id, text) of the requested pairs whose document is in this process'
+    chunks."""
+    queries_by_doc = requested.groupby("doc_id")["query"].agg(list)
     requested_ids = pa.array(queries_by_doc.index, pa.large_string())
     for chunk in collection.corpus.chunks(None, accelerator.process_index, accelerator.num_processes):
         for doc_id, text in requested_texts(chunk, requested_ids):
@@ -1018,13 +1097,12 @@ def bm25_run(collection, args, accelerator):
     (outcome,) = broadcast_object_list(outcome)
     if isinstance(outcome, UserError):
         raise outcome
-    ranking, counts = outcome
-    return make_run("BM25", ranking, collection, {}, counts, args.top_k)
+    return make_run("BM25", *outcome, args.top_k)
 
 
 def search_bm25(collection, args):
-    """Return (DataFrame (query_id, doc_id, score), {message: count}) of BM25 (Robertson and Zaragoza 2009; bm25s'
-    default, Lucene's variant), with the corpus in memory."""
+    """Return what make_run() takes, from the parts on, of BM25 (Robertson and Zaragoza 2009; bm25s' default, Lucene's
+    variant), with the corpus in memory."""
     with user_errors("--bm25 requires the package bm25s, and words in the corpus"):
         import bm25s  # optional
 
@@ -1034,24 +1112,25 @@ def search_bm25(collection, args):
         queries = bm25s.tokenize(list(collection.queries.values()), **options)
         index = bm25s.BM25()
         index.index(documents, show_progress=False)
-    rows_of_ids = corpus["id"].value_counts()
+    numbers, ids = pd.factorize(corpus["id"])
+    rows_of_ids = np.bincount(numbers)
     documents = args.top_k + collection.omit_same_id
     depth = min(documents * rows_of_ids.max(), len(corpus))  # so many rows are of as many documents at least
-    query_ids = list(collection.queries)
     step = max(1, 2**22 // depth)
     parts = []
     for first in range(0, len(queries), step):
         rows, scores = index.retrieve(queries[first : first + step], k=depth, show_progress=False)  # (q, depth) each
-        part = pd.DataFrame({"query_id": np.repeat(query_ids[first : first + step], depth)})
-        part["doc_id"] = corpus["id"].to_numpy()[rows.ravel()]
+        part = pd.DataFrame({"query": np.repeat(first + np.arange(len(rows)), depth)})
+        part["document"] = numbers[rows.ravel()]
         part["score"] = scores.ravel()
-        parts.append(part[part["score"] > 0].drop_duplicates(PAIR).groupby("query_id", sort=False).head(documents))
-    ranking = pd.concat(parts)
-    missing = len(collection.queries.keys() - set(ranking["query_id"]))
-    judged = set(collection.qrels["doc_id"])
-    counts = corpus_counts((rows_of_ids > 1).sum(), len(judged - set(rows_of_ids.index)), collection.corpus.empty)
-    counts["queries share no word with a document; BM25 knows words between spaces, but no stop words"] = missing
-    return ranking, counts
+        part = part[part["score"] > 0].drop_duplicates(["query", "document"])
+        parts.append(part.groupby("query").head(documents))
+    found = sum(part["query"].nunique() for part in parts)
+    missing = len(set(collection.qrels["doc_id"]) - set(ids))
+    counts = corpus_counts((rows_of_ids > 1).sum(), missing, collection.corpus.empty)
+    without = "queries share no word with a document; BM25 knows words between spaces, but no stop words"
+    counts[without] = len(collection.queries) - found
+    return parts, pa.array(ids, pa.large_string()), collection, {}, counts
 
 
 def fuse(collection, method):
@@ -1059,25 +1138,32 @@ def fuse(collection, method):
     contain it of 1 / (60 + rank) (rrf: Cormack et al. 2009), or of how many standard deviations its score lies above
     the lowest of the query (zscore), 0 if its model has not scored it. The fusion is as deep as the deepest of them;
     equal sums stay in their order."""
-    parts = []
+    documents = pa.chunked_array([run.ranking.documents for run in collection.runs]).unique()
+    numbers = [pc.index_in(run.ranking.documents, documents).to_numpy() for run in collection.runs]
     counts = Counter()
-    for run in collection.runs:
-        ranking = run.ranking
+
+    def scores_of(run, part):
         if method == "rrf":
-            scores = 1 / (61 + ranking.groupby("query_id").cumcount())
-        else:
-            scores = ranking["score"].where(ranking.get("scored", ranking["score"].notna()))
-            queries = scores.groupby(ranking["query_id"])
-            deviation = queries.transform("std", ddof=0)
-            scores = (scores - queries.transform("min")) / deviation.where(deviation > 0, 1)
-            unscored = f"documents of {run.name} lie below those that were reranked; they count as its lowest score"
-            counts[unscored] += scores.isna().sum()
-            scores = scores.fillna(0)
-        parts.append(ranking[PAIR].assign(score=scores))
-    ranking = pd.concat(parts).groupby(PAIR, as_index=False, sort=False)["score"].sum()
-    ranking = ranking.sort_values("score", ascending=False, kind="stable")
-    depth = max(part.groupby("query_id").size().max() for part in parts)
-    return make_run("fused", ranking, collection, {}, dict(counts), depth)
+            return 1 / (61 + part.groupby("query").cumcount())
+        scores = part["score"].where(part["scored"])
+        by_query = scores.groupby(part["query"])
+        deviation = by_query.transform("std", ddof=0)
+        scores = (scores - by_query.transform("min")) / deviation.where(deviation > 0, 1)
+        unscored = f"documents of {run.name} lie below those that were reranked; they count as its lowest score"
+        counts[unscored] += scores.isna().sum()
+        return scores.fillna(0)
+
+    def parts():
+        for group in zip(*(run.ranking.parts() for run in collection.runs)):
+            found = []
+            for run, number, part in zip(collection.runs, numbers, group):
+                scores = scores_of(run, part)
+                found.append(part[["query"]].assign(document=number[part["document"]], score=scores))
+            part = pd.concat(found).groupby(["query", "document"], as_index=False, sort=False).sum()
+            yield part.sort_values("score", ascending=False, kind="stable").sort_values("query", kind="stable")
+
+    depth = max(run.ranking.lengths.max() for run in collection.runs)
+    return make_run("fused", parts(), documents, collection, {}, counts, depth)
 
 
 # ---- rows with scores
@@ -1239,11 +1325,10 @@ def compute_metrics(ranking, collection, metrics):
     """Return (DataFrame of a row for each query and a column for each measure; {measure: value} of measures without
     values per query). As in trec_eval, a document without judgment is not relevant, and equal scores rank by
     document id, descending."""
-    ranking = ranking[[*PAIR, "score"]].sort_values(["score", "doc_id"], ascending=False)
-    ranking["rank"] = 1 + ranking.groupby("query_id").cumcount()
     scripts = {name: metric for name, metric in metrics.items() if isinstance(metric, evaluate.Metric)}
-    results = run_scripts(ranking, collection.qrels, scripts) if scripts else {}
-    measured = measure_ranking(ranking, collection, [metrics[name] for name in metrics if name not in scripts])
+    measures = [metric for name, metric in metrics.items() if name not in scripts]
+    results = run_scripts(ranking, collection, scripts) if scripts else {}
+    measured = measure_ranking(ranking, collection, measures)
     columns = {}
     values = {}
     for name, metric in metrics.items():
@@ -1251,6 +1336,8 @@ def compute_metrics(ranking, collection, metrics):
             key = f"{metric.name}_{key}" if key in columns else key
             if isinstance(result, dict):
                 columns[key] = [float(result.get(query, 0.0)) for query in collection.queries]
+            elif isinstance(result, np.ndarray):
+                columns[key] = result
             elif pd.api.types.is_number(result):  # not a name, as trec_eval returns
                 values[key] = float(result)
     if not (columns or values):
@@ -1261,45 +1348,46 @@ def compute_metrics(ranking, collection, metrics):
     return table, values
 
 
-MEASURED_TOGETHER = 2000  # queries; providers take dicts of 200 bytes a line of a ranking
+def ranked_parts(ranking):
+    """Yield the parts of a Ranking in the order of trec_eval, with the rank of each line."""
+    for part in map(by_trec_eval, ranking.parts()):
+        yield part.assign(rank=1 + part.groupby("query").cumcount())
 
 
 def measure_ranking(ranking, collection, measures):
-    """Return {measure of ir_measures: {query: value}} of a DataFrame (query_id, doc_id, rank)."""
-    queries = list(collection.queries)
-    numbers = {query: number for number, query in enumerate(queries)}
-    values = {measure: {} for measure in measures}
-
-    def by_group(frame):
-        return frame.groupby(frame["query_id"].map(numbers).astype(int) // MEASURED_TOGETHER)
-
-    judged = dict(iter(by_group(collection.qrels)))
-    for group, part in by_group(ranking) if measures else ():
+    """Return {measure of ir_measures: (Q,) values} of a Ranking."""
+    values = {measure: np.zeros(len(collection.queries)) for measure in measures}
+    judged_query = pc.index_in(pa.array(collection.qrels["query_id"], pa.large_string()), ranking.queries).to_numpy()
+    judged = collection.qrels.assign(query=judged_query)
+    judged_parts = dict(iter(judged.groupby(judged_query // QUERIES_TOGETHER)))
+    for number, part in enumerate(ranked_parts(ranking) if measures else ()):
         documents = {}  # {id: number}; some providers require numbers, as texts
-        qrels = nested(judged[group], "relevance", numbers, documents)
+        qrels = nested(judged_parts[number], "relevance", documents)
         # Providers break ties differently, and Compat takes documents with a score below 0 for unranked.
-        run = nested(part.assign(inverse=1 / part["rank"]), "inverse", numbers, documents)
+        run = nested(part.assign(inverse=1 / part["rank"]), "inverse", documents)
         with user_errors("--metrics", *BUGS):
             for value in ir_measures.iter_calc(measures, qrels, run):
-                values[value.measure][queries[int(value.query_id)]] = value.value
+                values[value.measure][int(value.query_id)] = value.value
     return values
 
 
-def nested(frame, column, queries, documents):
+def nested(frame, column, documents):
     """Return {number of the query: {number of the document: value of a column}}, numbers as texts; documents: {id:
     number}, to which those of the frame are added."""
     table = {}
-    for query, part in frame.groupby("query_id", sort=False):
+    for query, part in frame.groupby("query"):
         texts = [documents.setdefault(doc_id, str(len(documents))) for doc_id in part["doc_id"]]
-        table[str(queries[query])] = dict(zip(texts, part[column].tolist()))
+        table[str(query)] = dict(zip(texts, part[column].tolist()))
     return table
 
 
-def run_scripts(ranking, qrels, scripts):
-    """Return {name: what a metric script of `evaluate` returns}, which gets the layout of its metric trec_eval."""
+def run_scripts(ranking, collection, scripts):
+    """Return {name: what a metric script of `evaluate` returns}, which gets the layout of its metric trec_eval: all
+    lines in memory."""
     names = {"query_id": "query", "doc_id": "docid", "relevance": "rel"}
-    prediction = ranking.rename(columns=names).assign(q0="Q0", system="evenstep").to_dict("list")
-    reference = qrels.rename(columns=names).assign(q0="0").to_dict("list")
+    lines = pd.concat(ranked_parts(ranking))[[*PAIR, "rank", "score"]]
+    prediction = lines.rename(columns=names).assign(q0="Q0", system="evenstep").to_dict("list")
+    reference = collection.qrels.rename(columns=names).assign(q0="0").to_dict("list")
     results = {}
     for name, script in scripts.items():
         with user_errors(f"--metrics {name}: does not take these rankings", *BUGS):  # such as ids that are not numbers
@@ -1435,16 +1523,18 @@ def write_rankings(collections, args):
 
 def write_trec(path, name, ranking):
     """Write a ranking as a TREC run file; separated by tabs if an id contains a space."""
-    table = ranking[PAIR].replace(r"[\t\r\n]", "_", regex=True)
-    separator = "\t" if table.map(re.compile(r"\s").search).notna().any(axis=None) else " "
-    table = table.assign(q0="Q0", score=ranking["score"], tag=re.sub(r"\s", "_", name))
-    if "scored" in ranking:
-        table["tag"] = table["tag"].where(ranking["scored"], UNSCORED)
-    table = table.sort_values("query_id", kind="stable", key=lambda ids: pd.factorize(ids)[0])  # as first seen
-    table["rank"] = 1 + table.groupby("query_id").cumcount()
+    spaces = [pc.any(pc.match_substring_regex(ids, r"[ \f\v\pZ]")) for ids in (ranking.queries, ranking.documents)]
+    separator = "\t" if any(found.as_py() for found in spaces) else " "
+    options = {"sep": separator, "header": False, "index": False, "float_format": "%.9g"}
+    tag = re.sub(r"\s", "_", name)
     columns = ["query_id", "q0", "doc_id", "rank", "score", "tag"]
-    options = {"header": False, "index": False, "quoting": csv.QUOTE_NONE, "float_format": "%.9g"}
-    table[columns].to_csv(path, sep=separator, **options)
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        for part in ranking.parts():
+            rank = 1 + part.groupby("query").cumcount()
+            tags = np.where(part["scored"], tag, UNSCORED)
+            table = part[PAIR].replace(r"[\t\r\n]", "_", regex=True)
+            table = table.assign(q0="Q0", rank=rank, score=part["score"], tag=tags)
+            table[columns].to_csv(file, quoting=csv.QUOTE_NONE, **options)
 
 
 def write_results(collections, origin, args):
@@ -1546,9 +1636,9 @@ def write_texts(collection, folder):
     best = judged[judged["relevance"] > 0].sort_values("relevance", ascending=False, kind="stable")
     ids = set(best.groupby("query_id").head(3 * SHOWN_DEPTH)["doc_id"])
     for run in collection.runs:
-        ranking = run.ranking[run.ranking["query_id"].isin(chosen)]
-        ranking = ranking.sort_values(["score", "doc_id"], ascending=False)  # as compute_metrics() ranks
-        ids.update(ranking.groupby("query_id").head(SHOWN_DEPTH)["doc_id"])
+        for part in run.ranking.parts():
+            part = by_trec_eval(part[part["query_id"].isin(chosen)])
+            ids.update(part.groupby("query").head(SHOWN_DEPTH)["doc_id"])
     requested = pa.array(ids, pa.large_string())
     with open(folder / "documents.jsonl", "w", encoding="utf-8") as file:
         for chunk in collection.corpus.chunks() if ids else ():
@@ -1574,11 +1664,11 @@ def print_hits(collection, args):
     """Print the best --top_k documents of each query, with their scores, and write them to --output."""
     run = collection.runs[-1]  # reranked, with --cross_encoder
     rows = []
-    for query, part in run.ranking.groupby("query_id", sort=False):
+    for query, part in chain.from_iterable(part.groupby("query_id", sort=False) for part in run.ranking.parts()):
         print(f"\n{collection.queries[query]}")
-        hits = zip(part["doc_id"][: args.top_k], part["score"])
-        for rank, (doc_id, score) in enumerate(hits, start=1):
-            text = run.texts[doc_id]
+        hits = part[["document", "doc_id", "score"]].head(args.top_k).itertuples(index=False)
+        for rank, (document, doc_id, score) in enumerate(hits, start=1):
+            text = run.texts[document].as_py()
             print(f"  {score:6.3f}  {doc_id:>8}  {' '.join(text.split())}"[:120])
             hit = {"query": collection.queries[query], "rank": rank, "_id": doc_id, "score": score}
             rows.append(hit | {"text": text})

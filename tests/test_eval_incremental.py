@@ -112,10 +112,13 @@ def measure_each(run, qrels, measures):
         )
         for given, name in ((run, "score"), (qrels, "relevance"))
     )
-    collection = script.Collection("c", None, dict.fromkeys(run["query_id"]), qrels, [])
+    queries, run["query"] = dict.fromkeys(run["query_id"]), pd.factorize(run["query_id"])[0]
+    run["document"], documents = pd.factorize(run["doc_id"])
+    collection = script.Collection("c", None, queries, qrels, [])
+    ranking = script.Ranking(queries, pa.array(documents, pa.large_string()), [run])
     with TemporaryDirectory() as folder:
         metrics = {name: script.load_metric(name, folder) for name in measures}
-        return script.compute_metrics(run, collection, metrics)[0]
+        return script.compute_metrics(ranking, collection, metrics)[0]
 
 
 @pytest.mark.skipif(not TREC_EVAL.is_dir(), reason="needs trec_eval's own test runs in ../shared/data/ref_trec_eval")
@@ -242,7 +245,7 @@ def test_measures_of_groups_of_queries(evaluate, beir, tmp_path, monkeypatch):
     (tmp_path / "x.trec").write_text("".join(f"q{i} Q0 d{i + i % 3} 1 1.0 x\n" for i in range(0, 59, 7)))
     found = []
     for together in (2000, 4):
-        monkeypatch.setattr(script, "MEASURED_TOGETHER", together)
+        monkeypatch.setattr(script, "QUERIES_TOGETHER", together)
         evaluate("--beir", beir, "--run", tmp_path / "x.trec")
         found.append((tmp_path / "out/per_query.csv").read_text())
     assert found[0] == found[1] and found[0].count("\n") == 61
