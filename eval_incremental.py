@@ -30,6 +30,7 @@ Left out on purpose: approximate search, similarities other than cosine and dot 
 #   "sentence-transformers>=6.2,<7", "torch>=2.9,<3", "tqdm>=4.67,<5", "transformers>=5.18,<6", "xxhash>=3.5,<5"]
 # ///
 
+import copy
 import csv
 import ctypes
 import gc
@@ -77,10 +78,19 @@ def flag(default, help):
     return field(**kind, metadata={"help": help})
 
 
+def collection_entry(text):
+    """Return an entry of --beir: a path or, from JSON, {"path": path, flag of its own: value}."""
+    return dict(json.loads(text)) if text.startswith("{") else text
+
+
 @dataclass
 class Args:
     # data
-    beir: list[str] = flag([], "folders or Hub ids of collections in the layout of BEIR, NanoBEIR or MTEB")
+    beir: list[collection_entry] = flag(
+        [],
+        "folders or Hub ids of collections in the layout of BEIR, NanoBEIR or MTEB; or JSON of a path and flags of "
+        'its own: {"path": "scifact", "split": "train", "query_prompt": "Find the proof: "}',
+    )
     split: str = flag("test", "split of the judgments of --beir, or one collection of many")
     corpus: list[str] = flag([], "sources of the documents, instead of --beir: paths, globs, folders, URLs, Hub ids")
     queries: list[str] = flag([], "sources of the queries of --corpus")
@@ -111,7 +121,8 @@ class Args:
     trust_remote_code: bool = flag(False, "run the code that a model's folder or repository contains: SECURITY.md")
     # embeddings
     max_length: int | None = flag(None, "tokens a text is truncated to; None: the model's own")
-    prompts: list[str] = flag([], "prefix of queries, then of documents (one value: of both); none: the model's own")
+    query_prompt: str | None = flag(None, "prefix of queries; None: the model's own")
+    document_prompt: str | None = flag(None, "prefix of documents; None: the model's own")
     truncate_dim: int | None = flag(None, "search with only this many leading dimensions, for Matryoshka models")
     micro_batch_tokens: int | None = flag(None, "tokens of a forward pass; None: 4,096 on a CPU, else 16,384")
     dataloader_num_workers: int | None = flag(
@@ -135,7 +146,7 @@ class Args:
     output_dir: str | None = flag(
         None, "folder for the results; None: runs/eval/COLLECTION_RANKING_DIGEST, of these flags"
     )
-    order: list[int] = field(default_factory=list, init=False)  # of the rankings, as the command line has them
+    order: list[str] = field(default_factory=list, init=False)  # of --run, --model_name_or_path, --bm25, as written
 
 
 def check_flags(args):
@@ -164,8 +175,6 @@ def check_flags(args):
     files = [bool(args.corpus), bool(args.queries), bool(args.qrels)]
     if any(files) and not (all(files) or (tasks and files == [True, False, False])):
         raise UserError("--corpus, --queries and --qrels belong together, except to --query and --export_vectors")
-    if len(args.prompts) > 2:
-        raise UserError("--prompts takes one text, or one of queries and one of documents; quote texts with spaces")
     if 1 in (len(args.corpus_columns), len(args.query_columns)):
         raise UserError("--corpus_columns and --query_columns take an id column and text columns")
     sources = args.beir or args.corpus or args.pairs or args.annotate
@@ -178,13 +187,12 @@ def check_flags(args):
 
 def resolve_args(args):
     """Return Args with the values of flags that are not given and depend on others."""
-    top_k = args.top_k or (10 if args.query else 100)
-    output_dir = args.output_dir
+    resolved = copy.copy(args)
+    resolved.rerank_k = args.rerank_k or 100
+    resolved.top_k = args.top_k or (10 if args.query else 100)
     if not (args.query or args.export_vectors or args.annotate):
-        top_k = max(top_k, args.rerank_k or 0, *map(measure_depth, args.metrics))
-        output_dir = output_dir or default_output(replace(args, top_k=top_k, rerank_k=args.rerank_k or 100))
-    resolved = replace(args, top_k=top_k, rerank_k=args.rerank_k or 100, output_dir=output_dir)
-    resolved.order = args.order  # no flag, which replace() leaves out
+        resolved.top_k = max(resolved.top_k, args.rerank_k or 0, *map(measure_depth, args.metrics))
+        resolved.output_dir = args.output_dir or default_output(resolved)
     return resolved
 
 
@@ -223,6 +231,18 @@ def make_parser():
             action.const = "rrf"
     parser.add_argument("file", nargs="?", help="YAML or JSON file of flags")
     return parser
+
+
+OWN_FLAGS = ["split", "query_prompt", "document_prompt"]
+
+
+def args_of_collection(entry, args):
+    """Return the Args of a call on one entry of --beir alone: flags of its own replace those of the call."""
+    own = {"path": entry} if isinstance(entry, str) else dict(entry)
+    is_valid = "path" in own and own.keys() <= {"path", *OWN_FLAGS} and all(isinstance(own[name], str) for name in own)
+    if not is_valid:
+        raise UserError(f"--beir {json.dumps(entry)}: takes a path and, of its own, {', '.join(OWN_FLAGS)}, all texts")
+    return replace(args, beir=[own.pop("path")], **own)
 
 
 # ---- libraries
@@ -320,21 +340,23 @@ def search_texts(args, accelerator):
 def rank(collections, args, accelerator):
     """Append the rankings of all collections to their runs: those of run files, of bi-encoders, of BM25, their fusion,
     and then all of them reranked."""
-    paths = args.run + args.model_name_or_path
-    names = iter(short_names([*paths, "BM25", "fused"]))  # of the paths; the last two are taken
-    for path in args.run:
-        collections[0].runs.append(read_run(path, next(names), collections[0]))
-    for path in args.model_name_or_path:
-        encoder = CachedEncoder(path, args, accelerator)
-        name = next(names)
+    models = args.model_name_or_path
+    names = short_names([*args.run, *models, "BM25", "fused"])  # of the paths; the last two are taken
+    for flag_name in args.order:
+        if flag_name == "run":
+            for path, name in zip(args.run, names):
+                collections[0].runs.append(read_run(path, name, collections[0]))
+        elif flag_name == "bm25":
+            for collection in collections:
+                collection.runs.append(bm25_run(collection, args, accelerator))
+        else:
+            for path, name in zip(models, names[len(args.run) :]):
+                encoder = CachedEncoder(path, args, accelerator)
+                for collection in collections:
+                    collection.runs.append(retrieve(encoder, name, collection, args, accelerator))
+                encoder.close()  # before the next one is loaded
+    if args.fuse:
         for collection in collections:
-            collection.runs.append(retrieve(encoder, name, collection, args, accelerator))
-        encoder.close()  # before the next one is loaded
-    for collection in collections:
-        if args.bm25:
-            collection.runs.append(bm25_run(collection, args, accelerator))
-        collection.runs = [collection.runs[index] for index in args.order or range(len(collection.runs))]
-        if args.fuse:
             collection.runs.append(fuse(collection, args.fuse))
     if args.cross_encoder:
         scorer = CachedScorer(args.cross_encoder, args, accelerator)
@@ -700,6 +722,7 @@ class Collection:
     corpus: TextReader
     queries: dict  # {id: text}
     qrels: pd.DataFrame  # query_id, doc_id, relevance; empty in a search or an export
+    args: Args  # of the call, with flags of the collection's own
     warnings: list
     omit_same_id: bool = False  # leave the document with the query's own id out of its ranking
     runs: list = field(default_factory=list)  # all collections of a call have the same rankings, in the same order
@@ -715,17 +738,20 @@ class Collection:
 
 def open_collections(args):
     """Return the Collections of --beir, or the one of --corpus or --pairs."""
-    sources = {}
-    for name in args.beir:
-        with user_errors(f"--beir {name}"):
-            sources |= collections_of(name, args.split)
-    if len(sources) > 1 and (args.run or args.query or args.export_vectors):
-        raise UserError(f"--run, --query, --export_vectors: take one collection, not {', '.join(sources)} (--split)")
+    sources = []  # (name, files, args) of each collection
+    for entry in args.beir:
+        own = args_of_collection(entry, args)
+        (path,) = own.beir
+        with user_errors(f"--beir {path}"):
+            sources += [(name, files, own) for name, files in collections_of(path, own.split).items()]
     if not args.beir:
         corpus = args.corpus or args.pairs
-        sources = {corpus[0]: (corpus, args.queries, [args.qrels])}
-    names = short_names([*sources, "mean"])  # that of their mean is taken
-    return [open_collection(name, *files, args) for name, files in zip(names, sources.values())]
+        sources = [(corpus[0], (corpus, args.queries, [args.qrels]), args)]
+    names = short_names([*(name for name, _, _ in sources), "mean"])  # that of their mean is taken
+    if len(sources) > 1 and (args.run or args.query or args.export_vectors):
+        found = ", ".join(name for name, _, _ in sources)
+        raise UserError(f"--run, --query, --export_vectors: take one collection, not {found} (--split)")
+    return [open_collection(name, *files, own) for name, (_, files, own) in zip(names, sources)]
 
 
 def open_collection(name, corpus, queries, qrels, args):
@@ -737,7 +763,7 @@ def open_collection(name, corpus, queries, qrels, args):
     if args.query or args.export_vectors:
         texts = {f"query {number}": text for number, text in enumerate(args.query, start=1)}
         no_judgments = pd.DataFrame(columns=[*PAIR, "relevance"])
-        return Collection(name, reader, texts, no_judgments, [])
+        return Collection(name, reader, texts, no_judgments, args, [])
     if args.pairs:
         collection = pair_collection(name, reader, args)
     else:
@@ -757,8 +783,11 @@ def pair_collection(name, corpus, args):
     corpus.kept = texts.index.isin(pairs.drop_duplicates("doc_id").index)
     queries = dict(zip(pairs["query_id"], pairs["query"]))
     qrels = pairs[PAIR].drop_duplicates().assign(relevance=1)
-    warnings = warnings_of({"pairs lack a text; left out": len(texts) - len(pairs)})
-    return Collection(name, corpus, queries, qrels, warnings)
+    counts = {
+        "pairs lack a text; left out": len(texts) - len(pairs),
+        "pairs have the query of an earlier one; their documents are those of one": len(pairs) - len(queries),
+    }
+    return Collection(name, corpus, queries, qrels, args, warnings_of(counts))
 
 
 def pair_ids(pairs):
@@ -785,13 +814,12 @@ def judged_collection(name, corpus, queries, qrels, args):
     omit_same_id = not args.keep_same_id and "#" not in (corpus.id_column, reader.id_column)
     counts = {
         "queries repeat an earlier id; left out": again.sum(),
-        "queries without judgments left out": (~judged).sum(),
         "queries are empty": reader.empty,
         "pairs are judged again, by another grade; the last one counts": len(grades) - len(judgments),
         f"judged queries are unknown, such as {', '.join(unknown[:3])}; left out": len(unknown),
     }
     judgments = judgments[judgments["query_id"].isin(known)]
-    return Collection(name, corpus, known, judgments, warnings_of(counts), omit_same_id)
+    return Collection(name, corpus, known, judgments, args, warnings_of(counts), omit_same_id)
 
 
 def warnings_of(counts):
@@ -999,8 +1027,9 @@ def retrieve(encoder, name, collection, args, accelerator):
     """Return the Run of a bi-encoder over a collection, the same on every process (the reranker requires that)."""
     corpus = collection.corpus
     results = max(args.top_k, args.rerank_k) if args.query else args.top_k  # a search may rerank more than it prints
-    encoder.open_bar(f"{name} {collection.name}", corpus.rows)
     texts = list(collection.queries.values())
+    encoder.open_bar(f"{name} {collection.name}", corpus.rows and corpus.rows + len(texts))
+    encoder.set_prompts(collection.args)
     own = np.array_split(np.arange(len(texts)), accelerator.num_processes)[accelerator.process_index]
     parts = gather_object([encoder.encode([texts[number] for number in own], "query")])
     queries = encoder.for_search(np.concatenate(parts))  # (Q, D)
@@ -1258,8 +1287,9 @@ def export_vectors(args, accelerator):
     hides it from readers of Parquet folders. The folder has the name *.part until it is complete; a killed export
     starts again, with cached vectors."""
     folder = Path(f"{args.export_vectors}.part")
-    corpus = open_collections(args)[0].corpus
-    encoder = CachedEncoder(args.model_name_or_path[0], args, accelerator)
+    (collection,) = open_collections(args)
+    corpus = collection.corpus
+    encoder = CachedEncoder(args.model_name_or_path[0], collection.args, accelerator)
     not_written = f"--export_vectors {args.export_vectors}: not written, choose a new folder"
     with user_errors(not_written):
         if os.path.exists(args.export_vectors):
@@ -1475,7 +1505,8 @@ def short_names(paths):
 
 def default_output(args):
     """Return the folder of the results of these flags, runs/eval/COLLECTION_RANKING_DIGEST."""
-    collection = (args.beir or args.corpus or args.pairs)[:1]
+    paths = [entry if isinstance(entry, str) else entry["path"] for entry in args.beir]
+    collection = (paths or args.corpus or args.pairs)[:1]
     ranking = [*args.model_name_or_path, *args.run, "BM25"][:1]
     digest = hashlib.sha256(repr(args).encode()).hexdigest()
     return f"runs/eval/{'_'.join([*short_names(collection), *short_names(ranking), digest[:6]])}"
@@ -2006,12 +2037,22 @@ class CachedEncoder:
         self.bar = tqdm(disable=True)
 
     def load(self, args):
-        self.model, self.dims, self.prompts = load_bi_encoder(self.path, args)
+        self.model, self.dims = load_bi_encoder(self.path, args)
+        self.set_prompts(args)
         try:
             check_last_token(self.model)
         except UserError as error:
             self.accelerator.print(f"warning: {self.path}: {error}")
         return self.model.get_embedding_dimension(), args.cache_dtype, args.max_length
+
+    def set_prompts(self, args):
+        """Use the prompts of a collection's flags, or else the model's own."""
+        own = self.model.prompts  # always with "query" and "document", "" unless the model was saved with one
+        of_documents = own["document"] or own.get("passage") or own.get("corpus") or ""
+        self.prompts = {
+            "query": own["query"] if args.query_prompt is None else args.query_prompt,
+            "document": of_documents if args.document_prompt is None else args.document_prompt,
+        }
 
     def close(self):
         """Close the cache, and free the memory of the model for the next one."""
@@ -2296,7 +2337,7 @@ def is_installed(package):
 
 
 def load_bi_encoder(path, args):
-    """Return (SentenceTransformer on the CPU, dimensions to search with, {role: prompt})."""
+    """Return (SentenceTransformer on the CPU, dimensions to search with)."""
     with user_errors(f"--model_name_or_path {path}"):
         if os.path.isdir(f"{path}/model"):
             raise UserError(f"is the output of a training run; its model is {path}/model")
@@ -2310,12 +2351,8 @@ def load_bi_encoder(path, args):
         model.truncate_dim = None  # the cache stores full vectors
         if (dims or 0) > model.get_embedding_dimension():
             raise UserError(f"--truncate_dim {dims}: the model has {model.get_embedding_dimension()} dimensions")
-    own = model.prompts  # always with "query" and "document", "" unless the model was saved with one
-    prompts = {"query": own["query"], "document": own["document"] or own.get("passage") or own.get("corpus") or ""}
-    if args.prompts:
-        prompts = {"query": args.prompts[0], "document": args.prompts[-1]}
     own_memory(model)
-    return model.eval(), dims, prompts
+    return model.eval(), dims
 
 
 def load_cross_encoder(path, args):
@@ -2914,16 +2951,23 @@ def collections_of(name, split):
 # ---- the command line
 
 
-def read_words(path):
-    """Return the words of a command line that a YAML or JSON file of flags stands for."""
-    words = []
+def read_flags_file(path):
+    """Return {flag: value} of a YAML or JSON file."""
     with user_errors(f"{path}: not a file of flags", TypeError):
-        for name, value in dict(yaml.safe_load(Path(path).read_text())).items():
-            values = value if isinstance(value, list) else [value]
-            if name == "trust_remote_code":
-                raise UserError("--trust_remote_code: only on the command line, as a file may have been downloaded")
-            if values not in ([], [None]):  # else the default
-                words += [f"--{name}", *map(str, values)]
+        flags = dict(yaml.safe_load(Path(path).read_text()))
+        if "trust_remote_code" in flags:
+            raise UserError("--trust_remote_code: only on the command line, as a file may have been downloaded")
+        return flags
+
+
+def words_of(flags):
+    """Return the words of a command line that {flag: value} stands for."""
+    words = []
+    for name, value in flags.items():
+        values = value if isinstance(value, list) else [value]
+        if values not in ([], [None]):  # else the default
+            words.append(f"--{name}")
+            words += [json.dumps(part) if isinstance(part, dict | bool) else str(part) for part in values]
     return words
 
 
@@ -2933,34 +2977,38 @@ SECRET = re.compile(r"://[^/@]*:[^/@]*@|://.*[?&][\w-]*(sig|signature|token|key|
 def parse_args(argv):
     """Return Args from flags, or from a YAML or JSON file and flags that override it; exit on a wrong value."""
     parser = make_parser()
-    lists = {name for name, option in parser._option_string_actions.items() if option.nargs == "+"}
     names = [word.partition("=")[0] for word in argv]
-    for name in lists.intersection(names):
-        if names.count(name) > 1:  # argparse would ignore the first list; of any other flag, the last value counts
+    for name, option in parser._option_string_actions.items():
+        if option.nargs == "+" and names.count(name) > 1:  # argparse would ignore the first list
             parser.error(f"{name}: given twice; list all values after one flag")
     if path := parser.parse_args(argv).file:
-        argv = [path, *read_words(path), *(word for word in argv if word != path)]
+        argv = [path, *words_of(read_flags_file(path)), *(word for word in argv if word != path)]
     flags = vars(parser.parse_args(argv))
     del flags["file"]
     args = Args(**flags)
-    for name, given in flags.items():
-        least = 1 if name in ABOVE_ZERO.split() else 0
-        for value in given if isinstance(given, list) else [given]:
-            if isinstance(value, str) and SECRET.search(value):
-                parser.error(f"--{name}: a URL with a credential, which files would show; use ~/.netrc")
-            if name in ("output_dir", "output", "export_vectors", "cache_dir") and "://" in (value or ""):
-                parser.error(f"--{name} {value}: must be local; copy it elsewhere when the command has ended")
-            if isinstance(value, int | float) and not least <= value < math.inf:
-                parser.error(f"--{name} {value}: must be finite, and {'above 0' if least else '0 or more'}")
-    kinds = {"--run": len(args.run), "--model_name_or_path": len(args.model_name_or_path), "--bm25": int(args.bm25)}
-    words = [word.partition("=")[0].replace("-", "_").replace("__", "--", 1) for word in argv]
-    rankings = list(chain.from_iterable([name] * count for name, count in kinds.items()))
-    args.order = sorted(range(len(rankings)), key=lambda index: words.index(rankings[index]))
+    names = [name.replace("-", "_") for name in (word.partition("=")[0] for word in argv)]
+    rankers = [name for name in ("run", "model_name_or_path", "bm25") if flags[name]]
+    args.order = sorted(rankers, key=lambda name: names.index(f"__{name}"))
     try:
+        collections = [args_of_collection(entry, args).beir[0] for entry in args.beir]
+        for name, given in (flags | {"beir": collections}).items():
+            for value in given if isinstance(given, list) else [given]:
+                check_value(name, value)
         check_flags(args)
     except UserError as error:
         parser.error(str(error))
     return args
+
+
+def check_value(name, value):
+    """Raise UserError for a value that a flag cannot have."""
+    least = 1 if name in ABOVE_ZERO.split() else 0
+    if isinstance(value, str) and SECRET.search(value):
+        raise UserError(f"--{name}: a URL with a credential, which files would show; use ~/.netrc")
+    if name in ("output_dir", "output", "export_vectors", "cache_dir") and "://" in (value or ""):
+        raise UserError(f"--{name} {value}: must be local; copy it elsewhere when the command has ended")
+    if isinstance(value, int | float) and not least <= value < math.inf:
+        raise UserError(f"--{name} {value}: must be finite, and {'above 0' if least else '0 or more'}")
 
 
 class Console:

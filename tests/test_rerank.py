@@ -370,7 +370,7 @@ def test_the_baseline_is_the_first_of_the_command_line(evaluate, beir, bert, run
     results = evaluate(*common, f"--run={run_file}", "--model_name_or_path", bert)["models"]
     assert [result["name"] for result in results] == ["first.trec", "st"]
     (tmp_path / "flags.yaml").write_text(f"bm25: true\nmodel_name_or_path: [{bert}]\nbeir: [{beir}]\n")
-    assert script.parse_args([str(tmp_path / "flags.yaml")]).order == [1, 0]
+    assert script.parse_args([str(tmp_path / "flags.yaml")]).order == ["bm25", "model_name_or_path"]
 
 
 def test_fusion_equals_ranx(evaluate, beir, bert, run_file, tmp_path):
