@@ -58,8 +58,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import lru_cache, partial
 from importlib.metadata import version
-from importlib.util import find_spec
-from itertools import chain, islice
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Literal
 
@@ -321,8 +320,8 @@ def evaluate_rankings(args, accelerator):
     with user_errors(not_written):
         write_rankings(collections, args)
     for collection in collections:
-        for run in collection.runs:  # errors in scripts of the user's keep the traceback
-            run.per_query, run.values = compute_metrics(run.ranking, collection, metrics)
+        for ranking in collection.rankings:  # errors in scripts of the user's keep the traceback
+            ranking.per_query, ranking.values = compute_metrics(ranking, collection, metrics)
     with user_errors(not_written):
         write_results(collections, origin, args)
     lock.release()
@@ -345,30 +344,31 @@ def rank(collections, args, accelerator):
     for flag_name in args.order:
         if flag_name == "run":
             for path, name in zip(args.run, names):
-                collections[0].runs.append(read_run(path, name, collections[0]))
+                collections[0].rankings.append(read_run(path, name, collections[0]))
         elif flag_name == "bm25":
             for collection in collections:
-                collection.runs.append(bm25_run(collection, args, accelerator))
+                collection.rankings.append(bm25_run(collection, args, accelerator))
         else:
             for path, name in zip(models, names[len(args.run) :]):
                 encoder = CachedEncoder(path, args, accelerator)
                 for collection in collections:
-                    collection.runs.append(retrieve(encoder, name, collection, args, accelerator))
+                    collection.rankings.append(retrieve(encoder, name, collection, args, accelerator))
                 encoder.close()  # before the next one is loaded
     if args.fuse:
         for collection in collections:
-            collection.runs.append(fuse(collection, args.fuse))
+            collection.rankings.append(fuse(collection, args.fuse))
     if args.cross_encoder:
         scorer = CachedScorer(args.cross_encoder, args, accelerator)
         for collection in collections:
-            collection.runs += [rerank(run, scorer, collection, args, accelerator) for run in collection.runs]
+            first = collection.rankings
+            collection.rankings = first + [rerank(ranking, scorer, collection, args, accelerator) for ranking in first]
         scorer.close()
 
 
 def print_warnings(collections):
     """Print the warnings of collections and their rankings, each once."""
     for collection in collections:
-        messages = chain(collection.warnings, *(run.metadata["warnings"] for run in collection.runs))
+        messages = chain(collection.warnings, *(ranking.metadata["warnings"] for ranking in collection.rankings))
         for message in dict.fromkeys(messages):
             print(f"warning: {collection.name}: {message}", file=sys.stderr)
 
@@ -460,38 +460,20 @@ def finish(encoder, lookup, in_flight):
     return encoder.cache.unpack(lookup.rows)
 
 
-class FeatureMaker(torch.utils.data.Dataset):
-    """What worker processes do: the micro-batches of each request, (role, texts), with arrays of numpy, as tensors
-    would take an open file each."""
-
-    def __init__(self, encoder):
-        self.options = (encoder.model, encoder.args, encoder.accelerator)
-        self.prompts = encoder.prompts
-
-    def __getitem__(self, request):
-        role, texts = request
-        model, args, accelerator = self.options
-        micro_batches = []
-        for places, features in tokenize(model, texts, args, accelerator, prompt=self.prompts[role], task=role):
-            micro_batches.append((places, features))
-        return micro_batches
-
-
 def load_features(requests, encoder):
     """Yield the micro-batches of each request, in order, made ahead by --dataloader_num_workers processes. They start
     at the second request with texts: what is cached, or one query, needs none."""
-    maker = FeatureMaker(encoder)
     workers = encoder.args.dataloader_num_workers
     begun = False
     for request in requests:
         if begun and request[1]:
             break
         begun |= bool(request[1])
-        yield maker[request] if request[1] else []
+        yield encoder[request]
     else:
         return
-    loader = torch.utils.data.DataLoader(
-        maker,
+    yield from torch.utils.data.DataLoader(
+        encoder,
         sampler=chain([request], requests),
         batch_size=None,
         collate_fn=lambda micro_batches: micro_batches,
@@ -500,7 +482,6 @@ def load_features(requests, encoder):
         worker_init_fn=start_worker,
         multiprocessing_context="fork" if workers else None,
     )
-    yield from loader
 
 
 def start_worker(_):
@@ -526,7 +507,7 @@ def count_workers(args, accelerator):
 
 def search(encoder, queries, collection, depth, with_texts):
     """Score the documents of this process' chunks against all queries, (Q, D). Return a TopK of `depth`, a pa.Table
-    (row, id, text) of the documents in it, and of some no longer in it, and the set of judged ids. Texts are empty
+    (row, id, text) of the documents in it, and of some no longer in it, and the set of judged ids. Texts are null
     unless asked for."""
     corpus = collection.corpus
     top = TopK(queries, min(depth, corpus.rows or depth))
@@ -536,14 +517,14 @@ def search(encoder, queries, collection, depth, with_texts):
     for chunk, vectors in cached_vectors(encoder, prefetch(encoder.chunks(corpus))):
         ids = pd.util.hash_array(chunk.ids.to_numpy(zero_copy_only=False), categorize=False)
         ranked = top.add(encoder.for_search(vectors), chunk.first, ids.view(np.int64))
-        found = pa.table({"row": pc.add(ranked, chunk.first), "id": chunk.ids.take(ranked)})
-        texts = chunk.texts.take(ranked) if with_texts else pa.repeat(pa.scalar("", pa.large_string()), len(ranked))
-        documents.append(found.append_column("text", texts))
+        texts = chunk.texts.take(ranked) if with_texts else pa.nulls(len(ranked), pa.large_string())
+        found = {"row": pc.add(ranked, chunk.first), "id": chunk.ids.take(ranked), "text": texts}
+        documents.append(pa.table(found))
         judged.update(chunk.ids.filter(pc.is_in(chunk.ids, judged_ids)).to_pylist())
     return top, documents, judged
 
 
-MAX_SCORES = 2**24  # scores in a tile: 64 MB of float32
+MAX_SCORES = 2**23  # scores in a tile: 32 MB of float32, a few times
 
 
 class TopK:
@@ -556,8 +537,6 @@ class TopK:
         self.scores = torch.full(shape, -torch.inf, device=queries.device)  # (Q, K), descending
         self.rows = torch.full(shape, -1, device=queries.device)  # (Q, K) int64, -1: none yet
         self.ids = torch.zeros(1, dtype=torch.int64, device=queries.device)  # of each row; 0: of another process
-        self.seen = []  # sorted arrays of ids, each shorter than half of the one before
-        self.repeats = False  # whether an id has several rows
 
     def add(self, documents, first, ids):
         """Score (n, D) documents, corpus rows `first` and following, with (n,) int64 hashes of their ids; calls must
@@ -566,7 +545,7 @@ class TopK:
         if end > len(self.ids):
             self.ids = F.pad(self.ids, (0, end))
         self.ids[first:end] = torch.from_numpy(ids)
-        rows_of_an_id = self.look_for_repeats(ids)
+        rows_of_an_id = int(np.unique(ids, return_counts=True)[1].max())
         # The last columns of a product are summed in another order: pad, so that equal documents score equally.
         padded = F.pad(documents, (0, 0, 0, -len(documents) % 64))
         tile = max(1, MAX_SCORES // len(documents))
@@ -577,19 +556,6 @@ class TopK:
             rows = self.rows[begin : begin + tile]
             ranked[rows[rows >= first] - first] = True
         return pa.array(ranked.nonzero()[:, 0].cpu().numpy())
-
-    def look_for_repeats(self, ids):
-        """Set self.repeats; return the most rows of an id among these (n,)."""
-        ordered, counts = np.unique(ids, return_counts=True)
-        if not self.repeats:
-            for segment in self.seen:
-                columns = np.searchsorted(segment, ordered).clip(max=len(segment) - 1)
-                self.repeats |= bool((segment[columns] == ordered).any())
-            while self.seen and len(self.seen[-1]) <= 2 * len(ordered):
-                ordered = np.sort(np.concatenate([self.seen.pop(), ordered]), kind="stable")  # merges
-            self.seen.append(ordered)
-            self.repeats |= bool(counts.max() > 1)
-        return int(counts.max())
 
     def add_tile(self, scores, begin, first, rows_of_an_id):
         """Add the (q, n) scores of q queries, from number `begin` on, for corpus rows `first` and following."""
@@ -607,7 +573,7 @@ class TopK:
             scores = scores.gather(1, document)
             rows = torch.where(scores > -torch.inf, document + first, -1)
             rows = torch.cat([self.rows[begin:end], rows], 1)
-            self.keep(begin, torch.cat([best, scores], 1), rows, self.ids[rows] if self.repeats else None)
+            self.keep(begin, torch.cat([best, scores], 1), rows, self.ids[rows])
 
     def merge(self, accelerator):
         """Merge the K best of all processes, which have scored different rows, on every process."""
@@ -621,18 +587,17 @@ class TopK:
             order = rows.argsort(1)  # corpus order; the stable sort in keep() preserves it in ties
             self.keep(0, scores.gather(1, order), rows.gather(1, order), ids.gather(1, order))
 
-    def keep(self, begin, scores, rows, ids=None):
-        """Keep the K best of the (q, m) scores of q queries from `begin` on; rows: (q, m) int64; ids: (q, m) int64, of
-        which the best row is kept, None if they differ."""
+    def keep(self, begin, scores, rows, ids):
+        """Keep the K best of the (q, m) scores of q queries from `begin` on; rows, ids: (q, m) int64. Of the rows of
+        an id the best one is kept."""
         order = scores.argsort(dim=1, descending=True, stable=True)
         scores = scores.gather(1, order)
         rows = rows.gather(1, order)
-        if ids is not None:
-            ids, by_id = ids.gather(1, order).sort(dim=1, stable=True)  # the rows of a document, the best one first
-            is_worse = F.pad(ids[:, 1:] == ids[:, :-1], (1, 0))
-            is_worse = torch.zeros_like(is_worse).scatter(1, by_id, is_worse)
-            scores, order = scores.masked_fill(is_worse, -torch.inf).sort(dim=1, descending=True, stable=True)
-            rows = rows.masked_fill(is_worse, -1).gather(1, order)
+        ids, by_id = ids.gather(1, order).sort(dim=1, stable=True)  # the rows of a document, the best one first
+        is_worse = F.pad(ids[:, 1:] == ids[:, :-1], (1, 0))
+        is_worse = torch.zeros_like(is_worse).scatter(1, by_id, is_worse)
+        scores, order = scores.masked_fill(is_worse, -torch.inf).sort(dim=1, descending=True, stable=True)
+        rows = rows.masked_fill(is_worse, -1).gather(1, order)
         k = self.scores.shape[1]
         end = begin + len(scores)
         self.scores[begin:end] = scores[:, :k]
@@ -668,7 +633,7 @@ class TextReader:
         self.empty = 0  # texts in the last pass
         self.kept = None  # (rows,) bool; None: all rows
         with user_errors(self.name):
-            files = [file for source in sources for file in list_files(source)]
+            files = list(chain.from_iterable(map(list_files, sources)))
             available = named_columns(next(open_files(files).iter(1)).column_names)
             columns = columns or usual_columns(default, available)
             by_position = dict(enumerate(available))  # as --pairs gives them
@@ -710,10 +675,10 @@ class TextReader:
 
     def frame(self):
         """Return a DataFrame (id, text) of all rows."""
-        rows = []
-        for chunk in self.chunks():
-            rows += zip(chunk.ids.to_pylist(), chunk.texts.to_pylist())
-        return pd.DataFrame(rows, columns=["id", "text"])
+        chunks = list(self.chunks())
+        ids = pa.chunked_array([chunk.ids for chunk in chunks], pa.large_string())
+        texts = pa.chunked_array([chunk.texts for chunk in chunks], pa.large_string())
+        return pd.DataFrame({"id": ids.to_pandas(), "text": texts.to_pandas()})
 
 
 @dataclass
@@ -725,15 +690,11 @@ class Collection:
     args: Args  # of the call, with flags of the collection's own
     warnings: list
     omit_same_id: bool = False  # leave the document with the query's own id out of its ranking
-    runs: list = field(default_factory=list)  # all collections of a call have the same rankings, in the same order
+    rankings: list = field(default_factory=list)  # all collections of a call have the same rankings, in the same order
 
     def same_id(self, frame):
         """Return a mask of the rows of a ranking or of judgments that are left out by omit_same_id."""
         return self.omit_same_id & (frame["query_id"] == frame["doc_id"])
-
-    def judged_pairs(self):
-        """Return the judgments of pairs that can be ranked."""
-        return self.qrels[~self.same_id(self.qrels)]
 
 
 def open_collections(args):
@@ -844,16 +805,10 @@ def read_qrels(source, *others):
             if "score" in table.column_names:  # not in NanoBEIR
                 frame["score"] = pd.to_numeric(table["score"].to_pandas())
         else:  # read as text: ids may begin with zeros
-            frame = read_trec(file, "qrels")
+            frame = pd.concat(trec_parts(file, "qrels"))
         if not (frame["score"] % 1 == 0).all():
             raise UserError("a grade is not a whole number")
         return frame.astype({"score": int}).rename(columns={"score": "relevance"})
-
-
-def read_trec(path, name):
-    """Return a DataFrame (query_id, doc_id, score) of a TREC run (name "run") or TREC or BEIR judgments ("qrels"); of
-    a run with `scored`, whether the system that ranked a document gave it that score."""
-    return pd.concat(trec_parts(path, name))
 
 
 UNSCORED = "unscored"  # tag of documents that are ranked below those that a reranker has scored
@@ -861,7 +816,8 @@ GRADE_NAMES = ("score", "relevance", "rel", "grade", "label")  # of the last col
 
 
 def trec_parts(path, name):
-    """Yield what read_trec() returns in parts of 2**19 lines."""
+    """Yield DataFrames (query_id, doc_id, score) of 2**19 lines of a TREC run (name "run") or TREC or BEIR judgments
+    ("qrels"); of a run with `scored`, whether the system that ranked a document gave it that score."""
     with user_errors(f"--{name} {path}"):
         columns = {6: [0, 2, 4, 5]} if name == "run" else {3: [0, 1, 2], 4: [0, 2, 3]}
         with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
@@ -892,18 +848,22 @@ QUERIES_TOGETHER = 2000  # whose lines are in memory at a time
 LINE = np.dtype([("query", np.uint32), ("document", np.uint32), ("score", np.float64), ("scored", bool)])
 
 
-class Ranking:
-    """The ranked documents of each query, best first: lines of numbers in a mapped file without a name, which ends
-    with the process; parts of it are in memory. Queries are numbered in the order of the collection."""
+class RankingFile:
+    """The ranked documents of each query, by a model or from a file, best first: lines of numbers in a mapped file
+    without a name, which ends with the process; parts of it are in memory. Queries are numbered in the order of the
+    collection."""
 
-    def __init__(self, queries, documents=None, parts=()):
+    def __init__(self, name, queries, documents=None):
+        self.name = name
         self.queries = pa.array(queries, pa.large_string())  # ids by number
         self.documents = documents  # the same, an Arrow array
         self.lengths = np.zeros(len(self.queries), np.int64)  # lines of each query
         self.order = None  # of the lines, where their queries are mixed
         self.file = tempfile.TemporaryFile()  # noqa: SIM115
-        for part in parts:
-            self.add(part)
+        self.metadata = {}  # its entry in metrics.json
+        self.texts = None  # of the documents, an Arrow array, in a search
+        self.per_query = None  # DataFrame, a column for each measure
+        self.values = None  # {measure: value} of measures without values per query
 
     def add(self, part):
         """Append a DataFrame (query, document, score and maybe scored: whether its model gave the score)."""
@@ -943,28 +903,21 @@ class Ranking:
         return part.assign(query_id=queries.array, doc_id=documents.array)
 
 
+def best_first(part):
+    """Return lines of a ranking by query and descending score; ties as they are."""
+    return part.sort_values("score", ascending=False, kind="stable").sort_values("query", kind="stable")
+
+
 def by_trec_eval(part):
     """Return lines of a ranking by query and descending score; ties by document id, descending."""
     return part.sort_values(["query", "score", "doc_id"], ascending=[True, False, False])
 
 
-@dataclass
-class Run:
-    """A ranking of a collection, by a model or from a file."""
-
-    name: str
-    ranking: Ranking
-    metadata: dict  # its entry in metrics.json
-    texts: pa.Array | None = None  # of the documents, by number, in a search
-    per_query: pd.DataFrame | None = None  # a column for each measure
-    values: dict | None = None  # {measure: value} of measures without values per query
-
-
-def make_run(name, parts, documents, collection, metadata, counts, depth=2**31):
-    """Return the Run of parts of a ranking, as Ranking.add() takes them: of consecutive queries, best first. They are
-    cut at `depth`, without duplicates and (omit_same_id) documents that share the query's id. counts: {message:
-    count}, the warnings."""
-    ranking = Ranking(collection.queries, documents)
+def make_ranking(name, parts, documents, collection, metadata, counts, depth=2**31):
+    """Return the RankingFile of parts, as its add() takes them: of consecutive queries, best first. They are cut at
+    `depth`, without duplicates and (omit_same_id) documents that share the query's id. counts: {message: count}, the
+    warnings."""
+    ranking = RankingFile(name, collection.queries, documents)
     left_out = []
     for part in parts:
         named = ranking.with_ids(part)
@@ -978,12 +931,13 @@ def make_run(name, parts, documents, collection, metadata, counts, depth=2**31):
         "queries share their id with a document, which is left out; --keep_same_id keeps it": len(left_out),
         "of these are judged relevant: if ids coincide by chance, set --keep_same_id": relevant,
     }
-    return Run(name, ranking, metadata | {"same_id_left_out": len(left_out), "warnings": warnings_of(counts)})
+    ranking.metadata = metadata | {"same_id_left_out": len(left_out), "warnings": warnings_of(counts)}
+    return ranking
 
 
 def read_run(path, name, collection):
-    """Return the Run of a file, sorted by score; ties by document id, descending, as in trec_eval."""
-    found = Ranking(collection.queries)
+    """Return the ranking of a file, sorted by score; ties by document id, descending, as in trec_eval."""
+    found = RankingFile(name, collection.queries)
     known = found.queries
     numbers = {}  # of documents, by id
     unknown = set()  # queries
@@ -1011,7 +965,7 @@ def read_run(path, name, collection):
             counts[repeats] += part.duplicated(["query", "document"]).sum()
             yield part
 
-    return make_run(name, parts(), found.documents, collection, {}, counts)
+    return make_ranking(name, parts(), found.documents, collection, {}, counts)
 
 
 def corpus_counts(repeated, missing, empty):
@@ -1024,11 +978,11 @@ def corpus_counts(repeated, missing, empty):
 
 
 def retrieve(encoder, name, collection, args, accelerator):
-    """Return the Run of a bi-encoder over a collection, the same on every process (the reranker requires that)."""
+    """Return the ranking of a bi-encoder over a collection, the same on every process (the reranker requires that)."""
     corpus = collection.corpus
     results = max(args.top_k, args.rerank_k) if args.query else args.top_k  # a search may rerank more than it prints
     texts = list(collection.queries.values())
-    encoder.open_bar(f"{name} {collection.name}", corpus.rows and corpus.rows + len(texts))
+    encoder.open_bar(f"{collection.name}, {name}", corpus.rows and corpus.rows + len(texts))
     encoder.set_prompts(collection.args)
     own = np.array_split(np.arange(len(texts)), accelerator.num_processes)[accelerator.process_index]
     parts = gather_object([encoder.encode([texts[number] for number in own], "query")])
@@ -1047,37 +1001,37 @@ def retrieve(encoder, name, collection, args, accelerator):
     counts = corpus_counts(top.repeated_ids(), len(missing), sum(gather_object([corpus.empty])))
     counts["of the oldest blocks were removed, to keep --cache_size_limit"] = encoder.cache.removed
     row, ids, texts = [column.combine_chunks() for column in documents.columns]
-    run = make_run(name, top.parts(row.to_numpy()), ids, collection, metadata, counts, results)
-    run.texts = texts
-    return run
+    ranking = make_ranking(name, top.parts(row.to_numpy()), ids, collection, metadata, counts, results)
+    ranking.texts = texts
+    return ranking
 
 
-def rerank(run, scorer, collection, args, accelerator):
-    """Return the Run with the first --rerank_k documents of each query sorted by a cross-encoder's scores.
+def rerank(ranking, scorer, collection, args, accelerator):
+    """Return the ranking with the first --rerank_k documents of each query sorted by a cross-encoder's scores.
     The other documents rank below them in their former order, so that deeper measures lose nothing."""
-    requested = pd.concat(part.groupby("query").head(args.rerank_k) for part in run.ranking.parts())
-    scorer.open_bar(f"{run.name} {scorer.path}", len(requested))
+    requested = pd.concat(part.groupby("query").head(args.rerank_k) for part in ranking.parts())
+    (model,) = short_names([scorer.path])
+    name = f"{ranking.name}+{model}"
+    scorer.open_bar(f"{collection.name}, {name}", len(requested))
     scored = score_pairs(scorer, requested, collection, args, accelerator)
     metadata = scorer.metadata()
     missing = {"documents to rerank are not in the corpus; they rank last": len(requested) - len(scored)}
-    metadata |= {"same_id_left_out": run.metadata["same_id_left_out"], "warnings": warnings_of(missing)}
+    metadata |= {"same_id_left_out": ranking.metadata["same_id_left_out"], "warnings": warnings_of(missing)}
     scored_parts = dict(iter(scored.groupby(scored["query"] // QUERIES_TOGETHER)))
-
-    def parts():
-        for number, part in enumerate(run.ranking.parts()):
-            scores = scored_parts.get(number, scored[:0])
-            part = part[["query", "document", "doc_id"]].merge(scores, "left", on=["query", "doc_id"])
-            part = part.sort_values("score", ascending=False, kind="stable").sort_values("query", kind="stable")
-            # Without a score (not reranked, or not in the corpus): one below the lowest, the next one lower, ...
-            lowest = part.groupby("query")["score"].transform("min").fillna(0)
-            part["scored"] = part["score"].notna()
-            behind = part["score"].isna().groupby(part["query"]).cumsum()
-            part["score"] = part["score"].fillna(lowest - behind)
-            yield part
-
-    (model,) = short_names([scorer.path])
-    ranking = Ranking(collection.queries, run.ranking.documents, parts())
-    return Run(f"{run.name}+{model}", ranking, metadata, run.texts)
+    reranked = RankingFile(name, collection.queries, ranking.documents)
+    for number, part in enumerate(ranking.parts()):
+        scores = scored_parts.get(number, scored[:0])
+        part = part[["query", "document", "doc_id"]].merge(scores, "left", on=["query", "doc_id"])
+        part = best_first(part)
+        # Without a score (not reranked, or not in the corpus): one below the lowest, the next one lower, ...
+        lowest = part.groupby("query")["score"].transform("min").fillna(0)
+        part["scored"] = part["score"].notna()
+        behind = part["score"].isna().groupby(part["query"]).cumsum()
+        part["score"] = part["score"].fillna(lowest - behind)
+        reranked.add(part)
+    reranked.metadata = metadata
+    reranked.texts = ranking.texts
+    return reranked
 
 
 def score_pairs(scorer, requested, collection, args, accelerator):
@@ -1116,22 +1070,15 @@ def requested_texts(chunk, ids):
 
 
 def bm25_run(collection, args, accelerator):
-    """Return the Run of BM25 on every process. The main process ranks; its error is raised on all of them."""
-    outcome = [None]
-    if accelerator.is_main_process:
-        try:
-            outcome = [search_bm25(collection, args)]
-        except UserError as error:
-            outcome = [error]
-    (outcome,) = broadcast_object_list(outcome)
-    if isinstance(outcome, UserError):
-        raise outcome
-    return make_run("BM25", *outcome, args.top_k)
+    """Return the ranking of BM25, which the main process ranks, on every process."""
+    found = [search_bm25(collection, args) if accelerator.is_main_process else None]
+    ((parts, documents, counts),) = broadcast_object_list(found)
+    return make_ranking("BM25", parts, documents, collection, {}, counts, args.top_k)
 
 
 def search_bm25(collection, args):
-    """Return what make_run() takes, from the parts on, of BM25 (Robertson and Zaragoza 2009; bm25s' default, Lucene's
-    variant), with the corpus in memory."""
+    """Return (parts of the ranking, as make_ranking() takes them; ids of the documents; {message: count}) of BM25
+    (Robertson and Zaragoza 2009; bm25s' default, Lucene's variant), with the corpus in memory."""
     with user_errors("--bm25 requires the package bm25s, and words in the corpus"):
         import bm25s  # optional
 
@@ -1159,40 +1106,40 @@ def search_bm25(collection, args):
     counts = corpus_counts((rows_of_ids > 1).sum(), missing, collection.corpus.empty)
     without = "queries share no word with a document; BM25 knows words between spaces, but no stop words"
     counts[without] = len(collection.queries) - found
-    return parts, pa.array(ids, pa.large_string()), collection, {}, counts
+    return parts, pa.array(ids, pa.large_string()), counts
 
 
 def fuse(collection, method):
-    """Return the Run of the fusion of the rankings of a collection: a document's score is the sum over those that
+    """Return the fusion of the rankings of a collection: a document's score is the sum over those that
     contain it of 1 / (60 + rank) (rrf: Cormack et al. 2009), or of how many standard deviations its score lies above
     the lowest of the query (zscore), 0 if its model has not scored it. The fusion is as deep as the deepest of them;
     equal sums stay in their order."""
-    documents = pa.chunked_array([run.ranking.documents for run in collection.runs]).unique()
-    numbers = [pc.index_in(run.ranking.documents, documents).to_numpy() for run in collection.runs]
+    documents = pa.chunked_array([ranking.documents for ranking in collection.rankings]).unique()
+    numbers = [pc.index_in(ranking.documents, documents).to_numpy() for ranking in collection.rankings]
     counts = Counter()
 
-    def scores_of(run, part):
+    def scores_of(ranking, part):
         if method == "rrf":
             return 1 / (61 + part.groupby("query").cumcount())
         scores = part["score"].where(part["scored"])
         by_query = scores.groupby(part["query"])
         deviation = by_query.transform("std", ddof=0)
         scores = (scores - by_query.transform("min")) / deviation.where(deviation > 0, 1)
-        unscored = f"documents of {run.name} lie below those that were reranked; they count as its lowest score"
+        unscored = f"documents of {ranking.name} lie below those that were reranked; they count as its lowest score"
         counts[unscored] += scores.isna().sum()
         return scores.fillna(0)
 
     def parts():
-        for group in zip(*(run.ranking.parts() for run in collection.runs)):
+        for group in zip(*(ranking.parts() for ranking in collection.rankings)):
             found = []
-            for run, number, part in zip(collection.runs, numbers, group):
-                scores = scores_of(run, part)
+            for ranking, number, part in zip(collection.rankings, numbers, group):
+                scores = scores_of(ranking, part)
                 found.append(part[["query"]].assign(document=number[part["document"]], score=scores))
             part = pd.concat(found).groupby(["query", "document"], as_index=False, sort=False).sum()
-            yield part.sort_values("score", ascending=False, kind="stable").sort_values("query", kind="stable")
+            yield best_first(part)
 
-    depth = max(run.ranking.lengths.max() for run in collection.runs)
-    return make_run("fused", parts(), documents, collection, {}, counts, depth)
+    depth = max(ranking.lengths.max() for ranking in collection.rankings)
+    return make_ranking("fused", parts(), documents, collection, {}, counts, depth)
 
 
 # ---- rows with scores
@@ -1218,16 +1165,14 @@ def annotate(args, accelerator):
                     parquet.write_table(table)
                 else:
                     append_lines(table, part)
-    work = scorer.metadata()[scorer.unit]
-    if not work["total"]:
+    if not scorer.metadata()[scorer.unit]["total"]:
         raise UserError("--annotate: contains no row")
     if accelerator.is_main_process:
         with user_errors(f"--output {args.output}"):
             if parquet:
                 parquet.close()
             part.rename(args.output)
-        new = f"{work[scorer.verb]:,} of {work['total']:,} {scorer.unit} {scorer.verb}"
-        print(f"{new}, {work['cached']:,} from the cache; rows with scores are in {args.output}")
+        print(f"rows with scores are in {args.output}")
         flags = f"--columns {shlex.join(args.columns)} --label_column scores --loss kl --loss_kwargs"
         print(f"to distill: {flags} '{{\"teacher_temperature\": {temperature}}}'")
 
@@ -1255,17 +1200,18 @@ def read_documents(args):
                 if "scores" in table.column_names:
                     advice = "mine with --format n-tuple or labeled-pair, or leave that column out"
                     raise UserError(f"has a column 'scores' already: {advice}")
-                columns = datasets.Dataset(table.select([*dict.fromkeys(args.columns)]), fingerprint="")[:]
+                rows = datasets.Dataset(table.select([*dict.fromkeys(args.columns)]), fingerprint="")
                 queries = []
                 documents = []
                 offsets = [0]
-                for row, cells in enumerate(zip(*map(columns.get, args.columns)), start=number * size):
+                for row, cells in enumerate(rows, start=number * size):
                     texts = []
-                    for name, cell in zip(args.columns, cells):
-                        cell_texts = cell if isinstance(cell, list) and texts else [cell]  # the query is one text
-                        if not (cell_texts and all(isinstance(text, str) and text.strip() for text in cell_texts)):
+                    for name in args.columns:
+                        cell = cells[name]
+                        found = cell if isinstance(cell, list) and texts else [cell]  # the query is one text
+                        if not (found and all(isinstance(text, str) and text.strip() for text in found)):
                             raise UserError(f"row {row}, counted from 0, has no text in column {name!r}")
-                        texts += cell_texts
+                        texts += found
                     queries += texts[:1] * (len(texts) - 1)
                     documents += texts[1:]
                     offsets.append(len(documents))
@@ -1306,13 +1252,13 @@ def export_vectors(args, accelerator):
         options = {"compression": "none", "use_dictionary": False, "write_statistics": False}  # of no use for vectors
         with user_errors(not_written):
             pq.write_table(table, folder / f"vectors-{chunk.first:012}.parquet", **options)
-    texts = encoder.metadata()["texts"]
+    rows = encoder.metadata()["texts"]["total"]
     if accelerator.is_main_process:
-        metadata = describe_vectors(encoder, corpus, args) | {"rows": texts["total"]}
+        metadata = describe_vectors(encoder, corpus, args) | {"rows": rows}
         with user_errors(not_written):
             (folder / "_vectors.json").write_text(json.dumps(metadata, indent=1))
             folder.rename(args.export_vectors)
-        print(f"{texts['encoded']:,} of {texts['total']:,} texts encoded; vectors are in {args.export_vectors}")
+        print(f"vectors are in {args.export_vectors}")
 
 
 def describe_vectors(encoder, corpus, args):
@@ -1379,13 +1325,13 @@ def compute_metrics(ranking, collection, metrics):
 
 
 def ranked_parts(ranking):
-    """Yield the parts of a Ranking in the order of trec_eval, with the rank of each line."""
+    """Yield the parts of a ranking in the order of trec_eval, with the rank of each line."""
     for part in map(by_trec_eval, ranking.parts()):
         yield part.assign(rank=1 + part.groupby("query").cumcount())
 
 
 def measure_ranking(ranking, collection, measures):
-    """Return {measure of ir_measures: (Q,) values} of a Ranking."""
+    """Return {measure of ir_measures: (Q,) values} of a ranking."""
     values = {measure: np.zeros(len(collection.queries)) for measure in measures}
     judged_query = pc.index_in(pa.array(collection.qrels["query_id"], pa.large_string()), ranking.queries).to_numpy()
     judged = collection.qrels.assign(query=judged_query)
@@ -1429,11 +1375,6 @@ def run_scripts(ranking, collection, scripts):
 NORMAL_ABOVE = 20_000  # queries; 10,000 resamples of a million would be 10^10 draws
 
 
-def note_of(queries):
-    """Return how intervals and p-values of this many queries are computed, if not by resampling; else ""."""
-    return f"Above {NORMAL_ABOVE:,} queries: normal approximations." if queries > NORMAL_ABOVE else ""
-
-
 def bootstrap_interval(samples):
     """Return (low, high), the 95 % percentile bootstrap interval (Efron and Tibshirani 1993) of the mean of the
     samples' means. A sample has the values of a collection's queries, which are resampled within it."""
@@ -1470,19 +1411,19 @@ def summarize(collections):
     """Return {measure: statistics} for each ranking. Statistics: mean over the collections, low, high and, after the
     first ranking, difference from it and p; or only "value", for a measure without values per query."""
     summaries = []
-    for runs in zip(*(collection.runs for collection in collections)):
+    for rankings in zip(*(collection.rankings for collection in collections)):
         summary = {}
-        for measure in runs[0].per_query:
-            samples = [run.per_query[measure].to_numpy() for run in runs]
+        for measure in rankings[0].per_query:
+            samples = [ranking.per_query[measure].to_numpy() for ranking in rankings]
             mean = float(np.mean([sample.mean() for sample in samples]))
             low, high = bootstrap_interval(samples)
             summary[measure] = {"mean": mean, "low": low, "high": high}
             if summaries:
-                others = [collection.runs[0].per_query[measure].to_numpy() for collection in collections]
+                others = [collection.rankings[0].per_query[measure].to_numpy() for collection in collections]
                 p = paired_randomization_p(samples, others)
                 summary[measure] |= {"difference": mean - summaries[0][measure]["mean"], "p": p}
-        for measure in runs[0].values:
-            mean = np.mean([run.values[measure] for run in runs])
+        for measure in rankings[0].values:
+            mean = np.mean([ranking.values[measure] for ranking in rankings])
             summary[measure] = {"value": float(mean)}
         summaries.append(summary)
     return summaries
@@ -1542,22 +1483,22 @@ def provenance(accelerator):
 def write_rankings(collections, args):
     """Write run.trec of each ranking."""
     for collection in collections:
-        for run in collection.runs:
+        for ranking in collection.rankings:
             path = Path(collection.name if len(collections) > 1 else "")
-            if len(collection.runs) > 1:
-                path /= run.name
-            run.metadata["folder"] = str(path)  # in --output_dir
+            if len(collection.rankings) > 1:
+                path /= ranking.name
+            ranking.metadata["folder"] = str(path)  # in --output_dir
             folder = Path(args.output_dir, path)
             folder.mkdir(parents=True, exist_ok=True)
-            write_trec(folder / "run.trec", run.name, run.ranking)
+            write_trec(folder / "run.trec", ranking)
 
 
-def write_trec(path, name, ranking):
+def write_trec(path, ranking):
     """Write a ranking as a TREC run file; separated by tabs if an id contains a space."""
     spaces = [pc.any(pc.match_substring_regex(ids, r"[ \f\v\pZ]")) for ids in (ranking.queries, ranking.documents)]
     separator = "\t" if any(found.as_py() for found in spaces) else " "
     options = {"sep": separator, "header": False, "index": False, "float_format": "%.9g"}
-    tag = re.sub(r"\s", "_", name)
+    tag = re.sub(r"\s", "_", ranking.name)
     columns = ["query_id", "q0", "doc_id", "rank", "score", "tag"]
     with open(path, "w", encoding="utf-8", newline="") as file:
         for part in ranking.parts():
@@ -1572,32 +1513,30 @@ def write_results(collections, origin, args):
     """Write per_query.csv of each ranking, the texts for report.py, and metrics.json; print the table. origin:
     provenance() of the rankings."""
     output = Path(args.output_dir)
-    record = {"args": asdict(args), "provenance": origin, "collections": [], "results": []}
     summaries = {}
+    entries = []
+    results = []
     for collection in collections:
         folder = collection.name if len(collections) > 1 else ""
         write_texts(collection, output / folder)
         entry = {"name": collection.name, "folder": folder, "queries": len(collection.queries)}
-        record["collections"].append(entry | {"judgments": judgments_digest(collection)})
+        entries.append(entry | {"judgments": judgments_digest(collection)})
         summaries[collection.name] = summarize([collection])
-        for run, metrics in zip(collection.runs, summaries[collection.name]):
-            run.per_query.to_csv(output / run.metadata["folder"] / "per_query.csv")
-            result = {"collection": collection.name, "name": run.name, "queries": len(run.per_query)}
-            record["results"].append(result | {"metrics": metrics} | run.metadata)
-    names = [run.name for run in collections[0].runs]
+        for ranking, metrics in zip(collection.rankings, summaries[collection.name]):
+            ranking.per_query.to_csv(output / ranking.metadata["folder"] / "per_query.csv")
+            result = {"collection": collection.name, "name": ranking.name, "queries": len(ranking.per_query)}
+            results.append(result | {"metrics": metrics} | ranking.metadata)
+    names = [ranking.name for ranking in collections[0].rankings]
+    record = {"args": asdict(args), "provenance": origin, "collections": entries, "results": results}
     if len(collections) > 1:
         summaries["mean"] = summarize(collections)
         record["means"] = dict(zip(names, summaries["mean"]))
     (output / "metrics.json.part").write_text(json.dumps(record, indent=1))
     os.replace(output / "metrics.json.part", output / "metrics.json")
-    queries = sum(len(collection.queries) for collection in collections)
-    print_table(table_of(summaries, names), note_of(queries))
-    for result in record["results"]:
-        for unit, verb in (("texts", "encoded"), ("pairs", "scored")):
-            if counts := result.get(unit):
-                work = f"{counts[verb]:,} of {counts['total']:,} {unit} {verb}"
-                length = f", of at most {result['max_length']} tokens" if result["max_length"] else ""
-                print(f"{result['collection']}, {result['name']}: {work}{length}")
+    queries = sum(entry["queries"] for entry in entries)
+    print_table(table_of(summaries, names))
+    if queries > NORMAL_ABOVE:
+        print(f"Above {NORMAL_ABOVE:,} queries, intervals and p-values are normal approximations.")
     print(f"{queries:,} queries; results are in {output}")
     print("tables, and a page to look into failures:", shlex.join(["python", "report.py", str(output)]))
 
@@ -1609,8 +1548,8 @@ def table_of(summaries, names):
     if len(summaries) == 1:
         return pd.DataFrame(rows, names)
     measure = next(iter(rows[0]))
-    columns = {name: [row[measure] for row in table] for name, table in summaries.items()}
-    return pd.DataFrame(columns, names).rename_axis(columns=measure)
+    cells = pd.DataFrame(summaries, names)  # of statistics of all measures
+    return cells.map(lambda cell: cell[measure]).rename_axis(columns=measure)
 
 
 def table_lines(table):
@@ -1632,16 +1571,13 @@ def format_cell(cell):
     return value, "{difference:+.4f}, p = {p:.4f}".format(**cell) if "p" in cell else ""
 
 
-def print_table(table, note):
-    """Print a table of statistics, turned if it is wider than the terminal, and a note."""
-    for lines in (table_lines(table), table_lines(table.T)):
-        widths = [2 + max(map(len, column)) for column in zip(*lines)]
-        if sum(widths) - 2 <= shutil.get_terminal_size((120, 24)).columns:
-            break
+def print_table(table):
+    """Print a table of statistics, in parts if it is wider than the terminal."""
+    header, *lines = table_lines(table)
+    names, *columns = zip(*lines)
+    shown = pd.DataFrame(dict(zip(header[1:], columns)), names).rename_axis(columns=header[0])
     print()
-    for name, *cells in lines:
-        print(f"{name:{widths[0] - 2}}", *[f"{cell:>{width}}" for cell, width in zip(cells, widths[1:])], sep="")
-    print(note, end="\n" if note else "")
+    print(shown.to_string(line_width=shutil.get_terminal_size((120, 24)).columns))
 
 
 SHOWN_QUERIES = 5000
@@ -1655,8 +1591,8 @@ def write_texts(collection, folder):
     that other calls choose the same. Read the corpus once more; memory is for the ids of these documents."""
     order = sorted(collection.queries, key=lambda query: xxhash.xxh3_64_digest(query.encode()))
     chosen = set(order[:SHOWN_QUERIES])
-    judged = collection.judged_pairs()
-    judged = judged[judged["query_id"].isin(chosen)]
+    judged = collection.qrels[collection.qrels["query_id"].isin(chosen)]
+    judged = judged[~collection.same_id(judged)]
     grades = {query: {} for query in collection.queries if query in chosen}
     for query, doc_id, grade in judged[[*PAIR, "relevance"]].itertuples(index=False):
         grades[query][doc_id] = grade
@@ -1666,8 +1602,8 @@ def write_texts(collection, folder):
             print(json.dumps(row, ensure_ascii=False), file=file)
     best = judged[judged["relevance"] > 0].sort_values("relevance", ascending=False, kind="stable")
     ids = set(best.groupby("query_id").head(3 * SHOWN_DEPTH)["doc_id"])
-    for run in collection.runs:
-        for part in run.ranking.parts():
+    for ranking in collection.rankings:
+        for part in ranking.parts():
             part = by_trec_eval(part[part["query_id"].isin(chosen)])
             ids.update(part.groupby("query").head(SHOWN_DEPTH)["doc_id"])
     requested = pa.array(ids, pa.large_string())
@@ -1693,13 +1629,13 @@ def judgments_digest(collection):
 
 def print_hits(collection, args):
     """Print the best --top_k documents of each query, with their scores, and write them to --output."""
-    run = collection.runs[-1]  # reranked, with --cross_encoder
+    ranking = collection.rankings[-1]  # reranked, with --cross_encoder
     rows = []
-    for query, part in chain.from_iterable(part.groupby("query_id", sort=False) for part in run.ranking.parts()):
+    for query, part in chain.from_iterable(part.groupby("query_id", sort=False) for part in ranking.parts()):
         print(f"\n{collection.queries[query]}")
         hits = part[["document", "doc_id", "score"]].head(args.top_k).itertuples(index=False)
         for rank, (document, doc_id, score) in enumerate(hits, start=1):
-            text = run.texts[document].as_py()
+            text = ranking.texts[document].as_py()
             print(f"  {score:6.3f}  {doc_id:>8}  {' '.join(text.split())}"[:120])
             hit = {"query": collection.queries[query], "rank": rank, "_id": doc_id, "score": score}
             rows.append(hit | {"text": text})
@@ -1992,18 +1928,20 @@ def manage_cache(args):
         with suppress(ValueError, TypeError):
             metadata |= json.loads(note.read_text())
         if name in (None, metadata["model"]) or (len(name) > 5 and folder.name.startswith(name)):
-            sizes = {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-            blocks = [size for path, size in sizes.items() if path.suffix == ".val"]
-            vectors = int((sum(blocks) - 8 * len(blocks)) // metadata.pop("bytes"))  # without checksums
-            megabytes = round(sum(sizes.values()) / 1e6, 1)
-            rows.append({"fingerprint": folder.name[:12], "vectors": vectors, "MB": megabytes} | metadata)
+            vectors = size = 0
+            for file in filter(Path.is_file, folder.rglob("*")):
+                size += file.stat().st_size
+                if file.suffix == ".val":
+                    vectors += int(file.stat().st_size // metadata["bytes"])
+            sizes = {"fingerprint": folder.name[:12], "vectors": vectors, "MB": round(size / 1e6, 1)}
+            rows.append(sizes | metadata)
             if name:
                 with user_errors(f"--cache_clear {name}"):
                     shutil.rmtree(folder)
     if name and not rows:
         raise UserError(f"--cache_clear {name}: no such model in {args.cache_dir}; see --cache_info")
     print(f"{len(rows)} caches in {args.cache_dir}" + " removed" * bool(name))
-    print(pd.DataFrame(rows).to_string(index=False) if rows else "")
+    print(pd.DataFrame(rows).drop(columns="bytes", errors="ignore").to_string(index=False))
 
 
 # ---- encoding
@@ -2106,6 +2044,12 @@ class CachedEncoder:
         for group in np.split(order, 1 + np.flatnonzero(np.diff(group_of))):
             yield group.tolist()
 
+    def __getitem__(self, request):
+        """Return the micro-batches of a request, (role, texts): what worker processes do. They have arrays of numpy,
+        as tensors would take an open file each."""
+        role, texts = request
+        return list(tokenize(self.model, texts, self.args, self.accelerator, prompt=self.prompts[role], task=role))
+
     @torch.inference_mode()
     def compute(self, lookup, numbers, micro_batches):
         """Add to a Lookup the (q, D) float outputs of those of its own texts that have these numbers."""
@@ -2127,12 +2071,13 @@ class CachedEncoder:
 
     # ---- the work done, and its progress bar
 
-    def open_bar(self, name, rows):
+    def open_bar(self, title, rows):
         """Show a progress bar on the main process, and begin to count the seconds."""
         self.started = time.perf_counter()
+        self.title = title
         rows = rows and math.ceil(rows / self.accelerator.num_processes)  # None: a stream
         disable = not self.accelerator.is_main_process
-        self.bar = tqdm(total=rows, desc=name, unit=f" {self.unit}", delay=1, mininterval=1, disable=disable)
+        self.bar = tqdm(total=rows, desc=title, unit=f" {self.unit}", delay=1, mininterval=1, disable=disable)
 
     def count(self, total, new):
         """Count texts, of which `new` will be computed."""
@@ -2140,10 +2085,13 @@ class CachedEncoder:
         self.bar.update(total - new)
 
     def metadata(self):
-        """Return the work since the last call, of all processes, for metrics.json; every process must call it."""
+        """Print the work since the last call, of all processes, and return it for metrics.json; every process must
+        call it."""
         self.bar.close()
         meter = sum(gather_object([self.meter]), Counter())
         self.meter = Counter()
+        length = f", of at most {self.max_length} tokens" if self.max_length else ""
+        self.accelerator.print(f"{self.title}: {meter['new']:,} of {meter['total']:,} {self.unit} {self.verb}{length}")
         cached = meter["total"] - meter["new"]
         return {
             "fingerprint": self.fingerprint,
@@ -2190,11 +2138,6 @@ def prefetch(iterator, depth=2):
         while (item := ahead.popleft().result()) is not None:
             ahead.append(pool.submit(next, iterator, None))
             yield item
-
-
-def pinned(value, device):
-    """Return a tensor in page-locked memory if `device` is a GPU, for asynchronous copies; else return the value."""
-    return value.pin_memory() if device.type == "cuda" and torch.is_tensor(value) else value
 
 
 # ---- micro-batches (same in train_bi_encoder.py)
@@ -2310,30 +2253,17 @@ def open_model(kind, path, args):
 
 
 def missing_files(path, reason):
-    """Return what is missing, of the files of a model that could not be loaded or of packages, and what to do; None if
-    that is unknown."""
+    """Return what a folder lacks, of the files of a model that could not be loaded, and what to do; None if that is
+    unknown."""
     if "safetensors" in reason:  # the option set above
         return "if it has pytorch_model.bin, convert that as 'Models without safetensors' in docs/evaluation.md shows"
-    if not os.path.isdir(path):
-        with suppress(Exception):
-            path = os.path.dirname(transformers.utils.cached_file(path, "config.json", local_files_only=True))
-    folder = Path(path)
-    packages = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
-    packages = [name for name, module in packages.items() if not is_installed(module)]
-    if packages and any(folder.glob("*.model")) and not (folder / "tokenizer.json").exists():
-        return f"its tokenizer requires: pip install {' '.join(packages)}"
     with suppress(OSError, ValueError):
-        modules = json.loads((folder / "modules.json").read_text())
-        folders = [module["path"] for module in modules if not (folder / module["path"]).exists()]
-        folders = [name for name in folders if not name.endswith("_Normalize")]  # is empty, and so not on the Hub
-        return folders and f"modules.json names the folder {folders[0]}, which is missing: complete the download"
-
-
-def is_installed(package):
-    """Return whether a package can be imported."""
-    with suppress(ImportError):  # of the package that contains it
-        return find_spec(package) is not None
-    return False
+        modules = json.loads(Path(path, "modules.json").read_text())
+        for folder in (module["path"] for module in modules):
+            if not Path(path, folder).exists() and not folder.endswith(
+                "_Normalize"
+            ):  # is empty, and so not on the Hub
+                return f"modules.json names the folder {folder}, which is missing: complete the download"
 
 
 def load_bi_encoder(path, args):
@@ -2423,7 +2353,7 @@ def probe_features(model):
     numbers = map(str, range(limit if limit < 2**18 else 0))  # none if texts are not truncated
     long = " ".join([*words, *numbers, *words[::-1]])
     prompt = None if has_chat_template(model) else "a Prompt: "
-    inputs = [(role, text) for role in ("query", "document") for text in (PROBE, long)]
+    inputs = product(("query", "document"), (PROBE, long))
     if isinstance(model, CrossEncoder):
         inputs = [(None, pair) for pair in ((PROBE, long), (long, PROBE))]
     found = []
@@ -2986,7 +2916,7 @@ def parse_args(argv):
     flags = vars(parser.parse_args(argv))
     del flags["file"]
     args = Args(**flags)
-    names = [name.replace("-", "_") for name in (word.partition("=")[0] for word in argv)]
+    names = [word.partition("=")[0].replace("-", "_") for word in argv]
     rankers = [name for name in ("run", "model_name_or_path", "bm25") if flags[name]]
     args.order = sorted(rankers, key=lambda name: names.index(f"__{name}"))
     try:

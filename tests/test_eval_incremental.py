@@ -118,7 +118,8 @@ def measure_each(run, qrels, measures):
     queries, run["query"] = dict.fromkeys(run["query_id"]), pd.factorize(run["query_id"])[0]
     run["document"], documents = pd.factorize(run["doc_id"])
     collection = script.Collection("c", None, queries, qrels, None, [])
-    ranking = script.Ranking(queries, pa.array(documents, pa.large_string()), [run])
+    ranking = script.RankingFile("x", queries, pa.array(documents, pa.large_string()))
+    ranking.add(run)
     with TemporaryDirectory() as folder:
         metrics = {name: script.load_metric(name, folder) for name in measures}
         return script.compute_metrics(ranking, collection, metrics)[0]
@@ -190,7 +191,6 @@ def test_top_k_equals_a_full_sort_and_ties_keep_the_corpus_order(distinct, sizes
         assert torch.equal(top.rows, expected)
         scores = (queries @ documents.T).gather(1, expected.clamp(min=0)).where(expected >= 0, -torch.inf)
         assert torch.equal(top.scores, scores)
-    assert one.repeats == (distinct < 1000)
 
 
 def test_equal_vectors_have_equal_scores_at_any_position():
@@ -969,6 +969,31 @@ def test_names_of_collections(evaluate, two_collections, tmp_path, capsys, monke
     assert [result["collection"] for result in results] == ["one", "data_mean"]
     assert sorted(path.parent.name for path in (tmp_path / "out").rglob("run.trec")) == ["data_mean", "one"]
     assert re.search(r"^nDCG@10 +one +data_mean +mean$", capsys.readouterr().out, re.M)
+
+
+def test_a_collection_has_flags_of_its_own(evaluate, beir, bert, tmp_path):
+    """Its ranking is that of a call with these flags; no document is encoded again."""
+    few = "".join((beir / "qrels/test.tsv").read_text().splitlines(keepends=True)[:11])
+    (beir / "qrels/few.tsv").write_text(few)
+    own = {"path": str(beir), "query_prompt": "find: ", "split": "few"}
+    plain, prompted = evaluate("--beir", beir, json.dumps(own))["models"]
+    assert (plain["queries"], prompted["queries"]) == (60, 10) and prompted["texts"]["encoded"] == 10
+    evaluate("--beir", beir, "--query_prompt", "find: ", "--split", "few", output="alone")
+    (tmp_path / "few.yaml").write_text(json.dumps({"beir": [own], "model_name_or_path": [str(bert)]}))
+    evaluate(tmp_path / "few.yaml", output="file")
+    expected = (tmp_path / "alone/run.trec").read_bytes()
+    assert (tmp_path / "file/run.trec").read_bytes() == expected
+    assert (tmp_path / "out" / prompted["folder"] / "run.trec").read_bytes() == expected
+    evaluate("--beir", beir, "--split", "few", output="plain")
+    assert (tmp_path / "plain/run.trec").read_bytes() != expected
+
+
+@pytest.mark.parametrize("entry", [{"split": "dev"}, {"path": "x", "top_k": "3"}, {"path": "x", "split": ["a", "b"]}])
+def test_flags_that_a_collection_does_not_take(entry, capsys):
+    with pytest.raises(SystemExit):
+        script.parse_args(["--bm25", "--beir", "y", json.dumps(entry)])
+    line = "takes a path and, of its own, split, query_prompt, document_prompt, all texts"
+    assert f"--beir {json.dumps(entry)}: {line}" in capsys.readouterr().err
 
 
 def test_a_search_takes_one_collection(evaluate, two_collections):

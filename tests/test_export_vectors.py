@@ -55,7 +55,7 @@ def export(capsys):
 
 def count_encoded(shown):
     """Return the number of texts encoded, from the line that an export prints."""
-    return int(re.search(r"^(\d+) of \d+ texts encoded", shown, re.M)[1])
+    return int(re.search(r": (\d+) of \d+ texts encoded", shown)[1])
 
 
 def bytes_of(folder):
