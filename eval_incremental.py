@@ -13,10 +13,10 @@ A collection is --pairs, or a corpus, queries and judgments (qrels), each by its
     qrels/test.tsv query-id <tab> corpus-id <tab> score
 
 The corpus is read in chunks: vectors are taken from the cache, or encoded and stored, and the best documents of each
-query are updated. Memory is bounded by the chunk, the queries, the judgments and the rankings; --pairs and --bm25 hold
-all texts. Search is exact; rerun the command to resume a killed run. Vectors are cached by their text and a
-fingerprint of the model. A cross-encoder can rerank the best documents of each query; its scores are cached in the
-same way, by query and document.
+query are updated. Memory is bounded by the chunk, the queries, the judgments and 12 bytes for each ranked document;
+--pairs and --bm25 hold all texts. Search is exact; rerun the command to resume a killed run. Vectors are cached by
+their text and a fingerprint of the model. A cross-encoder can rerank the best documents of each query; its scores are
+cached in the same way, by query and document.
 
 Output: metrics.json, texts for report.py, and for each ranking run.trec and per_query.csv.
 Left out on purpose: approximate search, similarities other than cosine and dot product.
@@ -858,7 +858,6 @@ class RankingFile:
         self.queries = pa.array(queries, pa.large_string())  # ids by number
         self.documents = documents  # the same, an Arrow array
         self.lengths = np.zeros(len(self.queries), np.int64)  # lines of each query
-        self.order = None  # of the lines, where their queries are mixed
         self.file = tempfile.TemporaryFile()  # noqa: SIM115
         self.metadata = {}  # its entry in metrics.json
         self.texts = None  # of the documents, an Arrow array, in a search
@@ -871,30 +870,24 @@ class RankingFile:
         lines["scored"] = True
         for name in part.columns.intersection(LINE.names):
             lines[name] = part[name]
-        self.file.write(lines.tobytes())
+        with user_errors(f"a ranking, in {tempfile.gettempdir()} (TMPDIR is another folder for it)"):
+            self.file.write(lines.tobytes())
+            self.file.flush()
         self.lengths += np.bincount(lines["query"], minlength=len(self.lengths))
 
     def lines(self):
         """Return all lines, mapped."""
-        self.file.flush()
         return np.memmap(self.file, LINE, "r") if self.lengths.any() else np.empty(0, LINE)
 
-    def sort(self):
-        """Let parts() have the lines of each query together, and best first; ties by document id, descending, as in
-        trec_eval."""
-        self.order = np.argsort(self.lines()["query"], kind="stable")
-
-    def parts(self):
+    def parts(self, order=None):
         """Yield a DataFrame (query_id, doc_id, score, scored, and the numbers query and document) of each
-        QUERIES_TOGETHER queries."""
+        QUERIES_TOGETHER queries. order: of the lines by their queries; None: as they are."""
         lines = self.lines()
         ends = np.append(0, self.lengths.cumsum())
         for first in range(0, len(self.lengths), QUERIES_TOGETHER):
             last = min(first + QUERIES_TOGETHER, len(self.lengths))
             span = slice(ends[first], ends[last])
-            part = pd.DataFrame(lines[span] if self.order is None else lines[self.order[span]])
-            part = self.with_ids(part)
-            yield part if self.order is None else by_trec_eval(part)
+            yield self.with_ids(pd.DataFrame(lines[span] if order is None else lines[order[span]]))
 
     def with_ids(self, part):
         """Return a part with the columns query_id and doc_id."""
@@ -951,7 +944,6 @@ def read_run(path, name, collection):
         queries = f"such as {known[0].as_py()!r}; it has {min(unknown)!r}"
         raise UserError(f"--run {path}: contains none of the judged queries, {queries}")
     found.documents = pa.array(list(numbers), known.type)
-    found.sort()
     judged = pa.array(collection.qrels["doc_id"].unique(), known.type)
     foreign = 0 if pc.any(pc.is_in(found.documents, judged)).as_py() else found.lengths.sum()
     repeats = f"lines of {path} repeat a document; its best score counts"
@@ -961,7 +953,8 @@ def read_run(path, name, collection):
     counts[f"lines of {path} have no judged document, such as {next(iter(numbers))!r}; check the ids"] = foreign
 
     def parts():
-        for part in found.parts():
+        order = np.argsort(found.lines()["query"], kind="stable")
+        for part in map(by_trec_eval, found.parts(order)):
             counts[repeats] += part.duplicated(["query", "document"]).sum()
             yield part
 
@@ -995,8 +988,6 @@ def retrieve(encoder, name, collection, args, accelerator):
     metadata = encoder.metadata()
     documents = pa.concat_tables(gather_object(documents)).sort_by("row").combine_chunks()
     judged = set().union(*gather_object([judged]))
-    if not len(documents):
-        raise UserError(f"{corpus.name}: contains no document")
     missing = set(collection.qrels["doc_id"]) - judged
     counts = corpus_counts(top.repeated_ids(), len(missing), sum(gather_object([corpus.empty])))
     counts["of the oldest blocks were removed, to keep --cache_size_limit"] = encoder.cache.removed
@@ -1350,10 +1341,9 @@ def measure_ranking(ranking, collection, measures):
 def nested(frame, column, documents):
     """Return {number of the query: {number of the document: value of a column}}, numbers as texts; documents: {id:
     number}, to which those of the frame are added."""
-    table = {}
-    for query, part in frame.groupby("query"):
-        texts = [documents.setdefault(doc_id, str(len(documents))) for doc_id in part["doc_id"]]
-        table[str(query)] = dict(zip(texts, part[column].tolist()))
+    table = defaultdict(dict)
+    for query, doc_id, value in zip(*(frame[name].tolist() for name in ("query", "doc_id", column))):
+        table[str(query)][documents.setdefault(doc_id, str(len(documents)))] = value
     return table
 
 
@@ -1495,18 +1485,18 @@ def write_rankings(collections, args):
 
 def write_trec(path, ranking):
     """Write a ranking as a TREC run file; separated by tabs if an id contains a space."""
-    spaces = [pc.any(pc.match_substring_regex(ids, r"[ \f\v\pZ]")) for ids in (ranking.queries, ranking.documents)]
-    separator = "\t" if any(found.as_py() for found in spaces) else " "
-    options = {"sep": separator, "header": False, "index": False, "float_format": "%.9g"}
+    ids = [pc.replace_substring_regex(ids, r"[\t\r\n]", "_") for ids in (ranking.queries, ranking.documents)]
+    has_space = pc.any(pc.match_substring_regex(pa.chunked_array(ids), r"[ \f\v\pZ]")).as_py()
     tag = re.sub(r"\s", "_", ranking.name)
-    columns = ["query_id", "q0", "doc_id", "rank", "score", "tag"]
-    with open(path, "w", encoding="utf-8", newline="") as file:
+    with open(path, "w", encoding="utf-8") as file:
         for part in ranking.parts():
-            rank = 1 + part.groupby("query").cumcount()
-            tags = np.where(part["scored"], tag, UNSCORED)
-            table = part[PAIR].replace(r"[\t\r\n]", "_", regex=True)
-            table = table.assign(q0="Q0", rank=rank, score=part["score"], tag=tags)
-            table[columns].to_csv(file, quoting=csv.QUOTE_NONE, **options)
+            queries = ids[0].take(pa.array(part["query"])).to_pylist()
+            documents = ids[1].take(pa.array(part["document"])).to_pylist()
+            ranks = (1 + part.groupby("query").cumcount()).tolist()
+            scores = part["score"].tolist()
+            for query, document, rank, score, scored in zip(queries, documents, ranks, scores, part["scored"]):
+                words = [query, "Q0", document, str(rank), f"{score:.9g}", tag if scored else UNSCORED]
+                file.write(("\t" if has_space else " ").join(words) + "\n")
 
 
 def write_results(collections, origin, args):
@@ -1572,12 +1562,14 @@ def format_cell(cell):
 
 
 def print_table(table):
-    """Print a table of statistics, in parts if it is wider than the terminal."""
-    header, *lines = table_lines(table)
-    names, *columns = zip(*lines)
-    shown = pd.DataFrame(dict(zip(header[1:], columns)), names).rename_axis(columns=header[0])
-    print()
-    print(shown.to_string(line_width=shutil.get_terminal_size((120, 24)).columns))
+    """Print a table of statistics, turned if it is wider than the terminal."""
+    for turned in (table, table.T):
+        header, *lines = table_lines(turned)
+        names, *columns = zip(*lines)
+        shown = pd.DataFrame(dict(zip(header[1:], columns)), names).rename_axis(columns=header[0]).to_string()
+        if shown.index("\n") <= shutil.get_terminal_size((120, 24)).columns:
+            break
+    print(f"\n{shown}")
 
 
 SHOWN_QUERIES = 5000

@@ -116,7 +116,7 @@ def test_formats_and_sources(annotate, data, reranker, tmp_path):
     for name, source in (("glob", [tmp_path / "parts/*.parquet"]), ("folder", [tmp_path / "parts"]),
                          ("two", [tmp_path / "parts/0.parquet", tmp_path / "parts/1.parquet"])):  # fmt: skip
         shown = annotate(data, "--cross_encoder", reranker, "--annotate", *source, output=f"{name}.jsonl")
-        assert "\n0 of " in "\n" + shown
+        assert ": 0 of " in "\n" + shown
         rows = [{**row, "meta": {"a": None}} for row in read_jsonl(tmp_path / f"{name}.jsonl")]
         assert rows == [{name: row[name] for name in rows[0]} for row in expected] == expected
 
