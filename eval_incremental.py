@@ -13,10 +13,10 @@ A collection is --pairs, or a corpus, queries and judgments (qrels), each by its
     qrels/test.tsv query-id <tab> corpus-id <tab> score
 
 The corpus is read in chunks: vectors are taken from the cache, or encoded and stored, and the best documents of each
-query are updated. Memory is bounded by the chunk, the queries, the judgments and the rankings; --pairs and --bm25 hold
-all texts. Search is exact; rerun the command to resume a killed run. Vectors are cached by their text and a
-fingerprint of the model. A cross-encoder can rerank the best documents of each query; its scores are cached in the
-same way, by query and document.
+query are updated. Memory is bounded by the chunk, the queries, the judgments and 12 bytes for each ranked document;
+--pairs and --bm25 hold all texts. Search is exact; rerun the command to resume a killed run. Vectors are cached by
+their text and a fingerprint of the model. A cross-encoder can rerank the best documents of each query; its scores are
+cached in the same way, by query and document.
 
 Output: metrics.json, texts for report.py, and for each ranking run.trec and per_query.csv.
 Left out on purpose: approximate search, similarities other than cosine and dot product.
@@ -30,6 +30,7 @@ Left out on purpose: approximate search, similarities other than cosine and dot 
 #   "sentence-transformers>=6.2,<7", "torch>=2.9,<3", "tqdm>=4.67,<5", "transformers>=5.18,<6", "xxhash>=3.5,<5"]
 # ///
 
+import copy
 import csv
 import ctypes
 import gc
@@ -57,8 +58,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import lru_cache, partial
 from importlib.metadata import version
-from importlib.util import find_spec
-from itertools import chain, islice
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Literal
 
@@ -77,10 +77,19 @@ def flag(default, help):
     return field(**kind, metadata={"help": help})
 
 
+def collection_entry(text):
+    """Return an entry of --beir: a path or, from JSON, {"path": path, flag of its own: value}."""
+    return dict(json.loads(text)) if text.startswith("{") else text
+
+
 @dataclass
 class Args:
     # data
-    beir: list[str] = flag([], "folders or Hub ids of collections in the layout of BEIR, NanoBEIR or MTEB")
+    beir: list[collection_entry] = flag(
+        [],
+        "folders or Hub ids of collections in the layout of BEIR, NanoBEIR or MTEB; or JSON of a path and flags of "
+        'its own: {"path": "scifact", "split": "train", "query_prompt": "Find the proof: "}',
+    )
     split: str = flag("test", "split of the judgments of --beir, or one collection of many")
     corpus: list[str] = flag([], "sources of the documents, instead of --beir: paths, globs, folders, URLs, Hub ids")
     queries: list[str] = flag([], "sources of the queries of --corpus")
@@ -111,7 +120,8 @@ class Args:
     trust_remote_code: bool = flag(False, "run the code that a model's folder or repository contains: SECURITY.md")
     # embeddings
     max_length: int | None = flag(None, "tokens a text is truncated to; None: the model's own")
-    prompts: list[str] = flag([], "prefix of queries, then of documents (one value: of both); none: the model's own")
+    query_prompt: str | None = flag(None, "prefix of queries; None: the model's own")
+    document_prompt: str | None = flag(None, "prefix of documents; None: the model's own")
     truncate_dim: int | None = flag(None, "search with only this many leading dimensions, for Matryoshka models")
     micro_batch_tokens: int | None = flag(None, "tokens of a forward pass; None: 4,096 on a CPU, else 16,384")
     dataloader_num_workers: int | None = flag(
@@ -135,7 +145,7 @@ class Args:
     output_dir: str | None = flag(
         None, "folder for the results; None: runs/eval/COLLECTION_RANKING_DIGEST, of these flags"
     )
-    order: list[int] = field(default_factory=list, init=False)  # of the rankings, as the command line has them
+    order: list[str] = field(default_factory=list, init=False)  # of --run, --model_name_or_path, --bm25, as written
 
 
 def check_flags(args):
@@ -164,8 +174,6 @@ def check_flags(args):
     files = [bool(args.corpus), bool(args.queries), bool(args.qrels)]
     if any(files) and not (all(files) or (tasks and files == [True, False, False])):
         raise UserError("--corpus, --queries and --qrels belong together, except to --query and --export_vectors")
-    if len(args.prompts) > 2:
-        raise UserError("--prompts takes one text, or one of queries and one of documents; quote texts with spaces")
     if 1 in (len(args.corpus_columns), len(args.query_columns)):
         raise UserError("--corpus_columns and --query_columns take an id column and text columns")
     sources = args.beir or args.corpus or args.pairs or args.annotate
@@ -178,13 +186,12 @@ def check_flags(args):
 
 def resolve_args(args):
     """Return Args with the values of flags that are not given and depend on others."""
-    top_k = args.top_k or (10 if args.query else 100)
-    output_dir = args.output_dir
+    resolved = copy.copy(args)
+    resolved.rerank_k = args.rerank_k or 100
+    resolved.top_k = args.top_k or (10 if args.query else 100)
     if not (args.query or args.export_vectors or args.annotate):
-        top_k = max(top_k, args.rerank_k or 0, *map(measure_depth, args.metrics))
-        output_dir = output_dir or default_output(replace(args, top_k=top_k, rerank_k=args.rerank_k or 100))
-    resolved = replace(args, top_k=top_k, rerank_k=args.rerank_k or 100, output_dir=output_dir)
-    resolved.order = args.order  # no flag, which replace() leaves out
+        resolved.top_k = max(resolved.top_k, args.rerank_k or 0, *map(measure_depth, args.metrics))
+        resolved.output_dir = args.output_dir or default_output(resolved)
     return resolved
 
 
@@ -223,6 +230,18 @@ def make_parser():
             action.const = "rrf"
     parser.add_argument("file", nargs="?", help="YAML or JSON file of flags")
     return parser
+
+
+OWN_FLAGS = ["split", "query_prompt", "document_prompt"]
+
+
+def args_of_collection(entry, args):
+    """Return the Args of a call on one entry of --beir alone: flags of its own replace those of the call."""
+    own = {"path": entry} if isinstance(entry, str) else dict(entry)
+    is_valid = "path" in own and own.keys() <= {"path", *OWN_FLAGS} and all(isinstance(own[name], str) for name in own)
+    if not is_valid:
+        raise UserError(f"--beir {json.dumps(entry)}: takes a path and, of its own, {', '.join(OWN_FLAGS)}, all texts")
+    return replace(args, beir=[own.pop("path")], **own)
 
 
 # ---- libraries
@@ -301,8 +320,8 @@ def evaluate_rankings(args, accelerator):
     with user_errors(not_written):
         write_rankings(collections, args)
     for collection in collections:
-        for run in collection.runs:  # errors in scripts of the user's keep the traceback
-            run.per_query, run.values = compute_metrics(run.ranking, collection, metrics)
+        for ranking in collection.rankings:  # errors in scripts of the user's keep the traceback
+            ranking.per_query, ranking.values = compute_metrics(ranking, collection, metrics)
     with user_errors(not_written):
         write_results(collections, origin, args)
     lock.release()
@@ -320,33 +339,36 @@ def search_texts(args, accelerator):
 def rank(collections, args, accelerator):
     """Append the rankings of all collections to their runs: those of run files, of bi-encoders, of BM25, their fusion,
     and then all of them reranked."""
-    paths = args.run + args.model_name_or_path
-    names = iter(short_names([*paths, "BM25", "fused"]))  # of the paths; the last two are taken
-    for path in args.run:
-        collections[0].runs.append(read_run(path, next(names), collections[0]))
-    for path in args.model_name_or_path:
-        encoder = CachedEncoder(path, args, accelerator)
-        name = next(names)
+    models = args.model_name_or_path
+    names = short_names([*args.run, *models, "BM25", "fused"])  # of the paths; the last two are taken
+    for flag_name in args.order:
+        if flag_name == "run":
+            for path, name in zip(args.run, names):
+                collections[0].rankings.append(read_run(path, name, collections[0]))
+        elif flag_name == "bm25":
+            for collection in collections:
+                collection.rankings.append(bm25_run(collection, args, accelerator))
+        else:
+            for path, name in zip(models, names[len(args.run) :]):
+                encoder = CachedEncoder(path, args, accelerator)
+                for collection in collections:
+                    collection.rankings.append(retrieve(encoder, name, collection, args, accelerator))
+                encoder.close()  # before the next one is loaded
+    if args.fuse:
         for collection in collections:
-            collection.runs.append(retrieve(encoder, name, collection, args, accelerator))
-        encoder.close()  # before the next one is loaded
-    for collection in collections:
-        if args.bm25:
-            collection.runs.append(bm25_run(collection, args, accelerator))
-        collection.runs = [collection.runs[index] for index in args.order or range(len(collection.runs))]
-        if args.fuse:
-            collection.runs.append(fuse(collection, args.fuse))
+            collection.rankings.append(fuse(collection, args.fuse))
     if args.cross_encoder:
         scorer = CachedScorer(args.cross_encoder, args, accelerator)
         for collection in collections:
-            collection.runs += [rerank(run, scorer, collection, args, accelerator) for run in collection.runs]
+            first = collection.rankings
+            collection.rankings = first + [rerank(ranking, scorer, collection, args, accelerator) for ranking in first]
         scorer.close()
 
 
 def print_warnings(collections):
     """Print the warnings of collections and their rankings, each once."""
     for collection in collections:
-        messages = chain(collection.warnings, *(run.metadata["warnings"] for run in collection.runs))
+        messages = chain(collection.warnings, *(ranking.metadata["warnings"] for ranking in collection.rankings))
         for message in dict.fromkeys(messages):
             print(f"warning: {collection.name}: {message}", file=sys.stderr)
 
@@ -438,38 +460,20 @@ def finish(encoder, lookup, in_flight):
     return encoder.cache.unpack(lookup.rows)
 
 
-class FeatureMaker(torch.utils.data.Dataset):
-    """What worker processes do: the micro-batches of each request, (role, texts), with arrays of numpy, as tensors
-    would take an open file each."""
-
-    def __init__(self, encoder):
-        self.options = (encoder.model, encoder.args, encoder.accelerator)
-        self.prompts = encoder.prompts
-
-    def __getitem__(self, request):
-        role, texts = request
-        model, args, accelerator = self.options
-        micro_batches = []
-        for places, features in tokenize(model, texts, args, accelerator, prompt=self.prompts[role], task=role):
-            micro_batches.append((places, features))
-        return micro_batches
-
-
 def load_features(requests, encoder):
     """Yield the micro-batches of each request, in order, made ahead by --dataloader_num_workers processes. They start
     at the second request with texts: what is cached, or one query, needs none."""
-    maker = FeatureMaker(encoder)
     workers = encoder.args.dataloader_num_workers
     begun = False
     for request in requests:
         if begun and request[1]:
             break
         begun |= bool(request[1])
-        yield maker[request] if request[1] else []
+        yield encoder[request]
     else:
         return
-    loader = torch.utils.data.DataLoader(
-        maker,
+    yield from torch.utils.data.DataLoader(
+        encoder,
         sampler=chain([request], requests),
         batch_size=None,
         collate_fn=lambda micro_batches: micro_batches,
@@ -478,7 +482,6 @@ def load_features(requests, encoder):
         worker_init_fn=start_worker,
         multiprocessing_context="fork" if workers else None,
     )
-    yield from loader
 
 
 def start_worker(_):
@@ -503,33 +506,25 @@ def count_workers(args, accelerator):
 
 
 def search(encoder, queries, collection, depth, with_texts):
-    """Score the documents of this process' chunks against all queries, (Q, D). Return a TopK of `depth`, {row: (id,
-    text)} of the documents in it, and of some no longer in it, and the set of judged ids."""
+    """Score the documents of this process' chunks against all queries, (Q, D). Return a TopK of `depth`, a pa.Table
+    (row, id, text) of the documents in it, and of some no longer in it, and the set of judged ids. Texts are null
+    unless asked for."""
     corpus = collection.corpus
     top = TopK(queries, min(depth, corpus.rows or depth))
     judged_ids = pa.array(collection.qrels["doc_id"].unique(), pa.large_string())
-    documents = {}
+    documents = []
     judged = set()
     for chunk, vectors in cached_vectors(encoder, prefetch(encoder.chunks(corpus))):
         ids = pd.util.hash_array(chunk.ids.to_numpy(zero_copy_only=False), categorize=False)
-        top.add(encoder.for_search(vectors), chunk.first, ids.view(np.int64))
-        documents |= documents_of(chunk, top.rows, with_texts)
-        if len(documents) > 4 * top.rows.numel():
-            documents = {row: documents[row] for row in top.rows.unique().tolist() if row >= 0}
+        ranked = top.add(encoder.for_search(vectors), chunk.first, ids.view(np.int64))
+        texts = chunk.texts.take(ranked) if with_texts else pa.nulls(len(ranked), pa.large_string())
+        found = {"row": pc.add(ranked, chunk.first), "id": chunk.ids.take(ranked), "text": texts}
+        documents.append(pa.table(found))
         judged.update(chunk.ids.filter(pc.is_in(chunk.ids, judged_ids)).to_pylist())
     return top, documents, judged
 
 
-def documents_of(chunk, rows, with_texts):
-    """Return {row: (id, text)} of the documents of a chunk among `rows` of the corpus; texts only if asked for."""
-    own_rows = rows[rows >= chunk.first].unique().tolist()
-    in_chunk = pa.array([row - chunk.first for row in own_rows], pa.int64())
-    ids = chunk.ids.take(in_chunk).to_pylist()
-    texts = chunk.texts.take(in_chunk).to_pylist() if with_texts else [""] * len(own_rows)
-    return dict(zip(own_rows, zip(ids, texts)))
-
-
-MAX_SCORES = 2**24  # scores in a tile: 64 MB of float32
+MAX_SCORES = 2**23  # scores in a tile: 32 MB of float32, a few times
 
 
 class TopK:
@@ -542,36 +537,25 @@ class TopK:
         self.scores = torch.full(shape, -torch.inf, device=queries.device)  # (Q, K), descending
         self.rows = torch.full(shape, -1, device=queries.device)  # (Q, K) int64, -1: none yet
         self.ids = torch.zeros(1, dtype=torch.int64, device=queries.device)  # of each row; 0: of another process
-        self.seen = []  # sorted arrays of ids, each shorter than half of the one before
-        self.repeats = False  # whether an id has several rows
 
     def add(self, documents, first, ids):
         """Score (n, D) documents, corpus rows `first` and following, with (n,) int64 hashes of their ids; calls must
-        be in corpus order."""
+        be in corpus order. Return the numbers of those that are among the best of a query, an Arrow array."""
         end = first + len(ids)
         if end > len(self.ids):
             self.ids = F.pad(self.ids, (0, end))
         self.ids[first:end] = torch.from_numpy(ids)
-        rows_of_an_id = self.look_for_repeats(ids)
+        rows_of_an_id = int(np.unique(ids, return_counts=True)[1].max())
         # The last columns of a product are summed in another order: pad, so that equal documents score equally.
         padded = F.pad(documents, (0, 0, 0, -len(documents) % 64))
         tile = max(1, MAX_SCORES // len(documents))
+        ranked = torch.zeros(len(documents), dtype=torch.bool, device=documents.device)
         for begin in range(0, len(self.queries), tile):
             scores = self.queries[begin : begin + tile] @ padded.T
             self.add_tile(scores[:, : len(documents)], begin, first, rows_of_an_id)
-
-    def look_for_repeats(self, ids):
-        """Set self.repeats; return the most rows of an id among these (n,)."""
-        ordered, counts = np.unique(ids, return_counts=True)
-        if not self.repeats:
-            for segment in self.seen:
-                columns = np.searchsorted(segment, ordered).clip(max=len(segment) - 1)
-                self.repeats |= bool((segment[columns] == ordered).any())
-            while self.seen and len(self.seen[-1]) <= 2 * len(ordered):
-                ordered = np.sort(np.concatenate([self.seen.pop(), ordered]), kind="stable")  # merges
-            self.seen.append(ordered)
-            self.repeats |= bool(counts.max() > 1)
-        return int(counts.max())
+            rows = self.rows[begin : begin + tile]
+            ranked[rows[rows >= first] - first] = True
+        return pa.array(ranked.nonzero()[:, 0].cpu().numpy())
 
     def add_tile(self, scores, begin, first, rows_of_an_id):
         """Add the (q, n) scores of q queries, from number `begin` on, for corpus rows `first` and following."""
@@ -589,7 +573,7 @@ class TopK:
             scores = scores.gather(1, document)
             rows = torch.where(scores > -torch.inf, document + first, -1)
             rows = torch.cat([self.rows[begin:end], rows], 1)
-            self.keep(begin, torch.cat([best, scores], 1), rows, self.ids[rows] if self.repeats else None)
+            self.keep(begin, torch.cat([best, scores], 1), rows, self.ids[rows])
 
     def merge(self, accelerator):
         """Merge the K best of all processes, which have scored different rows, on every process."""
@@ -603,18 +587,17 @@ class TopK:
             order = rows.argsort(1)  # corpus order; the stable sort in keep() preserves it in ties
             self.keep(0, scores.gather(1, order), rows.gather(1, order), ids.gather(1, order))
 
-    def keep(self, begin, scores, rows, ids=None):
-        """Keep the K best of the (q, m) scores of q queries from `begin` on; rows: (q, m) int64; ids: (q, m) int64, of
-        which the best row is kept, None if they differ."""
+    def keep(self, begin, scores, rows, ids):
+        """Keep the K best of the (q, m) scores of q queries from `begin` on; rows, ids: (q, m) int64. Of the rows of
+        an id the best one is kept."""
         order = scores.argsort(dim=1, descending=True, stable=True)
         scores = scores.gather(1, order)
         rows = rows.gather(1, order)
-        if ids is not None:
-            ids, by_id = ids.gather(1, order).sort(dim=1, stable=True)  # the rows of a document, the best one first
-            is_worse = F.pad(ids[:, 1:] == ids[:, :-1], (1, 0))
-            is_worse = torch.zeros_like(is_worse).scatter(1, by_id, is_worse)
-            scores, order = scores.masked_fill(is_worse, -torch.inf).sort(dim=1, descending=True, stable=True)
-            rows = rows.masked_fill(is_worse, -1).gather(1, order)
+        ids, by_id = ids.gather(1, order).sort(dim=1, stable=True)  # the rows of a document, the best one first
+        is_worse = F.pad(ids[:, 1:] == ids[:, :-1], (1, 0))
+        is_worse = torch.zeros_like(is_worse).scatter(1, by_id, is_worse)
+        scores, order = scores.masked_fill(is_worse, -torch.inf).sort(dim=1, descending=True, stable=True)
+        rows = rows.masked_fill(is_worse, -1).gather(1, order)
         k = self.scores.shape[1]
         end = begin + len(scores)
         self.scores[begin:end] = scores[:, :k]
@@ -625,14 +608,15 @@ class TopK:
         ids = np.concatenate(gather_object([self.ids.cpu().numpy()]))
         return int((np.unique(ids[ids != 0], return_counts=True)[1] > 1).sum())
 
-    def frame(self, query_ids):
-        """Return a DataFrame (query_id, row, score)."""
-        query, place = (self.rows >= 0).nonzero(as_tuple=True)
-        queries = np.array(query_ids, object)[query.cpu().numpy()]
-        rows = self.rows[query, place].cpu().numpy()
-        return pd.DataFrame(
-            {"query_id": queries, "row": rows, "score": self.scores[query, place].double().cpu().numpy()}
-        )
+    def parts(self, known_rows):
+        """Yield DataFrames (query, document, score) of consecutive queries. document: the place of the row among
+        known_rows, sorted."""
+        for first in range(0, len(self.rows), QUERIES_TOGETHER):
+            rows = self.rows[first : first + QUERIES_TOGETHER]
+            query, place = (rows >= 0).nonzero(as_tuple=True)
+            document = np.searchsorted(known_rows, rows[query, place].cpu().numpy())
+            score = self.scores[first + query, place].cpu().numpy()
+            yield pd.DataFrame({"query": first + query.cpu().numpy(), "document": document, "score": score})
 
 
 # ---- collections
@@ -649,7 +633,7 @@ class TextReader:
         self.empty = 0  # texts in the last pass
         self.kept = None  # (rows,) bool; None: all rows
         with user_errors(self.name):
-            files = [file for source in sources for file in list_files(source)]
+            files = list(chain.from_iterable(map(list_files, sources)))
             available = named_columns(next(open_files(files).iter(1)).column_names)
             columns = columns or usual_columns(default, available)
             by_position = dict(enumerate(available))  # as --pairs gives them
@@ -691,10 +675,10 @@ class TextReader:
 
     def frame(self):
         """Return a DataFrame (id, text) of all rows."""
-        rows = []
-        for chunk in self.chunks():
-            rows += zip(chunk.ids.to_pylist(), chunk.texts.to_pylist())
-        return pd.DataFrame(rows, columns=["id", "text"])
+        chunks = list(self.chunks())
+        ids = pa.chunked_array([chunk.ids for chunk in chunks], pa.large_string())
+        texts = pa.chunked_array([chunk.texts for chunk in chunks], pa.large_string())
+        return pd.DataFrame({"id": ids.to_pandas(), "text": texts.to_pandas()})
 
 
 @dataclass
@@ -703,32 +687,32 @@ class Collection:
     corpus: TextReader
     queries: dict  # {id: text}
     qrels: pd.DataFrame  # query_id, doc_id, relevance; empty in a search or an export
+    args: Args  # of the call, with flags of the collection's own
     warnings: list
     omit_same_id: bool = False  # leave the document with the query's own id out of its ranking
-    runs: list = field(default_factory=list)  # all collections of a call have the same rankings, in the same order
+    rankings: list = field(default_factory=list)  # all collections of a call have the same rankings, in the same order
 
     def same_id(self, frame):
         """Return a mask of the rows of a ranking or of judgments that are left out by omit_same_id."""
         return self.omit_same_id & (frame["query_id"] == frame["doc_id"])
 
-    def judged_pairs(self):
-        """Return the judgments of pairs that can be ranked."""
-        return self.qrels[~self.same_id(self.qrels)]
-
 
 def open_collections(args):
     """Return the Collections of --beir, or the one of --corpus or --pairs."""
-    sources = {}
-    for name in args.beir:
-        with user_errors(f"--beir {name}"):
-            sources |= collections_of(name, args.split)
-    if len(sources) > 1 and (args.run or args.query or args.export_vectors):
-        raise UserError(f"--run, --query, --export_vectors: take one collection, not {', '.join(sources)} (--split)")
+    sources = []  # (name, files, args) of each collection
+    for entry in args.beir:
+        own = args_of_collection(entry, args)
+        (path,) = own.beir
+        with user_errors(f"--beir {path}"):
+            sources += [(name, files, own) for name, files in collections_of(path, own.split).items()]
     if not args.beir:
         corpus = args.corpus or args.pairs
-        sources = {corpus[0]: (corpus, args.queries, [args.qrels])}
-    names = short_names([*sources, "mean"])  # that of their mean is taken
-    return [open_collection(name, *files, args) for name, files in zip(names, sources.values())]
+        sources = [(corpus[0], (corpus, args.queries, [args.qrels]), args)]
+    names = short_names([*(name for name, _, _ in sources), "mean"])  # that of their mean is taken
+    if len(sources) > 1 and (args.run or args.query or args.export_vectors):
+        found = ", ".join(name for name, _, _ in sources)
+        raise UserError(f"--run, --query, --export_vectors: take one collection, not {found} (--split)")
+    return [open_collection(name, *files, own) for name, (_, files, own) in zip(names, sources)]
 
 
 def open_collection(name, corpus, queries, qrels, args):
@@ -740,7 +724,7 @@ def open_collection(name, corpus, queries, qrels, args):
     if args.query or args.export_vectors:
         texts = {f"query {number}": text for number, text in enumerate(args.query, start=1)}
         no_judgments = pd.DataFrame(columns=[*PAIR, "relevance"])
-        return Collection(name, reader, texts, no_judgments, [])
+        return Collection(name, reader, texts, no_judgments, args, [])
     if args.pairs:
         collection = pair_collection(name, reader, args)
     else:
@@ -760,8 +744,11 @@ def pair_collection(name, corpus, args):
     corpus.kept = texts.index.isin(pairs.drop_duplicates("doc_id").index)
     queries = dict(zip(pairs["query_id"], pairs["query"]))
     qrels = pairs[PAIR].drop_duplicates().assign(relevance=1)
-    warnings = warnings_of({"pairs lack a text; left out": len(texts) - len(pairs)})
-    return Collection(name, corpus, queries, qrels, warnings)
+    counts = {
+        "pairs lack a text; left out": len(texts) - len(pairs),
+        "pairs have the query of an earlier one; their documents are those of one": len(pairs) - len(queries),
+    }
+    return Collection(name, corpus, queries, qrels, args, warnings_of(counts))
 
 
 def pair_ids(pairs):
@@ -788,13 +775,12 @@ def judged_collection(name, corpus, queries, qrels, args):
     omit_same_id = not args.keep_same_id and "#" not in (corpus.id_column, reader.id_column)
     counts = {
         "queries repeat an earlier id; left out": again.sum(),
-        "queries without judgments left out": (~judged).sum(),
         "queries are empty": reader.empty,
         "pairs are judged again, by another grade; the last one counts": len(grades) - len(judgments),
         f"judged queries are unknown, such as {', '.join(unknown[:3])}; left out": len(unknown),
     }
     judgments = judgments[judgments["query_id"].isin(known)]
-    return Collection(name, corpus, known, judgments, warnings_of(counts), omit_same_id)
+    return Collection(name, corpus, known, judgments, args, warnings_of(counts), omit_same_id)
 
 
 def warnings_of(counts):
@@ -819,16 +805,10 @@ def read_qrels(source, *others):
             if "score" in table.column_names:  # not in NanoBEIR
                 frame["score"] = pd.to_numeric(table["score"].to_pandas())
         else:  # read as text: ids may begin with zeros
-            frame = read_trec(file, "qrels")
+            frame = pd.concat(trec_parts(file, "qrels"))
         if not (frame["score"] % 1 == 0).all():
             raise UserError("a grade is not a whole number")
         return frame.astype({"score": int}).rename(columns={"score": "relevance"})
-
-
-def read_trec(path, name):
-    """Return a DataFrame (query_id, doc_id, score) of a TREC run (name "run") or TREC or BEIR judgments ("qrels"); of
-    a run with `scored`, whether the system that ranked a document gave it that score."""
-    return pd.concat(trec_parts(path, name))
 
 
 UNSCORED = "unscored"  # tag of documents that are ranked below those that a reranker has scored
@@ -836,7 +816,8 @@ GRADE_NAMES = ("score", "relevance", "rel", "grade", "label")  # of the last col
 
 
 def trec_parts(path, name):
-    """Yield what read_trec() returns in parts of 2**19 lines."""
+    """Yield DataFrames (query_id, doc_id, score) of 2**19 lines of a TREC run (name "run") or TREC or BEIR judgments
+    ("qrels"); of a run with `scored`, whether the system that ranked a document gave it that score."""
     with user_errors(f"--{name} {path}"):
         columns = {6: [0, 2, 4, 5]} if name == "run" else {3: [0, 1, 2], 4: [0, 2, 3]}
         with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
@@ -863,52 +844,121 @@ def trec_parts(path, name):
 # ---- rankings
 
 
-@dataclass
-class Run:
-    """The ranked documents of each query, by a model or from a file."""
-
-    name: str
-    ranking: pd.DataFrame  # query_id, doc_id, score, and of reranked ones scored: by the model; per query, best first
-    metadata: dict  # its entry in metrics.json
-    texts: dict = field(default_factory=dict)  # {document id: text}, in a search
-    per_query: pd.DataFrame | None = None  # a column for each measure
-    values: dict | None = None  # {measure: value} of measures without values per query
+QUERIES_TOGETHER = 2000  # whose lines are in memory at a time
+LINE = np.dtype([("query", np.uint32), ("document", np.uint32), ("score", np.float64), ("scored", bool)])
 
 
-def make_run(name, ranking, collection, metadata, counts, depth=2**31):
-    """Return the Run of a ranking, cut at `depth`, without duplicates and (omit_same_id) documents that share the
-    query's id. counts: {message: count}, the warnings."""
-    own = ranking[collection.same_id(ranking)]
-    relevant = (own.merge(collection.qrels, on=PAIR)["relevance"] > 0).sum()
+class RankingFile:
+    """The ranked documents of each query, by a model or from a file, best first: lines of numbers in a mapped file
+    without a name, which ends with the process; parts of it are in memory. Queries are numbered in the order of the
+    collection."""
+
+    def __init__(self, name, queries, documents=None):
+        self.name = name
+        self.queries = pa.array(queries, pa.large_string())  # ids by number
+        self.documents = documents  # the same, an Arrow array
+        self.lengths = np.zeros(len(self.queries), np.int64)  # lines of each query
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115
+        self.metadata = {}  # its entry in metrics.json
+        self.texts = None  # of the documents, an Arrow array, in a search
+        self.per_query = None  # DataFrame, a column for each measure
+        self.values = None  # {measure: value} of measures without values per query
+
+    def add(self, part):
+        """Append a DataFrame (query, document, score and maybe scored: whether its model gave the score)."""
+        lines = np.empty(len(part), LINE)
+        lines["scored"] = True
+        for name in part.columns.intersection(LINE.names):
+            lines[name] = part[name]
+        with user_errors(f"a ranking, in {tempfile.gettempdir()} (TMPDIR is another folder for it)"):
+            self.file.write(lines.tobytes())
+            self.file.flush()
+        self.lengths += np.bincount(lines["query"], minlength=len(self.lengths))
+
+    def lines(self):
+        """Return all lines, mapped."""
+        return np.memmap(self.file, LINE, "r") if self.lengths.any() else np.empty(0, LINE)
+
+    def parts(self, order=None):
+        """Yield a DataFrame (query_id, doc_id, score, scored, and the numbers query and document) of each
+        QUERIES_TOGETHER queries. order: of the lines by their queries; None: as they are."""
+        lines = self.lines()
+        ends = np.append(0, self.lengths.cumsum())
+        for first in range(0, len(self.lengths), QUERIES_TOGETHER):
+            last = min(first + QUERIES_TOGETHER, len(self.lengths))
+            span = slice(ends[first], ends[last])
+            yield self.with_ids(pd.DataFrame(lines[span] if order is None else lines[order[span]]))
+
+    def with_ids(self, part):
+        """Return a part with the columns query_id and doc_id."""
+        queries = self.queries.take(pa.array(part["query"])).to_pandas()
+        documents = self.documents.take(pa.array(part["document"])).to_pandas()
+        return part.assign(query_id=queries.array, doc_id=documents.array)
+
+
+def best_first(part):
+    """Return lines of a ranking by query and descending score; ties as they are."""
+    return part.sort_values("score", ascending=False, kind="stable").sort_values("query", kind="stable")
+
+
+def by_trec_eval(part):
+    """Return lines of a ranking by query and descending score; ties by document id, descending."""
+    return part.sort_values(["query", "score", "doc_id"], ascending=[True, False, False])
+
+
+def make_ranking(name, parts, documents, collection, metadata, counts, depth=2**31):
+    """Return the RankingFile of parts, as its add() takes them: of consecutive queries, best first. They are cut at
+    `depth`, without duplicates and (omit_same_id) documents that share the query's id. counts: {message: count}, the
+    warnings."""
+    ranking = RankingFile(name, collection.queries, documents)
+    left_out = []
+    for part in parts:
+        named = ranking.with_ids(part)
+        is_same = collection.same_id(named)
+        left_out.append(named.loc[is_same, PAIR])
+        part = part[~is_same].drop_duplicates(["query", "document"])
+        ranking.add(part.groupby("query").head(depth))
+    left_out = pd.concat(left_out)
+    relevant = (left_out.merge(collection.qrels, on=PAIR)["relevance"] > 0).sum()
     counts = counts | {
-        "queries share their id with a document, which is left out; --keep_same_id keeps it": len(own),
+        "queries share their id with a document, which is left out; --keep_same_id keeps it": len(left_out),
         "of these are judged relevant: if ids coincide by chance, set --keep_same_id": relevant,
     }
-    metadata |= {"same_id_left_out": len(own), "warnings": warnings_of(counts)}
-    ranking = ranking.drop(own.index).drop_duplicates(PAIR).groupby("query_id", sort=False)
-    return Run(name, ranking.head(depth), metadata)
+    ranking.metadata = metadata | {"same_id_left_out": len(left_out), "warnings": warnings_of(counts)}
+    return ranking
 
 
 def read_run(path, name, collection):
-    """Return the Run of a file, sorted by score; ties by document id, descending, as in trec_eval."""
-    queries = collection.queries
-    ranking = read_trec(path, "run").sort_values(["score", "doc_id"], ascending=False)
-    known = ranking["query_id"].isin(queries)
-    if not known.any():
-        first = ranking["query_id"].iloc[0]
-        example = next(iter(queries))
-        raise UserError(f"--run {path}: contains none of the judged queries, such as {example!r}; it has {first!r}")
-    is_judged = ranking["doc_id"].isin(collection.qrels["doc_id"])
-    unknown = ranking.loc[~known, "query_id"].nunique()
-    missing = queries.keys() - set(ranking["query_id"])
-    foreign = 0 if is_judged.any() else len(ranking)
-    counts = {
-        f"queries of {path} are not judged, or unknown; left out": unknown,
-        f"judged queries are not in {path}; they count as 0": len(missing),
-        f"lines of {path} repeat a document; its best score counts": ranking.duplicated(PAIR).sum(),
-        f"lines of {path} have no judged document, such as {ranking['doc_id'].iloc[0]!r}; check the ids": foreign,
-    }
-    return make_run(name, ranking[known], collection, {}, counts)
+    """Return the ranking of a file, sorted by score; ties by document id, descending, as in trec_eval."""
+    found = RankingFile(name, collection.queries)
+    known = found.queries
+    numbers = {}  # of documents, by id
+    unknown = set()  # queries
+    for part in trec_parts(path, "run"):
+        part["query"] = pc.index_in(pa.array(part["query_id"], known.type), known).to_numpy(zero_copy_only=False)
+        unknown.update(part.loc[part["query"].isna(), "query_id"])
+        part = part[part["query"].notna()]
+        codes, ids = pd.factorize(part["doc_id"])
+        found.add(part.assign(document=np.array([numbers.setdefault(id, len(numbers)) for id in ids], int)[codes]))
+    if not found.lengths.any():
+        queries = f"such as {known[0].as_py()!r}; it has {min(unknown)!r}"
+        raise UserError(f"--run {path}: contains none of the judged queries, {queries}")
+    found.documents = pa.array(list(numbers), known.type)
+    judged = pa.array(collection.qrels["doc_id"].unique(), known.type)
+    foreign = 0 if pc.any(pc.is_in(found.documents, judged)).as_py() else found.lengths.sum()
+    repeats = f"lines of {path} repeat a document; its best score counts"
+    counts = Counter()
+    counts[f"queries of {path} are not judged, or unknown; left out"] = len(unknown)
+    counts[f"judged queries are not in {path}; they count as 0"] = (found.lengths == 0).sum()
+    counts[f"lines of {path} have no judged document, such as {next(iter(numbers))!r}; check the ids"] = foreign
+
+    def parts():
+        order = np.argsort(found.lines()["query"], kind="stable")
+        for part in map(by_trec_eval, found.parts(order)):
+            counts[repeats] += part.duplicated(["query", "document"]).sum()
+            yield part
+
+    return make_ranking(name, parts(), found.documents, collection, {}, counts)
 
 
 def corpus_counts(repeated, missing, empty):
@@ -921,79 +971,82 @@ def corpus_counts(repeated, missing, empty):
 
 
 def retrieve(encoder, name, collection, args, accelerator):
-    """Return the Run of a bi-encoder over a collection, the same on every process (the reranker requires that)."""
+    """Return the ranking of a bi-encoder over a collection, the same on every process (the reranker requires that)."""
     corpus = collection.corpus
     results = max(args.top_k, args.rerank_k) if args.query else args.top_k  # a search may rerank more than it prints
-    encoder.open_bar(f"{name} {collection.name}", corpus.rows)
     texts = list(collection.queries.values())
+    encoder.open_bar(f"{collection.name}, {name}", corpus.rows and corpus.rows + len(texts))
+    encoder.set_prompts(collection.args)
     own = np.array_split(np.arange(len(texts)), accelerator.num_processes)[accelerator.process_index]
     parts = gather_object([encoder.encode([texts[number] for number in own], "query")])
     queries = encoder.for_search(np.concatenate(parts))  # (Q, D)
     depth = results + collection.omit_same_id
     top, documents, judged = search(encoder, queries, collection, depth, with_texts=bool(args.query))
 
-    # ---- merge the results of all processes; replace rows by ids
+    # ---- merge the results of all processes
     top.merge(accelerator)
     metadata = encoder.metadata()
-    parts = gather_object([(documents, judged, corpus.empty)])
-    documents = {row: document for part in parts for row, document in part[0].items()}
-    judged = set().union(*(part[1] for part in parts))
-    if not documents:
-        raise UserError(f"{corpus.name}: contains no document")
-    ranking = top.frame(list(collection.queries))
-    rows, places = np.unique(ranking.pop("row"), return_inverse=True)
-    ranking["doc_id"] = np.array([documents[row][0] for row in rows.tolist()], object)[places]
+    documents = pa.concat_tables(gather_object(documents)).sort_by("row").combine_chunks()
+    judged = set().union(*gather_object([judged]))
     missing = set(collection.qrels["doc_id"]) - judged
-    counts = corpus_counts(top.repeated_ids(), len(missing), sum(part[2] for part in parts))
+    counts = corpus_counts(top.repeated_ids(), len(missing), sum(gather_object([corpus.empty])))
     counts["of the oldest blocks were removed, to keep --cache_size_limit"] = encoder.cache.removed
-    run = make_run(name, ranking, collection, metadata, counts, results)
-    if args.query:
-        found = reversed(rows[places].tolist())
-        run.texts = dict(documents[row] for row in found)  # of a repeated id that of the best score
-    return run
+    row, ids, texts = [column.combine_chunks() for column in documents.columns]
+    ranking = make_ranking(name, top.parts(row.to_numpy()), ids, collection, metadata, counts, results)
+    ranking.texts = texts
+    return ranking
 
 
-def rerank(run, scorer, collection, args, accelerator):
-    """Return the Run with the first --rerank_k documents of each query sorted by a cross-encoder's scores.
+def rerank(ranking, scorer, collection, args, accelerator):
+    """Return the ranking with the first --rerank_k documents of each query sorted by a cross-encoder's scores.
     The other documents rank below them in their former order, so that deeper measures lose nothing."""
-    first = run.ranking.groupby("query_id").head(args.rerank_k)[PAIR]
-    scorer.open_bar(f"{run.name} {scorer.path}", len(first))
-    scored = score_pairs(scorer, first, collection, args, accelerator)
-    metadata = scorer.metadata()
-    missing = {"documents to rerank are not in the corpus; they rank last": len(first) - len(scored)}
-    metadata |= {"same_id_left_out": run.metadata["same_id_left_out"], "warnings": warnings_of(missing)}
-
-    # Without a score (not reranked, or not in the corpus): one below the lowest, the next one lower, ...
-    ranking = run.ranking[PAIR].merge(scored, "left")
-    ranking = ranking.sort_values("score", ascending=False, kind="stable")
-    lowest = ranking.groupby("query_id")["score"].transform("min").fillna(0)
-    ranking["scored"] = ranking["score"].notna()
-    behind = ranking["score"].isna().groupby(ranking["query_id"]).cumsum()
-    ranking["score"] = ranking["score"].fillna(lowest - behind)
+    requested = pd.concat(part.groupby("query").head(args.rerank_k) for part in ranking.parts())
     (model,) = short_names([scorer.path])
-    return Run(f"{run.name}+{model}", ranking, metadata, run.texts)
+    name = f"{ranking.name}+{model}"
+    scorer.open_bar(f"{collection.name}, {name}", len(requested))
+    scored = score_pairs(scorer, requested, collection, args, accelerator)
+    metadata = scorer.metadata()
+    missing = {"documents to rerank are not in the corpus; they rank last": len(requested) - len(scored)}
+    metadata |= {"same_id_left_out": ranking.metadata["same_id_left_out"], "warnings": warnings_of(missing)}
+    scored_parts = dict(iter(scored.groupby(scored["query"] // QUERIES_TOGETHER)))
+    reranked = RankingFile(name, collection.queries, ranking.documents)
+    for number, part in enumerate(ranking.parts()):
+        scores = scored_parts.get(number, scored[:0])
+        part = part[["query", "document", "doc_id"]].merge(scores, "left", on=["query", "doc_id"])
+        part = best_first(part)
+        # Without a score (not reranked, or not in the corpus): one below the lowest, the next one lower, ...
+        lowest = part.groupby("query")["score"].transform("min").fillna(0)
+        part["scored"] = part["score"].notna()
+        behind = part["score"].isna().groupby(part["query"]).cumsum()
+        part["score"] = part["score"].fillna(lowest - behind)
+        reranked.add(part)
+    reranked.metadata = metadata
+    reranked.texts = ranking.texts
+    return reranked
 
 
 def score_pairs(scorer, requested, collection, args, accelerator):
-    """Return a DataFrame (query_id, doc_id, score) of the requested pairs whose document is in the corpus, on every
+    """Return a DataFrame (query, doc_id, score) of the requested pairs whose document is in the corpus, on every
     process. If an id occurs twice, its best score counts."""
     candidates = candidate_pairs(requested, collection, accelerator)
+    queries = list(collection.queries.values())
 
     def chunks():
         while part := list(islice(candidates, args.corpus_chunk_size)):
-            pairs = [(collection.queries[query], text) for query, _, text in part]
+            pairs = [(queries[query], text) for query, _, text in part]
             yield scorer.chunk_of(pairs, ids=[(query, document) for query, document, _ in part])
 
     scored = []
     for chunk, scores in cached_vectors(scorer, chunks()):
         scored += [(*ids, score) for ids, score in zip(chunk.ids, scores[:, 0].tolist())]
-    frame = pd.DataFrame(gather_object(scored), columns=[*PAIR, "score"])
-    return frame.sort_values("score", ascending=False, kind="stable").drop_duplicates(PAIR)
+    frame = pd.DataFrame(gather_object(scored), columns=["query", "doc_id", "score"])
+    return frame.sort_values("score", ascending=False, kind="stable").drop_duplicates(["query", "doc_id"])
 
 
 def candidate_pairs(requested, collection, accelerator):
-    """Yield (query id, document id, text) of the requested pairs whose document is in this process' chunks."""
-    queries_by_doc = requested.groupby("doc_id")["query_id"].agg(list)
+    """Yield (number of the query, document id, text) of the requested pairs whose document is in this process'
+    chunks."""
+    queries_by_doc = requested.groupby("doc_id")["query"].agg(list)
     requested_ids = pa.array(queries_by_doc.index, pa.large_string())
     for chunk in collection.corpus.chunks(None, accelerator.process_index, accelerator.num_processes):
         for doc_id, text in requested_texts(chunk, requested_ids):
@@ -1008,23 +1061,15 @@ def requested_texts(chunk, ids):
 
 
 def bm25_run(collection, args, accelerator):
-    """Return the Run of BM25 on every process. The main process ranks; its error is raised on all of them."""
-    outcome = [None]
-    if accelerator.is_main_process:
-        try:
-            outcome = [search_bm25(collection, args)]
-        except UserError as error:
-            outcome = [error]
-    (outcome,) = broadcast_object_list(outcome)
-    if isinstance(outcome, UserError):
-        raise outcome
-    ranking, counts = outcome
-    return make_run("BM25", ranking, collection, {}, counts, args.top_k)
+    """Return the ranking of BM25, which the main process ranks, on every process."""
+    found = [search_bm25(collection, args) if accelerator.is_main_process else None]
+    ((parts, documents, counts),) = broadcast_object_list(found)
+    return make_ranking("BM25", parts, documents, collection, {}, counts, args.top_k)
 
 
 def search_bm25(collection, args):
-    """Return (DataFrame (query_id, doc_id, score), {message: count}) of BM25 (Robertson and Zaragoza 2009; bm25s'
-    default, Lucene's variant), with the corpus in memory."""
+    """Return (parts of the ranking, as make_ranking() takes them; ids of the documents; {message: count}) of BM25
+    (Robertson and Zaragoza 2009; bm25s' default, Lucene's variant), with the corpus in memory."""
     with user_errors("--bm25 requires the package bm25s, and words in the corpus"):
         import bm25s  # optional
 
@@ -1034,50 +1079,58 @@ def search_bm25(collection, args):
         queries = bm25s.tokenize(list(collection.queries.values()), **options)
         index = bm25s.BM25()
         index.index(documents, show_progress=False)
-    rows_of_ids = corpus["id"].value_counts()
+    numbers, ids = pd.factorize(corpus["id"])
+    rows_of_ids = np.bincount(numbers)
     documents = args.top_k + collection.omit_same_id
     depth = min(documents * rows_of_ids.max(), len(corpus))  # so many rows are of as many documents at least
-    query_ids = list(collection.queries)
     step = max(1, 2**22 // depth)
     parts = []
     for first in range(0, len(queries), step):
         rows, scores = index.retrieve(queries[first : first + step], k=depth, show_progress=False)  # (q, depth) each
-        part = pd.DataFrame({"query_id": np.repeat(query_ids[first : first + step], depth)})
-        part["doc_id"] = corpus["id"].to_numpy()[rows.ravel()]
+        part = pd.DataFrame({"query": np.repeat(first + np.arange(len(rows)), depth)})
+        part["document"] = numbers[rows.ravel()]
         part["score"] = scores.ravel()
-        parts.append(part[part["score"] > 0].drop_duplicates(PAIR).groupby("query_id", sort=False).head(documents))
-    ranking = pd.concat(parts)
-    missing = len(collection.queries.keys() - set(ranking["query_id"]))
-    judged = set(collection.qrels["doc_id"])
-    counts = corpus_counts((rows_of_ids > 1).sum(), len(judged - set(rows_of_ids.index)), collection.corpus.empty)
-    counts["queries share no word with a document; BM25 knows words between spaces, but no stop words"] = missing
-    return ranking, counts
+        part = part[part["score"] > 0].drop_duplicates(["query", "document"])
+        parts.append(part.groupby("query").head(documents))
+    found = sum(part["query"].nunique() for part in parts)
+    missing = len(set(collection.qrels["doc_id"]) - set(ids))
+    counts = corpus_counts((rows_of_ids > 1).sum(), missing, collection.corpus.empty)
+    without = "queries share no word with a document; BM25 knows words between spaces, but no stop words"
+    counts[without] = len(collection.queries) - found
+    return parts, pa.array(ids, pa.large_string()), counts
 
 
 def fuse(collection, method):
-    """Return the Run of the fusion of the rankings of a collection: a document's score is the sum over those that
+    """Return the fusion of the rankings of a collection: a document's score is the sum over those that
     contain it of 1 / (60 + rank) (rrf: Cormack et al. 2009), or of how many standard deviations its score lies above
     the lowest of the query (zscore), 0 if its model has not scored it. The fusion is as deep as the deepest of them;
     equal sums stay in their order."""
-    parts = []
+    documents = pa.chunked_array([ranking.documents for ranking in collection.rankings]).unique()
+    numbers = [pc.index_in(ranking.documents, documents).to_numpy() for ranking in collection.rankings]
     counts = Counter()
-    for run in collection.runs:
-        ranking = run.ranking
+
+    def scores_of(ranking, part):
         if method == "rrf":
-            scores = 1 / (61 + ranking.groupby("query_id").cumcount())
-        else:
-            scores = ranking["score"].where(ranking.get("scored", ranking["score"].notna()))
-            queries = scores.groupby(ranking["query_id"])
-            deviation = queries.transform("std", ddof=0)
-            scores = (scores - queries.transform("min")) / deviation.where(deviation > 0, 1)
-            unscored = f"documents of {run.name} lie below those that were reranked; they count as its lowest score"
-            counts[unscored] += scores.isna().sum()
-            scores = scores.fillna(0)
-        parts.append(ranking[PAIR].assign(score=scores))
-    ranking = pd.concat(parts).groupby(PAIR, as_index=False, sort=False)["score"].sum()
-    ranking = ranking.sort_values("score", ascending=False, kind="stable")
-    depth = max(part.groupby("query_id").size().max() for part in parts)
-    return make_run("fused", ranking, collection, {}, dict(counts), depth)
+            return 1 / (61 + part.groupby("query").cumcount())
+        scores = part["score"].where(part["scored"])
+        by_query = scores.groupby(part["query"])
+        deviation = by_query.transform("std", ddof=0)
+        scores = (scores - by_query.transform("min")) / deviation.where(deviation > 0, 1)
+        unscored = f"documents of {ranking.name} lie below those that were reranked; they count as its lowest score"
+        counts[unscored] += scores.isna().sum()
+        return scores.fillna(0)
+
+    def parts():
+        for group in zip(*(ranking.parts() for ranking in collection.rankings)):
+            found = []
+            for ranking, number, part in zip(collection.rankings, numbers, group):
+                scores = scores_of(ranking, part)
+                found.append(part[["query"]].assign(document=number[part["document"]], score=scores))
+            part = pd.concat(found).groupby(["query", "document"], as_index=False, sort=False).sum()
+            yield best_first(part)
+
+    depth = max(ranking.lengths.max() for ranking in collection.rankings)
+    return make_ranking("fused", parts(), documents, collection, {}, counts, depth)
 
 
 # ---- rows with scores
@@ -1103,16 +1156,14 @@ def annotate(args, accelerator):
                     parquet.write_table(table)
                 else:
                     append_lines(table, part)
-    work = scorer.metadata()[scorer.unit]
-    if not work["total"]:
+    if not scorer.metadata()[scorer.unit]["total"]:
         raise UserError("--annotate: contains no row")
     if accelerator.is_main_process:
         with user_errors(f"--output {args.output}"):
             if parquet:
                 parquet.close()
             part.rename(args.output)
-        new = f"{work[scorer.verb]:,} of {work['total']:,} {scorer.unit} {scorer.verb}"
-        print(f"{new}, {work['cached']:,} from the cache; rows with scores are in {args.output}")
+        print(f"rows with scores are in {args.output}")
         flags = f"--columns {shlex.join(args.columns)} --label_column scores --loss kl --loss_kwargs"
         print(f"to distill: {flags} '{{\"teacher_temperature\": {temperature}}}'")
 
@@ -1140,17 +1191,18 @@ def read_documents(args):
                 if "scores" in table.column_names:
                     advice = "mine with --format n-tuple or labeled-pair, or leave that column out"
                     raise UserError(f"has a column 'scores' already: {advice}")
-                columns = datasets.Dataset(table.select([*dict.fromkeys(args.columns)]), fingerprint="")[:]
+                rows = datasets.Dataset(table.select([*dict.fromkeys(args.columns)]), fingerprint="")
                 queries = []
                 documents = []
                 offsets = [0]
-                for row, cells in enumerate(zip(*map(columns.get, args.columns)), start=number * size):
+                for row, cells in enumerate(rows, start=number * size):
                     texts = []
-                    for name, cell in zip(args.columns, cells):
-                        cell_texts = cell if isinstance(cell, list) and texts else [cell]  # the query is one text
-                        if not (cell_texts and all(isinstance(text, str) and text.strip() for text in cell_texts)):
+                    for name in args.columns:
+                        cell = cells[name]
+                        found = cell if isinstance(cell, list) and texts else [cell]  # the query is one text
+                        if not (found and all(isinstance(text, str) and text.strip() for text in found)):
                             raise UserError(f"row {row}, counted from 0, has no text in column {name!r}")
-                        texts += cell_texts
+                        texts += found
                     queries += texts[:1] * (len(texts) - 1)
                     documents += texts[1:]
                     offsets.append(len(documents))
@@ -1172,8 +1224,9 @@ def export_vectors(args, accelerator):
     hides it from readers of Parquet folders. The folder has the name *.part until it is complete; a killed export
     starts again, with cached vectors."""
     folder = Path(f"{args.export_vectors}.part")
-    corpus = open_collections(args)[0].corpus
-    encoder = CachedEncoder(args.model_name_or_path[0], args, accelerator)
+    (collection,) = open_collections(args)
+    corpus = collection.corpus
+    encoder = CachedEncoder(args.model_name_or_path[0], collection.args, accelerator)
     not_written = f"--export_vectors {args.export_vectors}: not written, choose a new folder"
     with user_errors(not_written):
         if os.path.exists(args.export_vectors):
@@ -1190,13 +1243,13 @@ def export_vectors(args, accelerator):
         options = {"compression": "none", "use_dictionary": False, "write_statistics": False}  # of no use for vectors
         with user_errors(not_written):
             pq.write_table(table, folder / f"vectors-{chunk.first:012}.parquet", **options)
-    texts = encoder.metadata()["texts"]
+    rows = encoder.metadata()["texts"]["total"]
     if accelerator.is_main_process:
-        metadata = describe_vectors(encoder, corpus, args) | {"rows": texts["total"]}
+        metadata = describe_vectors(encoder, corpus, args) | {"rows": rows}
         with user_errors(not_written):
             (folder / "_vectors.json").write_text(json.dumps(metadata, indent=1))
             folder.rename(args.export_vectors)
-        print(f"{texts['encoded']:,} of {texts['total']:,} texts encoded; vectors are in {args.export_vectors}")
+        print(f"vectors are in {args.export_vectors}")
 
 
 def describe_vectors(encoder, corpus, args):
@@ -1239,11 +1292,10 @@ def compute_metrics(ranking, collection, metrics):
     """Return (DataFrame of a row for each query and a column for each measure; {measure: value} of measures without
     values per query). As in trec_eval, a document without judgment is not relevant, and equal scores rank by
     document id, descending."""
-    ranking = ranking[[*PAIR, "score"]].sort_values(["score", "doc_id"], ascending=False)
-    ranking["rank"] = 1 + ranking.groupby("query_id").cumcount()
     scripts = {name: metric for name, metric in metrics.items() if isinstance(metric, evaluate.Metric)}
-    results = run_scripts(ranking, collection.qrels, scripts) if scripts else {}
-    measured = measure_ranking(ranking, collection, [metrics[name] for name in metrics if name not in scripts])
+    measures = [metric for name, metric in metrics.items() if name not in scripts]
+    results = run_scripts(ranking, collection, scripts) if scripts else {}
+    measured = measure_ranking(ranking, collection, measures)
     columns = {}
     values = {}
     for name, metric in metrics.items():
@@ -1251,6 +1303,8 @@ def compute_metrics(ranking, collection, metrics):
             key = f"{metric.name}_{key}" if key in columns else key
             if isinstance(result, dict):
                 columns[key] = [float(result.get(query, 0.0)) for query in collection.queries]
+            elif isinstance(result, np.ndarray):
+                columns[key] = result
             elif pd.api.types.is_number(result):  # not a name, as trec_eval returns
                 values[key] = float(result)
     if not (columns or values):
@@ -1261,45 +1315,45 @@ def compute_metrics(ranking, collection, metrics):
     return table, values
 
 
-MEASURED_TOGETHER = 2000  # queries; providers take dicts of 200 bytes a line of a ranking
+def ranked_parts(ranking):
+    """Yield the parts of a ranking in the order of trec_eval, with the rank of each line."""
+    for part in map(by_trec_eval, ranking.parts()):
+        yield part.assign(rank=1 + part.groupby("query").cumcount())
 
 
 def measure_ranking(ranking, collection, measures):
-    """Return {measure of ir_measures: {query: value}} of a DataFrame (query_id, doc_id, rank)."""
-    queries = list(collection.queries)
-    numbers = {query: number for number, query in enumerate(queries)}
-    values = {measure: {} for measure in measures}
-
-    def by_group(frame):
-        return frame.groupby(frame["query_id"].map(numbers).astype(int) // MEASURED_TOGETHER)
-
-    judged = dict(iter(by_group(collection.qrels)))
-    for group, part in by_group(ranking) if measures else ():
+    """Return {measure of ir_measures: (Q,) values} of a ranking."""
+    values = {measure: np.zeros(len(collection.queries)) for measure in measures}
+    judged_query = pc.index_in(pa.array(collection.qrels["query_id"], pa.large_string()), ranking.queries).to_numpy()
+    judged = collection.qrels.assign(query=judged_query)
+    judged_parts = dict(iter(judged.groupby(judged_query // QUERIES_TOGETHER)))
+    for number, part in enumerate(ranked_parts(ranking) if measures else ()):
         documents = {}  # {id: number}; some providers require numbers, as texts
-        qrels = nested(judged[group], "relevance", numbers, documents)
+        qrels = nested(judged_parts[number], "relevance", documents)
         # Providers break ties differently, and Compat takes documents with a score below 0 for unranked.
-        run = nested(part.assign(inverse=1 / part["rank"]), "inverse", numbers, documents)
+        run = nested(part.assign(inverse=1 / part["rank"]), "inverse", documents)
         with user_errors("--metrics", *BUGS):
             for value in ir_measures.iter_calc(measures, qrels, run):
-                values[value.measure][queries[int(value.query_id)]] = value.value
+                values[value.measure][int(value.query_id)] = value.value
     return values
 
 
-def nested(frame, column, queries, documents):
+def nested(frame, column, documents):
     """Return {number of the query: {number of the document: value of a column}}, numbers as texts; documents: {id:
     number}, to which those of the frame are added."""
-    table = {}
-    for query, part in frame.groupby("query_id", sort=False):
-        texts = [documents.setdefault(doc_id, str(len(documents))) for doc_id in part["doc_id"]]
-        table[str(queries[query])] = dict(zip(texts, part[column].tolist()))
+    table = defaultdict(dict)
+    for query, doc_id, value in zip(*(frame[name].tolist() for name in ("query", "doc_id", column))):
+        table[str(query)][documents.setdefault(doc_id, str(len(documents)))] = value
     return table
 
 
-def run_scripts(ranking, qrels, scripts):
-    """Return {name: what a metric script of `evaluate` returns}, which gets the layout of its metric trec_eval."""
+def run_scripts(ranking, collection, scripts):
+    """Return {name: what a metric script of `evaluate` returns}, which gets the layout of its metric trec_eval: all
+    lines in memory."""
     names = {"query_id": "query", "doc_id": "docid", "relevance": "rel"}
-    prediction = ranking.rename(columns=names).assign(q0="Q0", system="evenstep").to_dict("list")
-    reference = qrels.rename(columns=names).assign(q0="0").to_dict("list")
+    lines = pd.concat(ranked_parts(ranking))[[*PAIR, "rank", "score"]]
+    prediction = lines.rename(columns=names).assign(q0="Q0", system="evenstep").to_dict("list")
+    reference = collection.qrels.rename(columns=names).assign(q0="0").to_dict("list")
     results = {}
     for name, script in scripts.items():
         with user_errors(f"--metrics {name}: does not take these rankings", *BUGS):  # such as ids that are not numbers
@@ -1309,11 +1363,6 @@ def run_scripts(ranking, qrels, scripts):
 
 
 NORMAL_ABOVE = 20_000  # queries; 10,000 resamples of a million would be 10^10 draws
-
-
-def note_of(queries):
-    """Return how intervals and p-values of this many queries are computed, if not by resampling; else ""."""
-    return f"Above {NORMAL_ABOVE:,} queries: normal approximations." if queries > NORMAL_ABOVE else ""
 
 
 def bootstrap_interval(samples):
@@ -1352,19 +1401,19 @@ def summarize(collections):
     """Return {measure: statistics} for each ranking. Statistics: mean over the collections, low, high and, after the
     first ranking, difference from it and p; or only "value", for a measure without values per query."""
     summaries = []
-    for runs in zip(*(collection.runs for collection in collections)):
+    for rankings in zip(*(collection.rankings for collection in collections)):
         summary = {}
-        for measure in runs[0].per_query:
-            samples = [run.per_query[measure].to_numpy() for run in runs]
+        for measure in rankings[0].per_query:
+            samples = [ranking.per_query[measure].to_numpy() for ranking in rankings]
             mean = float(np.mean([sample.mean() for sample in samples]))
             low, high = bootstrap_interval(samples)
             summary[measure] = {"mean": mean, "low": low, "high": high}
             if summaries:
-                others = [collection.runs[0].per_query[measure].to_numpy() for collection in collections]
+                others = [collection.rankings[0].per_query[measure].to_numpy() for collection in collections]
                 p = paired_randomization_p(samples, others)
                 summary[measure] |= {"difference": mean - summaries[0][measure]["mean"], "p": p}
-        for measure in runs[0].values:
-            mean = np.mean([run.values[measure] for run in runs])
+        for measure in rankings[0].values:
+            mean = np.mean([ranking.values[measure] for ranking in rankings])
             summary[measure] = {"value": float(mean)}
         summaries.append(summary)
     return summaries
@@ -1387,7 +1436,8 @@ def short_names(paths):
 
 def default_output(args):
     """Return the folder of the results of these flags, runs/eval/COLLECTION_RANKING_DIGEST."""
-    collection = (args.beir or args.corpus or args.pairs)[:1]
+    paths = [entry if isinstance(entry, str) else entry["path"] for entry in args.beir]
+    collection = (paths or args.corpus or args.pairs)[:1]
     ranking = [*args.model_name_or_path, *args.run, "BM25"][:1]
     digest = hashlib.sha256(repr(args).encode()).hexdigest()
     return f"runs/eval/{'_'.join([*short_names(collection), *short_names(ranking), digest[:6]])}"
@@ -1423,60 +1473,60 @@ def provenance(accelerator):
 def write_rankings(collections, args):
     """Write run.trec of each ranking."""
     for collection in collections:
-        for run in collection.runs:
+        for ranking in collection.rankings:
             path = Path(collection.name if len(collections) > 1 else "")
-            if len(collection.runs) > 1:
-                path /= run.name
-            run.metadata["folder"] = str(path)  # in --output_dir
+            if len(collection.rankings) > 1:
+                path /= ranking.name
+            ranking.metadata["folder"] = str(path)  # in --output_dir
             folder = Path(args.output_dir, path)
             folder.mkdir(parents=True, exist_ok=True)
-            write_trec(folder / "run.trec", run.name, run.ranking)
+            write_trec(folder / "run.trec", ranking)
 
 
-def write_trec(path, name, ranking):
+def write_trec(path, ranking):
     """Write a ranking as a TREC run file; separated by tabs if an id contains a space."""
-    table = ranking[PAIR].replace(r"[\t\r\n]", "_", regex=True)
-    separator = "\t" if table.map(re.compile(r"\s").search).notna().any(axis=None) else " "
-    table = table.assign(q0="Q0", score=ranking["score"], tag=re.sub(r"\s", "_", name))
-    if "scored" in ranking:
-        table["tag"] = table["tag"].where(ranking["scored"], UNSCORED)
-    table = table.sort_values("query_id", kind="stable", key=lambda ids: pd.factorize(ids)[0])  # as first seen
-    table["rank"] = 1 + table.groupby("query_id").cumcount()
-    columns = ["query_id", "q0", "doc_id", "rank", "score", "tag"]
-    options = {"header": False, "index": False, "quoting": csv.QUOTE_NONE, "float_format": "%.9g"}
-    table[columns].to_csv(path, sep=separator, **options)
+    ids = [pc.replace_substring_regex(ids, r"[\t\r\n]", "_") for ids in (ranking.queries, ranking.documents)]
+    has_space = pc.any(pc.match_substring_regex(pa.chunked_array(ids), r"[ \f\v\pZ]")).as_py()
+    tag = re.sub(r"\s", "_", ranking.name)
+    with open(path, "w", encoding="utf-8") as file:
+        for part in ranking.parts():
+            queries = ids[0].take(pa.array(part["query"])).to_pylist()
+            documents = ids[1].take(pa.array(part["document"])).to_pylist()
+            ranks = (1 + part.groupby("query").cumcount()).tolist()
+            scores = part["score"].tolist()
+            for query, document, rank, score, scored in zip(queries, documents, ranks, scores, part["scored"]):
+                words = [query, "Q0", document, str(rank), f"{score:.9g}", tag if scored else UNSCORED]
+                file.write(("\t" if has_space else " ").join(words) + "\n")
 
 
 def write_results(collections, origin, args):
     """Write per_query.csv of each ranking, the texts for report.py, and metrics.json; print the table. origin:
     provenance() of the rankings."""
     output = Path(args.output_dir)
-    record = {"args": asdict(args), "provenance": origin, "collections": [], "results": []}
     summaries = {}
+    entries = []
+    results = []
     for collection in collections:
         folder = collection.name if len(collections) > 1 else ""
         write_texts(collection, output / folder)
         entry = {"name": collection.name, "folder": folder, "queries": len(collection.queries)}
-        record["collections"].append(entry | {"judgments": judgments_digest(collection)})
+        entries.append(entry | {"judgments": judgments_digest(collection)})
         summaries[collection.name] = summarize([collection])
-        for run, metrics in zip(collection.runs, summaries[collection.name]):
-            run.per_query.to_csv(output / run.metadata["folder"] / "per_query.csv")
-            result = {"collection": collection.name, "name": run.name, "queries": len(run.per_query)}
-            record["results"].append(result | {"metrics": metrics} | run.metadata)
-    names = [run.name for run in collections[0].runs]
+        for ranking, metrics in zip(collection.rankings, summaries[collection.name]):
+            ranking.per_query.to_csv(output / ranking.metadata["folder"] / "per_query.csv")
+            result = {"collection": collection.name, "name": ranking.name, "queries": len(ranking.per_query)}
+            results.append(result | {"metrics": metrics} | ranking.metadata)
+    names = [ranking.name for ranking in collections[0].rankings]
+    record = {"args": asdict(args), "provenance": origin, "collections": entries, "results": results}
     if len(collections) > 1:
         summaries["mean"] = summarize(collections)
         record["means"] = dict(zip(names, summaries["mean"]))
     (output / "metrics.json.part").write_text(json.dumps(record, indent=1))
     os.replace(output / "metrics.json.part", output / "metrics.json")
-    queries = sum(len(collection.queries) for collection in collections)
-    print_table(table_of(summaries, names), note_of(queries))
-    for result in record["results"]:
-        for unit, verb in (("texts", "encoded"), ("pairs", "scored")):
-            if counts := result.get(unit):
-                work = f"{counts[verb]:,} of {counts['total']:,} {unit} {verb}"
-                length = f", of at most {result['max_length']} tokens" if result["max_length"] else ""
-                print(f"{result['collection']}, {result['name']}: {work}{length}")
+    queries = sum(entry["queries"] for entry in entries)
+    print_table(table_of(summaries, names))
+    if queries > NORMAL_ABOVE:
+        print(f"Above {NORMAL_ABOVE:,} queries, intervals and p-values are normal approximations.")
     print(f"{queries:,} queries; results are in {output}")
     print("tables, and a page to look into failures:", shlex.join(["python", "report.py", str(output)]))
 
@@ -1488,8 +1538,8 @@ def table_of(summaries, names):
     if len(summaries) == 1:
         return pd.DataFrame(rows, names)
     measure = next(iter(rows[0]))
-    columns = {name: [row[measure] for row in table] for name, table in summaries.items()}
-    return pd.DataFrame(columns, names).rename_axis(columns=measure)
+    cells = pd.DataFrame(summaries, names)  # of statistics of all measures
+    return cells.map(lambda cell: cell[measure]).rename_axis(columns=measure)
 
 
 def table_lines(table):
@@ -1511,16 +1561,15 @@ def format_cell(cell):
     return value, "{difference:+.4f}, p = {p:.4f}".format(**cell) if "p" in cell else ""
 
 
-def print_table(table, note):
-    """Print a table of statistics, turned if it is wider than the terminal, and a note."""
-    for lines in (table_lines(table), table_lines(table.T)):
-        widths = [2 + max(map(len, column)) for column in zip(*lines)]
-        if sum(widths) - 2 <= shutil.get_terminal_size((120, 24)).columns:
+def print_table(table):
+    """Print a table of statistics, turned if it is wider than the terminal."""
+    for turned in (table, table.T):
+        header, *lines = table_lines(turned)
+        names, *columns = zip(*lines)
+        shown = pd.DataFrame(dict(zip(header[1:], columns)), names).rename_axis(columns=header[0]).to_string()
+        if shown.index("\n") <= shutil.get_terminal_size((120, 24)).columns:
             break
-    print()
-    for name, *cells in lines:
-        print(f"{name:{widths[0] - 2}}", *[f"{cell:>{width}}" for cell, width in zip(cells, widths[1:])], sep="")
-    print(note, end="\n" if note else "")
+    print(f"\n{shown}")
 
 
 SHOWN_QUERIES = 5000
@@ -1534,8 +1583,8 @@ def write_texts(collection, folder):
     that other calls choose the same. Read the corpus once more; memory is for the ids of these documents."""
     order = sorted(collection.queries, key=lambda query: xxhash.xxh3_64_digest(query.encode()))
     chosen = set(order[:SHOWN_QUERIES])
-    judged = collection.judged_pairs()
-    judged = judged[judged["query_id"].isin(chosen)]
+    judged = collection.qrels[collection.qrels["query_id"].isin(chosen)]
+    judged = judged[~collection.same_id(judged)]
     grades = {query: {} for query in collection.queries if query in chosen}
     for query, doc_id, grade in judged[[*PAIR, "relevance"]].itertuples(index=False):
         grades[query][doc_id] = grade
@@ -1545,10 +1594,10 @@ def write_texts(collection, folder):
             print(json.dumps(row, ensure_ascii=False), file=file)
     best = judged[judged["relevance"] > 0].sort_values("relevance", ascending=False, kind="stable")
     ids = set(best.groupby("query_id").head(3 * SHOWN_DEPTH)["doc_id"])
-    for run in collection.runs:
-        ranking = run.ranking[run.ranking["query_id"].isin(chosen)]
-        ranking = ranking.sort_values(["score", "doc_id"], ascending=False)  # as compute_metrics() ranks
-        ids.update(ranking.groupby("query_id").head(SHOWN_DEPTH)["doc_id"])
+    for ranking in collection.rankings:
+        for part in ranking.parts():
+            part = by_trec_eval(part[part["query_id"].isin(chosen)])
+            ids.update(part.groupby("query").head(SHOWN_DEPTH)["doc_id"])
     requested = pa.array(ids, pa.large_string())
     with open(folder / "documents.jsonl", "w", encoding="utf-8") as file:
         for chunk in collection.corpus.chunks() if ids else ():
@@ -1572,13 +1621,13 @@ def judgments_digest(collection):
 
 def print_hits(collection, args):
     """Print the best --top_k documents of each query, with their scores, and write them to --output."""
-    run = collection.runs[-1]  # reranked, with --cross_encoder
+    ranking = collection.rankings[-1]  # reranked, with --cross_encoder
     rows = []
-    for query, part in run.ranking.groupby("query_id", sort=False):
+    for query, part in chain.from_iterable(part.groupby("query_id", sort=False) for part in ranking.parts()):
         print(f"\n{collection.queries[query]}")
-        hits = zip(part["doc_id"][: args.top_k], part["score"])
-        for rank, (doc_id, score) in enumerate(hits, start=1):
-            text = run.texts[doc_id]
+        hits = part[["document", "doc_id", "score"]].head(args.top_k).itertuples(index=False)
+        for rank, (document, doc_id, score) in enumerate(hits, start=1):
+            text = ranking.texts[document].as_py()
             print(f"  {score:6.3f}  {doc_id:>8}  {' '.join(text.split())}"[:120])
             hit = {"query": collection.queries[query], "rank": rank, "_id": doc_id, "score": score}
             rows.append(hit | {"text": text})
@@ -1871,18 +1920,20 @@ def manage_cache(args):
         with suppress(ValueError, TypeError):
             metadata |= json.loads(note.read_text())
         if name in (None, metadata["model"]) or (len(name) > 5 and folder.name.startswith(name)):
-            sizes = {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-            blocks = [size for path, size in sizes.items() if path.suffix == ".val"]
-            vectors = int((sum(blocks) - 8 * len(blocks)) // metadata.pop("bytes"))  # without checksums
-            megabytes = round(sum(sizes.values()) / 1e6, 1)
-            rows.append({"fingerprint": folder.name[:12], "vectors": vectors, "MB": megabytes} | metadata)
+            vectors = size = 0
+            for file in filter(Path.is_file, folder.rglob("*")):
+                size += file.stat().st_size
+                if file.suffix == ".val":
+                    vectors += int(file.stat().st_size // metadata["bytes"])
+            sizes = {"fingerprint": folder.name[:12], "vectors": vectors, "MB": round(size / 1e6, 1)}
+            rows.append(sizes | metadata)
             if name:
                 with user_errors(f"--cache_clear {name}"):
                     shutil.rmtree(folder)
     if name and not rows:
         raise UserError(f"--cache_clear {name}: no such model in {args.cache_dir}; see --cache_info")
     print(f"{len(rows)} caches in {args.cache_dir}" + " removed" * bool(name))
-    print(pd.DataFrame(rows).to_string(index=False) if rows else "")
+    print(pd.DataFrame(rows).drop(columns="bytes", errors="ignore").to_string(index=False))
 
 
 # ---- encoding
@@ -1916,12 +1967,22 @@ class CachedEncoder:
         self.bar = tqdm(disable=True)
 
     def load(self, args):
-        self.model, self.dims, self.prompts = load_bi_encoder(self.path, args)
+        self.model, self.dims = load_bi_encoder(self.path, args)
+        self.set_prompts(args)
         try:
             check_last_token(self.model)
         except UserError as error:
             self.accelerator.print(f"warning: {self.path}: {error}")
         return self.model.get_embedding_dimension(), args.cache_dtype, args.max_length
+
+    def set_prompts(self, args):
+        """Use the prompts of a collection's flags, or else the model's own."""
+        own = self.model.prompts  # always with "query" and "document", "" unless the model was saved with one
+        of_documents = own["document"] or own.get("passage") or own.get("corpus") or ""
+        self.prompts = {
+            "query": own["query"] if args.query_prompt is None else args.query_prompt,
+            "document": of_documents if args.document_prompt is None else args.document_prompt,
+        }
 
     def close(self):
         """Close the cache, and free the memory of the model for the next one."""
@@ -1975,6 +2036,12 @@ class CachedEncoder:
         for group in np.split(order, 1 + np.flatnonzero(np.diff(group_of))):
             yield group.tolist()
 
+    def __getitem__(self, request):
+        """Return the micro-batches of a request, (role, texts): what worker processes do. They have arrays of numpy,
+        as tensors would take an open file each."""
+        role, texts = request
+        return list(tokenize(self.model, texts, self.args, self.accelerator, prompt=self.prompts[role], task=role))
+
     @torch.inference_mode()
     def compute(self, lookup, numbers, micro_batches):
         """Add to a Lookup the (q, D) float outputs of those of its own texts that have these numbers."""
@@ -1996,12 +2063,13 @@ class CachedEncoder:
 
     # ---- the work done, and its progress bar
 
-    def open_bar(self, name, rows):
+    def open_bar(self, title, rows):
         """Show a progress bar on the main process, and begin to count the seconds."""
         self.started = time.perf_counter()
+        self.title = title
         rows = rows and math.ceil(rows / self.accelerator.num_processes)  # None: a stream
         disable = not self.accelerator.is_main_process
-        self.bar = tqdm(total=rows, desc=name, unit=f" {self.unit}", delay=1, mininterval=1, disable=disable)
+        self.bar = tqdm(total=rows, desc=title, unit=f" {self.unit}", delay=1, mininterval=1, disable=disable)
 
     def count(self, total, new):
         """Count texts, of which `new` will be computed."""
@@ -2009,10 +2077,13 @@ class CachedEncoder:
         self.bar.update(total - new)
 
     def metadata(self):
-        """Return the work since the last call, of all processes, for metrics.json; every process must call it."""
+        """Print the work since the last call, of all processes, and return it for metrics.json; every process must
+        call it."""
         self.bar.close()
         meter = sum(gather_object([self.meter]), Counter())
         self.meter = Counter()
+        length = f", of at most {self.max_length} tokens" if self.max_length else ""
+        self.accelerator.print(f"{self.title}: {meter['new']:,} of {meter['total']:,} {self.unit} {self.verb}{length}")
         cached = meter["total"] - meter["new"]
         return {
             "fingerprint": self.fingerprint,
@@ -2059,11 +2130,6 @@ def prefetch(iterator, depth=2):
         while (item := ahead.popleft().result()) is not None:
             ahead.append(pool.submit(next, iterator, None))
             yield item
-
-
-def pinned(value, device):
-    """Return a tensor in page-locked memory if `device` is a GPU, for asynchronous copies; else return the value."""
-    return value.pin_memory() if device.type == "cuda" and torch.is_tensor(value) else value
 
 
 # ---- micro-batches (same in train_bi_encoder.py)
@@ -2179,34 +2245,21 @@ def open_model(kind, path, args):
 
 
 def missing_files(path, reason):
-    """Return what is missing, of the files of a model that could not be loaded or of packages, and what to do; None if
-    that is unknown."""
+    """Return what a folder lacks, of the files of a model that could not be loaded, and what to do; None if that is
+    unknown."""
     if "safetensors" in reason:  # the option set above
         return "if it has pytorch_model.bin, convert that as 'Models without safetensors' in docs/evaluation.md shows"
-    if not os.path.isdir(path):
-        with suppress(Exception):
-            path = os.path.dirname(transformers.utils.cached_file(path, "config.json", local_files_only=True))
-    folder = Path(path)
-    packages = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
-    packages = [name for name, module in packages.items() if not is_installed(module)]
-    if packages and any(folder.glob("*.model")) and not (folder / "tokenizer.json").exists():
-        return f"its tokenizer requires: pip install {' '.join(packages)}"
     with suppress(OSError, ValueError):
-        modules = json.loads((folder / "modules.json").read_text())
-        folders = [module["path"] for module in modules if not (folder / module["path"]).exists()]
-        folders = [name for name in folders if not name.endswith("_Normalize")]  # is empty, and so not on the Hub
-        return folders and f"modules.json names the folder {folders[0]}, which is missing: complete the download"
-
-
-def is_installed(package):
-    """Return whether a package can be imported."""
-    with suppress(ImportError):  # of the package that contains it
-        return find_spec(package) is not None
-    return False
+        modules = json.loads(Path(path, "modules.json").read_text())
+        for folder in (module["path"] for module in modules):
+            if not Path(path, folder).exists() and not folder.endswith(
+                "_Normalize"
+            ):  # is empty, and so not on the Hub
+                return f"modules.json names the folder {folder}, which is missing: complete the download"
 
 
 def load_bi_encoder(path, args):
-    """Return (SentenceTransformer on the CPU, dimensions to search with, {role: prompt})."""
+    """Return (SentenceTransformer on the CPU, dimensions to search with)."""
     with user_errors(f"--model_name_or_path {path}"):
         if os.path.isdir(f"{path}/model"):
             raise UserError(f"is the output of a training run; its model is {path}/model")
@@ -2220,12 +2273,8 @@ def load_bi_encoder(path, args):
         model.truncate_dim = None  # the cache stores full vectors
         if (dims or 0) > model.get_embedding_dimension():
             raise UserError(f"--truncate_dim {dims}: the model has {model.get_embedding_dimension()} dimensions")
-    own = model.prompts  # always with "query" and "document", "" unless the model was saved with one
-    prompts = {"query": own["query"], "document": own["document"] or own.get("passage") or own.get("corpus") or ""}
-    if args.prompts:
-        prompts = {"query": args.prompts[0], "document": args.prompts[-1]}
     own_memory(model)
-    return model.eval(), dims, prompts
+    return model.eval(), dims
 
 
 def load_cross_encoder(path, args):
@@ -2296,7 +2345,7 @@ def probe_features(model):
     numbers = map(str, range(limit if limit < 2**18 else 0))  # none if texts are not truncated
     long = " ".join([*words, *numbers, *words[::-1]])
     prompt = None if has_chat_template(model) else "a Prompt: "
-    inputs = [(role, text) for role in ("query", "document") for text in (PROBE, long)]
+    inputs = product(("query", "document"), (PROBE, long))
     if isinstance(model, CrossEncoder):
         inputs = [(None, pair) for pair in ((PROBE, long), (long, PROBE))]
     found = []
@@ -2821,16 +2870,23 @@ def collections_of(name, split):
 # ---- the command line
 
 
-def read_words(path):
-    """Return the words of a command line that a YAML or JSON file of flags stands for."""
-    words = []
+def read_flags_file(path):
+    """Return {flag: value} of a YAML or JSON file."""
     with user_errors(f"{path}: not a file of flags", TypeError):
-        for name, value in dict(yaml.safe_load(Path(path).read_text())).items():
-            values = value if isinstance(value, list) else [value]
-            if name == "trust_remote_code":
-                raise UserError("--trust_remote_code: only on the command line, as a file may have been downloaded")
-            if values not in ([], [None]):  # else the default
-                words += [f"--{name}", *map(str, values)]
+        flags = dict(yaml.safe_load(Path(path).read_text()))
+        if "trust_remote_code" in flags:
+            raise UserError("--trust_remote_code: only on the command line, as a file may have been downloaded")
+        return flags
+
+
+def words_of(flags):
+    """Return the words of a command line that {flag: value} stands for."""
+    words = []
+    for name, value in flags.items():
+        values = value if isinstance(value, list) else [value]
+        if values not in ([], [None]):  # not given
+            words.append(f"--{name}")
+            words += [json.dumps(part) if isinstance(part, dict | bool) else str(part) for part in values]
     return words
 
 
@@ -2840,34 +2896,38 @@ SECRET = re.compile(r"://[^/@]*:[^/@]*@|://.*[?&][\w-]*(sig|signature|token|key|
 def parse_args(argv):
     """Return Args from flags, or from a YAML or JSON file and flags that override it; exit on a wrong value."""
     parser = make_parser()
-    lists = {name for name, option in parser._option_string_actions.items() if option.nargs == "+"}
     names = [word.partition("=")[0] for word in argv]
-    for name in lists.intersection(names):
-        if names.count(name) > 1:  # argparse would ignore the first list; of any other flag, the last value counts
+    for name, option in parser._option_string_actions.items():
+        if option.nargs == "+" and names.count(name) > 1:  # argparse would ignore the first list
             parser.error(f"{name}: given twice; list all values after one flag")
     if path := parser.parse_args(argv).file:
-        argv = [path, *read_words(path), *(word for word in argv if word != path)]
+        argv = [path, *words_of(read_flags_file(path)), *(word for word in argv if word != path)]
     flags = vars(parser.parse_args(argv))
     del flags["file"]
     args = Args(**flags)
-    for name, given in flags.items():
-        least = 1 if name in ABOVE_ZERO.split() else 0
-        for value in given if isinstance(given, list) else [given]:
-            if isinstance(value, str) and SECRET.search(value):
-                parser.error(f"--{name}: a URL with a credential, which files would show; use ~/.netrc")
-            if name in ("output_dir", "output", "export_vectors", "cache_dir") and "://" in (value or ""):
-                parser.error(f"--{name} {value}: must be local; copy it elsewhere when the command has ended")
-            if isinstance(value, int | float) and not least <= value < math.inf:
-                parser.error(f"--{name} {value}: must be finite, and {'above 0' if least else '0 or more'}")
-    kinds = {"--run": len(args.run), "--model_name_or_path": len(args.model_name_or_path), "--bm25": int(args.bm25)}
-    words = [word.partition("=")[0].replace("-", "_").replace("__", "--", 1) for word in argv]
-    rankings = list(chain.from_iterable([name] * count for name, count in kinds.items()))
-    args.order = sorted(range(len(rankings)), key=lambda index: words.index(rankings[index]))
+    names = [word.partition("=")[0].replace("-", "_") for word in argv]
+    rankers = [name for name in ("run", "model_name_or_path", "bm25") if flags[name]]
+    args.order = sorted(rankers, key=lambda name: names.index(f"__{name}"))
     try:
+        collections = [args_of_collection(entry, args).beir[0] for entry in args.beir]
+        for name, given in (flags | {"beir": collections}).items():
+            for value in given if isinstance(given, list) else [given]:
+                check_value(name, value)
         check_flags(args)
     except UserError as error:
         parser.error(str(error))
     return args
+
+
+def check_value(name, value):
+    """Raise UserError for a value that a flag cannot have."""
+    least = 1 if name in ABOVE_ZERO.split() else 0
+    if isinstance(value, str) and SECRET.search(value):
+        raise UserError(f"--{name}: a URL with a credential, which files would show; use ~/.netrc")
+    if name in ("output_dir", "output", "export_vectors", "cache_dir") and "://" in (value or ""):
+        raise UserError(f"--{name} {value}: must be local; copy it elsewhere when the command has ended")
+    if isinstance(value, int | float) and not least <= value < math.inf:
+        raise UserError(f"--{name} {value}: must be finite, and {'above 0' if least else '0 or more'}")
 
 
 class Console:

@@ -864,16 +864,10 @@ def read_qrels(source, *others):
             if "score" in table.column_names:  # not in NanoBEIR
                 frame["score"] = pd.to_numeric(table["score"].to_pandas())
         else:  # read as text: ids may begin with zeros
-            frame = read_trec(file, "qrels")
+            frame = pd.concat(trec_parts(file, "qrels"))
         if not (frame["score"] % 1 == 0).all():
             raise UserError("a grade is not a whole number")
         return frame.astype({"score": int}).rename(columns={"score": "relevance"})
-
-
-def read_trec(path, name):
-    """Return a DataFrame (query_id, doc_id, score) of a TREC run (name "run") or TREC or BEIR judgments ("qrels"); of
-    a run with `scored`, whether the system that ranked a document gave it that score."""
-    return pd.concat(trec_parts(path, name))
 
 
 UNSCORED = "unscored"  # tag of documents that are ranked below those that a reranker has scored
@@ -881,7 +875,8 @@ GRADE_NAMES = ("score", "relevance", "rel", "grade", "label")  # of the last col
 
 
 def trec_parts(path, name):
-    """Yield what read_trec() returns in parts of 2**19 lines."""
+    """Yield DataFrames (query_id, doc_id, score) of 2**19 lines of a TREC run (name "run") or TREC or BEIR judgments
+    ("qrels"); of a run with `scored`, whether the system that ranked a document gave it that score."""
     with user_errors(f"--{name} {path}"):
         columns = {6: [0, 2, 4, 5]} if name == "run" else {3: [0, 1, 2], 4: [0, 2, 3]}
         with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:

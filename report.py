@@ -358,8 +358,8 @@ def table_of(summaries, names):
     if len(summaries) == 1:
         return pd.DataFrame(rows, names)
     measure = next(iter(rows[0]))
-    columns = {name: [row[measure] for row in table] for name, table in summaries.items()}
-    return pd.DataFrame(columns, names).rename_axis(columns=measure)
+    cells = pd.DataFrame(summaries, names)  # of statistics of all measures
+    return cells.map(lambda cell: cell[measure]).rename_axis(columns=measure)
 
 
 def table_lines(table):

@@ -131,7 +131,9 @@ def test_bi_encoder(evaluate, collections, corpus, bert, tmp_path):
     found = evaluate("--beir", *folders, *flags)["models"]
     assert [means(result) for result in found] == [pytest.approx(part, abs=1e-6) for part in parts[1:]]
     assert 0 < found[0]["metrics"]["nDCG@10"]["mean"] != found[1]["metrics"]["nDCG@10"]["mean"]
-    without_prompts = evaluate("--beir", *folders, *flags, "--prompts", "", output="without_prompts")["models"]
+    without_prompts = evaluate(
+        "--beir", *folders, *flags, "--query_prompt", "", "--document_prompt", "", output="without_prompts"
+    )["models"]
     assert [means(result) for result in without_prompts] != [pytest.approx(part, abs=1e-6) for part in parts[1:]]
 
 

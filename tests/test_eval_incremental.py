@@ -75,10 +75,13 @@ def read_qrels(path):
 # ------------------------------------------------------------------------------------------------------ correctness
 
 
-@pytest.mark.parametrize("extra", [(), ("--streaming",), ("--prompts", "find: ", "code: "), ("--truncate_dim", 16)])
+@pytest.mark.parametrize(
+    "extra",
+    [(), ("--streaming",), ("--query_prompt", "find: ", "--document_prompt", "code: "), ("--truncate_dim", 16)],
+)
 def test_equals_encoding_everything(evaluate, beir, bert, tmp_path, extra):
     got = evaluate("--beir", beir, "--cache_dtype", "float32", *extra)
-    prompts = ("find: ", "code: ") if "--prompts" in extra else ("", "")
+    prompts = ("find: ", "code: ") if "--query_prompt" in extra else ("", "")
     run = score_all(bert, beir, prompts, 16 if "--truncate_dim" in extra else None)
     qrels = read_qrels(beir / "qrels/test.tsv")
     for name, value in naive_measures(run, qrels).items():
@@ -112,10 +115,14 @@ def measure_each(run, qrels, measures):
         )
         for given, name in ((run, "score"), (qrels, "relevance"))
     )
-    collection = script.Collection("c", None, dict.fromkeys(run["query_id"]), qrels, [])
+    queries, run["query"] = dict.fromkeys(run["query_id"]), pd.factorize(run["query_id"])[0]
+    run["document"], documents = pd.factorize(run["doc_id"])
+    collection = script.Collection("c", None, queries, qrels, None, [])
+    ranking = script.RankingFile("x", queries, pa.array(documents, pa.large_string()))
+    ranking.add(run)
     with TemporaryDirectory() as folder:
         metrics = {name: script.load_metric(name, folder) for name in measures}
-        return script.compute_metrics(run, collection, metrics)[0]
+        return script.compute_metrics(ranking, collection, metrics)[0]
 
 
 @pytest.mark.skipif(not TREC_EVAL.is_dir(), reason="needs trec_eval's own test runs in ../shared/data/ref_trec_eval")
@@ -184,7 +191,6 @@ def test_top_k_equals_a_full_sort_and_ties_keep_the_corpus_order(distinct, sizes
         assert torch.equal(top.rows, expected)
         scores = (queries @ documents.T).gather(1, expected.clamp(min=0)).where(expected >= 0, -torch.inf)
         assert torch.equal(top.scores, scores)
-    assert one.repeats == (distinct < 1000)
 
 
 def test_equal_vectors_have_equal_scores_at_any_position():
@@ -242,7 +248,7 @@ def test_measures_of_groups_of_queries(evaluate, beir, tmp_path, monkeypatch):
     (tmp_path / "x.trec").write_text("".join(f"q{i} Q0 d{i + i % 3} 1 1.0 x\n" for i in range(0, 59, 7)))
     found = []
     for together in (2000, 4):
-        monkeypatch.setattr(script, "MEASURED_TOGETHER", together)
+        monkeypatch.setattr(script, "QUERIES_TOGETHER", together)
         evaluate("--beir", beir, "--run", tmp_path / "x.trec")
         found.append((tmp_path / "out/per_query.csv").read_text())
     assert found[0] == found[1] and found[0].count("\n") == 61
@@ -320,7 +326,7 @@ def test_a_changed_model_has_a_cache_of_its_own(evaluate, beir, bert, tmp_path):
     evaluate("--beir", beir)
     assert evaluate("--beir", beir, "--max_length", 20)["texts"]["encoded"] == 353
     assert evaluate("--beir", beir, "--cache_dtype", "int8")["texts"]["encoded"] == 353
-    assert evaluate("--beir", beir, "--prompts", "", "x ")["texts"]["encoded"] == 293
+    assert evaluate("--beir", beir, "--document_prompt", "x ")["texts"]["encoded"] == 293
     other = tmp_path / "other"
     shutil.copytree(bert, other)
     assert evaluate("--beir", beir, "--model_name_or_path", other)["texts"]["encoded"] == 0  # a copy is the same model
@@ -453,7 +459,7 @@ def test_search(evaluate, beir, capsys, rows):
     hits = re.findall(r"^ +[0-9.-]+ +d\d+  .*$", shown, re.M)
     assert len(hits) == 20 and hits[0].split()[:2] == ["1.000", "d3"]
     evaluate("--beir", beir, "--query", "something else")
-    assert capsys.readouterr().out in shown
+    assert capsys.readouterr().out.partition("\n")[2] in shown  # below what was encoded
 
 
 def test_a_hit_of_a_repeated_id_has_the_text_that_was_found(evaluate, tmp_path, capsys):
@@ -580,7 +586,6 @@ def test_inconsistent_ids_are_reported(evaluate, beir, tmp_path, capsys):
     got = evaluate("--beir", folder, "--top_k", 1000)
     message = capsys.readouterr().err
     for line in (
-        "1 queries without judgments left out",
         "1 judged queries are unknown, such as nobody; left out",
         "1 judged documents are not in the corpus",
         "1 documents are empty",
@@ -659,7 +664,6 @@ def test_one_line_errors(evaluate, beir, bert, reranker, tmp_path, monkeypatch, 
         (["--metrics", "AP", "RBP(p=0.8)"], "--metrics RBP(p=0.8): "),
         (["--beri", "x"], "unrecognized arguments: --beri"),
         (["--beir", "x", "--top_k", "5", "--beir", "y"], "--beir: given twice; list all values after one flag"),
-        (["--prompts", "find", "this", "code"], "--prompts takes one text"),
         (["--top_k", "0"], "--top_k 0: must be finite, and above 0"),
         (["--queries", "q.jsonl", "--qrels", "r.tsv"], "--corpus, --queries and --qrels belong together"),
         (["--corpus", "c.jsonl"], "--corpus, --queries and --qrels belong together"),
@@ -909,7 +913,7 @@ def test_help():
     shown = launch(SCRIPT, "--help").stdout
     documented = """
         model_name_or_path beir corpus queries qrels pairs columns streaming cache_dir output_dir metrics top_k query
-        run prompts truncate_dim max_length bm25 cache_info cache_clear cache_size_limit
+        run query_prompt truncate_dim max_length bm25 cache_info cache_clear cache_size_limit
     """
     for flag in documented.split():
         assert f"--{flag}" in shown, flag
@@ -965,6 +969,31 @@ def test_names_of_collections(evaluate, two_collections, tmp_path, capsys, monke
     assert [result["collection"] for result in results] == ["one", "data_mean"]
     assert sorted(path.parent.name for path in (tmp_path / "out").rglob("run.trec")) == ["data_mean", "one"]
     assert re.search(r"^nDCG@10 +one +data_mean +mean$", capsys.readouterr().out, re.M)
+
+
+def test_a_collection_has_flags_of_its_own(evaluate, beir, bert, tmp_path):
+    """Its ranking is that of a call with these flags; no document is encoded again."""
+    few = "".join((beir / "qrels/test.tsv").read_text().splitlines(keepends=True)[:11])
+    (beir / "qrels/few.tsv").write_text(few)
+    own = {"path": str(beir), "query_prompt": "find: ", "split": "few"}
+    plain, prompted = evaluate("--beir", beir, json.dumps(own))["models"]
+    assert (plain["queries"], prompted["queries"]) == (60, 10) and prompted["texts"]["encoded"] == 10
+    evaluate("--beir", beir, "--query_prompt", "find: ", "--split", "few", output="alone")
+    (tmp_path / "few.yaml").write_text(json.dumps({"beir": [own], "model_name_or_path": [str(bert)]}))
+    evaluate(tmp_path / "few.yaml", output="file")
+    expected = (tmp_path / "alone/run.trec").read_bytes()
+    assert (tmp_path / "file/run.trec").read_bytes() == expected
+    assert (tmp_path / "out" / prompted["folder"] / "run.trec").read_bytes() == expected
+    evaluate("--beir", beir, "--split", "few", output="plain")
+    assert (tmp_path / "plain/run.trec").read_bytes() != expected
+
+
+@pytest.mark.parametrize("entry", [{"split": "dev"}, {"path": "x", "top_k": "3"}, {"path": "x", "split": ["a", "b"]}])
+def test_flags_that_a_collection_does_not_take(entry, capsys):
+    with pytest.raises(SystemExit):
+        script.parse_args(["--bm25", "--beir", "y", json.dumps(entry)])
+    line = "takes a path and, of its own, split, query_prompt, document_prompt, all texts"
+    assert f"--beir {json.dumps(entry)}: {line}" in capsys.readouterr().err
 
 
 def test_a_search_takes_one_collection(evaluate, two_collections):

@@ -8,8 +8,11 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT, launch, write_jsonl
+from forked import Forked
 
 import eval_incremental as script
+
+SCRIPT = ROOT / "eval_incremental.py"
 
 
 def stored_bytes(folder):
@@ -103,8 +106,8 @@ def killed(self, request, main=os.getpid()):
         os.kill(os.getpid(), signal.SIGKILL)
     return make(self, request)
 
-make = script.FeatureMaker.__getitem__
-script.FeatureMaker.__getitem__ = killed
+make = script.CachedEncoder.__getitem__
+script.CachedEncoder.__getitem__ = killed
 with open({script!r}) as file:
     source = file.read()
 exec(compile(source[source.rindex("if __name__"):], "end", "exec"), vars(script) | {{"__name__": "__main__"}})
@@ -113,7 +116,7 @@ exec(compile(source[source.rindex("if __name__"):], "end", "exec"), vars(script)
 
 def test_a_killed_worker_is_one_line(repeating, bert, tmp_path):
     path = tmp_path / "driver.py"
-    path.write_text(DRIVER.format(root=str(ROOT), script=str(ROOT / "eval_incremental.py")))
+    path.write_text(DRIVER.format(root=str(ROOT), script=str(SCRIPT)))
     flags = ["--model_name_or_path", bert, "--cache_dir", tmp_path / "cache", "--output_dir", tmp_path / "out"]
     flags += ["--corpus_chunk_size", 16, "--dataloader_num_workers", 1]
     result = launch(path, *repeating, *flags, check=False)
@@ -121,3 +124,21 @@ def test_a_killed_worker_is_one_line(repeating, bert, tmp_path):
     assert (
         "error: a worker process was killed, maybe for lack of memory: lower --dataloader_num_workers" in result.stderr
     )
+
+
+def test_two_evaluations_on_one_cache(repeating, bert, tmp_path):
+    """At once, with chunks of other sizes, so that each finds what the other has just stored: the ranking of an
+    evaluation alone; then all is cached."""
+    model = ["--model_name_or_path", bert, "--dataloader_num_workers", 1, "--micro_batch_tokens", 64]
+    launch(SCRIPT, *repeating, *model, "--cache_dir", tmp_path / "alone", "--output_dir", tmp_path / "out")
+    expected = (tmp_path / "out/run.trec").read_bytes()
+    flags = [*repeating, *model, "--cache_dir", tmp_path / "cache"]
+    runs = []
+    for size in (5, 7):
+        options = ["--corpus_chunk_size", size, "--output_dir", tmp_path / f"{size}"]
+        runs.append(Forked(SCRIPT, [*flags, *options]))
+    assert [run.wait() for run in runs] == [0, 0]
+    for size in (5, 7):
+        assert (tmp_path / f"{size}/run.trec").read_bytes() == expected
+    again = launch(SCRIPT, *flags, "--output_dir", tmp_path / "again")
+    assert "0 of 123 texts encoded" in again.stdout and (tmp_path / "again/run.trec").read_bytes() == expected

@@ -73,6 +73,31 @@ def test_order_equals_that_of_predict(evaluate, beir, reranker, tmp_path):
     assert compared > 40
 
 
+def test_a_run_file_in_any_order_and_in_parts(evaluate, beir, run_file, tmp_path, monkeypatch):
+    """The measures, and the file that is written, are those of the file in order."""
+    run = tmp_path / "first.trec"
+    run.write_text(run_file.read_text())
+    expected = evaluate("--beir", beir, "--run", run)
+    written = (tmp_path / "out/run.trec").read_text()
+    lines = run.read_text().splitlines(keepends=True)
+    random.Random(0).shuffle(lines)
+    run.write_text("".join(lines))
+    read_csv = script.pd.read_csv
+    monkeypatch.setattr(script.pd, "read_csv", lambda *args, **options: read_csv(*args, **options | {"chunksize": 50}))
+    found = evaluate("--beir", beir, "--run", run)
+    assert found["metrics"] == expected["metrics"] and found["warnings"] == expected["warnings"]
+    assert (tmp_path / "out/run.trec").read_text() == written
+
+
+def test_a_ranking_that_has_no_space_on_the_disk():
+    ranking = script.RankingFile("x", ["q"])
+    with (
+        open("/dev/full", "wb", buffering=0) as ranking.file,
+        pytest.raises(script.UserError, match="a ranking, in .*TMPDIR.*No space left"),
+    ):
+        ranking.add(script.pd.DataFrame({"query": [0], "document": [0], "score": [1.0]}))
+
+
 def test_a_given_run_without_reranking(evaluate, beir, run_file, tmp_path, capsys):
     got = evaluate("--beir", beir, "--run", run_file, "--metrics", "RR", "R@1000")
     message = capsys.readouterr().err
@@ -370,7 +395,7 @@ def test_the_baseline_is_the_first_of_the_command_line(evaluate, beir, bert, run
     results = evaluate(*common, f"--run={run_file}", "--model_name_or_path", bert)["models"]
     assert [result["name"] for result in results] == ["first.trec", "st"]
     (tmp_path / "flags.yaml").write_text(f"bm25: true\nmodel_name_or_path: [{bert}]\nbeir: [{beir}]\n")
-    assert script.parse_args([str(tmp_path / "flags.yaml")]).order == [1, 0]
+    assert script.parse_args([str(tmp_path / "flags.yaml")]).order == ["bm25", "model_name_or_path"]
 
 
 def test_fusion_equals_ranx(evaluate, beir, bert, run_file, tmp_path):

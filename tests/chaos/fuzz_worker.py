@@ -77,14 +77,15 @@ def read_run(kind, data, rng, number):
     Path("x.run").write_bytes(data)
     queries = {f"q{n}": "t" for n in range(20)}
     qrels = pd.DataFrame(columns=["query_id", "doc_id", "relevance"])
-    run = eval_incremental.read_run("x.run", "x", eval_incremental.Collection("x", None, queries, qrels, []))
-    found = {tuple(row[:2]): row.score for row in run.ranking.itertuples(index=False)}
+    run = eval_incremental.read_run("x.run", "x", eval_incremental.Collection("x", None, queries, qrels, None, []))
+    ranking = pd.concat(run.parts())
+    found = {(row.query_id, row.doc_id): row.score for row in ranking.itertuples(index=False)}
     expected = {}  # of a document that is repeated, the best score
     for query, _, document, _, score, *_ in fields_of(data):  # the tag may be missing
         if query in queries:
             expected[query, document] = max(float(score), expected.get((query, document), -math.inf))
     assert found == expected, "the ranking differs from that of the independent reader"
-    assert len(run.ranking) == len(found), "a document is ranked twice"
+    assert len(ranking) == len(found), "a document is ranked twice"
 
 
 def read_settings(kind, data, rng, number):
