@@ -260,7 +260,7 @@ def args_of_source(entry, args):
     if own.get("loss"):  # the options and labels of the run belong to the run's loss
         args = replace(args, loss_kwargs={}, label_column=[])
     if isinstance(entry, dict):
-        parser = make_parser()
+        parser = Parser(Args, allow_abbrev=False)  # without a file of flags
         parser.error = raise_user_error
         with user_errors(path):
             args = parse_flags(parser, words_of({"mixing_weights": weight, **own}), args)
@@ -2340,7 +2340,7 @@ def parse_args(argv):
 def parse_flags(parser, words, args=None):
     """Return Args from the words of a command line; args: those to use where there is no word."""
     flags = vars(parser.parse_args(words, args and argparse.Namespace(**vars(args))))
-    del flags["file"]
+    flags.pop("file", None)
     for option in fields(Args):
         values = flags[option.name]
         least = 1e-12 if option.metadata["above_zero"] else 0

@@ -138,6 +138,7 @@ def test_gradient_equals_a_loop_over_the_sources(sources, bert, tmp_path):
     ({"path": "x.jsonl", "loss": "kl"}, [], "x.jsonl: --loss kl requires teacher scores"),
     ({"path": "x.jsonl", "label_column": ["y"]}, [], "x.jsonl: --label_column: infonce reads no labels"),
     ({"path": "x.jsonl", "num_negatives": -1}, [], "x.jsonl: --num_negatives -1: must be finite, and 0 or more"),
+    ({"path": "x.jsonl", "query_prompt": ["a", "b"]}, [], "x.jsonl: unrecognized arguments: b"),
     ({"path": "x.jsonl", "loss_kwargs": "no"}, [], "x.jsonl: argument --loss_kwargs: invalid"),
     ({"path": "https://user:secret@host/x.jsonl"}, [], "a URL with a credential"),
 ])  # fmt: skip

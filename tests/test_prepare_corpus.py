@@ -728,9 +728,7 @@ def test_length_report(tmp_path, bert, rows, capsys, monkeypatch):
     assert report(dates)["columns"]["day"]["count"] == 9
     masked = pa.array([["a", "b"], None], pa.list_(pa.string(), 2))
     table = pa.table({"pair": masked})
-    with pa.ipc.new_stream(
-        tmp_path / "masked.arrow", table.schema
-    ) as writer:
+    with pa.ipc.new_stream(tmp_path / "masked.arrow", table.schema) as writer:
         writer.write_table(table)
     assert report(tmp_path / "masked.arrow")["columns"]["pair"]["count"] == 2
     assert list(report(source, "--columns", "code")["columns"]) == ["code"]
