@@ -58,6 +58,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import lru_cache, partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import chain, islice, product
 from pathlib import Path
 from typing import Literal
@@ -2245,16 +2246,18 @@ def open_model(kind, path, args):
 
 
 def missing_files(path, reason):
-    """Return what a folder lacks, of the files of a model that could not be loaded, and what to do; None if that is
-    unknown."""
+    """Return what a folder lacks, of the files of a model that could not be loaded or of packages, and what to do;
+    None if that is unknown."""
     if "safetensors" in reason:  # the option set above
         return "if it has pytorch_model.bin, convert that as 'Models without safetensors' in docs/evaluation.md shows"
+    is_sentencepiece = any(Path(path).glob("*.model")) and not Path(path, "tokenizer.json").exists()
+    if is_sentencepiece and not find_spec("sentencepiece"):
+        return "its tokenizer requires: pip install sentencepiece protobuf"
     with suppress(OSError, ValueError):
         modules = json.loads(Path(path, "modules.json").read_text())
         for folder in (module["path"] for module in modules):
-            if not Path(path, folder).exists() and not folder.endswith(
-                "_Normalize"
-            ):  # is empty, and so not on the Hub
+            is_empty = folder.endswith("_Normalize")  # and so not on the Hub
+            if not (is_empty or Path(path, folder).exists()):
                 return f"modules.json names the folder {folder}, which is missing: complete the download"
 
 

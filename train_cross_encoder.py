@@ -111,7 +111,8 @@ class Args:
         [], "sources of held-out rows; none: rows of --train_data, of streams the first"
     )
     eval_rows: int | None = flag(
-        None, "rows to evaluate on in all, as many of each source; None: 200, at most a tenth of a source of --train_data"
+        None,
+        "rows to evaluate on in all, as many of each source; None: 200, at most a tenth of a source of --train_data",
     )
     eval_beir: list[str] = flag([], "also rerank these: Hub ids in the layout of NanoBEIR")
     eval_rerank_k: int = flag(50, "documents to rerank for each query of --eval_beir", above_zero=True)
