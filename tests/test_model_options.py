@@ -716,7 +716,7 @@ def test_no_limit_of_positions(name, kind, bert, tmp_path):
         tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
         (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"model_max_length": own}))
         if name == "eval_incremental":
-            model, _, _ = script.load_bi_encoder(str(folder), script.parse_args(["--beir", "x", "--bm25", *given]))
+            model, _ = script.load_bi_encoder(str(folder), script.parse_args(["--beir", "x", "--bm25", *given]))
         else:
             args = script.parse_args(["--train_data", "x", "--model_name_or_path", str(folder), *given])
             model = script.load_model(args)
