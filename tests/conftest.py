@@ -24,6 +24,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # two test files run at a time, on few core
 CACHE = tempfile.TemporaryDirectory(prefix="evenstep")  # for the Arrow tables of `datasets`; deleted at exit
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
 os.environ["HF_MODULES_CACHE"] = f"{CACHE.name}/modules"  # for copies of metric scripts
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
 sys.path.insert(0, str(ROOT))
 TRAINERS = ["train_bi_encoder", "train_cross_encoder"]
 # What two equal runs measure differently, in metrics.jsonl.

@@ -173,7 +173,6 @@ def test_a_signal_does_not_wait_for_an_evaluation(settings, tmp_path, monkeypatc
 def test_other_signals_stop_a_run_unless_they_are_ignored(settings, tmp_path, monkeypatch, name):
     """Of a terminal that closes, except under nohup, and of Slurm."""
     number, before = getattr(signal, name), signal.getsignal(signal.SIGTERM)
-    signal.signal(number, signal.SIG_DFL)  # also if the tests themselves run under nohup
     flags = [*settings["mapped"], "--eval_rows", 0, "--max_steps", 3, "--batch_size", 8, "--output_dir"]
     run_with_signals("train_bi_encoder", [*flags, tmp_path / "out"], monkeypatch, 2, [number])
     assert [path.name for path in (tmp_path / "out/checkpoints").iterdir()] == ["step_00000001"]
