@@ -604,7 +604,7 @@ def check_gradient(losses, norm, args):
 # embeddings: C tensors (P n, D), those of the whole batch, from all processes: anchors, positives, negatives...,
 # normalized if the similarity is cosine, 0 if missing. The sum over processes is then the mean over the batch. Options
 # are --loss_kwargs; the default of `temperature` is 0.05 for cosines, 1 for dot products. With --matryoshka_dims it is
-# called for each of them. A weight of a loss belongs on the model, in make_loss, so that it is trained and saved:
+# called for each of them. A weight of a loss belongs on the model before make_optimizer, to be trained and saved:
 # docs/recipes/learned_temperature.md.
 
 MAX_SCORES = 2**26  # in memory at once (256 MB); larger score matrices are computed in chunks, and again in backward
