@@ -124,7 +124,7 @@ class Args:
     query_prompt: str | None = flag(None, "prefix of queries; None: the model's own")
     document_prompt: str | None = flag(None, "prefix of documents; None: the model's own")
     truncate_dim: int | None = flag(None, "search with only this many leading dimensions, for Matryoshka models")
-    micro_batch_tokens: int | None = flag(None, "tokens of a forward pass; None: 4,096 on a CPU, else 16,384")
+    micro_batch_tokens: int | None = flag(None, "tokens of a forward pass; None: 4,096 on a CPU, else 32,768")
     dataloader_num_workers: int | None = flag(
         None, "processes that tokenize; 0: none; None: 1 (CPU), half of the cores of a process (GPU)"
     )
@@ -289,6 +289,7 @@ def main(args):
     )
     transformers.utils.logging.disable_progress_bar()  # of each small file that is loaded
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each load of a local file asks the Hub
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for each shape anew: 4 times as slow on an H200
     args = resolve_args(args)
     if args.annotate:
         annotate(args, accelerator)
@@ -1952,7 +1953,7 @@ class CachedEncoder:
         self.path = path
         self.accelerator = accelerator
         dimensions, dtype, length = self.load(args)  # of the cached vectors; tokens that texts are truncated to
-        tokens = 4096 if accelerator.device.type == "cpu" else 16_384
+        tokens = 4096 if accelerator.device.type == "cpu" else 32_768
         tokens = args.micro_batch_tokens or (2**20 if is_static(self.model) else tokens)
         workers = count_workers(args, accelerator)
         self.args = replace(args, micro_batch_tokens=tokens, dataloader_num_workers=workers)
@@ -2173,26 +2174,28 @@ def split_features(features, max_tokens, device, needs_mask):
         yield range(len(features["offsets"])), features
     elif "cu_seq_lens_q" in features:  # concatenated without padding, for flash attention
         bounds = features["cu_seq_lens_q"].tolist()
-        for positions in cut(np.diff(bounds), max_tokens, is_padded=False):
+        for positions in cut(np.diff(bounds), max_tokens, None):
             yield positions, take_flat(features, bounds, positions)
     else:
         lengths = features["attention_mask"].sum(1)
-        if device.type != "cpu":  # kernels are faster at multiples of 8
-            lengths = np.minimum(-(-lengths // 8) * 8, features["attention_mask"].shape[1])
-        for positions in cut(lengths, max_tokens):
+        max_padding = max_tokens / 64
+        if device.type != "cpu":
+            lengths = np.minimum(-(-lengths // 8) * 8, features["attention_mask"].shape[1])  # kernels are faster
+            max_padding = max_tokens / 8  # as launching the kernels of a pass takes as long as thousands of tokens
+        for positions in cut(lengths, max_tokens, max_padding):
             yield positions, take_padded(features, positions, int(lengths[positions[0]]), needs_mask)
 
 
-def cut(lengths, max_tokens, is_padded=True):
-    """Return lists of positions, the longest text first: each of at most max_tokens, with padding of at most
-    max_tokens / 64; a longer text is alone."""
+def cut(lengths, max_tokens, max_padding):
+    """Return lists of positions, the longest text first: each of at most max_tokens, of which at most max_padding are
+    padding, or None, where texts are concatenated; a longer text is alone."""
     parts = []
     longest = tokens = 0
     order = np.argsort(-lengths, kind="stable")
     for position, length in zip(order.tolist(), lengths[order].tolist()):
         tokens += length
-        padded = longest * (len(parts[-1]) + 1) if parts and is_padded else tokens
-        if not parts or padded > max_tokens or padded - tokens > max_tokens / 64:
+        padded = longest * (len(parts[-1]) + 1) if parts and max_padding is not None else tokens
+        if not parts or padded > max_tokens or padded - tokens > (max_padding or 0):
             parts.append([])
             longest = tokens = length
         parts[-1].append(position)

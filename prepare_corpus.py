@@ -774,7 +774,7 @@ def batching_costs(texts):
     for size, budget in product(PART_SIZES, BUDGETS):
         batches = []
         for part in split_evenly(texts, size):
-            batches += [part[places] for places in cut(part, budget)]
+            batches += [part[places] for places in cut(part, budget, budget / 64)]
         costs[f"micro-batches of {budget:,} tokens, {size:,} texts a process"] = cost_of(batches)
     return pd.DataFrame(costs, index=["padding", "passes"]).T
 
@@ -1015,16 +1015,16 @@ def is_list(kind):
 # ---- micro-batches (same in train_bi_encoder.py)
 
 
-def cut(lengths, max_tokens, is_padded=True):
-    """Return lists of positions, the longest text first: each of at most max_tokens, with padding of at most
-    max_tokens / 64; a longer text is alone."""
+def cut(lengths, max_tokens, max_padding):
+    """Return lists of positions, the longest text first: each of at most max_tokens, of which at most max_padding are
+    padding, or None, where texts are concatenated; a longer text is alone."""
     parts = []
     longest = tokens = 0
     order = np.argsort(-lengths, kind="stable")
     for position, length in zip(order.tolist(), lengths[order].tolist()):
         tokens += length
-        padded = longest * (len(parts[-1]) + 1) if parts and is_padded else tokens
-        if not parts or padded > max_tokens or padded - tokens > max_tokens / 64:
+        padded = longest * (len(parts[-1]) + 1) if parts and max_padding is not None else tokens
+        if not parts or padded > max_tokens or padded - tokens > (max_padding or 0):
             parts.append([])
             longest = tokens = length
         parts[-1].append(position)

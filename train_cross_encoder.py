@@ -2067,7 +2067,7 @@ def measure_micro_batch_tokens(run, model, accelerator):
     model.zero_grad()
     room = (total_memory(accelerator.device) - before - moments) / 4
     fitting = torch.tensor(room / max(bytes_per_token, 1.0), device=accelerator.device)
-    fitting = accelerator.gather(fitting.clamp(512, 16_384)).min().item()  # larger passes pad more
+    fitting = accelerator.gather(fitting.clamp(512, 32_768)).min().item()  # larger passes pad more
     return 2 ** int(math.log2(fitting))
 
 
@@ -2077,26 +2077,28 @@ def split_features(features, max_tokens, device, needs_mask):
         yield range(len(features["offsets"])), features
     elif "cu_seq_lens_q" in features:  # concatenated without padding, for flash attention
         bounds = features["cu_seq_lens_q"].tolist()
-        for positions in cut(np.diff(bounds), max_tokens, is_padded=False):
+        for positions in cut(np.diff(bounds), max_tokens, None):
             yield positions, take_flat(features, bounds, positions)
     else:
         lengths = features["attention_mask"].sum(1)
-        if device.type != "cpu":  # kernels are faster at multiples of 8
-            lengths = np.minimum(-(-lengths // 8) * 8, features["attention_mask"].shape[1])
-        for positions in cut(lengths, max_tokens):
+        max_padding = max_tokens / 64
+        if device.type != "cpu":
+            lengths = np.minimum(-(-lengths // 8) * 8, features["attention_mask"].shape[1])  # kernels are faster
+            max_padding = max_tokens / 8  # as launching the kernels of a pass takes as long as thousands of tokens
+        for positions in cut(lengths, max_tokens, max_padding):
             yield positions, take_padded(features, positions, int(lengths[positions[0]]), needs_mask)
 
 
-def cut(lengths, max_tokens, is_padded=True):
-    """Return lists of positions, the longest text first: each of at most max_tokens, with padding of at most
-    max_tokens / 64; a longer text is alone."""
+def cut(lengths, max_tokens, max_padding):
+    """Return lists of positions, the longest text first: each of at most max_tokens, of which at most max_padding are
+    padding, or None, where texts are concatenated; a longer text is alone."""
     parts = []
     longest = tokens = 0
     order = np.argsort(-lengths, kind="stable")
     for position, length in zip(order.tolist(), lengths[order].tolist()):
         tokens += length
-        padded = longest * (len(parts[-1]) + 1) if parts and is_padded else tokens
-        if not parts or padded > max_tokens or padded - tokens > max_tokens / 64:
+        padded = longest * (len(parts[-1]) + 1) if parts and max_padding is not None else tokens
+        if not parts or padded > max_tokens or padded - tokens > (max_padding or 0):
             parts.append([])
             longest = tokens = length
         parts[-1].append(position)
@@ -2845,6 +2847,7 @@ def start(args):
         raise UserError(f"unsupported launch ({launch}): accelerate_configs/README.md#what-a-launch-asks-for")
     if accelerator.mixed_precision == "bf16":
         torch.set_float32_matmul_precision("high")  # TF32 for the loss, which is not autocast
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for each shape anew: 4 times as slow on an H200
     if args.full_determinism:
         transformers.enable_full_determinism(args.seed)
     transformers.utils.logging.disable_progress_bar()  # else one for each file loaded or saved

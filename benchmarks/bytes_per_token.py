@@ -66,7 +66,7 @@ def bytes_of_token(kind, options, layers, period, length):
 def defaults_on(memory, kept, weights, matrices, length, pairs=256):
     """Return "tokens: graphs of micro-batches, GB" of a batch on a device with so many bytes: docs/gpu.md."""
     fitting = (memory - 16 * weights) / 4 / (kept + 2 * matrices / 1024)
-    tokens = 2 ** int(math.log2(min(max(fitting, 512), 16_384)))
+    tokens = 2 ** int(math.log2(min(max(fitting, 512), 32_768)))
     micro_batches = 2 * math.ceil(pairs / (tokens // length))
     graphs = math.ceil((0.6 * memory - 12 * weights - 2 * matrices) / (tokens * kept))
     graphs = max(0, min(graphs, micro_batches))

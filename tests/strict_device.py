@@ -446,6 +446,8 @@ class StrictDevice(TorchDispatchMode):
                     refuse(f"{self.place()} {name}: indices should be either on cpu or on the same device")
                 if host:
                     self.count("index on the CPU")
+                if "put" in name and not args[2].dim() and not isinstance(args[2], OnDevice):
+                    self.count("a number is written to indices: it is copied to the device")  # seen on an H200
                 if "put" in name and args[2].dim() and not isinstance(args[2], OnDevice):
                     refuse(f"{self.place()} {name}: values on the CPU")
                 if "put" in name and args[2].dtype != args[0].dtype:

@@ -55,34 +55,35 @@ def test_partition_balances_count_and_length(processes):
 
 def test_micro_batches_respect_max_tokens_and_a_longer_text_is_alone():
     lengths = np.array([*np.random.default_rng(0).integers(0, 90, 200), 500, 0, 0])
-    cuts = script.cut(lengths, 256)
+    cuts = script.cut(lengths, 256, 4)
     assert sorted(chain.from_iterable(cuts)) == list(range(203))
     assert cuts[0] == [200]  # 500 tokens, more than max_tokens
     assert all(len(cut) * lengths[cut].max() <= 256 for cut in cuts[1:])
     assert lengths[list(chain.from_iterable(cuts))].tolist() == sorted(lengths, reverse=True)
-    assert script.cut(lengths[:0], 256) == []
+    assert script.cut(lengths[:0], 256, 4) == []
     few = np.array([250] + [1] * 1000)  # a long text and many short ones never share a micro-batch
-    assert all(len(cut) * few[cut].max() <= 256 for cut in script.cut(few, 256))
-    assert len(script.cut(np.full(100, 10), 256)) <= 5  # not smaller than necessary
+    assert all(len(cut) * few[cut].max() <= 256 for cut in script.cut(few, 256, 4))
+    assert len(script.cut(np.full(100, 10), 256, 4)) <= 5  # not smaller than necessary
 
 
 @pytest.mark.parametrize("max_tokens", [256, 2048, 16384])
-def test_micro_batches_have_little_padding_and_are_few(max_tokens):
-    """At most 1/64 of `max_tokens` is padding; no two neighbours would fit into one without more."""
+@pytest.mark.parametrize("share", [8, 64])
+def test_micro_batches_have_little_padding_and_are_few(max_tokens, share):
+    """At most 1/share of `max_tokens` is padding; no two neighbours would fit into one without more."""
     lengths = np.random.default_rng(1).gamma(2, 30, 1500).astype(int).clip(3, 256)
-    cuts = script.cut(lengths, max_tokens)
+    cuts = script.cut(lengths, max_tokens, max_tokens / share)
     for positions, following in zip(cuts, [*cuts[1:], []]):
-        assert len(positions) * lengths[positions[0]] - lengths[positions].sum() <= max_tokens / 64
+        assert len(positions) * lengths[positions[0]] - lengths[positions].sum() <= max_tokens / share
         joined = lengths[[*positions, *following[:1]]]
         padded = joined[0] * len(joined)
-        assert not following or padded > max_tokens or padded - joined.sum() > max_tokens / 64
+        assert not following or padded > max_tokens or padded - joined.sum() > max_tokens / share
 
 
 @pytest.mark.parametrize("longest", [90, 255, 500])
 def test_micro_batches_of_concatenated_texts(longest):
     """Whatever the longest text, they have at most so many tokens, and are not smaller than necessary."""
     lengths = np.array([longest, *np.random.default_rng(0).integers(1, 90, 200)])
-    cuts = script.cut(lengths, 256, is_padded=False)
+    cuts = script.cut(lengths, 256, None)
     sizes = [lengths[cut].sum() for cut in cuts]
     assert lengths[list(chain.from_iterable(cuts))].tolist() == sorted(lengths, reverse=True)
     assert sorted(chain.from_iterable(cuts)) == list(range(201))

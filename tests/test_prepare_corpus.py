@@ -706,7 +706,7 @@ def test_length_report(tmp_path, bert, rows, capsys, monkeypatch):
     assert metadata["columns"]["code"]["max"] == max(lengths["code"])
     assert metadata["columns"]["docstring"]["95%"] == pytest.approx(np.percentile(lengths["docstring"], 95))
     flat = np.sort(lengths["docstring"] + lengths["code"])
-    batches = [flat[places] for places in prepare_corpus.cut(flat, 2048)]
+    batches = [flat[places] for places in prepare_corpus.cut(flat, 2048, 32)]
     ways = metadata["batches"]  # 10,000 texts or fewer are one window: the order of the texts does not matter
     best = ways["micro-batches of 2,048 tokens, 10,000 texts a process"]
     assert best["passes"] == len(batches)
