@@ -4,7 +4,7 @@
     python benchmarks/gpu.py 'data/python_code/train/*.parquet' [--peak_tflops 989] [--only workers] [--models 22M]
 
 For encoders of 22 and 110 million weights, created from a configuration: no download. The defaults, which measure the
-size of micro-batches and keep graphs while memory lasts. Then with all graphs kept, 1,024 pairs of the smaller model
+size of micro-batches and keep graphs while memory lasts, also in the memory of smaller GPUs (--gigabytes). Then with all graphs kept, 1,024 pairs of the smaller model
 and 256 of the larger: sdpa, larger micro-batches, flash attention where it is installed, and a copy of the trainer
 that compiles its transformer; beside the peer's plain loss, with flash attention and compiled. --grad_cache true, and
 the peer's cached loss in mini-batches by tokens, also of 8,192 and 32,768 pairs. Then 0, 1, 4 and 8 workers at 64
@@ -19,7 +19,7 @@ many; --device cpu --tiny tests the benchmark itself. Writes gpu.json after each
 
 import argparse
 import glob
-import importlib
+import importlib.util
 import json
 import os
 import re
@@ -106,11 +106,23 @@ def keep_ready(load_batches):
     return ready_batches
 
 
+def limit_memory(script, limit):
+    """Let the trainer see, and get, so many bytes of the GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
+        script.total_memory = lambda device: limit
+
+
 def run_ours(args):
     """In a process of its own: print (rows/s, tokens/s, padding, share of waiting for data, peak MB, loss)."""
     script = load_script(args)
     if "ready" in args.side:
         script.load_batches = keep_ready(script.load_batches)
+    if limit := re.search(r"(\d+) GB", args.side):
+        limit_memory(script, int(limit[1]) * 1e9)
     flags = ["--model_name_or_path", args.model, "--train_data", args.source, "--columns", *args.columns,
              "--batch_size", args.batch_size, "--max_length", args.max_length, "--max_steps", args.steps,
              "--eval_rows", 0, "--logging_steps", 1, "--save_steps", 0, "--output_dir", f"{args.folder}/run",
@@ -234,10 +246,12 @@ def list_sides(args, kept_rows):
         ("evenstep, the same, compiled", "ours compiled", kept_rows, length, steps, sdpa),
         ("trainer, plain loss", "peer", kept_rows, length, steps, ["plain"]),
         ("trainer, plain loss, flash attention", "peer", kept_rows, length, steps, ["plain", "flash"]),
-        ("trainer, plain loss, compiled", "peer", kept_rows, length, steps, ["plain", "compile"]),
+        ("trainer, the same, compiled", "peer", kept_rows, length, steps, ["plain", "compile"]),
         ("evenstep, --grad_cache true", "ours", small, length, steps, ["--grad_cache", "true"]),
         (cached, "peer", small, length, steps, ["cached"]),
     ]
+    for gigabytes in args.gigabytes:
+        sides.append((f"evenstep, defaults, {gigabytes} GB", f"ours {gigabytes} GB", small, length, 5, []))
     for size in large:
         sides.append(("evenstep, defaults", "ours", size, length, 5, []))
         sides.append((cached, "peer", size, length, 5, ["cached"]))
@@ -309,8 +323,9 @@ def main():
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1024, 8192, 32_768])
     parser.add_argument("--kept_rows", type=int, help="of a batch with all graphs kept; default: by model")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 4, 8])
+    parser.add_argument("--gigabytes", type=int, nargs="*", default=[16, 24, 40], help="memory of smaller GPUs")
     parser.add_argument("--models", nargs="+", default=["22M", "110M"], choices=SIZES)
-    parser.add_argument("--only", default="", help="run only sides whose title contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="run only sides whose title contains one of these")
     parser.add_argument("--max_length", type=int, default=256)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--worker_steps", type=int, default=100, help="steps of the sides that compare workers")
@@ -334,7 +349,9 @@ def main():
             write_model(f"{folder}/{name}", args.source, args.columns, *SIZES[name])
             sides = list_sides(args, args.kept_rows or KEPT_ROWS.get(name, args.batch_sizes[0]))
             for number, side in enumerate(sides):
-                if args.only in side[0]:
+                if "flash" in side[0] and not importlib.util.find_spec("flash_attn"):
+                    continue
+                if any(words in side[0] for words in args.only):
                     table.append(run_side(args, name, f"{folder}/{name}/{number}", side))
                     print(table[-1], file=sys.stderr)
                     Path(args.output).write_text(json.dumps({"arguments": vars(args), "table": table}, indent=1))
