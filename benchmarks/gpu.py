@@ -4,12 +4,12 @@
     python benchmarks/gpu.py 'data/python_code/train/*.parquet' [--peak_tflops 989] [--only workers] [--models 22M]
 
 For encoders of 22 and 110 million weights, created from a configuration: no download. The defaults, which measure the
-size of micro-batches and keep graphs while memory lasts, also in the memory of smaller GPUs (--gigabytes). Then with all graphs kept, 1,024 pairs of the smaller model
-and 256 of the larger: sdpa, larger micro-batches, flash attention where it is installed, and a copy of the trainer
-that compiles its transformer; beside the peer's plain loss, with flash attention and compiled. --grad_cache true, and
-the peer's cached loss in mini-batches by tokens, also of 8,192 and 32,768 pairs. Then 0, 1, 4 and 8 workers at 64
-tokens and at --max_length: "idle" is what they lack of the tokens a second of a run whose batches are ready. Last,
-cross-encoders, and encoding as the evaluator does.
+size of micro-batches and keep graphs while memory lasts, also in the memory of smaller GPUs (--gigabytes). Then with
+all graphs kept, 1,024 pairs of the smaller model and 256 of the larger: sdpa, larger micro-batches, flash attention
+where it is installed, and a copy of the trainer that compiles its transformer; beside the peer's plain loss, with
+flash attention and compiled. --grad_cache true, and the peer's cached loss in mini-batches by tokens, also of 8,192
+and 32,768 pairs. Then 0, 1, 4 and 8 workers at 64 tokens and at --max_length: "idle" is what they lack of the tokens a
+second of a run whose batches are ready. Last, cross-encoders, and encoding as the evaluator does.
 
 Every side reads the same rows, in a process of its own; rates exclude the first steps. FLOPs per token: 6 per weight,
 and 12 x layers x width x length for attention (Chowdhery et al. 2022, appendix B), with half of --max_length as

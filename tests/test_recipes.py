@@ -18,7 +18,7 @@ from contextlib import closing
 from dataclasses import fields, replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import islice
+from itertools import chain, islice
 from types import SimpleNamespace
 
 import datasets
@@ -468,6 +468,52 @@ def check_rankings(run, folder, rows):
     flags = ["--beir", folder / "beir", "--run", folder / "x.run", "--output_dir", folder / "runs/eval"]
     launch(ROOT / "eval_incremental.py", *flags, cwd=folder)
     assert json.loads((folder / "runs/eval/metrics.json").read_text())["results"][0]["queries"] == 60
+
+
+# ---- clusters, dev_set
+
+
+def run_page(name, folder, *words):
+    """Run the file of a page in this process, in the folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        patch.setattr(sys, "argv", [name, *words])
+        runpy.run_path(name)
+
+
+def check_clusters(run, folder, rows):
+    """Each row is in one cluster, in which rows are closer to each other than all are; the trainer draws from them."""
+    shutil.copy(ROOT / "train_bi_encoder.py", folder)
+    run_page("cluster.py", folder, "model", "pairs/*.parquet", "code", "140", "clusters")
+    parts = [pq.read_table(path).to_pylist() for path in sorted((folder / "clusters").glob("*.parquet"))]
+    texts = [[row["code"] for row in part] for part in parts]
+    assert sorted(chain.from_iterable(texts)) == sorted(row["code"] for row in rows) and len(parts) == len(rows) // 140
+    model = SentenceTransformer(str(folder / "model"), device="cpu")
+    vectors = [model.encode(part, normalize_embeddings=True) for part in texts]
+    spread = np.mean([np.var(part, axis=0).sum() for part in vectors])
+    assert spread < np.var(np.concatenate(vectors), axis=0).sum()
+    flags = ["--model_name_or_path", "model", "--columns", "docstring", "code", "--batch_size", 16, "--eval_rows", 0]
+    flags += ["--max_steps", 6, "--logging_steps", 6, "--output_dir", "runs/recipe"]
+    launch(folder / "train_bi_encoder.py", "clusters/clusters.yaml", *flags, cwd=folder)
+    assert sum(name.startswith("loss_cluster_") for name in metrics(folder / "runs/recipe")[-1]) >= 2
+
+
+def check_dev_set(run, folder, rows):
+    """The collection has all relevant documents, as many others as asked, and the queries; the trainer takes it."""
+    run_page("sample_corpus.py", folder, "beir", "test", "100", "dev")
+    corpus, queries = (
+        [json.loads(line) for line in (folder / f"dev/{name}.jsonl").read_text().splitlines()]
+        for name in ("corpus", "queries")
+    )
+    ids = {row["_id"] for row in corpus}
+    assert len(ids) == len(corpus) == 160 and {f"d{number}" for number in range(60)} <= ids
+    assert [row["_id"] for row in queries] == [f"q{number}" for number in range(60)]
+    flags = ["--model_name_or_path", "model", "--train_data", "pairs/*.parquet", "--columns", "docstring", "code"]
+    flags += ["--max_steps", 1, "--eval_rows", 0, "--eval_beir", "dev", "--output_dir", "runs/recipe"]
+    shutil.copy(ROOT / "train_bi_encoder.py", folder)
+    launch(folder / "train_bi_encoder.py", *flags, cwd=folder)
+    assert any("ndcg@10" in name for name in metrics(folder / "runs/recipe")[0])
 
 
 # ---- measure
