@@ -79,6 +79,22 @@ def test_micro_batches_have_little_padding_and_are_few(max_tokens, share):
         assert not following or padded > max_tokens or padded - joined.sum() > max_tokens / share
 
 
+def test_micro_batches_of_a_gpu_are_fewer_and_fuller():
+    """There, launching a pass takes as long as thousands of tokens: up to an eighth of a micro-batch is padding."""
+    lengths = np.random.default_rng(2).gamma(2, 20, 300).astype(int).clip(3, 200)
+    mask = (np.arange(200) < lengths[:, None]).astype(int)
+    features = {"input_ids": mask, "attention_mask": mask}
+    of_cpu, of_gpu = (
+        list(script.split_features(features, 4096, torch.device(name), needs_mask=True)) for name in ("cpu", "cuda")
+    )
+    assert sorted(chain.from_iterable(positions for positions, _ in of_gpu)) == list(range(300))
+    assert len(of_gpu) < 0.75 * len(of_cpu), (len(of_gpu), len(of_cpu))
+    for positions, part in of_gpu:
+        size = part["input_ids"].size
+        assert size <= 4096 and part["input_ids"].shape[1] % 8 == 0
+        assert size - (-(-lengths[positions] // 8) * 8).sum() <= 4096 / 8
+
+
 @pytest.mark.parametrize("longest", [90, 255, 500])
 def test_micro_batches_of_concatenated_texts(longest):
     """Whatever the longest text, they have at most so many tokens, and are not smaller than necessary."""
