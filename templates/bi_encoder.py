@@ -235,7 +235,6 @@ def main(args):
     output = Path(args.output_dir)
     metrics = output / "metrics.jsonl"
     checkpoint = output / "checkpoint.pt"
-    part = output / "checkpoint.part"
     steps = args.max_steps
     warmup = min(ceil(args.warmup_ratio * steps), steps - 1)
     sources = [open_source(files, args) for files in args.train_data]
@@ -290,8 +289,8 @@ def main(args):
                 "model": model.state_dict(),
                 "optimizer": optimizer.state_dict(),
             }
-            torch.save(saved, part)
-            part.replace(checkpoint)  # a kill leaves the old one or the new one
+            torch.save(saved, output / "checkpoint.part")
+            (output / "checkpoint.part").replace(checkpoint)  # a kill leaves the old one or the new one
     if accelerator.is_main_process:
         model.save_pretrained(output / "model", create_model_card=False)
     accelerator.end_training()
