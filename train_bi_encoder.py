@@ -162,7 +162,7 @@ class Args:
     matryoshka_dims: list[int] = flag([], "sum the loss over embeddings cut to these dimensions", above_zero=True)
     dataloader_num_workers: int | None = flag(
         None,
-        "processes that make batches; 0: none; None: 1 (CPU), half of the cores of a process (GPU)",
+        "processes that make batches; 0: none; None: 0 (CPU), half of the cores of a process (GPU)",
         may_change=True,
     )
     # schedule
@@ -2024,13 +2024,12 @@ def start_worker(_):
 
 
 def count_workers(args, accelerator):
-    """Return --dataloader_num_workers, or its default: half of the cores of a process on a GPU, at most 8."""
+    """Return --dataloader_num_workers, or its default: on a GPU half of the cores of a process, at most 8; none on a
+    CPU, all of whose cores tokenize and then train."""
     if args.dataloader_num_workers is not None:
         return args.dataloader_num_workers
-    if sys.platform != "linux":  # elsewhere, fork is not safe or does not exist
+    if sys.platform != "linux" or accelerator.device.type == "cpu":  # elsewhere, fork is not safe or does not exist
         return 0
-    if accelerator.device.type == "cpu":
-        return 1
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return max(1, min(8, cores // 2))
 

@@ -20,6 +20,7 @@ from test_eval_incremental import COUNTING_DRIVER
 
 KILLS = CHAOS or 4  # of each trainer, and of the evaluator
 STEPS = 16
+WORKERS = (1, 4, 0)  # that make batches, from one start to the next; undisturbed: 0
 WAYS = ["mapped", "streaming"]
 FOUR = [("train_bi_encoder", "mapped", 1, "default"), ("train_bi_encoder", "streaming", 2, "best"),
         ("train_cross_encoder", "mapped", 2, "best"),
@@ -119,8 +120,8 @@ def test_killed_at_random_moments(undisturbed, settings, tmp_path, report, name,
         log, kept = output / "metrics.jsonl", []
         if list(output.glob("checkpoints/step_*")):
             kept = log.read_text().splitlines()[:2]  # of steps 0 and 1, with the speed, which differs from run to run
-        environment = KERNELS[kernels]
-        process = Forked(script, [*flags, "--output_dir", output, "--resume"], processes, environment=environment)
+        more = ["--output_dir", output, "--resume", "--dataloader_num_workers", WORKERS[(kills + ends) % 3]]
+        process = Forked(script, [*flags, *more], processes, environment=KERNELS[kernels])
         if kills < enough:
             wait_for(process, moments[(kills + processes + len(way)) % 3], output, rng)
             running = process.poll() is None
@@ -244,7 +245,8 @@ def test_evaluator_killed_at_random_moments(expected, tmp_path, report, beir, be
     log.touch()
     while kills < enough or lost:
         folder = tmp_path / str(ends)
-        process = Forked(driver, evaluator_flags(beir, bert, folder), processes)
+        more = ["--dataloader_num_workers", WORKERS[(kills + ends) % 3]]
+        process = Forked(driver, [*evaluator_flags(beir, bert, folder), *more], processes)
         if kills < enough:
             texts = log.stat().st_size + rng.randint(80, 200) if kills % 2 else math.inf  # after several chunks
             until = math.inf if kills % 2 else time.monotonic() + 0.1 + rng.random() * 1.5
