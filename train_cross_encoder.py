@@ -18,9 +18,9 @@ draws one positive and --num_negatives negatives.
 The file has three parts. "experiment" is what one changes: options, the run, the step, losses, rows (open_source says
 where they come from, read_row what they mean), optimizer, schedule, model, evaluation. "the path of a batch" is for
 whoever doubts the promise below, "services" need not be read. The last two are the same in train_bi_encoder.py;
-templates/cross_encoder.py is this script with all but the essential left out. A batch passes through row_batches
-(whose order a curriculum would change), Source.take, local_batches, read_row, make_batch, forward_backward, a loss,
-reduce_gradients, sync_step and Checkpoints.save.
+templates/cross_encoder.py is this script with all but the essential left out. A batch passes through row_batches,
+Source.take, local_batches, read_rows, read_row, load_batches, make_batch, tokenize, forward_backward, a loss,
+reduce_gradients, sync_step and, in main, optimizer.step and Checkpoints.save.
 
 The gradient depends on the batch alone (--batch_size rows over all processes). Each process scores the pairs of its
 rows, longest first, in micro-batches of at most --micro_batch_tokens; the losses of all rows are divided by the number
@@ -338,7 +338,7 @@ def main(args):
     model_to_save = copy.deepcopy(model) if sharded and is_main else model  # FSDP will shard `model`
     model = model.to(device).train()
     model.activation_fn = choose_activation(data.sources)
-    loss_fns = [make_loss(source.args) for source in data.sources]  # --mix_by row: the first is that of all
+    loss_fns = [make_loss(source.args) for source in data.sources]  # --mix_by row uses the first one only
     optimizer = make_optimizer(model, args)
     if sharded:
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -365,7 +365,7 @@ def main(args):
     best_step, out_of_patience = log.find_best()
     finished = not stopping and (out_of_patience or progress.step >= steps)
 
-    # ---- train: row_batches draws the rows of all processes, of which local_batches reads those of this one
+    # ---- train: row_batches draws the rows of all processes, of which local_batches keeps those of this one
     global_batches = row_batches(data.sources, data.weights, args, progress.data_state)
     local = local_batches(global_batches, progress.step * accumulation, data, args, accelerator)
     batches = load_batches(local, model, args, accelerator)
@@ -390,12 +390,12 @@ def main(args):
         losses, norm, skipped, stopping, error = sync_step(
             local_losses, norm, step_batches, signals, progress.step, accelerator
         )
-        if stopping:  # not after the step: an evaluation may follow, and a cluster kills soon after SIGTERM
+        if stopping:  # before the step: an evaluation may follow it, and a cluster kills soon after SIGTERM
             break
         optimizer.step()
         optimizer.zero_grad()
         progress.advance(losses, skipped, step_batches)
-        # Change `extra` here: not before, as a run that stops above saves it as it was.
+        # Change `extra` here, not above: a run that stops there saves the step before.
         meter.add(args.batch_size * accumulation - skipped, step_batches, time.perf_counter() - started)
         finished = progress.step == steps
         bar.update()
@@ -498,7 +498,7 @@ def run_forward(forward, count, args, accelerator):
     outputs = []
     kept = 0
     # Autocast keeps half-precision copies of the weights until its outermost block ends, so one block makes each once.
-    # Copies that are made without a graph carry no gradient, so passes with a graph come first.
+    # A copy made without a graph carries no gradient later, so passes with a graph come first.
     with accelerator.autocast():
         for index in range(count):
             kept += kept == index and may_keep_graph(index, args, accelerator)
@@ -708,8 +708,8 @@ def choose_activation(sources):
 
 # ---- rows
 #
-# For each batch, in the main process: local_batches > local_rows > read_rows, which calls read_row for each row, then
-# resolve_ids; then draw_negatives. In a worker process: BatchMaker > make_batch.
+# For each batch, in each process: local_batches > local_rows > read_rows, which calls read_row for each row, and
+# then resolve_ids; then draw_negatives. In a worker process: BatchMaker > make_batch.
 
 
 def find_files(name):
@@ -834,7 +834,7 @@ def choose_documents(groups, labels, random, args):
     """Return (documents, labels) of a row, the positive first; groups: the documents of each column. From lists, draw
     one positive and --num_negatives of the other documents."""
     documents = list(chain.from_iterable(groups))
-    num_positives = len(groups[0]) if len(groups) > 1 else 1  # of one list, the first document alone
+    num_positives = len(groups[0]) if len(groups) > 1 else 1  # a lone list begins with its positive
     negatives = range(num_positives, len(documents))
     limit = len(negatives) if args.num_negatives is None else min(args.num_negatives, len(negatives))
     chosen = range(num_positives + limit)
@@ -877,7 +877,7 @@ def draw_negatives(rows, cells_of_all, step, sources, lookups, limit=None):
         wanted = limit or (NUM_NEGATIVES if row.args.num_negatives is None else row.args.num_negatives)
         random = Random(f"{row.args.seed} {source} {row.cells[NUMBER]} negatives")
         pool = list(pools[source])
-        negatives = random.sample(pool, min(len(pool), wanted + len(known)))  # listed ones are dropped
+        negatives = random.sample(pool, min(len(pool), wanted + len(known)))  # spares: listed ones are dropped
         drawn.append(Row(row.query, [document for document in negatives if document not in known][:wanted], []))
     resolve_ids(drawn, [None, lookups[1]])
     for row, other in zip(lonely, drawn):
@@ -960,7 +960,7 @@ def make_optimizer(model, args):
 
 
 def set_max_steps(data, args, accelerator):
-    """Return Args with the optimizer steps of the run, which those of the sources get too. Report if they are more
+    """Return Args with the optimizer steps of the run; set them in the Args of sources, too. Report if they are more
     than a tenth above --num_train_epochs, as the last batch is filled up with rows of the next epoch."""
     rows_of_step = args.batch_size * args.gradient_accumulation_steps
     steps = args.max_steps or math.ceil(args.num_train_epochs * data.epoch_rows / rows_of_step)
@@ -974,7 +974,7 @@ def set_max_steps(data, args, accelerator):
 
 def schedule(step, steps, args):
     """Return the factor of the learning rates at a step: that of transformers.get_scheduler, with a rate of 0 in the
-    first step of a warmup; but a warmup has at most one step fewer than the run."""
+    first step of a warmup; but a warmup is always shorter than the run."""
     warmup = min(math.ceil(args.warmup_ratio * steps), steps - 1)
     if args.lr_scheduler_type == "constant":
         return 1.0
@@ -1796,7 +1796,7 @@ def row_batches(sources, weights, args, state=None):
         source.seek(Position(**position))
     used = state["used"]
     size = args.batch_size * args.length_window  # rows of a length window
-    rows_per_turn = 1 if args.mix_by == "row" else size  # by batch: a length window has rows of one source
+    rows_per_turn = 1 if args.mix_by == "row" else size  # by batch: one source fills a length window
     while True:
         positions = [asdict(source.position) for source in sources]
         drawn = [position["taken"] for position in positions]
@@ -1940,7 +1940,7 @@ def local_batches(global_batches, first, data, args, accelerator):
         try:
             table, state = next(global_batches)
             by_length = np.argsort(-table[LENGTH].to_numpy(), kind="stable")
-            local = np.sort(by_length[accelerator.process_index :: accelerator.num_processes])  # every P-th row
+            local = np.sort(by_length[accelerator.process_index :: accelerator.num_processes])  # every P-th by length
             rows, skipped = local_rows(table, local, index // args.gradient_accumulation_steps, data, args)
             source = table[SOURCE][0].as_py() if args.mix_by == "batch" else 0
             yield rows, index, {"source": source, "state": state, "skipped": skipped}
@@ -2054,8 +2054,8 @@ def tokenize(model, texts, args, accelerator, **options):
 
 
 def measure_micro_batch_tokens(run, model, accelerator):
-    """Return a --micro_batch_tokens for this GPU, the same on all processes: a power of two, such that the graphs of
-    four fit into what weights, gradients and the moments of AdamW leave. run(): passes forward and backward; returns
+    """Return a --micro_batch_tokens for this GPU, the same on all processes: a power of two, such that four such
+    graphs fit beside weights, gradients and the moments of AdamW. run(): passes forward and backward; returns
     their tokens."""
     run()  # makes gradients, and what libraries allocate once
     before = torch.accelerator.memory_allocated()
@@ -3052,9 +3052,8 @@ class Log:
         return step not in measured
 
     def find_best(self):
-        """Return (step of the best evaluation by --metric_for_best_model, of which more is better, whose checkpoint is
-        there; whether patience has ended), without the evaluation before the first step; step 0 if there is none. The
-        measures of the main process decide."""
+        """Return (step whose checkpoint is there and evaluates highest by --metric_for_best_model, 0 if none; whether
+        patience has ended). The evaluation before the first step does not count. The main process decides."""
         name = self.flags.metric_for_best_model
         if name is None or (self.main_measures and not self.metrics):  # the first evaluation was interrupted
             return 0, False
