@@ -1016,8 +1016,8 @@ def is_list(kind):
 
 
 def cut(lengths, max_tokens, max_padding):
-    """Return lists of positions, the longest text first: each of at most max_tokens, of which at most max_padding are
-    padding, or None, where texts are concatenated; a longer text is alone."""
+    """Return lists of positions, the longest text first: each of at most max_tokens; a longer text is alone.
+    max_padding: of these tokens; None: texts are concatenated, without padding."""
     parts = []
     longest = tokens = 0
     order = np.argsort(-lengths, kind="stable")

@@ -2012,7 +2012,7 @@ def count_workers(args, accelerator):
     CPU, all of whose cores tokenize and then train."""
     if args.dataloader_num_workers is not None:
         return args.dataloader_num_workers
-    if sys.platform != "linux" or accelerator.device.type == "cpu":  # elsewhere, fork is not safe or does not exist
+    if sys.platform != "linux" or accelerator.device.type == "cpu":  # only Linux has a fork that is safe
         return 0
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return max(1, min(8, cores // 2))
@@ -2082,15 +2082,16 @@ def split_features(features, max_tokens, device, needs_mask):
         lengths = features["attention_mask"].sum(1)
         max_padding = max_tokens / 64
         if device.type != "cpu":
-            lengths = np.minimum(-(-lengths // 8) * 8, features["attention_mask"].shape[1])  # kernels are faster
-            max_padding = max_tokens / 8  # as launching the kernels of a pass takes as long as thousands of tokens
+            # Kernels are faster at multiples of 8; to launch those of a pass takes as long as thousands of tokens.
+            lengths = np.minimum(-(-lengths // 8) * 8, features["attention_mask"].shape[1])
+            max_padding = max_tokens / 8
         for positions in cut(lengths, max_tokens, max_padding):
             yield positions, take_padded(features, positions, int(lengths[positions[0]]), needs_mask)
 
 
 def cut(lengths, max_tokens, max_padding):
-    """Return lists of positions, the longest text first: each of at most max_tokens, of which at most max_padding are
-    padding, or None, where texts are concatenated; a longer text is alone."""
+    """Return lists of positions, the longest text first: each of at most max_tokens; a longer text is alone.
+    max_padding: of these tokens; None: texts are concatenated, without padding."""
     parts = []
     longest = tokens = 0
     order = np.argsort(-lengths, kind="stable")

@@ -478,6 +478,7 @@ def run_page(name, folder, *words):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(folder)
+        patch.setenv("HOME", str(folder))  # where the evaluator keeps its cache
         patch.setattr(sys, "argv", [name, *words])
         runpy.run_path(name)
 
