@@ -519,6 +519,8 @@ def reason_of(error):
         return "contains no row"
     if isinstance(error, KeyError):
         return f"there is no {error}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not in UTF-8: save it in that encoding ({error})"
     if isinstance(error, pd.errors.ParserWarning):
         return "line 2 has more fields than the header: check the separator, and quote texts that contain it"
     reason = str(error).strip() or repr(error)
@@ -672,7 +674,7 @@ def exact(file):
 def open_files(files, streaming=True, columns=None, labels=(), optional=()):
     """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables of `columns`; None: of
     all that `datasets` can hold. Cells of CSV and TSV are texts, as written. labels: columns of which whole numbers
-    are read as floats, as fractions may follow; optional: those that the files may lack."""
+    and decimals are read as floats, as others may follow; optional: those that the files may lack."""
     suffix = file_suffix(files[0])
     kind = FORMATS[suffix]
     folders = {os.path.dirname(file) for file in files}
@@ -742,13 +744,13 @@ def plain_schema(inferred, kind, columns, labels):
 
 def plain_type(kind, as_float=False):
     """Return the Arrow type that a column is read as: text where the first rows are null; string and list where `take`
-    or `datasets` cannot handle the type; as_float: float64 instead of integers."""
+    or `datasets` cannot handle the type; as_float: float64 instead of integers and decimals."""
     if is_list(kind):
         wrap = pa.large_list if pa.types.is_large_list(kind) else pa.list_
         return wrap(plain_type(kind.value_type, as_float))
     if pa.types.is_struct(kind):
         return pa.struct([part.with_type(plain_type(part.type)) for part in kind])
-    if as_float and pa.types.is_integer(kind):
+    if as_float and (pa.types.is_integer(kind) or pa.types.is_decimal(kind)):
         return pa.float64()
     return pa.string() if kind in (pa.null(), pa.string_view()) else kind
 
@@ -897,6 +899,9 @@ def trec_parts(path, name):
                     line = bad.idxmax()
                     raise UserError(f"line {line + 1} has no finite score: {' '.join(frame.loc[line, names[:3]])}")
                 frame = frame.assign(score=scores)[np.isfinite(scores)]
+                steps = frame["score"].diff()[frame["query_id"] == frame["query_id"].shift()]
+                if name == "run" and len(steps) and (steps >= 0).all():
+                    warn_once(f"--run {path}: no score falls, but the highest ranks first: are they distances?")
                 yield frame.assign(scored=frame.pop("tag") != UNSCORED) if name == "run" else frame
 
 

@@ -866,6 +866,8 @@ def reason_of(error):
         return "contains no row"
     if isinstance(error, KeyError):
         return f"there is no {error}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not in UTF-8: save it in that encoding ({error})"
     if isinstance(error, pd.errors.ParserWarning):
         return "line 2 has more fields than the header: check the separator, and quote texts that contain it"
     reason = str(error).strip() or repr(error)

@@ -110,6 +110,25 @@ def test_a_given_run_without_reranking(evaluate, beir, run_file, tmp_path, capsy
     assert got["metrics"]["R@1000"]["mean"] == pytest.approx(58.5 / 60)
 
 
+@pytest.mark.parametrize("score", ["rank", "equal"])
+def test_a_run_file_whose_scores_do_not_fall(score, evaluate, beir, tmp_path, capsys):
+    """They are distances, or no scores: trec_eval, and we, rank by the highest."""
+    lines = [f"q{i} Q0 d{i + j} {j} {j if score == 'rank' else 1} x\n" for i in range(60) for j in range(3)]
+    (tmp_path / "x.trec").write_text("".join(lines))
+    evaluate("--beir", beir, "--run", tmp_path / "x.trec", "--metrics", "RR")
+    said = f"warning: --run {tmp_path}/x.trec: no score falls, but the highest ranks first: are they distances?\n"
+    assert capsys.readouterr().err.count(said) == 1
+
+
+def test_a_query_without_a_relevant_document(evaluate, beir, run_file, tmp_path, capsys):
+    """It counts as 0, as in trec_eval, with a warning."""
+    shutil.copytree(beir, tmp_path / "beir")
+    path = tmp_path / "beir/qrels/test.tsv"
+    path.write_text(path.read_text().replace("q3\td3\t1", "q3\td3\t0"))
+    evaluate("--beir", tmp_path / "beir", "--run", run_file, "--metrics", "RR")
+    assert "beir: 1 judged queries have no relevant document; they count as 0" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(not DL19.is_dir(), reason=f"needs the passages of TREC DL 2019 in {DL19}")
 def test_bm25_run_of_dl19(evaluate):
     got = evaluate("--beir", DL19, "--run", DL19 / "bm25.run")

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from dataclasses import replace
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -467,6 +468,24 @@ def test_labels_that_begin_with_whole_numbers(streaming, late):
     found, _ = script.read_rows(source.take(len(first) + 4), [source], [None, None], 0)
     labels = [row.labels if isinstance(whole, list) else row.labels[0] for row in found]
     assert labels == [whole] * len(first) + late
+
+
+@both_kinds
+def test_labels_that_are_decimals_of_several_precisions(streaming):
+    """As in dataset-viewer#3173."""
+    for number, label in enumerate((Decimal("0.5"), Decimal("16.47135"))):
+        pq.write_table(pa.table({"a": ["q"] * 3, "b": ["d"] * 3, "s": [label] * 3}), f"{number}.parquet")
+    source = script.Source("*.parquet", 0, options(label_column=["s"], streaming=streaming, shuffle_buffer=0))
+    found, _ = script.read_rows(source.take(6), [source], [None, None], 0)
+    assert [row.labels for row in found] == [[0.5]] * 3 + [[pytest.approx(16.47135)]] * 3
+
+
+@both_kinds
+@pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
+def test_texts_in_another_encoding(streaming, encoding):
+    Path("x.csv").write_text("a,b\né,d\n", encoding=encoding)
+    with pytest.raises(script.UserError, match="^x.csv: not in UTF-8: save it in that encoding .*can't decode byte"):
+        rows_of("x.csv", 1, streaming)
 
 
 @both_kinds
