@@ -144,7 +144,11 @@ def main(args):
     if args.positive_rank:
         positives = judged[judged["rank"] <= args.positive_rank]
         left_out = len(judged) - len(positives)
-        print(f"{left_out:,} of them are not among the first {args.positive_rank} of their query; rows left out")
+        absent = np.isinf(judged["rank"]).sum()
+        print(
+            f"{left_out:,} of them are not among the first {args.positive_rank} of their query ({absent:,} are not in "
+            "--run at all); rows left out"
+        )
 
     # ---- negatives and rows: the second pass
     negatives = pick_negatives(positives, judged, own, queries, documents, args)
@@ -202,6 +206,7 @@ def read_queries(args):
         judged = rows[PAIR]
         texts = rows.drop_duplicates("query_id").set_index("query_id")["query"]
         documents = Texts(rows.drop_duplicates("doc_id").set_index("doc_id")["document"])
+        check_ranked_queries(texts, args)
     else:
         _, sources, qrels = collection_files(args)
         judged = read_qrels(*qrels).drop_duplicates(PAIR, keep="last")
@@ -214,6 +219,19 @@ def read_queries(args):
     if merged:
         print(f"{merged:,} queries have the text of another one; they are one, with the positives of both")
     return queries, judged.assign(query=numbers), documents
+
+
+def check_ranked_queries(texts, args):
+    """Raise UserError if eval_incremental.py ranked other queries than `texts`, a Series by id: ids of --pairs are
+    numbers of rows, so those of other files, or in another order, would be taken for these."""
+    folders = list(Path(args.run).parents)[:2]  # of the ranking, or of all rankings
+    for path in [folder / "queries.jsonl" for folder in folders if (folder / "metrics.json").exists()]:
+        with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
+            for row in map(json.loads, file):
+                if texts.get(row["_id"]) != row["text"]:
+                    advice = "give the files that it ranks, in their order"
+                    found = f"its query {row['_id']} is {row['text'][:60]!r}"
+                    raise UserError(f"--pairs {args.pairs[0]}: not the rows of --run {args.run}: {found}; {advice}")
 
 
 def collection_files(args):
@@ -362,7 +380,7 @@ def pick_negatives(positives, judged, own, queries, documents, args):
     def pick(run):
         run = run.sort_values(["score", "row"], ascending=False)  # ties: as in trec_eval
         run = run.assign(lowest=run["query"].map(lowest), score=run.score.where(run.scored))
-        run = remove(run, run.lowest.isna(), "of queries without a text, or without a positive", counts)
+        run = remove(run, run.lowest.isna(), "of queries without a text, or without a positive that is kept", counts)
         run = remove(run, run.text < 0, "not in the corpus, or empty", counts)
         is_own = run.query_text.isin(own_text)
         run = remove(run, is_own, "the query's own document, or equal to it", counts)

@@ -5,7 +5,6 @@
 
 A FOLDER is the --output_dir of a call. Rankings of several calls are compared if these had the same queries and
 judgments. Output: table.md, table.tex, and report.html, one file that needs no server and no network.
-Left out on purpose: models, caches and collections; measures that the evaluation did not compute.
 """
 
 # /// script
@@ -207,7 +206,7 @@ def write_page(path, data, lines, calls):
     origins = [(call["provenance"]["time"], escape(call["provenance"]["command"])) for call in calls]
     page = Template(PAGE).substitute(
         title=escape(", ".join(names) if len(names) < 4 else f"{len(names)} collections"),
-        calls="\n".join(f"<details><summary>{time}</summary>{command}</details>" for time, command in origins),
+        calls="\n".join(f"<details><summary>call of {time}</summary>{command}</details>" for time, command in origins),
         table="\n".join(f"<tr><td>{'<td>'.join(line)}" for line in lines),
         data=json.dumps(data, ensure_ascii=False).replace("<", "\\u003c"),  # no text can end the script
     )
@@ -236,8 +235,7 @@ main > details > summary { padding: .6rem 0; font-weight: bold; }
 article { display: grid; grid-template-columns: 2rem 1fr; padding: .4rem; border-top: 1px solid var(--line); }
 .relevant { background: var(--relevant); }
 .text { white-space: pre-line; list-style: none; }
-details:not([open]) > .text { display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 4;
-  overflow: hidden; }
+:not([open]) > .text { display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 4; overflow: hidden; }
 mark { background: var(--mark); color: inherit; }
 </style>
 <h1>$title</h1>
@@ -245,9 +243,9 @@ $calls
 <div style="overflow-x: auto"><table>
 $table
 </table></div>
-<p class="quiet">Brackets: 95 % bootstrap intervals. Below: differences from the first ranking, with the p-value of a
-paired randomization test. Above 20,000 queries both are normal approximations.</p>
-<p class="quiet" id="about"></p>
+<p class="quiet">Brackets: 95 % bootstrap intervals. Under them: the difference from the first ranking, and the p-value
+(0.0002 at least) of a paired randomization test. Above 20,000 queries both are normal approximations.</p>
+<p class="quiet" id="about"></p><nav id="groups" style="display: grid"></nav>
 <main></main>
 <script type="application/json" id="data">$data</script>
 <script>
@@ -300,6 +298,8 @@ function addDocuments(box, query) {
 function addGroup(title, queries) {
   const group = add(document.querySelector("main"), "details", "");
   group.open = true;  // for the browser's own search
+  group.id = title;
+  add(document.getElementById("groups"), "a", "", queries.length + " queries: " + title).href = "#" + title;
   add(group, "summary", "", queries.length + " queries: " + title);
   for (const query of queries) {
     const box = add(group, "details", "query");
@@ -319,12 +319,12 @@ if (second) {
   addGroup(second + " is better", data.queries.filter((query) => query.change > 0));
   const failed = equal.filter((query) => query.values[0] === 0);
   const best = (query) => Math.min(...query.documents.filter(isRelevant).flatMap((hit) => hit.ranks.filter(Number)));
-  addGroup("both fail, best rank of a relevant document first", failed.sort((a, b) => best(a) - best(b)));
+  addGroup("both fail (0), best rank of a relevant document first", failed.sort((a, b) => best(a) - best(b)));
   addGroup("equal, lowest first", equal.filter((query) => query.values[0] !== 0));
 } else addGroup(first + ", lowest " + data.measure + " first", data.queries);
 document.getElementById("about").textContent = data.queries.length + " of " + data.total + " queries, sorted by " +
-  data.measure + (second ? ", largest difference first. All pairs of numbers are " + first + " → " + second : "") +
-  ". Rank –: not retrieved. Click a text to read on; words of the query are marked in it.";
+  data.measure + (second ? ", largest difference first. Two numbers are those of " + first + " → " + second : "") +
+  ". Rank –: not in the ranking. Click a text to read on; words of the query are marked in it.";
 </script>
 """
 

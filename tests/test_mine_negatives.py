@@ -225,6 +225,10 @@ def test_pairs_have_the_ids_of_the_evaluator(tmp_path, evaluate, bert, form):
     assert found[0] == found[1] and found[0].count(b"\n") == {"n-tuple-scores": 10, "labeled-pair": 22}[form]
     with pytest.raises(script.UserError, match="--pairs .*a.csv: .*titel"):
         mine(tmp_path, *pairs[:-1], "titel", *flags)
+    turned = ["--pairs", tmp_path / "b.csv", tmp_path / "a.csv", *pairs[3:]]  # the same ids are of other texts
+    said = "--pairs .*b.csv: not the rows of --run .*run.trec: its query 2 is 'back, pain'; give the files"
+    with pytest.raises(script.UserError, match=said):
+        mine(tmp_path, *turned, *flags)
 
 
 def test_positives_without_a_score(small, tmp_path, capsys):
@@ -363,8 +367,11 @@ def test_positive_rank(ranked, tmp_path, capsys):
     near = mine(tmp_path, *flags, "--positive_rank", 3)
     expected = [row for row in every if best.get((row["query"], row["documents"][0]), 99) <= 3]
     assert [row["documents"] for row in near] == [row["documents"] for row in expected] and 10 < len(near) < len(every)
-    count = re.search(r"([\d,]+) of them are not among the first 3 of their query; rows left", capsys.readouterr().out)
-    assert int(count[1]) == len(every) - len(near)
+    said = r"([\d,]+) of them are not among the first 3 of their query \(([\d,]+) are not in --run at all\); rows left"
+    count = re.search(said, capsys.readouterr().out)
+    assert int(count[1]) == len(every) - len(near) and int(count[2]) == sum(
+        (row["query"], row["documents"][0]) not in best for row in every
+    )
     lowest = mine(tmp_path, *flags, "--positive_rank", 3, "--absolute_margin", 1)
     assert len(lowest) > len(mine(tmp_path, *flags, "--absolute_margin", 1)) // 3
     for row in lowest:

@@ -137,7 +137,7 @@ def test_queries_that_both_fail_are_together(evaluate, tmp_path, in_browser):
         )
         assert [group[0] for group in groups[:2]] == ["0 queries: a.run is better", "0 queries: b.run is better"]
         assert groups[2:] == [
-            ["4 queries: both fail, best rank of a relevant document first", "q3", "q5", "q2", "q4"],
+            ["4 queries: both fail (0), best rank of a relevant document first", "q3", "q5", "q2", "q4"],
             ["2 queries: equal, lowest first", "q0", "q1"],
         ]
 
