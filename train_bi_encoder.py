@@ -142,7 +142,7 @@ class Args:
     batch_size: int = flag(64, "rows of a batch, over all processes", above_zero=True)
     micro_batch_tokens: int | None = flag(
         None,
-        "tokens per forward, but of static models; None: 2,048 (CPU), measured (GPU)",
+        "tokens of a forward pass; None: 2,048 (CPU), measured (GPU), all (static models)",
         may_change=True,
         above_zero=True,
     )
