@@ -1324,8 +1324,8 @@ def hold_out_rows(sources, lookups, args):
     return held_out, skipped
 
 
-def count_trained_queries(data):
-    """Return how many queries of held-out rows are also in mapped rows that are trained on."""
+def trained_queries(data):
+    """Return the set of queries of held-out rows that are also in mapped rows that are trained on."""
     queries = []
     for source, rows in data.held_out:
         queries += [str(row.cells[source.args.columns[0]]) for row in rows]
@@ -1337,7 +1337,7 @@ def count_trained_queries(data):
             for table in source.dataset.select_columns([column]).iter(100_000):
                 texts = table[column].cast(pa.string())
                 found |= {*texts.filter(pc.is_in(texts, value_set=queries)).to_pylist()}
-    return len(found)
+    return found
 
 
 # ---- files
@@ -2873,21 +2873,31 @@ def announce(model, data, evaluators, progress, args, accelerator):
             roles = ["query", *["document"] * len(columns)]
         described = ", ".join(map(": ".join, zip(roles, columns)))
         rows = "a stream of rows" if args.streaming else f"{len(source):,} rows"
-        share = f", {weight / sum(data.weights):.0%} of a batch" if len(data.sources) > 1 else ""
-        print(f"{source.name}: {rows} ({described}){share}")
+        whole = "a batch" if args.mix_by == "row" else "all batches"
+        share = f", {weight / sum(data.weights):.0%} of {whole}" if len(data.sources) > 1 else ""
+        print(f"{source.name}: {rows} ({described}){share}{differences(source.args, args)}")
     for source, rows in data.held_out:
         total = "" if args.streaming else f" of {len(rows) + len(source):,}"
-        print(f"held out: {len(rows):,}{total} rows of {source.name}")
+        own = "" if source in data.sources else differences(source.args, args)
+        print(f"held out: {len(rows):,}{total} rows of {source.name}{own}")
     for measure, (evaluator, _) in evaluators.items():
         if ranked := ranked_documents(evaluator):
             print(f"{measure}: {ranked[0]:,.0f} documents a query, in random order {ranked[1]:.3f}")
-    if known := count_trained_queries(data):
-        print(f"{known:,} held-out queries are also in rows that are trained on: hold out other rows by --eval_data")
+    if known := trained_queries(data):
+        such = f"{len(known):,} held-out queries, such as {min(known)[:60]!r}, are also in rows that are trained on"
+        print(f"{such}: hold out other rows, of all sources, by --eval_data")
     print(
         f"{args.output_dir}: step {progress.step:,} of {args.max_steps:,}, {args.gradient_accumulation_steps} x "
         f"{args.batch_size:,} rows on {accelerator.num_processes} x {accelerator.device}, in micro-batches of "
         f"{args.micro_batch_tokens:,} tokens"
     )
+
+
+def differences(own, args):
+    """Return the flags of a source, its columns apart, that are not those of the run, as a text."""
+    own = {name: getattr(own, name) for name in OWN_FLAGS if name != "columns"}
+    own = {name: value for name, value in own.items() if value != getattr(args, name)}
+    return f", {json.dumps(own, ensure_ascii=False)}" if own else ""
 
 
 def ranked_documents(evaluator):
@@ -3109,10 +3119,13 @@ def plot_metrics(metrics, main_measures, path):
 
 
 def print_outcome(metrics, skipped):
-    """Print the number of bad rows, and whether the loss has not fallen, as of a model that has learned nothing."""
-    losses = [line["loss"] for line in metrics if "loss" in line]
-    if len(losses) > 1 and losses[-1] > 0.99 * losses[0] > 0:
-        print(f"the loss has not fallen, from {losses[0]:.4f} to {losses[-1]:.4f}: has the model learned?")
+    """Print the number of bad rows, and which loss, of each source with --mix_by batch, has not fallen, as of a model
+    that has learned nothing."""
+    names = {name for name in chain.from_iterable(metrics) if re.match("loss(_|$)", name)}
+    for name in sorted(names - {"loss"} or names):
+        losses = [line[name] for line in metrics if name in line]
+        if len(losses) > 1 and losses[-1] > 0.99 * losses[0] > 0:
+            print(f"{name} has not fallen, from {losses[0]:.4f} to {losses[-1]:.4f}: has the model learned?")
     if skipped:
         print(f"{skipped:,} bad rows skipped")
 

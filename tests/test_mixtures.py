@@ -187,6 +187,17 @@ def test_what_is_refused_of_several_sources(sources):
         open_data(sources, *plain, more=["--columns", "question", "answer", "other"])
 
 
+def test_the_start_says_in_which_flags_a_source_differs(sources):
+    """Among them its prompts, which are not saved with the model."""
+    own = open_data(sources, *entries(sources, "train_bi_encoder"), more=["--mix_by", "batch"]).sources
+    run = script.Args(query_prompt="", document_prompt="")
+    assert [script.differences(source.args, run) for source in own] == [
+        "",
+        ', {"label_column": ["score"], "loss": "CoSENTLoss"}',
+        ', {"query_prompt": "topic of: ", "loss_kwargs": {"in_batch": false}}',
+    ]
+
+
 def test_a_source_without_a_column_of_negatives_has_fewer_documents(sources, tmp_path):
     rows = [json.loads(line) for line in (sources / "retrieval.jsonl").read_text().splitlines()]
     write_jsonl(tmp_path / "pairs.jsonl", [{"question": row["question"], "answer": row["answer"]} for row in rows])
@@ -214,7 +225,7 @@ def test_held_out_queries_that_are_trained_on_are_counted(tmp_path):
     data = open_data(tmp_path, str(tmp_path / "x.jsonl"))
     queries = {row.query for _, part in data.held_out for row in part}
     trained = {row["q"] for row in data.sources[0].dataset[:].to_pylist()}
-    assert script.count_trained_queries(data) == len(queries & trained) > 0
+    assert script.trained_queries(data) == queries & trained != set()
 
 
 def test_a_stream_says_that_most_of_its_rows_are_held_out(tmp_path, capsys):

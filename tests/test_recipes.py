@@ -14,11 +14,12 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from contextlib import closing
 from dataclasses import fields, replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from types import SimpleNamespace
 
 import datasets
@@ -470,7 +471,7 @@ def check_rankings(run, folder, rows):
     assert json.loads((folder / "runs/eval/metrics.json").read_text())["results"][0]["queries"] == 60
 
 
-# ---- clusters, dev_set
+# ---- clusters, dev_set, passages
 
 
 def run_page(name, folder, *words):
@@ -515,6 +516,27 @@ def check_dev_set(run, folder, rows):
     shutil.copy(ROOT / "train_bi_encoder.py", folder)
     launch(folder / "train_bi_encoder.py", *flags, cwd=folder)
     assert any("ndcg@10" in name for name in metrics(folder / "runs/recipe")[0])
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def check_passages(run, folder, rows):
+    """Passages overlap and are whole; a document ranks once, by its best passage, and by what stands at its end."""
+    run_page("cut_passages.py", folder, "beir", "passages", "20", "5")
+    texts = {row["_id"]: row["text"].split() for row in read_lines(folder / "beir/corpus.jsonl")}
+    passages = defaultdict(list)
+    for row in read_lines(folder / "passages/corpus.jsonl"):
+        passages[row["_id"]].append(row["text"].split())
+    assert passages.keys() == texts.keys() and max(map(len, passages.values())) > 3
+    for document, parts in passages.items():
+        assert parts[0] + list(chain.from_iterable(part[5:] for part in parts[1:])) == texts[document]
+        assert all(one[-5:] == two[:5] for one, two in pairwise(parts)) and max(map(len, parts)) <= 20
+    flags = ["--model_name_or_path", "model", "--max_length", 32, "--beir", "passages", "--top_k", 100]
+    launch(folder / "eval_incremental.py", *flags, "--cache_dir", "cache", "--output_dir", "runs/eval", cwd=folder)
+    found = [tuple(line.split()[:3:2]) for line in (folder / "runs/eval/run.trec").read_text().splitlines()]
+    assert len(found) == len(set(found)) == 60 * 100
 
 
 # ---- measure
