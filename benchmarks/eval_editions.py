@@ -65,13 +65,13 @@ def run_waiting(checkout, pass_ms, flags):
         started = time.perf_counter()
         texts = len(features["input_ids"])
         time.sleep(pass_ms / 1000)
-        passes.append((time.perf_counter() - started, texts))
+        passes.append((started, time.perf_counter(), texts))
         return torch.ones(texts, self.model.get_embedding_dimension())
 
     def timed_retrieve(*args):
         started = time.perf_counter()
         ranking = retrieve(*args)
-        spans.append(time.perf_counter() - started)
+        spans.append((started, time.perf_counter()))
         return ranking
 
     split_features = script.split_features  # cuts as on a GPU
@@ -79,8 +79,13 @@ def run_waiting(checkout, pass_ms, flags):
     script.CachedEncoder.forward = forward
     script.retrieve = timed_retrieve
     script.main(script.parse_args(flags))
-    seconds, texts = map(sum, zip(*passes))
-    print(json.dumps({"passes": len(passes), "texts": texts, "seconds": spans[0], "waiting": 1 - seconds / spans[0]}))
+    begin, end = spans[0]
+    working = sum(done - started for started, done, _ in passes)
+    figures = {"passes": len(passes), "seconds": end - begin, "waiting": 1 - working / (end - begin)}
+    figures |= {"before the first": passes[0][0] - begin, "after the last": end - passes[-1][1]}
+    waits = [later[0] - earlier[1] for earlier, later in zip(passes, passes[1:])]
+    figures |= {"waits in each quarter": [round(sum(part), 2) for part in np.array_split(waits, 4)]}
+    print(json.dumps(figures))
 
 
 def compare_waiting(args, folder):
