@@ -497,13 +497,15 @@ def run_forward(forward, count, args, accelerator):
     """Return (outputs of forward(0) to forward(count - 1), how many of them have a graph: the first ones)."""
     outputs = []
     kept = 0
+    keeps = True
     # Autocast keeps half-precision copies of the weights until its outermost block ends, so one block makes each once.
     # A copy made without a graph carries no gradient later, so passes with a graph come first.
     with accelerator.autocast():
         for index in range(count):
-            kept += kept == index and may_keep_graph(index, args, accelerator)
-            with torch.set_grad_enabled(index < kept):
+            keeps = keeps and may_keep_graph(index, args, accelerator)
+            with torch.set_grad_enabled(keeps):
                 outputs.append(forward(index))
+            kept += keeps
     return outputs, kept
 
 
