@@ -113,6 +113,12 @@ def main(args):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(f"{path}.part").touch()  # is written first, and replaces `path` at the end
     sources = [open_train_data(name, args) for name in args.train_data]
+    if args.output:  # of one schema: checked now, not when the first source is searched
+        names = [next(stream.iter(1)).column_names for _, stream, _ in sources]
+        if others := [source[0] for source, columns in zip(sources, names) if columns != names[0]]:
+            raise UserError(
+                f"--train_data {others[0]}: other columns than {sources[0][0]}: --output needs calls of each"
+            )
     parts = open_pairs(args)
     for name in args.beir:
         parts += open_beir(name, args)
@@ -625,10 +631,11 @@ def exact(file):
     return glob.escape(file if "://" in file else os.path.abspath(file))
 
 
-def open_files(files, streaming=True, columns=None, labels=(), optional=()):
+def open_files(files, streaming=True, columns=None, labels=(), optional=(), ids=()):
     """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables of `columns`; None: of
     all that `datasets` can hold. Cells of CSV and TSV are texts, as written. labels: columns of which whole numbers
-    and decimals are read as floats, as others may follow; optional: those that the files may lack."""
+    and decimals are read as floats, as others may follow; ids: columns of which whole numbers are read as texts;
+    optional: columns that the files may lack."""
     suffix = file_suffix(files[0])
     kind = FORMATS[suffix]
     folders = {os.path.dirname(file) for file in files}
@@ -643,10 +650,14 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=()):
     load = partial(datasets.load_dataset, kind, data_files=list(map(exact, files)), **options)
     if kind == "parquet":
         inferred = parquet_schema(files[0], columns)
+        check_other_files(files, set(optional) - set(inferred.names))
         load = partial(load, columns=inferred.names)
     else:
-        inferred = next(load(streaming=True).with_format("arrow").iter(1)).schema
-    schema = plain_schema(inferred, kind, columns or [], labels)
+        first = next(load(streaming=True).with_format("arrow").iter(1))
+        inferred = first.schema
+        if kind == "csv":
+            warn_of_lists(files[0], first, set(columns or ()) - set(labels))
+    schema = plain_schema(inferred, kind, columns or [], labels, ids)
     dataset = None
     if schema != inferred or kind == "parquet":
         load = partial(load, features=datasets.Features.from_arrow_schema(schema))
@@ -657,6 +668,21 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=()):
     if columns:
         dataset = dataset.select_columns([name for name in columns if name in schema.names or name not in optional])
     return dataset
+
+
+def check_other_files(files, absent):
+    """Raise UserError if another Parquet file has a column that the first, whose schema is that of all, has not."""
+    for file in files[1:] if absent else []:
+        if found := absent.intersection(parquet_schema(file, None).names):
+            advice = "give each kind a source of its own, or the column to all"
+            raise UserError(f"{file} has the column {min(found)!r}, {files[0]} has not: {advice}")
+
+
+def warn_of_lists(file, first, columns):
+    """Warn of texts that seem to be lists, by the first row of a CSV file."""
+    for name in columns.intersection(first.column_names):
+        if str(first[name][0]).startswith(("['", '["')):
+            warn_once(f"{file}: column {name!r} seems to hold lists, and is read as one text: JSON Lines holds lists")
 
 
 def parquet_schema(file, columns):
@@ -681,7 +707,7 @@ def csv_options(suffix):
     return options | ({"sep": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {})
 
 
-def plain_schema(inferred, kind, columns, labels):
+def plain_schema(inferred, kind, columns, labels, ids):
     """Return the schema that files of a format are read as; `inferred`: that of their first rows."""
     schema = []
     for part in inferred:
@@ -692,7 +718,8 @@ def plain_schema(inferred, kind, columns, labels):
             problem = "texts like 2020-01-01, which would become other texts: rewrite the file by prepare_corpus.py"
             raise UserError(f"column {part.name!r} has {problem}")
         as_float = part.name in labels and kind != "arrow"  # of which a file is mapped as it is
-        schema.append((part.name, pa.string() if kind == "csv" else plain_type(part.type, as_float)))
+        as_text = part.name in ids and kind != "arrow" and pa.types.is_integer(value)
+        schema.append((part.name, pa.string() if kind == "csv" or as_text else plain_type(part.type, as_float)))
     return pa.schema(schema)
 
 
@@ -730,6 +757,8 @@ def as_texts(column, name, ids=False):
         advice = "rewrite it by prepare_corpus.py"
     elif pa.types.is_nested(kind):
         advice = "write its texts as a column of their own; Dataset.flatten() of `datasets` does so for structs"
+    elif ids and pa.types.is_floating(kind) and (pc.max(pc.abs(column)).as_py() or 0) >= 2**53:
+        advice = "large whole numbers, rounded: rewrite it by prepare_corpus.py"
     elif pa.types.is_primitive(kind) and not ids:
         advice = f"choose other columns or, to train on it, set --label_column {name}"
     if advice:

@@ -640,7 +640,8 @@ class TextReader:
             by_position = dict(enumerate(available))  # as --pairs gives them
             self.id_column, *self.text_columns = [by_position.get(name, name) for name in columns]
             names = dict.fromkeys([self.id_column, *self.text_columns])
-            self.dataset = open_files(files, args.streaming).select_columns([name for name in names if name != "#"])
+            dataset = open_files(files, args.streaming, ids=[self.id_column])
+            self.dataset = dataset.select_columns([name for name in names if name != "#"])
         self.rows = None if args.streaming else len(self.dataset)
 
     def chunks(self, prefix=None, process=0, processes=1):
@@ -1153,6 +1154,10 @@ def annotate(args, accelerator):
     part = Path(f"{args.output}.part")
     parquet = None
     scorer.open_bar(scorer.path, None)
+    if args.output.endswith(".parquet"):  # of one schema: checked now, not when the first source is scored
+        schemas = [next(open_files(list_files(source)).iter(1)).schema for source in args.annotate]
+        if others := [source for source, schema in zip(args.annotate, schemas) if schema != schemas[0]]:
+            raise UserError(f"--annotate {others[0]}: other columns than {args.annotate[0]}: give --output FILE.jsonl")
     part.unlink(missing_ok=True)  # of a killed call
     for table in scored_tables(scorer, args, accelerator):
         if accelerator.is_main_process:
@@ -1620,7 +1625,8 @@ def judgments_digest(collection):
     """Return a hash of queries and judgments, whatever their order; report.py compares rankings of equal ones."""
     judgments = collection.qrels[[*PAIR, "relevance"]].itertuples(index=False, name=None)
     digest = hashlib.sha256()
-    for row in chain(sorted(collection.queries.items()), sorted(judgments)):
+    rules = [] if collection.omit_same_id else ["documents may have the id of the query"]
+    for row in chain(sorted(collection.queries.items()), sorted(judgments), rules):
         digest.update(f"{row}\n".encode())
     return digest.hexdigest()[:32]
 
@@ -2351,9 +2357,11 @@ PROBE = (
 def probe_features(model):
     """Return the features of some texts, or pairs, as lists: of each alone, so without padding, and of one longer than
     the model's limit."""
-    limit = model.max_seq_length or 0
+    limits = [getattr(module, "max_seq_length", None) for module in model.modules()]  # of a Router there are several
+    static = [module.tokenizer.truncation for module in model.modules() if isinstance(module, StaticEmbedding)]
+    limits += [truncation["max_length"] for truncation in static if truncation]
     words = PROBE.split()
-    numbers = map(str, range(limit if limit < 2**18 else 0))  # none if texts are not truncated
+    numbers = map(str, range(max([limit for limit in limits if limit and limit < 2**18], default=0)))
     long = " ".join([*words, *numbers, *words[::-1]])
     prompt = None if has_chat_template(model) else "a Prompt: "
     inputs = product(("query", "document"), (PROBE, long))
@@ -2512,6 +2520,8 @@ def as_texts(column, name, ids=False):
         advice = "rewrite it by prepare_corpus.py"
     elif pa.types.is_nested(kind):
         advice = "write its texts as a column of their own; Dataset.flatten() of `datasets` does so for structs"
+    elif ids and pa.types.is_floating(kind) and (pc.max(pc.abs(column)).as_py() or 0) >= 2**53:
+        advice = "large whole numbers, rounded: rewrite it by prepare_corpus.py"
     elif pa.types.is_primitive(kind) and not ids:
         advice = f"choose other columns or, to train on it, set --label_column {name}"
     if advice:
@@ -2726,10 +2736,11 @@ def exact(file):
     return glob.escape(file if "://" in file else os.path.abspath(file))
 
 
-def open_files(files, streaming=True, columns=None, labels=(), optional=()):
+def open_files(files, streaming=True, columns=None, labels=(), optional=(), ids=()):
     """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables of `columns`; None: of
     all that `datasets` can hold. Cells of CSV and TSV are texts, as written. labels: columns of which whole numbers
-    and decimals are read as floats, as others may follow; optional: those that the files may lack."""
+    and decimals are read as floats, as others may follow; ids: columns of which whole numbers are read as texts;
+    optional: columns that the files may lack."""
     suffix = file_suffix(files[0])
     kind = FORMATS[suffix]
     folders = {os.path.dirname(file) for file in files}
@@ -2744,10 +2755,14 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=()):
     load = partial(datasets.load_dataset, kind, data_files=list(map(exact, files)), **options)
     if kind == "parquet":
         inferred = parquet_schema(files[0], columns)
+        check_other_files(files, set(optional) - set(inferred.names))
         load = partial(load, columns=inferred.names)
     else:
-        inferred = next(load(streaming=True).with_format("arrow").iter(1)).schema
-    schema = plain_schema(inferred, kind, columns or [], labels)
+        first = next(load(streaming=True).with_format("arrow").iter(1))
+        inferred = first.schema
+        if kind == "csv":
+            warn_of_lists(files[0], first, set(columns or ()) - set(labels))
+    schema = plain_schema(inferred, kind, columns or [], labels, ids)
     dataset = None
     if schema != inferred or kind == "parquet":
         load = partial(load, features=datasets.Features.from_arrow_schema(schema))
@@ -2758,6 +2773,21 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=()):
     if columns:
         dataset = dataset.select_columns([name for name in columns if name in schema.names or name not in optional])
     return dataset
+
+
+def check_other_files(files, absent):
+    """Raise UserError if another Parquet file has a column that the first, whose schema is that of all, has not."""
+    for file in files[1:] if absent else []:
+        if found := absent.intersection(parquet_schema(file, None).names):
+            advice = "give each kind a source of its own, or the column to all"
+            raise UserError(f"{file} has the column {min(found)!r}, {files[0]} has not: {advice}")
+
+
+def warn_of_lists(file, first, columns):
+    """Warn of texts that seem to be lists, by the first row of a CSV file."""
+    for name in columns.intersection(first.column_names):
+        if str(first[name][0]).startswith(("['", '["')):
+            warn_once(f"{file}: column {name!r} seems to hold lists, and is read as one text: JSON Lines holds lists")
 
 
 def parquet_schema(file, columns):
@@ -2782,7 +2812,7 @@ def csv_options(suffix):
     return options | ({"sep": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {})
 
 
-def plain_schema(inferred, kind, columns, labels):
+def plain_schema(inferred, kind, columns, labels, ids):
     """Return the schema that files of a format are read as; `inferred`: that of their first rows."""
     schema = []
     for part in inferred:
@@ -2793,7 +2823,8 @@ def plain_schema(inferred, kind, columns, labels):
             problem = "texts like 2020-01-01, which would become other texts: rewrite the file by prepare_corpus.py"
             raise UserError(f"column {part.name!r} has {problem}")
         as_float = part.name in labels and kind != "arrow"  # of which a file is mapped as it is
-        schema.append((part.name, pa.string() if kind == "csv" else plain_type(part.type, as_float)))
+        as_text = part.name in ids and kind != "arrow" and pa.types.is_integer(value)
+        schema.append((part.name, pa.string() if kind == "csv" or as_text else plain_type(part.type, as_float)))
     return pa.schema(schema)
 
 

@@ -271,7 +271,7 @@ def read_texts(name, sources, columns, requested=None):
     Raise UserError if documents repeat an id with another text; of queries the first one counts, with a warning."""
     parts = []
     with user_errors(f"--{name} {sources[0]}"):
-        dataset = open_sources(sources)
+        dataset = open_sources(sources, columns[:1] or ["_id", "id"])
         usual = ["_id", "title", "text"] if name == "corpus" else ["_id", "text"]
         columns = columns or usual_columns(usual, dataset.column_names)
         id_column, *text_columns = columns
@@ -293,9 +293,9 @@ def read_texts(name, sources, columns, requested=None):
     return found[~again].set_index("id").text
 
 
-def open_sources(sources):
+def open_sources(sources, ids=()):
     """Return a Dataset of the rows of sources, which must be of one format."""
-    return open_files(list(chain.from_iterable(map(list_files, sources))), streaming=False)
+    return open_files(list(chain.from_iterable(map(list_files, sources))), streaming=False, ids=ids)
 
 
 def join_texts(table, columns):
@@ -689,10 +689,11 @@ def exact(file):
     return glob.escape(file if "://" in file else os.path.abspath(file))
 
 
-def open_files(files, streaming=True, columns=None, labels=(), optional=()):
+def open_files(files, streaming=True, columns=None, labels=(), optional=(), ids=()):
     """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables of `columns`; None: of
     all that `datasets` can hold. Cells of CSV and TSV are texts, as written. labels: columns of which whole numbers
-    and decimals are read as floats, as others may follow; optional: those that the files may lack."""
+    and decimals are read as floats, as others may follow; ids: columns of which whole numbers are read as texts;
+    optional: columns that the files may lack."""
     suffix = file_suffix(files[0])
     kind = FORMATS[suffix]
     folders = {os.path.dirname(file) for file in files}
@@ -707,10 +708,14 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=()):
     load = partial(datasets.load_dataset, kind, data_files=list(map(exact, files)), **options)
     if kind == "parquet":
         inferred = parquet_schema(files[0], columns)
+        check_other_files(files, set(optional) - set(inferred.names))
         load = partial(load, columns=inferred.names)
     else:
-        inferred = next(load(streaming=True).with_format("arrow").iter(1)).schema
-    schema = plain_schema(inferred, kind, columns or [], labels)
+        first = next(load(streaming=True).with_format("arrow").iter(1))
+        inferred = first.schema
+        if kind == "csv":
+            warn_of_lists(files[0], first, set(columns or ()) - set(labels))
+    schema = plain_schema(inferred, kind, columns or [], labels, ids)
     dataset = None
     if schema != inferred or kind == "parquet":
         load = partial(load, features=datasets.Features.from_arrow_schema(schema))
@@ -721,6 +726,21 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=()):
     if columns:
         dataset = dataset.select_columns([name for name in columns if name in schema.names or name not in optional])
     return dataset
+
+
+def check_other_files(files, absent):
+    """Raise UserError if another Parquet file has a column that the first, whose schema is that of all, has not."""
+    for file in files[1:] if absent else []:
+        if found := absent.intersection(parquet_schema(file, None).names):
+            advice = "give each kind a source of its own, or the column to all"
+            raise UserError(f"{file} has the column {min(found)!r}, {files[0]} has not: {advice}")
+
+
+def warn_of_lists(file, first, columns):
+    """Warn of texts that seem to be lists, by the first row of a CSV file."""
+    for name in columns.intersection(first.column_names):
+        if str(first[name][0]).startswith(("['", '["')):
+            warn_once(f"{file}: column {name!r} seems to hold lists, and is read as one text: JSON Lines holds lists")
 
 
 def parquet_schema(file, columns):
@@ -745,7 +765,7 @@ def csv_options(suffix):
     return options | ({"sep": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {})
 
 
-def plain_schema(inferred, kind, columns, labels):
+def plain_schema(inferred, kind, columns, labels, ids):
     """Return the schema that files of a format are read as; `inferred`: that of their first rows."""
     schema = []
     for part in inferred:
@@ -756,7 +776,8 @@ def plain_schema(inferred, kind, columns, labels):
             problem = "texts like 2020-01-01, which would become other texts: rewrite the file by prepare_corpus.py"
             raise UserError(f"column {part.name!r} has {problem}")
         as_float = part.name in labels and kind != "arrow"  # of which a file is mapped as it is
-        schema.append((part.name, pa.string() if kind == "csv" else plain_type(part.type, as_float)))
+        as_text = part.name in ids and kind != "arrow" and pa.types.is_integer(value)
+        schema.append((part.name, pa.string() if kind == "csv" or as_text else plain_type(part.type, as_float)))
     return pa.schema(schema)
 
 
@@ -794,6 +815,8 @@ def as_texts(column, name, ids=False):
         advice = "rewrite it by prepare_corpus.py"
     elif pa.types.is_nested(kind):
         advice = "write its texts as a column of their own; Dataset.flatten() of `datasets` does so for structs"
+    elif ids and pa.types.is_floating(kind) and (pc.max(pc.abs(column)).as_py() or 0) >= 2**53:
+        advice = "large whole numbers, rounded: rewrite it by prepare_corpus.py"
     elif pa.types.is_primitive(kind) and not ids:
         advice = f"choose other columns or, to train on it, set --label_column {name}"
     if advice:

@@ -38,6 +38,7 @@ import argparse
 import copy
 import csv
 import ctypes
+import dis
 import glob
 import hashlib
 import inspect
@@ -53,7 +54,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -132,7 +133,7 @@ class Args:
     trust_remote_code: bool = flag(False, "run the code that a model's folder contains: SECURITY.md", may_change=True)
     max_length: int | None = flag(None, "tokens a text is truncated to; None: the model's own", above_zero=True)
     pooling: Literal["mean", "cls", "max", "lasttoken"] | None = flag(None, "replace the model's pooling")
-    dropout: float | None = flag(None, "dropout probability of the transformer; None: the model's own")
+    dropout: float | None = flag(None, "dropout probability, which the model keeps; None: the model's own")
     lora_rank: int = flag(0, "train LoRA adapters of this rank instead of all weights; 0: train all weights")
     lora_kwargs: json_object = flag({}, "JSON: further options of peft.LoraConfig, such as lora_alpha, target_modules")
     attn_implementation: str | None = flag(None, "attention: sdpa, flash_attention_2, ...", may_change=True)
@@ -725,6 +726,9 @@ def library_loss(args, model):
         raise UserError(f"--loss {args.loss} requires embeddings as labels: see docs/recipes/teacher_embeddings.md")
     with user_errors("--loss_kwargs", TypeError):
         module = getattr(library_losses, args.loss)(model, **args.loss_kwargs)
+    steps = dis.get_instructions(module.compute_loss_from_embeddings)
+    if args.label_column and not any("labels" in str(step.argval) for step in steps):
+        raise UserError(f"--label_column: --loss {args.loss} reads no labels: leave it out, or set another loss")
     if any(not name.startswith("model.") for name, _ in module.named_parameters()):
         raise UserError(f"--loss {args.loss}: has weights of its own, or reads one text a row: not supported")
 
@@ -1290,10 +1294,9 @@ def open_entries(option, entries, args, first=None):
             sources.append(Source(entry, number, args, first))
             first = first or sources[0].args
         check_negatives(sources)
-    labels = [source.label for source in sources]
-    for source in sources:
-        if labels.count(source.label) > 1:
-            source.label = f"{source.label}-{source.number}"
+    if len({source.label for source in sources}) < len(sources):
+        for source in sources:
+            source.label += f"-{source.number}"
     return sources
 
 
@@ -1486,10 +1489,11 @@ def exact(file):
     return glob.escape(file if "://" in file else os.path.abspath(file))
 
 
-def open_files(files, streaming=True, columns=None, labels=(), optional=()):
+def open_files(files, streaming=True, columns=None, labels=(), optional=(), ids=()):
     """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables of `columns`; None: of
     all that `datasets` can hold. Cells of CSV and TSV are texts, as written. labels: columns of which whole numbers
-    and decimals are read as floats, as others may follow; optional: those that the files may lack."""
+    and decimals are read as floats, as others may follow; ids: columns of which whole numbers are read as texts;
+    optional: columns that the files may lack."""
     suffix = file_suffix(files[0])
     kind = FORMATS[suffix]
     folders = {os.path.dirname(file) for file in files}
@@ -1504,10 +1508,14 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=()):
     load = partial(datasets.load_dataset, kind, data_files=list(map(exact, files)), **options)
     if kind == "parquet":
         inferred = parquet_schema(files[0], columns)
+        check_other_files(files, set(optional) - set(inferred.names))
         load = partial(load, columns=inferred.names)
     else:
-        inferred = next(load(streaming=True).with_format("arrow").iter(1)).schema
-    schema = plain_schema(inferred, kind, columns or [], labels)
+        first = next(load(streaming=True).with_format("arrow").iter(1))
+        inferred = first.schema
+        if kind == "csv":
+            warn_of_lists(files[0], first, set(columns or ()) - set(labels))
+    schema = plain_schema(inferred, kind, columns or [], labels, ids)
     dataset = None
     if schema != inferred or kind == "parquet":
         load = partial(load, features=datasets.Features.from_arrow_schema(schema))
@@ -1518,6 +1526,21 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=()):
     if columns:
         dataset = dataset.select_columns([name for name in columns if name in schema.names or name not in optional])
     return dataset
+
+
+def check_other_files(files, absent):
+    """Raise UserError if another Parquet file has a column that the first, whose schema is that of all, has not."""
+    for file in files[1:] if absent else []:
+        if found := absent.intersection(parquet_schema(file, None).names):
+            advice = "give each kind a source of its own, or the column to all"
+            raise UserError(f"{file} has the column {min(found)!r}, {files[0]} has not: {advice}")
+
+
+def warn_of_lists(file, first, columns):
+    """Warn of texts that seem to be lists, by the first row of a CSV file."""
+    for name in columns.intersection(first.column_names):
+        if str(first[name][0]).startswith(("['", '["')):
+            warn_once(f"{file}: column {name!r} seems to hold lists, and is read as one text: JSON Lines holds lists")
 
 
 def parquet_schema(file, columns):
@@ -1542,7 +1565,7 @@ def csv_options(suffix):
     return options | ({"sep": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {})
 
 
-def plain_schema(inferred, kind, columns, labels):
+def plain_schema(inferred, kind, columns, labels, ids):
     """Return the schema that files of a format are read as; `inferred`: that of their first rows."""
     schema = []
     for part in inferred:
@@ -1553,7 +1576,8 @@ def plain_schema(inferred, kind, columns, labels):
             problem = "texts like 2020-01-01, which would become other texts: rewrite the file by prepare_corpus.py"
             raise UserError(f"column {part.name!r} has {problem}")
         as_float = part.name in labels and kind != "arrow"  # of which a file is mapped as it is
-        schema.append((part.name, pa.string() if kind == "csv" else plain_type(part.type, as_float)))
+        as_text = part.name in ids and kind != "arrow" and pa.types.is_integer(value)
+        schema.append((part.name, pa.string() if kind == "csv" or as_text else plain_type(part.type, as_float)))
     return pa.schema(schema)
 
 
@@ -1847,7 +1871,7 @@ class TextLookup:
         self.name = sources[0]
         self.fingerprint = data_fingerprint(files)
         self.id_column, *self.text_columns = columns
-        self.dataset = open_files(files, streaming=False, columns=columns)
+        self.dataset = open_files(files, streaming=False, columns=columns, ids=columns[:1])
         if isinstance(self.dataset.features[self.id_column], datasets.Json):
             raise UserError(f"{self.id_column!r} holds values of several types: make all of them texts")
         self.index = self.open_index()
@@ -2299,7 +2323,11 @@ class Console:
 def read_flags(path):
     """Return {flag: value} of a YAML or JSON file."""
     with user_errors(f"{path}: not a file of flags", TypeError):
-        flags = dict(yaml.safe_load(Path(path).read_text()))
+        text = Path(path).read_text()
+        names = Counter(re.findall(r"^(\w+)\s*:", text, re.M))  # YAML would take the last one
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise UserError(f"{twice[0]} is given twice")
+        flags = dict(yaml.safe_load(text))
         if "trust_remote_code" in flags:
             raise UserError("--trust_remote_code: only on the command line, as a file may have been downloaded")
         if flags.pop("append_eos", False):  # of an earlier edition
@@ -2351,6 +2379,8 @@ def parse_flags(parser, words, args=None):
     for option in fields(Args):
         values = flags[option.name]
         least = 1e-12 if option.metadata["above_zero"] else 0
+        if values in ("true", "false", "None", "null"):  # of YAML, whose `no` is false
+            parser.error(f'--{option.name} {values}: not a text; "" is an empty one, and None is what is not given')
         for value in values if isinstance(values, list) else [values]:
             if isinstance(value, str) and SECRET.search(value):
                 parser.error(f"--{option.name}: a URL with a credential, which files would show; use ~/.netrc")

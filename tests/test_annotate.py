@@ -48,6 +48,17 @@ def annotate(tmp_path, capsys):
     return run
 
 
+def test_sources_of_other_columns(annotate, reranker, tmp_path, monkeypatch):
+    """One Parquet file has one schema: found out before anything is scored."""
+    for name, number in (("a", 1), ("b", 0.5)):
+        row = {"query": "q", "positive": "p", "negatives": ["n"], "number": number}
+        write_jsonl(tmp_path / f"{name}.jsonl", [row])
+    monkeypatch.setattr(script.CachedScorer, "score_pairs", None)
+    flags = ["--cross_encoder", reranker, "--annotate", tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    with pytest.raises(script.UserError, match="^--annotate .*b.jsonl: other columns than .*a.jsonl: give --output"):
+        annotate("x", *flags, output="scored.parquet")
+
+
 def read_jsonl(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 

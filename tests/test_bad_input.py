@@ -540,7 +540,8 @@ def test_one_labelled_row_to_evaluate_on(name, flags, reranker):
 
 
 WRONG_FILES = ["nosuchflag: 1", "mix_by: column", "seed: 2.5", "- a: b", "seed: [1, 2]", "mixing_weights: [1, x]",
-               "resume: maybe", "loss_kwargs: [1]", "batch_size: 0", "{", "", "file: x.yaml"]  # fmt: skip
+               "resume: maybe", "loss_kwargs: [1]", "batch_size: 0", "{", "", "file: x.yaml", "query_prompt: no",
+               "query_prompt: None", "seed: 1\nseed: 2", "train_data: [a]\nseed: 2\ntrain_data: [b]"]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", WRONG_FILES)

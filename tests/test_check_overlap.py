@@ -291,7 +291,7 @@ def test_errors_are_one_line():
         ([*common, "a.jsonl", "--columns", "n"], "--train_data a.jsonl: column 'n' holds int64, not texts: "),
         ([*common, "a.jsonl", "--columns", "s"], "--train_data a.jsonl: column 's' holds struct<a: string>, "),
         (["--train_data", "a.jsonl", "--columns", "text", "--beir", "d"], "--beir d: "),
-        ([*common, "a.jsonl", "b.jsonl", "--columns", "text", "--output", "o.parquet"], "--output o.parquet: rows"),
+        ([*common, "a.jsonl", "b.jsonl", "--columns", "text", "--output", "o.parquet"], "--train_data b.jsonl: other"),
         ([*common, "a.jsonl", "--columns", "text", "--split", "dev"], "--beir c: no judgments of split 'dev'; avail"),
         (["--train_data", "b.jsonl", "--pairs", "b.jsonl", "--pair_columns", "text", "x"], "--pairs b.jsonl: "),
         (["--train_data", "b.jsonl", "--pairs", "n.csv"], "--pairs n.csv: choose two --pair_columns; available: Unn"),

@@ -14,10 +14,11 @@ from accelerate import Accelerator
 from conftest import ROOT, count_cached
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Pooling
+from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Router, StaticEmbedding
 from test_architectures import CASES, PROMPTS, router_after_pooling
 from test_decoders import CHAT, TEMPLATE, load, make_decoder, make_encoder
 from test_modular_rerankers import make_reranker
+from tokenizers import Tokenizer
 
 import eval_incremental as script
 
@@ -235,6 +236,42 @@ def own_first(folder):
     edit_text("modules.json", "sentence_transformers.base.modules.transformer.Transformer", "first.First")(folder)
 
 
+def static_parts(folder):
+    """Return the modules of a static model with the tokenizer of a model, which truncates to 200 tokens."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(200)
+    return [StaticEmbedding(tokenizer, embedding_dim=32)]
+
+
+def become_static(folder):
+    model = SentenceTransformer(modules=static_parts(folder))
+    shutil.rmtree(folder)
+    model.save_pretrained(str(folder))
+
+
+def become_router(folder):
+    """Route queries to a static model, documents to the model."""
+    parts = list(SentenceTransformer(str(folder), device="cpu"))
+    static = static_parts(folder)
+    static += [Dense(32, parts[-1].embedding_dimension)]
+    model = SentenceTransformer(modules=[Router.for_query_document(static, parts)])
+    shutil.rmtree(folder)
+    model.save_pretrained(str(folder))
+
+
+def edit_truncation(folder):
+    path = folder / "tokenizer.json"
+    described = json.loads(path.read_text())
+    described["truncation"]["max_length"] = 150
+    path.write_text(json.dumps(described))
+
+
+def edit_length_below(folder):
+    (path,) = folder.glob("*/sentence_bert_config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_seq_length": 24}))
+
+
 def plain(folder):
     """Keep a model as it is."""
 
@@ -261,6 +298,8 @@ CHANGES = {  # {what was changed: (the model before, the change, encoded again)}
     "a first module of its own: case": (own_first, CASED, ALL),
     "a first module of its own: side": (own_first, LEFT, ALL),
     "a first module of its own: length": (own_first, edit_text("first.py", "= 64", "= 24"), ALL),
+    "a static model: length": (become_static, edit_truncation, ALL),
+    "a Router of a static model and another: length of the other": (become_router, edit_length_below, ALL),
 }  # fmt: skip
 
 

@@ -286,6 +286,14 @@ def test_a_model_distilled_into_itself_stays(name, loss, rows, request, in_an_em
     assert '--loss_kwargs must have "teacher_temperature": 1 for logits; for cosines' in error
 
 
+@pytest.mark.parametrize("loss", ["MultipleNegativesRankingLoss", "TripletLoss"])
+def test_a_loss_of_the_library_that_reads_no_labels(loss, static):
+    """Labels of 0 would be ignored: their pairs would be positives."""
+    model = SentenceTransformer(str(static), device="cpu")
+    with pytest.raises(script.UserError, match=f"^--label_column: --loss {loss} reads no labels: leave it out"):
+        script.make_loss(parse("--loss", loss, "--label_column", "y"), model)
+
+
 @pytest.mark.parametrize("kind", ["bert", "static"])
 def test_held_out_measures_equal_those_of_libraries(kind, rows, request):
     """Compared with ir_measures and SciPy. Equal texts are one, and each positive of a query is relevant: in the

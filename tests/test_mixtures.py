@@ -219,6 +219,14 @@ def test_held_out_are_as_many_of_each_and_at_most_a_tenth(tmp_path):
     assert [len(rows) for _, rows in data.held_out] == [10, 10]
 
 
+def test_each_source_has_a_name_of_its_own_in_metrics(tmp_path):
+    names = ["x.jsonl", "d/x.jsonl", "x-1.jsonl"]
+    for name in names:
+        write_jsonl(tmp_path / name, [{"q": f"{name} {i}", "d": f"d {i}"} for i in range(20)])
+    data = open_data(tmp_path, *(str(tmp_path / name) for name in names))
+    assert [source.label for source in data.sources] == ["x-0", "x-1", "x-1-2"]
+
+
 def test_held_out_queries_that_are_trained_on_are_counted(tmp_path):
     rows = [{"q": f"query {i % 100}", "d": f"document {i}"} for i in range(400)]
     write_jsonl(tmp_path / "x.jsonl", rows)

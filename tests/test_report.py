@@ -203,10 +203,13 @@ def test_errors(evaluate, tmp_path, bert):
     with open(tmp_path / "qrels.tsv", "a") as file:
         file.write("q0\td5\t1\n")
     evaluate(*flags, "--run", tmp_path / "rotated.run", output="other")
+    (tmp_path / "qrels.tsv").write_text((tmp_path / "qrels.tsv").read_text().removesuffix("q0\td5\t1\n"))
+    evaluate(*flags, "--run", tmp_path / "rotated.run", "--keep_same_id", output="kept")
     (tmp_path / "old").mkdir()
     (tmp_path / "old/metrics.json").write_text('{"results": []}')
     for folders, message in (
         (["other"], "other: has other queries or judgments than .*out: evaluate both on the same collections"),
+        (["kept"], "kept: has other queries or judgments than .*out: evaluate both on the same collections"),
         (["old"], "old: of an earlier edition; repeat its evaluation"),
         (["missing"], "missing: not the --output_dir of an evaluation: .*No such file"),
         (["p5"], "no measure in common: evaluate them with the same --metrics"),

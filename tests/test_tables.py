@@ -481,6 +481,54 @@ def test_labels_that_are_decimals_of_several_precisions(streaming):
 
 
 @both_kinds
+def test_lists_in_a_csv_file_are_texts_with_a_warning(streaming, capsys):
+    """As pandas writes them."""
+    write("x.csv", "a,b,c\nq,\"['d', 'e']\",[sic]\n")
+    script.warn_once.cache_clear()
+    assert rows_of("x.csv", 1, streaming, columns=["a", "b", "c"]) == [["q", "['d', 'e']", "[sic]"]]
+    said = "warning: x.csv: column 'b' seems to hold lists, and is read as one text: JSON Lines holds lists\n"
+    assert capsys.readouterr().err.count(said) == 1
+
+
+@both_kinds
+def test_a_column_of_negatives_that_only_a_later_parquet_file_has(streaming):
+    """The schema of the first is that of all: the column would be dropped without a word."""
+    pq.write_table(pa.table({"a": ["q"], "b": ["d"]}), "0.parquet")
+    pq.write_table(pa.table({"a": ["q"], "b": ["d"], "c": ["n"]}), "1.parquet")
+    with pytest.raises(script.UserError, match="1.parquet has the column 'c', .*0.parquet has not: give each kind a"):
+        rows_of("*.parquet", 2, streaming, columns=["a", "b", "c"])
+    assert rows_of("*.parquet", 2, streaming, columns=["a", "b"]) == [["q", "d"]] * 2
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_ids_that_begin_with_zeros_in_another_file(suffix):
+    """Whole numbers of the first file do not make numbers of them."""
+    for number, ids in enumerate(([1, 2], ["007", "7"])):
+        rows = [{"_id": value, "text": f"text {value}"} for value in ids]
+        if suffix == "jsonl":
+            write_jsonl(Path(f"{number}.jsonl"), rows)
+        else:
+            pq.write_table(pa.Table.from_pylist(rows), f"{number}.parquet")
+    lookup = script.TextLookup([f"*.{suffix}"], ["_id", "text"])
+    assert lookup.texts(["1", "007", "7"]) == ["text 1", "text 007", "text 7"]
+    args = eval_incremental.Args(corpus=[f"*.{suffix}"], model_name_or_path=["x"])
+    (chunk,) = eval_incremental.TextReader(args.corpus, [], ("_id", "text"), args).chunks()
+    assert chunk.ids.to_pylist() == ["1", "2", "007", "7"]
+    texts = mine_negatives.read_texts("corpus", [f"*.{suffix}"], [])
+    assert texts.index.tolist() == ["1", "2", "007", "7"]
+
+
+def test_ids_that_are_read_as_rounded_numbers():
+    write_jsonl(Path("x.jsonl"), [{"_id": 12345678901234567890, "text": "d"}])
+    for module in (eval_incremental, mine_negatives, check_overlap):
+        (table,) = module.open_files(["x.jsonl"]).iter(1)
+        with pytest.raises(
+            module.UserError, match="^column '_id' holds double, .*large whole numbers, rounded: rewrite"
+        ):
+            module.as_texts(table["_id"], "_id", ids=True)
+
+
+@both_kinds
 @pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
 def test_texts_in_another_encoding(streaming, encoding):
     Path("x.csv").write_text("a,b\né,d\n", encoding=encoding)
