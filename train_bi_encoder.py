@@ -1270,8 +1270,9 @@ def open_data(args):
     if args.mix_by == "row" and any(loss != losses[0] for loss in losses):
         raise UserError("--train_data: sources with different losses require --mix_by batch")
     lookups = []
-    for names, columns in (args.queries, args.query_columns), (args.corpus, args.corpus_columns):
-        with user_errors(" ".join(names)):
+    tables = ("query", args.queries, args.query_columns), ("corpus", args.corpus, args.corpus_columns)
+    for option, names, columns in tables:
+        with user_errors(f"{' '.join(names)} (--{option}_columns {' '.join(columns)})"):
             lookups.append(TextLookup(names, columns) if names else None)
     description = [[source.name, len(source), data_fingerprint(source.files)] for source in (*sources, *eval_sources)]
     description += [[lookup.name, len(lookup.dataset), lookup.fingerprint] for lookup in filter(None, lookups)]

@@ -149,9 +149,12 @@ def test_ids_with_equal_hashes(monkeypatch):
 @pytest.mark.parametrize(
     "records, hint",
     [
-        ([{"_id": name, "text": f"{name} {i}"} for i, name in enumerate("abca")], "c.jsonl: .*'a'"),
-        ([{"name": "a", "text": "x"}], r"c.jsonl: .*\['_id'\] not in"),
-        ([{"_id": "a", "body": "x"}], r"c.jsonl: .*\['text'\] not in"),
+        (
+            [{"_id": name, "text": f"{name} {i}"} for i, name in enumerate("abca")],
+            r"c.jsonl \(--corpus_columns _id text\): .*'a'",
+        ),
+        ([{"name": "a", "text": "x"}], r"c.jsonl .*\): .*\['_id'\] not in"),
+        ([{"_id": "a", "body": "x"}], r"c.jsonl .*\): .*\['text'\] not in"),
     ],
 )
 def test_bad_table(records, hint):
@@ -167,7 +170,7 @@ def test_a_table_without_titles():
     """As that of MS MARCO: by the default columns, the error names the title; --corpus_columns can leave it out."""
     write("c.jsonl", [{"_id": "a", "text": "x"}]), write("rows.jsonl", [{"q": "x", "d": "a"}] * 20)
     flags = ["rows.jsonl", "--corpus", "c.jsonl", "--eval_rows", "0", "--columns", "q", "d"]
-    with pytest.raises(script.UserError, match=r"^c.jsonl: .*\['title'\] not in"):
+    with pytest.raises(script.UserError, match=r"^c.jsonl \(--corpus_columns _id title text\): .*'title'. not in"):
         script.open_data(parse(*flags))
     args = parse(*flags, "--corpus_columns", "_id", "text")
     data = script.open_data(args)
