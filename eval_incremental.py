@@ -985,8 +985,8 @@ def retrieve(encoder, name, collection, args, accelerator):
     encoder.open_bar(f"{collection.name}, {name}", corpus.rows and corpus.rows + len(texts))
     encoder.set_prompts(collection.args)
     own = np.array_split(np.arange(len(texts)), accelerator.num_processes)[accelerator.process_index]
-    parts = gather_object([encoder.encode([texts[number] for number in own], "query")])
-    queries = encoder.for_search(np.concatenate(parts))  # (Q, D)
+    own = [texts[number] for number in own]
+    queries = encoder.for_search(np.concatenate(gather_object([encoder.encode(own, "query")])))  # (Q, D)
     depth = results + collection.omit_same_id
     top, documents, judged = search(encoder, queries, collection, depth, with_texts=bool(args.query))
 
