@@ -2917,7 +2917,11 @@ def collections_of(name, split):
 def read_flags_file(path):
     """Return {flag: value} of a YAML or JSON file."""
     with user_errors(f"{path}: not a file of flags", TypeError):
-        flags = dict(yaml.safe_load(Path(path).read_text()))
+        text = Path(path).read_text()
+        names = Counter(re.findall(r"^(\w+)\s*:", text, re.M))  # YAML would take the last one
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise UserError(f"{twice[0]} is given twice")
+        flags = dict(yaml.safe_load(text))
         if "trust_remote_code" in flags:
             raise UserError("--trust_remote_code: only on the command line, as a file may have been downloaded")
         return flags
@@ -2966,6 +2970,8 @@ def parse_args(argv):
 def check_value(name, value):
     """Raise UserError for a value that a flag cannot have."""
     least = 1 if name in ABOVE_ZERO.split() else 0
+    if value in ("true", "false", "None", "null"):  # of YAML, whose `no` is false
+        raise UserError(f'--{name} {value}: not a text; "" is an empty one, and None is what is not given')
     if isinstance(value, str) and SECRET.search(value):
         raise UserError(f"--{name}: a URL with a credential, which files would show; use ~/.netrc")
     if name in ("output_dir", "output", "export_vectors", "cache_dir") and "://" in (value or ""):
