@@ -259,17 +259,19 @@ def test_a_measure_that_is_not_a_number(name, flags, reranker):
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_roles_of_columns_are_printed(name, flags, reranker, capsys):
-    """As they are found by position: an id would be the query."""
+    """As they are found by position: an id would be the query. So is the loss that a reranker's rows decide."""
     write_jsonl(
         Path("ids.jsonl"), [{"id": f"row-{i}", "query": row["q"], "doc": row["d"]} for i, row in enumerate(ROWS)]
     )
     model = flags[3] if name == "train_bi_encoder" else reranker
     given = [word for word in flags if word not in ("--columns", "q", "d")]
     train(name, *given, "--model_name_or_path", model, "--train_data", "ids.jsonl")
-    assert "40 rows (query: id, positive: query, negative: doc)\n" in capsys.readouterr().out
+    found = "" if name == "train_bi_encoder" else ', {"loss": "listwise_ce"}'
+    assert f"40 rows (query: id, positive: query, negative: doc){found}\n" in capsys.readouterr().out
     loss = ["--loss", "CoSENTLoss"] if name == "train_bi_encoder" else []
     train(name, *flags, "--model_name_or_path", model, "--label_column", "label", *loss, "--output_dir", "labels")
-    assert "(query: q, document: d)\n" in capsys.readouterr().out
+    found = found.replace("listwise_ce", "bce")
+    assert f"(query: q, document: d){found}\n" in capsys.readouterr().out
 
 
 def test_a_tracker_that_is_not_installed(flags, monkeypatch):
