@@ -726,8 +726,9 @@ def library_loss(args, model):
         raise UserError(f"--loss {args.loss} requires embeddings as labels: see docs/recipes/teacher_embeddings.md")
     with user_errors("--loss_kwargs", TypeError):
         module = getattr(library_losses, args.loss)(model, **args.loss_kwargs)
-    steps = dis.get_instructions(module.compute_loss_from_embeddings)
-    if args.label_column and not any("labels" in str(step.argval) for step in steps):
+    method = module.compute_loss_from_embeddings
+    is_read = any("labels" in str(step.argval) for step in dis.get_instructions(method))
+    if args.label_column and "labels" in inspect.signature(method).parameters and not is_read:
         raise UserError(f"--label_column: --loss {args.loss} reads no labels: leave it out, or set another loss")
     if any(not name.startswith("model.") for name, _ in module.named_parameters()):
         raise UserError(f"--loss {args.loss}: has weights of its own, or reads one text a row: not supported")
