@@ -116,9 +116,8 @@ def main(args):
     if args.output:  # of one schema: checked now, not when the first source is searched
         names = [next(stream.iter(1)).column_names for _, stream, _ in sources]
         if others := [source[0] for source, columns in zip(sources, names) if columns != names[0]]:
-            raise UserError(
-                f"--train_data {others[0]}: other columns than {sources[0][0]}: --output needs calls of each"
-            )
+            advice = "give each a call and an --output of its own"
+            raise UserError(f"--train_data {others[0]}: other columns than {sources[0][0]}: {advice}")
     parts = open_pairs(args)
     for name in args.beir:
         parts += open_beir(name, args)
@@ -718,7 +717,7 @@ def plain_schema(inferred, kind, columns, labels, ids):
             problem = "texts like 2020-01-01, which would become other texts: rewrite the file by prepare_corpus.py"
             raise UserError(f"column {part.name!r} has {problem}")
         as_float = part.name in labels and kind != "arrow"  # of which a file is mapped as it is
-        as_text = part.name in ids and kind != "arrow" and pa.types.is_integer(value)
+        as_text = part.name in ids and kind != "arrow" and pa.types.is_integer(part.type)
         schema.append((part.name, pa.string() if kind == "csv" or as_text else plain_type(part.type, as_float)))
     return pa.schema(schema)
 

@@ -775,13 +775,13 @@ def judged_collection(name, corpus, queries, qrels, args):
     unknown = sorted(set(judgments["query_id"]) - known.keys())
     # Row numbers are not shared ids: query 5 and document 5 may well be a question and its answer.
     omit_same_id = not args.keep_same_id and "#" not in (corpus.id_column, reader.id_column)
-    hopeless = set(judgments["query_id"]) - set(judgments.loc[judgments["relevance"] > 0, "query_id"])
+    relevant = judgments.loc[judgments["relevance"] > 0, "query_id"]
     counts = {
         "queries repeat an earlier id; left out": again.sum(),
         "queries are empty": reader.empty,
         "pairs are judged again, by another grade; the last one counts": len(grades) - len(judgments),
         f"judged queries are unknown, such as {', '.join(unknown[:3])}; left out": len(unknown),
-        "judged queries have no relevant document; they count as 0": len(hopeless),
+        "judged queries have no relevant document; they count as 0": len(known.keys() - set(relevant)),
     }
     judgments = judgments[judgments["query_id"].isin(known)]
     return Collection(name, corpus, known, judgments, args, warnings_of(counts), omit_same_id)
@@ -824,6 +824,7 @@ def trec_parts(path, name):
     ("qrels"); of a run with `scored`, whether the system that ranked a document gave it that score."""
     with user_errors(f"--{name} {path}"):
         columns = {6: [0, 2, 4, 5]} if name == "run" else {3: [0, 1, 2], 4: [0, 2, 3]}
+        falls = others = 0  # scores of a run, from one line of a query to the next
         with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
             by_tabs = file.readline().count("\t") + 1 in columns  # then ids may contain spaces
             file.seek(0)
@@ -842,10 +843,14 @@ def trec_parts(path, name):
                     line = bad.idxmax()
                     raise UserError(f"line {line + 1} has no finite score: {' '.join(frame.loc[line, names[:3]])}")
                 frame = frame.assign(score=scores)[np.isfinite(scores)]
-                steps = frame["score"].diff()[frame["query_id"] == frame["query_id"].shift()]
-                if name == "run" and len(steps) and (steps >= 0).all():
-                    warn_once(f"--run {path}: no score falls, but the highest ranks first: are they distances?")
-                yield frame.assign(scored=frame.pop("tag") != UNSCORED) if name == "run" else frame
+                if name == "run":
+                    steps = frame["score"].diff()[frame["query_id"] == frame["query_id"].shift()]
+                    falls += (steps < 0).sum()
+                    others += (steps >= 0).sum()
+                    frame = frame.assign(scored=frame.pop("tag") != UNSCORED)
+                yield frame
+            if others and not falls:
+                warn_once(f"--run {path}: no score falls, but the highest ranks first: are they distances?")
 
 
 # ---- rankings
@@ -984,8 +989,8 @@ def retrieve(encoder, name, collection, args, accelerator):
     texts = list(collection.queries.values())
     encoder.open_bar(f"{collection.name}, {name}", corpus.rows and corpus.rows + len(texts))
     encoder.set_prompts(collection.args)
-    own = np.array_split(np.arange(len(texts)), accelerator.num_processes)[accelerator.process_index]
-    own = [texts[number] for number in own]
+    numbers = np.array_split(np.arange(len(texts)), accelerator.num_processes)[accelerator.process_index]
+    own = [texts[number] for number in numbers]
     queries = encoder.for_search(np.concatenate(gather_object([encoder.encode(own, "query")])))  # (Q, D)
     depth = results + collection.omit_same_id
     top, documents, judged = search(encoder, queries, collection, depth, with_texts=bool(args.query))
@@ -1145,6 +1150,13 @@ def fuse(collection, method):
 
 def annotate(args, accelerator):
     """Write the rows of --annotate to --output with a column `scores`: one number for each document, in order."""
+    if args.output.endswith(".parquet"):  # of one schema: checked now, not when the first source has been scored
+        schemas = []
+        for source in args.annotate:
+            with user_errors(source):
+                schemas.append(next(open_files(list_files(source)).iter(1)).schema)
+        if others := [source for source, schema in zip(args.annotate, schemas) if schema != schemas[0]]:
+            raise UserError(f"--annotate {others[0]}: other columns than {args.annotate[0]}: give --output FILE.jsonl")
     if args.cross_encoder:
         scorer = CachedScorer(args.cross_encoder, args, accelerator)
         temperature = 1
@@ -1154,10 +1166,6 @@ def annotate(args, accelerator):
     part = Path(f"{args.output}.part")
     parquet = None
     scorer.open_bar(scorer.path, None)
-    if args.output.endswith(".parquet"):  # of one schema: checked now, not when the first source is scored
-        schemas = [next(open_files(list_files(source)).iter(1)).schema for source in args.annotate]
-        if others := [source for source, schema in zip(args.annotate, schemas) if schema != schemas[0]]:
-            raise UserError(f"--annotate {others[0]}: other columns than {args.annotate[0]}: give --output FILE.jsonl")
     part.unlink(missing_ok=True)  # of a killed call
     for table in scored_tables(scorer, args, accelerator):
         if accelerator.is_main_process:
@@ -2823,7 +2831,7 @@ def plain_schema(inferred, kind, columns, labels, ids):
             problem = "texts like 2020-01-01, which would become other texts: rewrite the file by prepare_corpus.py"
             raise UserError(f"column {part.name!r} has {problem}")
         as_float = part.name in labels and kind != "arrow"  # of which a file is mapped as it is
-        as_text = part.name in ids and kind != "arrow" and pa.types.is_integer(value)
+        as_text = part.name in ids and kind != "arrow" and pa.types.is_integer(part.type)
         schema.append((part.name, pa.string() if kind == "csv" or as_text else plain_type(part.type, as_float)))
     return pa.schema(schema)
 
@@ -2971,7 +2979,7 @@ def check_value(name, value):
     """Raise UserError for a value that a flag cannot have."""
     least = 1 if name in ABOVE_ZERO.split() else 0
     if value in ("true", "false", "None", "null"):  # of YAML, whose `no` is false
-        raise UserError(f'--{name} {value}: not a text; "" is an empty one, and None is what is not given')
+        raise UserError(f'--{name} {value}: not a text: give "" for an empty one, or leave the flag out')
     if isinstance(value, str) and SECRET.search(value):
         raise UserError(f"--{name}: a URL with a credential, which files would show; use ~/.netrc")
     if name in ("output_dir", "output", "export_vectors", "cache_dir") and "://" in (value or ""):

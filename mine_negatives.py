@@ -776,7 +776,7 @@ def plain_schema(inferred, kind, columns, labels, ids):
             problem = "texts like 2020-01-01, which would become other texts: rewrite the file by prepare_corpus.py"
             raise UserError(f"column {part.name!r} has {problem}")
         as_float = part.name in labels and kind != "arrow"  # of which a file is mapped as it is
-        as_text = part.name in ids and kind != "arrow" and pa.types.is_integer(value)
+        as_text = part.name in ids and kind != "arrow" and pa.types.is_integer(part.type)
         schema.append((part.name, pa.string() if kind == "csv" or as_text else plain_type(part.type, as_float)))
     return pa.schema(schema)
 
@@ -922,6 +922,7 @@ def trec_parts(path, name):
     ("qrels"); of a run with `scored`, whether the system that ranked a document gave it that score."""
     with user_errors(f"--{name} {path}"):
         columns = {6: [0, 2, 4, 5]} if name == "run" else {3: [0, 1, 2], 4: [0, 2, 3]}
+        falls = others = 0  # scores of a run, from one line of a query to the next
         with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
             by_tabs = file.readline().count("\t") + 1 in columns  # then ids may contain spaces
             file.seek(0)
@@ -940,10 +941,14 @@ def trec_parts(path, name):
                     line = bad.idxmax()
                     raise UserError(f"line {line + 1} has no finite score: {' '.join(frame.loc[line, names[:3]])}")
                 frame = frame.assign(score=scores)[np.isfinite(scores)]
-                steps = frame["score"].diff()[frame["query_id"] == frame["query_id"].shift()]
-                if name == "run" and len(steps) and (steps >= 0).all():
-                    warn_once(f"--run {path}: no score falls, but the highest ranks first: are they distances?")
-                yield frame.assign(scored=frame.pop("tag") != UNSCORED) if name == "run" else frame
+                if name == "run":
+                    steps = frame["score"].diff()[frame["query_id"] == frame["query_id"].shift()]
+                    falls += (steps < 0).sum()
+                    others += (steps >= 0).sum()
+                    frame = frame.assign(scored=frame.pop("tag") != UNSCORED)
+                yield frame
+            if others and not falls:
+                warn_once(f"--run {path}: no score falls, but the highest ranks first: are they distances?")
 
 
 def pair_ids(pairs):

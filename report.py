@@ -298,8 +298,8 @@ function addDocuments(box, query) {
 function addGroup(title, queries) {
   const group = add(document.querySelector("main"), "details", "");
   group.open = true;  // for the browser's own search
-  group.id = title;
-  add(document.getElementById("groups"), "a", "", queries.length + " queries: " + title).href = "#" + title;
+  group.id = "group" + group.parentElement.childElementCount;
+  add(document.getElementById("groups"), "a", "", queries.length + " queries: " + title).href = "#" + group.id;
   add(group, "summary", "", queries.length + " queries: " + title);
   for (const query of queries) {
     const box = add(group, "details", "query");

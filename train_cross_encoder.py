@@ -497,15 +497,15 @@ def run_forward(forward, count, args, accelerator):
     """Return (outputs of forward(0) to forward(count - 1), how many of them have a graph: the first ones)."""
     outputs = []
     kept = 0
-    keeps = True
+    has_graph = True
     # Autocast keeps half-precision copies of the weights until its outermost block ends, so one block makes each once.
     # A copy made without a graph carries no gradient later, so passes with a graph come first.
     with accelerator.autocast():
         for index in range(count):
-            keeps = keeps and may_keep_graph(index, args, accelerator)
-            with torch.set_grad_enabled(keeps):
+            has_graph = has_graph and may_keep_graph(index, args, accelerator)
+            with torch.set_grad_enabled(has_graph):
                 outputs.append(forward(index))
-            kept += keeps
+            kept += has_graph
     return outputs, kept
 
 
@@ -1559,7 +1559,7 @@ def plain_schema(inferred, kind, columns, labels, ids):
             problem = "texts like 2020-01-01, which would become other texts: rewrite the file by prepare_corpus.py"
             raise UserError(f"column {part.name!r} has {problem}")
         as_float = part.name in labels and kind != "arrow"  # of which a file is mapped as it is
-        as_text = part.name in ids and kind != "arrow" and pa.types.is_integer(value)
+        as_text = part.name in ids and kind != "arrow" and pa.types.is_integer(part.type)
         schema.append((part.name, pa.string() if kind == "csv" or as_text else plain_type(part.type, as_float)))
     return pa.schema(schema)
 
@@ -2363,7 +2363,7 @@ def parse_flags(parser, words, args=None):
         values = flags[option.name]
         least = 1e-12 if option.metadata["above_zero"] else 0
         if values in ("true", "false", "None", "null"):  # of YAML, whose `no` is false
-            parser.error(f'--{option.name} {values}: not a text; "" is an empty one, and None is what is not given')
+            parser.error(f'--{option.name} {values}: not a text: give "" for an empty one, or leave the flag out')
         for value in values if isinstance(values, list) else [values]:
             if isinstance(value, str) and SECRET.search(value):
                 parser.error(f"--{option.name}: a URL with a credential, which files would show; use ~/.netrc")
@@ -2902,8 +2902,8 @@ def announce(model, data, evaluators, progress, args, accelerator):
             roles = ["query", *["document"] * len(columns)]
         described = ", ".join(map(": ".join, zip(roles, columns)))
         rows = "a stream of rows" if args.streaming else f"{len(source):,} rows"
-        whole = "a batch" if args.mix_by == "row" else "all batches"
-        share = f", {weight / sum(data.weights):.0%} of {whole}" if len(data.sources) > 1 else ""
+        mixed = "a batch" if args.mix_by == "row" else "all batches"
+        share = f", {weight / sum(data.weights):.0%} of {mixed}" if len(data.sources) > 1 else ""
         print(f"{source.name}: {rows} ({described}){share}{differences(source.args, args)}")
     for source, rows in data.held_out:
         total = "" if args.streaming else f" of {len(rows) + len(source):,}"
@@ -2922,11 +2922,11 @@ def announce(model, data, evaluators, progress, args, accelerator):
     )
 
 
-def differences(own, args):
+def differences(source_args, args):
     """Return the flags of a source, its columns apart, that are not those of the run, as a text."""
-    own = {name: getattr(own, name) for name in OWN_FLAGS if name != "columns"}
-    own = {name: value for name, value in own.items() if value != getattr(args, name)}
-    return f", {json.dumps(own, ensure_ascii=False)}" if own else ""
+    flags = {name: getattr(source_args, name) for name in OWN_FLAGS if name != "columns"}
+    differing = {name: value for name, value in flags.items() if value != getattr(args, name)}
+    return f", {json.dumps(differing, ensure_ascii=False)}" if differing else ""
 
 
 def ranked_documents(evaluator):

@@ -3,7 +3,7 @@
     git worktree add ../fifth 63c1b93
     python benchmarks/eval_editions.py ../fifth waiting MODEL_FOLDER
     python benchmarks/eval_editions.py ../fifth numbers MODEL_FOLDER --beir SCIFACT VASWANI
-    python benchmarks/eval_editions.py ../fifth numbers data/python_code/bi_encoder --pairs 'data/python_code/*/*'
+    python benchmarks/eval_editions.py ../fifth numbers MODEL_FOLDER --pairs 'data/python_code/*/*.parquet'
     python benchmarks/eval_editions.py ../fifth memory MODEL_FOLDER --beir SCIFACT
 
 waiting: a first evaluation of --texts texts of about 64 tokens on a device that takes --pass_ms for a pass of 32,768

@@ -971,13 +971,19 @@ def test_names_of_collections(evaluate, two_collections, tmp_path, capsys, monke
     assert re.search(r"^nDCG@10 +one +data_mean +mean$", capsys.readouterr().out, re.M)
 
 
-@pytest.mark.parametrize("text", ["query_prompt: no", "query_prompt: None", "top_k: 5\ntop_k: 6"])
-def test_what_a_file_of_flags_cannot_mean(text, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("query_prompt: no", "--query_prompt false: not a text: give"),
+        ("query_prompt: None", "--query_prompt None: not a text: give"),
+        ("top_k: 5\ntop_k: 6", "flags.yaml: not a file of flags: top_k is given twice"),
+    ],
+)
+def test_what_a_file_of_flags_cannot_mean(text, message, tmp_path, capsys):
     (tmp_path / "flags.yaml").write_text(f"{text}\nbeir: [x]\nmodel_name_or_path: [y]\n")
     with pytest.raises((SystemExit, script.UserError)) as refused:
         script.parse_args([str(tmp_path / "flags.yaml")])
-    said = str(refused.value) + capsys.readouterr().err
-    assert "flags.yaml: not a file of flags: top_k is given twice" in said or "--query_prompt" in said
+    assert message in f"{refused.value} {capsys.readouterr().err}"
 
 
 def test_a_collection_has_flags_of_its_own(evaluate, beir, bert, tmp_path):

@@ -118,6 +118,9 @@ def test_a_run_file_whose_scores_do_not_fall(score, evaluate, beir, tmp_path, ca
     evaluate("--beir", beir, "--run", tmp_path / "x.trec", "--metrics", "RR")
     said = f"warning: --run {tmp_path}/x.trec: no score falls, but the highest ranks first: are they distances?\n"
     assert capsys.readouterr().err.count(said) == 1
+    (tmp_path / "y.trec").write_text("".join([*lines[:-3], "q59 Q0 d1 1 9 x\n", "q59 Q0 d2 2 8 x\n"]))
+    evaluate("--beir", beir, "--run", tmp_path / "y.trec", "--metrics", "RR")
+    assert "no score falls" not in capsys.readouterr().err
 
 
 def test_a_query_without_a_relevant_document(evaluate, beir, run_file, tmp_path, capsys):
