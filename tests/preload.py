@@ -19,6 +19,7 @@ import torch.utils.tensorboard  # noqa: F401
 import transformers
 import transformers.hf_argparser
 from tqdm.std import TqdmDefaultWriteLock
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import eval_incremental  # noqa: F401
 import train_bi_encoder
@@ -34,6 +35,7 @@ shape = {"hidden_size": 2, "num_hidden_layers": 1, "num_attention_heads": 1, "in
 with torch.device("meta"):  # an operation on the CPU would choose its kernels before a run sets ATEN_CPU_CAPABILITY
     transformers.BertModel(transformers.BertConfig(vocab_size=9, **shape))
 torch.set_rng_state(random)
+get_checkpoint_conversion_mapping("bert")  # compiles a thousand patterns, for models of all kinds
 transformers.utils.logging.enable_progress_bar()
 assert not hasattr(TqdmDefaultWriteLock, "mp_lock"), "forked runs would share this lock"
 gc.collect()
