@@ -806,8 +806,9 @@ def read_qrels(source, *others):
                 table = pa.table({"query-id": rows["query-id"], "corpus-id": rows["positive-corpus-ids"]})
             ids = [as_texts(table[name], name, ids=True).to_numpy() for name in ("query-id", "corpus-id")]
             frame = pd.DataFrame({"query_id": ids[0], "doc_id": ids[1], "score": 1})
-            if "score" in table.column_names:  # not in NanoBEIR
-                frame["score"] = pd.to_numeric(table["score"].to_pandas())
+            grade = next((name for name in table.column_names if name.lower() in GRADE_NAMES), None)
+            if grade:  # not in NanoBEIR
+                frame["score"] = pd.to_numeric(table[grade].to_pandas())
         else:  # read as text: ids may begin with zeros
             frame = pd.concat(trec_parts(file, "qrels"))
         if not (frame["score"] % 1 == 0).all():
@@ -2838,13 +2839,13 @@ def plain_schema(inferred, kind, columns, labels, ids):
 
 def plain_type(kind, as_float=False):
     """Return the Arrow type that a column is read as: text where the first rows are null; string and list where `take`
-    or `datasets` cannot handle the type; as_float: float64 instead of integers and decimals."""
+    or `datasets` cannot handle the type; as_float: float64 instead of integers, decimals and booleans."""
     if is_list(kind):
         wrap = pa.large_list if pa.types.is_large_list(kind) else pa.list_
         return wrap(plain_type(kind.value_type, as_float))
     if pa.types.is_struct(kind):
         return pa.struct([part.with_type(plain_type(part.type)) for part in kind])
-    if as_float and (pa.types.is_integer(kind) or pa.types.is_decimal(kind)):
+    if as_float and (pa.types.is_integer(kind) or pa.types.is_decimal(kind) or pa.types.is_boolean(kind)):
         return pa.float64()
     return pa.string() if kind in (pa.null(), pa.string_view()) else kind
 
@@ -2872,8 +2873,9 @@ def find_splits(name):
         prefix = f"{language}-"
     if os.path.exists(f"{name}/corpus.jsonl"):
         configs = os.listdir(name)
-        files = filter(file_suffix, map(str, sorted(Path(name, "qrels").glob("*"))))
-        judgments = {Path(file).name.partition(".")[0]: [file] for file in files}
+        judgments = defaultdict(list)  # of a split two files are refused
+        for file in filter(file_suffix, map(str, sorted(Path(name, "qrels").glob("*")))):
+            judgments[Path(file).name.partition(".")[0]].append(file)
         splits = [{"all": [f"{name}/corpus.jsonl"]}, {"all": [f"{name}/queries.jsonl"]}, judgments]
     else:
         check_exists(source)

@@ -205,8 +205,10 @@ def read_queries(args):
         rows = pair_ids(read_pair_texts(args)).drop_duplicates(PAIR)
         judged = rows[PAIR]
         texts = rows.drop_duplicates("query_id").set_index("query_id")["query"]
-        documents = Texts(rows.drop_duplicates("doc_id").set_index("doc_id")["document"])
-        check_ranked_queries(texts, args)
+        document_texts = rows.drop_duplicates("doc_id").set_index("doc_id")["document"]
+        check_ranked_texts("queries", texts, args)
+        check_ranked_texts("documents", document_texts, args)
+        documents = Texts(document_texts)
     else:
         _, sources, qrels = collection_files(args)
         judged = read_qrels(*qrels).drop_duplicates(PAIR, keep="last")
@@ -221,16 +223,18 @@ def read_queries(args):
     return queries, judged.assign(query=numbers), documents
 
 
-def check_ranked_queries(texts, args):
-    """Raise UserError if eval_incremental.py ranked other queries than `texts`, a Series by id: ids of --pairs are
-    numbers of rows, so those of other files, or in another order, would be taken for these."""
+def check_ranked_texts(name, texts, args):
+    """Raise UserError if eval_incremental.py ranked other "queries" or "documents" than `texts`, a Series by id: ids
+    of --pairs are numbers of rows, so those of other files, or in another order, would be taken for these."""
     folders = list(Path(args.run).parents)[:2]  # of the ranking, or of all rankings
-    for path in [folder / "queries.jsonl" for folder in folders if (folder / "metrics.json").exists()]:
+    for path in [folder / f"{name}.jsonl" for folder in folders if (folder / "metrics.json").exists()]:
         with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
             for row in map(json.loads, file):
-                if texts.get(row["_id"]) != row["text"]:
-                    advice = "give the files that it ranks, in their order"
-                    found = f"its query {row['_id']} is {row['text'][:60]!r}"
+                shown = row["text"].removesuffix(" … (cut)")
+                text = texts.get(row["_id"])
+                if text is None or row["text"] not in (text, f"{text[: len(shown)]} … (cut)"):
+                    advice = "give the files and columns that it ranks, in their order"
+                    found = f"its {path.name} has {row['text'][:60]!r} as {row['_id']}"
                     raise UserError(f"--pairs {args.pairs[0]}: not the rows of --run {args.run}: {found}; {advice}")
 
 
@@ -783,13 +787,13 @@ def plain_schema(inferred, kind, columns, labels, ids):
 
 def plain_type(kind, as_float=False):
     """Return the Arrow type that a column is read as: text where the first rows are null; string and list where `take`
-    or `datasets` cannot handle the type; as_float: float64 instead of integers and decimals."""
+    or `datasets` cannot handle the type; as_float: float64 instead of integers, decimals and booleans."""
     if is_list(kind):
         wrap = pa.large_list if pa.types.is_large_list(kind) else pa.list_
         return wrap(plain_type(kind.value_type, as_float))
     if pa.types.is_struct(kind):
         return pa.struct([part.with_type(plain_type(part.type)) for part in kind])
-    if as_float and (pa.types.is_integer(kind) or pa.types.is_decimal(kind)):
+    if as_float and (pa.types.is_integer(kind) or pa.types.is_decimal(kind) or pa.types.is_boolean(kind)):
         return pa.float64()
     return pa.string() if kind in (pa.null(), pa.string_view()) else kind
 
@@ -834,8 +838,9 @@ def find_splits(name):
         prefix = f"{language}-"
     if os.path.exists(f"{name}/corpus.jsonl"):
         configs = os.listdir(name)
-        files = filter(file_suffix, map(str, sorted(Path(name, "qrels").glob("*"))))
-        judgments = {Path(file).name.partition(".")[0]: [file] for file in files}
+        judgments = defaultdict(list)  # of a split two files are refused
+        for file in filter(file_suffix, map(str, sorted(Path(name, "qrels").glob("*")))):
+            judgments[Path(file).name.partition(".")[0]].append(file)
         splits = [{"all": [f"{name}/corpus.jsonl"]}, {"all": [f"{name}/queries.jsonl"]}, judgments]
     else:
         check_exists(source)
@@ -904,8 +909,9 @@ def read_qrels(source, *others):
                 table = pa.table({"query-id": rows["query-id"], "corpus-id": rows["positive-corpus-ids"]})
             ids = [as_texts(table[name], name, ids=True).to_numpy() for name in ("query-id", "corpus-id")]
             frame = pd.DataFrame({"query_id": ids[0], "doc_id": ids[1], "score": 1})
-            if "score" in table.column_names:  # not in NanoBEIR
-                frame["score"] = pd.to_numeric(table["score"].to_pandas())
+            grade = next((name for name in table.column_names if name.lower() in GRADE_NAMES), None)
+            if grade:  # not in NanoBEIR
+                frame["score"] = pd.to_numeric(table[grade].to_pandas())
         else:  # read as text: ids may begin with zeros
             frame = pd.concat(trec_parts(file, "qrels"))
         if not (frame["score"] % 1 == 0).all():

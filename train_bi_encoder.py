@@ -1202,7 +1202,8 @@ def open_beir(folder, split):
     """Return the evaluator of a folder in the layout of BEIR, whose documents are relevant or not, without grades."""
     texts = []
     for name in ("queries", "corpus"):
-        rows = to_python(open_files([f"{folder}/{name}.jsonl"], streaming=False)[:])
+        options = {"columns": ["_id", "title", "text"], "optional": ["title"], "ids": ["_id"]}
+        rows = to_python(open_files([f"{folder}/{name}.jsonl"], streaming=False, **options)[:])
         texts.append({str(row["_id"]): f"{row.get('title') or ''} {row['text'] or ''}".strip() for row in rows})
     relevant = defaultdict(set)
     judgments = open_files([f"{folder}/qrels/{split}.tsv"], streaming=False)
@@ -1214,6 +1215,8 @@ def open_beir(folder, split):
             relevant[row["query-id"]].add(row["corpus-id"])
     if not relevant:
         raise UserError(f"no judgment of split {split!r} has a query of queries.jsonl")
+    if absent := set().union(*relevant.values()) - texts[1].keys():
+        warn_once(f"{folder}: {len(absent):,} relevant documents, such as {min(absent)!r}, are not in corpus.jsonl")
     return InformationRetrievalEvaluator(*texts, relevant, name=Path(folder).name, **SEARCH_OPTIONS)
 
 
@@ -1585,13 +1588,13 @@ def plain_schema(inferred, kind, columns, labels, ids):
 
 def plain_type(kind, as_float=False):
     """Return the Arrow type that a column is read as: text where the first rows are null; string and list where `take`
-    or `datasets` cannot handle the type; as_float: float64 instead of integers and decimals."""
+    or `datasets` cannot handle the type; as_float: float64 instead of integers, decimals and booleans."""
     if is_list(kind):
         wrap = pa.large_list if pa.types.is_large_list(kind) else pa.list_
         return wrap(plain_type(kind.value_type, as_float))
     if pa.types.is_struct(kind):
         return pa.struct([part.with_type(plain_type(part.type)) for part in kind])
-    if as_float and (pa.types.is_integer(kind) or pa.types.is_decimal(kind)):
+    if as_float and (pa.types.is_integer(kind) or pa.types.is_decimal(kind) or pa.types.is_boolean(kind)):
         return pa.float64()
     return pa.string() if kind in (pa.null(), pa.string_view()) else kind
 

@@ -1,6 +1,7 @@
 """Collections as they lie on disks and on the Hub, read by evaluator and miner alike; and numbers of the evaluator
 that would be wrong without a word."""
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -106,6 +107,36 @@ def test_layouts_are_read_by_evaluator_and_miner(evaluate, layout):
     got = evaluate("--beir", "c", "--metrics", "R@4")
     assert got["queries"] == 2 and got["metrics"]["R@4"]["mean"] == 1.0
     assert mine("--beir", "c", "--split", "test") == MINED
+
+
+@pytest.mark.parametrize("name", ["relevance", "Label"])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_grades_of_another_name(evaluate, name, suffix):
+    """Without them, a grade of 0 would be relevant."""
+    write_texts(Path("c"))
+    judged = [*((*pair, 1) for pair in JUDGMENTS), ("q1", "d1", 0), ("q2", "d3", 0)]
+    rows = [{"query-id": query, "corpus-id": document, name: grade} for query, document, grade in judged]
+    if suffix == "jsonl":
+        write_jsonl(Path("c/qrels/test.jsonl"), rows)
+    else:
+        Path("c/qrels").mkdir()
+        pq.write_table(pa.Table.from_pylist(rows), "c/qrels/test.parquet")
+    assert evaluate("--beir", "c", "--metrics", "R@4", "P@4")["metrics"]["P@4"]["mean"] == 0.25
+    assert mine("--beir", "c", "--split", "test") == MINED
+
+
+@pytest.mark.parametrize("name", ["test.v2.tsv", "test.txt", "test.tsv.gz"])
+def test_two_files_of_one_split_are_refused(evaluate, name):
+    """One would replace the other."""
+    layout_beir(Path("c"))
+    write_tsv(Path("c/qrels/x.tsv"), JUDGMENTS[:1])
+    data = Path("c/qrels/x.tsv").read_bytes()
+    Path("c/qrels/x.tsv").rename("c/qrels/dev.tsv")
+    Path("c/qrels", name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    with pytest.raises(script.UserError, match="test.*: has 2 files: give one, with all judgments$"):
+        evaluate("--beir", "c")
+    with pytest.raises(mine_negatives.UserError, match="test.*: has 2 files: give one, with all judgments$"):
+        mine("--beir", "c", "--split", "test")
 
 
 def test_languages(evaluate):

@@ -201,6 +201,21 @@ def test_collections_that_only_the_evaluator_measures(line, name, collections, t
     assert "has grades, or documents with ids of queries: evaluate it after training" in str(error.value)
 
 
+def test_ids_of_collections_are_texts(collections, tmp_path, capsys):
+    """Whole numbers in JSON are the ids that judgments write; dates are refused, and documents that lack are said."""
+    folder = shutil.copytree(collections[0][0], tmp_path / "numbers")
+    write_jsonl(folder / "corpus.jsonl", [{"_id": number, "text": f"text {number}"} for number in (16, 17)])
+    write_jsonl(folder / "queries.jsonl", [{"_id": 1, "text": "a query"}, {"_id": 2, "text": "another"}])
+    (folder / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n1\t16\t1\n2\t0017\t1\n")
+    evaluator = train_bi_encoder.open_beir(str(folder), "test")
+    assert evaluator.relevant_docs == {"1": {"16"}, "2": {"0017"}} and evaluator.corpus_ids == ["16", "17"]
+    said = "numbers: 1 relevant documents, such as '0017', are not in corpus.jsonl"
+    assert said in capsys.readouterr().err
+    write_jsonl(folder / "corpus.jsonl", [{"_id": "2020-01-01", "text": "a text"}])
+    with pytest.raises(train_bi_encoder.UserError, match="column '_id' has texts like 2020-01-01"):
+        train_bi_encoder.open_beir(str(folder), "test")
+
+
 @pytest.mark.parametrize("name", [BI])
 def test_judgments_of_other_queries(name, collections, tmp_path):
     """Of none of these would the measures be defined."""

@@ -226,9 +226,14 @@ def test_pairs_have_the_ids_of_the_evaluator(tmp_path, evaluate, bert, form):
     with pytest.raises(script.UserError, match="--pairs .*a.csv: .*titel"):
         mine(tmp_path, *pairs[:-1], "titel", *flags)
     turned = ["--pairs", tmp_path / "b.csv", tmp_path / "a.csv", *pairs[3:]]  # the same ids are of other texts
-    said = "--pairs .*b.csv: not the rows of --run .*run.trec: its query 2 is 'back, pain'; give the files"
+    said = "--pairs .*b.csv: not the rows of --run .*run.trec: its queries.jsonl has 'back, pain' as 2; give the files"
     with pytest.raises(script.UserError, match=said):
         mine(tmp_path, *turned, *flags)
+    lines = (tmp_path / "b.csv").read_text(encoding="utf-8").splitlines(keepends=True)
+    number = next(n for n in range(len(lines) - 1) if lines[n].split(",")[1] == lines[n + 1].split(",")[1])
+    (tmp_path / "b.csv").write_text("".join(lines[:number] + lines[number + 1 :]), encoding="utf-8")
+    with pytest.raises(script.UserError, match=": its documents.jsonl has '.*' as [0-9]+; give the files and columns"):
+        mine(tmp_path, *pairs, *flags)  # the queries are the same, later documents have other ids
 
 
 def test_positives_without_a_score(small, tmp_path, capsys):

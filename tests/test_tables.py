@@ -471,6 +471,20 @@ def test_labels_that_begin_with_whole_numbers(streaming, late):
 
 
 @both_kinds
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_labels_that_begin_with_booleans(streaming, suffix):
+    for number, label in enumerate((True, 0.25)):
+        rows = [{"a": "q", "b": "d", "s": label}] * 3
+        if suffix == "jsonl":
+            write_jsonl(Path(f"{number}.jsonl"), rows)
+        else:
+            pq.write_table(pa.Table.from_pylist(rows), f"{number}.parquet")
+    source = script.Source(f"*.{suffix}", 0, options(label_column=["s"], streaming=streaming, shuffle_buffer=0))
+    found, _ = script.read_rows(source.take(6), [source], [None, None], 0)
+    assert [row.labels for row in found] == [[1.0]] * 3 + [[0.25]] * 3
+
+
+@both_kinds
 def test_labels_that_are_decimals_of_several_precisions(streaming):
     """As in dataset-viewer#3173."""
     for number, label in enumerate((Decimal("0.5"), Decimal("16.47135"))):
