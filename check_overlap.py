@@ -775,7 +775,7 @@ def find_splits(name):
         prefix = f"{language}-"
     if os.path.exists(f"{name}/corpus.jsonl"):
         configs = os.listdir(name)
-        judgments = defaultdict(list)  # of a split two files are refused
+        judgments = defaultdict(list)  # {split: files}
         for file in filter(file_suffix, map(str, sorted(Path(name, "qrels").glob("*")))):
             judgments[Path(file).name.partition(".")[0]].append(file)
         splits = [{"all": [f"{name}/corpus.jsonl"]}, {"all": [f"{name}/queries.jsonl"]}, judgments]

@@ -230,9 +230,9 @@ def check_ranked_texts(name, texts, args):
     for path in [folder / f"{name}.jsonl" for folder in folders if (folder / "metrics.json").exists()]:
         with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
             for row in map(json.loads, file):
-                shown = row["text"].removesuffix(" … (cut)")
-                text = texts.get(row["_id"])
-                if text is None or row["text"] not in (text, f"{text[: len(shown)]} … (cut)"):
+                shown = row["text"].removesuffix(" … (cut)")  # as the evaluator ends a long document
+                text = texts.get(row["_id"], "")
+                if row["text"] != text and row["text"] != f"{text[: len(shown)]} … (cut)":
                     advice = "give the files and columns that it ranks, in their order"
                     found = f"its {path.name} has {row['text'][:60]!r} as {row['_id']}"
                     raise UserError(f"--pairs {args.pairs[0]}: not the rows of --run {args.run}: {found}; {advice}")
@@ -838,7 +838,7 @@ def find_splits(name):
         prefix = f"{language}-"
     if os.path.exists(f"{name}/corpus.jsonl"):
         configs = os.listdir(name)
-        judgments = defaultdict(list)  # of a split two files are refused
+        judgments = defaultdict(list)  # {split: files}
         for file in filter(file_suffix, map(str, sorted(Path(name, "qrels").glob("*")))):
             judgments[Path(file).name.partition(".")[0]].append(file)
         splits = [{"all": [f"{name}/corpus.jsonl"]}, {"all": [f"{name}/queries.jsonl"]}, judgments]

@@ -29,7 +29,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)
 draw = Figure.savefig  # for a test of what is drawn
 Figure.savefig = lambda figure, path, **_: Path(path).touch()
-pd.DataFrame.plot = lambda *_, **__: None
+pd.DataFrame.plot = lambda *_, **__: None  # of plot_metrics
 
 
 def merge_flags(flags):
