@@ -893,7 +893,7 @@ def user_errors(name, *expected):
 
 
 UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst"
-NOT_ROWS = ("README.md", "LICENSE", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+NOT_ROWS = re.compile(r"(readme|licen[cs]e)(\.md|\.txt)?|(config|dataset_infos?|dataset_dict)\.json", re.I)
 # A word that names a split, as test, testdata, dev_set and the first one of TestSet do.
 SPLIT = re.compile(r"(?<![a-z])(train|valid|val|dev|test|eval)(?:ing|idation|uation)?(?:data|set|file)?s?(?![a-z])")
 
@@ -925,9 +925,6 @@ def list_files(source):
     name, whatever its characters; choose_files says which files of a folder are read."""
     path = os.path.expanduser(source)
     folder = os.path.join(path, "")
-    if os.path.exists(f"{folder}state.json"):  # of Dataset.save_to_disk; map() adds caches
-        files = json.loads(Path(path, "state.json").read_text())["_data_files"]
-        return [f"{folder}{file['filename']}" for file in files]
     if os.path.isfile(path):
         if not file_suffix(path):
             raise UserError(UNSUPPORTED)
@@ -965,9 +962,14 @@ def files_of_split(name):
 
 
 def walk(folder, seen):
-    """Yield the files below a folder, also where links lead; seen: the folders so far, none of which is read again."""
+    """Yield the files below a folder, also where links lead, but not the caches that map() adds to a folder of
+    Dataset.save_to_disk; seen: the folders so far, none of which is read again."""
     real = os.path.realpath(folder)
-    for name in [] if real in seen else os.listdir(folder):
+    names = [] if real in seen else os.listdir(folder)
+    if {"state.json", "dataset_info.json"} <= {*names}:
+        state = json.loads(Path(folder, "state.json").read_text())
+        names = [file["filename"] for file in state["_data_files"]]
+    for name in names:
         seen.add(real)
         path = os.path.join(folder, name)
         if os.path.isdir(path):
@@ -989,13 +991,18 @@ def choose_files(source, files, root, is_pattern=False):
     """Return those of the files below `root` that are read: of the most frequent format, not hidden and, unless they
     match a pattern, not of another split than train. Print which are not, and why."""
     found = defaultdict(list)  # {format, or why a file is not read: names}
-    for name in sorted(file.removeprefix(root) for file in files):
+    names = {file.removeprefix(root) for file in files}
+    for name in sorted(names):
         is_hidden = name.startswith((".", "_")) or "/." in name or "/_" in name
         kind = FORMATS.get(file_suffix(name), "unknown format")
-        if os.path.basename(name) in NOT_ROWS or (is_hidden and kind not in FORMATS.values()):
+        if NOT_ROWS.fullmatch(os.path.basename(name)) or (is_hidden and kind not in FORMATS.values()):
             continue
+        if name.startswith("_delta_log/"):
+            raise UserError("a table of Delta Lake, with rows that it no longer has: export it as Parquet, read that")
         if is_hidden:
             kind = "hidden"
+        elif name.endswith((".gz", ".zst")) and name.rpartition(".")[0] in names:
+            kind = "compressed copy"
         elif is_other_split(name) and not is_pattern:
             kind = "another split"
         found[kind].append(name)

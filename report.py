@@ -27,6 +27,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import norm, permutation_test
 
+NORMAL_ABOVE = 20_000  # queries, instead of drawing samples
 QUERIES = 500  # on the page
 DEPTH = 10  # documents of a ranking; and at most of the relevant ones of a query that no ranking has among them
 
@@ -69,20 +70,23 @@ class Ranking:
 
 
 def read_calls(folders):
-    """Return metrics.json of each folder, and that folder; raise UserError if their queries or judgments differ."""
+    """Return metrics.json of each folder, and that folder; raise UserError if their queries or judgments differ, and
+    warn if their corpora do."""
     calls = []
+    sizes = {}  # {collection: its queries and documents, as bi-encoders have counted them}
     for folder in dict.fromkeys(map(Path, folders)):
         try:
             call = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{folder}: not the --output_dir of an evaluation: {error}") from None
-        if "collections" not in call:
-            raise UserError(f"{folder}: of an earlier edition; repeat its evaluation, whose vectors are cached")
-        digests = [part["judgments"] for part in call["collections"]]
+            digests = [part["judgments"] for part in call["collections"]]
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"{folder}: not the --output_dir of an evaluation by this edition: {error}") from None
         calls.append(call | {"folder": folder, "digests": digests})
         if digests != calls[0]["digests"]:
-            advice = "evaluate both on the same collections, in the same order"
-            raise UserError(f"{folder}: has other queries or judgments than {calls[0]['folder']}: {advice}")
+            raise UserError(f"{folder}: has other collections, queries or judgments than {calls[0]['folder']}")
+        for result in [result for result in call["results"] if "texts" in result]:
+            size = result["texts"]["total"]
+            if size != sizes.setdefault(result["collection"], size):
+                print(f"warning: {folder}: has another corpus: values do not compare", file=sys.stderr)
     return calls
 
 
@@ -103,9 +107,8 @@ def read_rankings(calls, chosen):
     for path, ranking in rankings.items():
         ranking.name = path if counts[ranking.name] > 1 else ranking.name
     named = {ranking.name: ranking for ranking in rankings.values()}
-    for name in chosen:
-        if name not in named:
-            raise UserError(f"--rankings {name}: no such ranking; there are {', '.join(named)}")
+    if unknown := [name for name in chosen if name not in named]:
+        raise UserError(f"--rankings {unknown[0]}: no such ranking; there are {', '.join(named)}")
     return [named[name] for name in chosen or named]
 
 
@@ -333,9 +336,6 @@ document.getElementById("about").textContent = data.queries.length + " of " + da
 
 class UserError(ValueError):
     """Something the user can fix; printed as one line, without a traceback."""
-
-
-NORMAL_ABOVE = 20_000
 
 
 def paired_randomization_p(samples, others):

@@ -805,7 +805,9 @@ def open_source(files, args):
     and --streaming. Each call must give the same rows in the same order: a resume seeks a row of a Dataset, or
     loads the state_dict of a stream; it does not notice other rows of the same name."""
     names = dict.fromkeys([*args.columns, *args.label_column])
-    return open_files(files, args.streaming, list(names), labels=args.label_column, optional=args.columns[2:])
+    ids = args.columns[:1] * bool(args.queries) + args.columns[1:] * bool(args.corpus)
+    optional = args.columns[2:]
+    return open_files(files, args.streaming, list(names), labels=args.label_column, optional=optional, ids=ids)
 
 
 @dataclass
@@ -1371,7 +1373,7 @@ FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": 
 
 
 UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst"
-NOT_ROWS = ("README.md", "LICENSE", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+NOT_ROWS = re.compile(r"(readme|licen[cs]e)(\.md|\.txt)?|(config|dataset_infos?|dataset_dict)\.json", re.I)
 # A word that names a split, as test, testdata, dev_set and the first one of TestSet do.
 SPLIT = re.compile(r"(?<![a-z])(train|valid|val|dev|test|eval)(?:ing|idation|uation)?(?:data|set|file)?s?(?![a-z])")
 
@@ -1403,9 +1405,6 @@ def list_files(source):
     name, whatever its characters; choose_files says which files of a folder are read."""
     path = os.path.expanduser(source)
     folder = os.path.join(path, "")
-    if os.path.exists(f"{folder}state.json"):  # of Dataset.save_to_disk; map() adds caches
-        files = json.loads(Path(path, "state.json").read_text())["_data_files"]
-        return [f"{folder}{file['filename']}" for file in files]
     if os.path.isfile(path):
         if not file_suffix(path):
             raise UserError(UNSUPPORTED)
@@ -1443,9 +1442,14 @@ def files_of_split(name):
 
 
 def walk(folder, seen):
-    """Yield the files below a folder, also where links lead; seen: the folders so far, none of which is read again."""
+    """Yield the files below a folder, also where links lead, but not the caches that map() adds to a folder of
+    Dataset.save_to_disk; seen: the folders so far, none of which is read again."""
     real = os.path.realpath(folder)
-    for name in [] if real in seen else os.listdir(folder):
+    names = [] if real in seen else os.listdir(folder)
+    if {"state.json", "dataset_info.json"} <= {*names}:
+        state = json.loads(Path(folder, "state.json").read_text())
+        names = [file["filename"] for file in state["_data_files"]]
+    for name in names:
         seen.add(real)
         path = os.path.join(folder, name)
         if os.path.isdir(path):
@@ -1467,13 +1471,18 @@ def choose_files(source, files, root, is_pattern=False):
     """Return those of the files below `root` that are read: of the most frequent format, not hidden and, unless they
     match a pattern, not of another split than train. Print which are not, and why."""
     found = defaultdict(list)  # {format, or why a file is not read: names}
-    for name in sorted(file.removeprefix(root) for file in files):
+    names = {file.removeprefix(root) for file in files}
+    for name in sorted(names):
         is_hidden = name.startswith((".", "_")) or "/." in name or "/_" in name
         kind = FORMATS.get(file_suffix(name), "unknown format")
-        if os.path.basename(name) in NOT_ROWS or (is_hidden and kind not in FORMATS.values()):
+        if NOT_ROWS.fullmatch(os.path.basename(name)) or (is_hidden and kind not in FORMATS.values()):
             continue
+        if name.startswith("_delta_log/"):
+            raise UserError("a table of Delta Lake, with rows that it no longer has: export it as Parquet, read that")
         if is_hidden:
             kind = "hidden"
+        elif name.endswith((".gz", ".zst")) and name.rpartition(".")[0] in names:
+            kind = "compressed copy"
         elif is_other_split(name) and not is_pattern:
             kind = "another split"
         found[kind].append(name)
@@ -1513,7 +1522,6 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=(), ids=
     load = partial(datasets.load_dataset, kind, data_files=list(map(exact, files)), **options)
     if kind == "parquet":
         inferred = parquet_schema(files[0], columns)
-        check_other_files(files, set(optional) - set(inferred.names))
         load = partial(load, columns=inferred.names)
     else:
         first = next(load(streaming=True).with_format("arrow").iter(1))
@@ -1521,24 +1529,44 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=(), ids=
         if kind == "csv":
             warn_of_lists(files[0], first, set(columns or ()) - set(labels))
     schema = plain_schema(inferred, kind, columns or [], labels, ids)
+    if kind in ("parquet", "csv") and (not columns or {*optional} - {*schema.names}):
+        check_other_files(files, columns, optional)
     dataset = None
     if schema != inferred or kind == "parquet":
         load = partial(load, features=datasets.Features.from_arrow_schema(schema))
     elif kind == "arrow" and not streaming:
         with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped in place, anything else copied below
             dataset = datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in files])
+    if not (dataset or streaming):  # else a table of other files with the same names and times may be in the cache
+        load = partial(load, name=data_fingerprint(files))
     dataset = (dataset or load(streaming=streaming)).with_format("arrow")
     if columns:
-        dataset = dataset.select_columns([name for name in columns if name in schema.names or name not in optional])
+        present = dataset.column_names or schema.names
+        dataset = dataset.select_columns([name for name in columns if name in present or name not in optional])
     return dataset
 
 
-def check_other_files(files, absent):
-    """Raise UserError if another Parquet file has a column that the first, whose schema is that of all, has not."""
-    for file in files[1:] if absent else []:
-        if found := absent.intersection(parquet_schema(file, None).names):
-            advice = "give each kind a source of its own, or the column to all"
-            raise UserError(f"{file} has the column {min(found)!r}, {files[0]} has not: {advice}")
+def check_other_files(files, columns, optional):
+    """Raise UserError if another file of Parquet or CSV has a column of `optional` that the first, whose columns are
+    those of all, has not. Without `columns`, warn of any such column."""
+    with ThreadPoolExecutor() as pool:  # files may be remote
+        first, *others = pool.map(column_names, files)
+    for file, names in zip(files[1:], others):
+        for name in [name for name in named_columns(names) if name not in first]:
+            found = f"{file} has the column {name!r}, {files[0]} has not"
+            if name in optional:
+                raise UserError(f"{found}: give each kind a source of its own, or the column to all")
+            if not columns:
+                return warn_once(f"{found}: it is not read")
+
+
+def column_names(file):
+    """Return the names of the columns of a file of Parquet, CSV or TSV."""
+    suffix = file_suffix(file)
+    if suffix == ".parquet":
+        return parquet_schema(file, None).names
+    with fsspec.open(file, "rt", encoding="utf-8-sig", compression="infer") as source:
+        return [*pd.read_csv(source, nrows=0, **csv_options(suffix))]
 
 
 def warn_of_lists(file, first, columns):
@@ -1581,19 +1609,22 @@ def plain_schema(inferred, kind, columns, labels, ids):
             problem = "texts like 2020-01-01, which would become other texts: rewrite the file by prepare_corpus.py"
             raise UserError(f"column {part.name!r} has {problem}")
         as_float = part.name in labels and kind != "arrow"  # of which a file is mapped as it is
-        as_text = part.name in ids and kind != "arrow" and pa.types.is_integer(part.type)
-        schema.append((part.name, pa.string() if kind == "csv" or as_text else plain_type(part.type, as_float)))
+        as_text = part.name in ids and kind != "arrow"
+        schema.append((part.name, pa.string() if kind == "csv" else plain_type(part.type, as_float, as_text)))
     return pa.schema(schema)
 
 
-def plain_type(kind, as_float=False):
+def plain_type(kind, as_float=False, as_text=False):
     """Return the Arrow type that a column is read as: text where the first rows are null; string and list where `take`
-    or `datasets` cannot handle the type; as_float: float64 instead of integers, decimals and booleans."""
+    or `datasets` cannot handle the type; as_float: float64 instead of integers, decimals and booleans; as_text: string
+    instead of integers."""
     if is_list(kind):
         wrap = pa.large_list if pa.types.is_large_list(kind) else pa.list_
-        return wrap(plain_type(kind.value_type, as_float))
+        return wrap(plain_type(kind.value_type, as_float, as_text))
     if pa.types.is_struct(kind):
         return pa.struct([part.with_type(plain_type(part.type)) for part in kind])
+    if as_text and pa.types.is_integer(kind):
+        return pa.string()
     if as_float and (pa.types.is_integer(kind) or pa.types.is_decimal(kind) or pa.types.is_boolean(kind)):
         return pa.float64()
     return pa.string() if kind in (pa.null(), pa.string_view()) else kind
@@ -2697,11 +2728,15 @@ def check_changes(saved, fixed, flags, accelerator):
         return
     defaults = {f"--{name}": value for name, value in asdict(Args()).items()}
     before = fixed | defaults | saved["unchanging"]
-    changes = [f"{name}: {before[name]} -> {value}" for name, value in fixed.items() if before[name] != value]
+    changed = [name for name, value in fixed.items() if before[name] != value]
+    changes = [f"{name}: {before[name]} -> {fixed[name]}" for name in changed]
     if changes and not flags.accept_changes:
         raise UserError(f"--resume: {'; '.join(changes)}: restore it, --accept_changes, or start a new --output_dir")
     for change in changes:
         accelerator.print(f"changed after step {saved['progress']['step']:,}: {change}")
+    paths = {entry if isinstance(entry, str) else entry["path"] for entry in flags.train_data}
+    if not flags.eval_data and paths & {*changed}:
+        accelerator.print("other rows may be held out now, also some that were trained on: --eval_data prevents it")
 
 
 @dataclass

@@ -733,6 +733,18 @@ def test_resume_with_changed_data(flags, refusal, tmp_path, capsys, change, way)
     assert [line.split(": ")[1] for line in changed] == ["--max_steps", "x.jsonl"]
 
 
+def test_more_rows_may_exchange_those_held_out(flags, capsys):
+    """Rows that a run has trained on are held out after a resume with a longer table: it is said."""
+    flags = [*flags, "--train_data", jsonl("x.jsonl"), "--eval_rows", 5]
+    train(flags, "--max_steps", 2)
+    jsonl("x.jsonl", ROWS * 2)
+    train(flags, "--resume", "--accept_changes", "--max_steps", 3)
+    said = "other rows may be held out now, also some that were trained on: --eval_data prevents it"
+    assert capsys.readouterr().out.count(said) == 1
+    train(flags, "--resume", "--accept_changes", "--max_steps", 4)
+    assert said not in capsys.readouterr().out
+
+
 def damage(path):
     path = Path(path)
     data = bytearray(path.read_bytes())

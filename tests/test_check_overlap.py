@@ -232,6 +232,18 @@ def test_pairs_and_several_sources(capsys):
     assert [line["row"] for line in check(*flags, "--columns", "x")] == [1, 1]
 
 
+def test_columns_that_are_not_searched_are_said(capsys):
+    """Such as a list of objects, which may hold the texts of a benchmark."""
+    rows = [{"id": n, "q": "other words", "passages": [{"text": "How are you?"}]} for n in range(2)]
+    write_jsonl(Path("a.jsonl"), rows)
+    Path("test.csv").write_text("q,d\nhow are you,fine thanks\n")
+    assert check("--train_data", "a.jsonl", "--pairs", "test.csv") == []
+    assert "warning: --train_data a.jsonl: searches q, not id, passages\n" in capsys.readouterr().err
+    write_jsonl(Path("b.jsonl"), [{"q": "how are you"}])
+    assert len(check("--train_data", "b.jsonl", "--pairs", "test.csv")) == 1
+    assert "searches" not in capsys.readouterr().err
+
+
 def test_columns_without_a_name_are_no_default(capsys):
     """Those of pandas' index: the first in CSV, the last in Parquet. All texts of a table count but these."""
     Path("a.csv").write_text(",q,d\n7,how are you,fine thanks\n8,who is it,me\n")

@@ -148,14 +148,18 @@ def test_folders_globs_and_configurations(streaming, tmp_path):
     datasets.Dataset.from_list(table(90)).save_to_disk("mapped")
     datasets.load_from_disk("mapped").map(lambda row: {"a": row["b"]}).shuffle(seed=0)
     assert len(list(Path("mapped").glob("cache-*.arrow"))) == 2
+    rows = {"train": datasets.Dataset.from_list(table(70)), "test": datasets.Dataset.from_list(table(20))}
+    datasets.DatasetDict(rows).save_to_disk("splits")
+    datasets.load_from_disk("splits").map(lambda row: {"a": row["b"]})
+    assert len(list(Path("splits/train").glob("cache-*.arrow"))) == 1
     Path("configs/y").mkdir(parents=True)
     Path("configs/README.md").write_text(CONFIGS)
     write("configs/x.jsonl", table(5)), write("configs/z.csv", table(9))
     write("configs/y/0.parquet", table(7)), write("configs/y/1.parquet", table(7, 7))
     for name, count in {
         "folder": 60, "./folder/*.jsonl": 60, f"{tmp_path}/folder/[12].jsonl": -20, "saved": 130,
-        "saved/*.arrow": 130, "mapped": 90, "./configs:one:train": 5, "configs:two:train": 14,
-        f"{tmp_path}/configs:two:dev": 9,
+        "saved/*.arrow": 130, "mapped": 90, "splits": 70, "splits/train": 70, "./configs:one:train": 5,
+        "configs:two:train": 14, f"{tmp_path}/configs:two:dev": 9,
     }.items():  # fmt: skip
         expected = table(40, 20) if count < 0 else table(count)
         assert texts(open_source(streaming, name, shuffle_buffer=0), len(expected)) == expected, name

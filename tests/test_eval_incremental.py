@@ -453,6 +453,21 @@ def test_documents_of_pairs_are_distinct(evaluate, tmp_path):
         assert all(set(found) == {"0", "2"} for found in read_run(tmp_path / "out/run.trec").values())
 
 
+def test_a_run_of_other_pairs(evaluate, bert, tmp_path):
+    """Their ids are numbers of rows: a run of the same files in another order would be measured as one of these."""
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"q": f"{name} {n}", "d": f"text {name} {n}"} for n in range(5)])
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    got = evaluate("--pairs", first, second, "--model_name_or_path", bert, output="ranked")
+    run = ["--run", tmp_path / "ranked/run.trec"]
+    again = evaluate("--pairs", first, second, *run)
+    assert again["metrics"]["nDCG@10"]["mean"] == got["metrics"]["nDCG@10"]["mean"]
+    with pytest.raises(script.UserError, match="--run .*run.trec: ranks other pairs: give the files that were ranked"):
+        evaluate("--pairs", second, first, *run)
+    shutil.copy(run[1], tmp_path / "moved.trec")  # nothing is known of it
+    evaluate("--pairs", second, first, "--run", tmp_path / "moved.trec")
+
+
 def test_search(evaluate, beir, capsys, rows):
     evaluate("--beir", beir, "--query", rows[3]["code"], "something else")
     shown = capsys.readouterr().out

@@ -208,18 +208,33 @@ def test_errors(evaluate, tmp_path, bert):
     (tmp_path / "old").mkdir()
     (tmp_path / "old/metrics.json").write_text('{"results": []}')
     for folders, message in (
-        (["other"], "other: has other queries or judgments than .*out: evaluate both on the same collections"),
-        (["kept"], "kept: has other queries or judgments than .*out: evaluate both on the same collections"),
-        (["old"], "old: of an earlier edition; repeat its evaluation"),
-        (["missing"], "missing: not the --output_dir of an evaluation: .*No such file"),
+        (["other"], "other: has other collections, queries or judgments than .*out$"),
+        (["kept"], "kept: has other collections, queries or judgments than .*out$"),
+        (["old"], "old: not the --output_dir of an evaluation by this edition: 'collections'"),
+        (["missing"], "missing: not the --output_dir of an evaluation by this edition: .*No such file"),
         (["p5"], "no measure in common: evaluate them with the same --metrics"),
     ):
         with pytest.raises(script.UserError, match=message):
             page_data(tmp_path / "out", *(tmp_path / folder for folder in folders))
     done = launch(ROOT / "report.py", tmp_path / "out", tmp_path / "old", check=False)
-    assert done.returncode == 1 and done.stderr.startswith(f"error: {tmp_path}/old: of an earlier edition")
+    assert done.returncode == 1 and done.stderr.startswith(f"error: {tmp_path}/old: not the --output_dir")
     done = launch(ROOT / "report.py", tmp_path / "out", "--output_dir", tmp_path / "new/page")
     assert "3 queries are in" in done.stdout and (tmp_path / "new/page/report.html").exists()
+
+
+def test_another_corpus_is_said(evaluate, tmp_path, bert, capsys):
+    """Rankings of the same queries and judgments compare only within one corpus."""
+    flags = write_collection(tmp_path)
+    evaluate(*flags, "--model_name_or_path", bert)
+    evaluate(*flags, "--bm25", output="words")
+    page_data(tmp_path / "out", tmp_path / "words")
+    assert "warning" not in capsys.readouterr().err
+    documents = (tmp_path / "documents.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "documents.jsonl").write_text("".join([*documents[:35], documents[39]]))
+    evaluate(*flags, "--model_name_or_path", bert, output="fewer")
+    capsys.readouterr()
+    page_data(tmp_path / "out", tmp_path / "words", tmp_path / "fewer")
+    assert f"warning: {tmp_path}/fewer: has another corpus: values do not compare" in capsys.readouterr().err
 
 
 class Tab:

@@ -356,6 +356,27 @@ def test_the_files_of_a_folder(streaming, capsys, monkeypatch):
 
 
 @both_kinds
+def test_a_file_and_its_compressed_copy(streaming, capsys):
+    for name in ("1.jsonl", "1.jsonl.gz", "2.jsonl.gz"):
+        write(f"folder/{name}", json.dumps({"a": name, "b": "d"}))
+    assert [row[0] for row in rows_of("folder", 3, streaming)] == ["1.jsonl", "2.jsonl.gz", "1.jsonl"]
+    assert "1 compressed copy (1.jsonl.gz)" in warnings_of(capsys)[0]
+
+
+def test_texts_about_a_folder_are_no_rows(capsys):
+    for name in ("README.txt", "LICENSE.txt", "license", "Readme.md", "1.txt"):
+        write(f"folder/{name}", "a line\n")
+    assert script.list_files("folder") == ["folder/1.txt"] and warnings_of(capsys) == []
+
+
+def test_a_table_of_delta_lake_is_refused():
+    """Its log says which of the files are of the table; others have rows that were deleted."""
+    write("table/1.parquet", ""), write("table/_delta_log/00000000000000000000.json", "{}")
+    with pytest.raises(script.UserError, match="^a table of Delta Lake, .*: export it as Parquet"):
+        script.list_files("table")
+
+
+@both_kinds
 def test_links_in_a_folder(streaming):
     """Folders that links lead to are read, each once, also where they lead back."""
     write("elsewhere/2.jsonl", '{"a": "linked", "b": "d"}\n')
@@ -504,14 +525,58 @@ def test_lists_in_a_csv_file_are_texts_with_a_warning(streaming, capsys):
     assert capsys.readouterr().err.count(said) == 1
 
 
+def write_table(name, rows):
+    """Write {column: cells} in the format of a name."""
+    suffix = name.split(".")[1]
+    table = pa.table(rows)
+    if suffix == "parquet":
+        pq.write_table(table, name)
+    elif suffix == "arrow":
+        with pa.OSFile(name, "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        table.to_pandas().to_csv(name, index=False, sep="," if suffix == "csv" else "\t")
+
+
+TWO, THREE = {"a": ["q"], "b": ["d"]}, {"a": ["q"], "b": ["d"], "c": ["n"]}
+
+
 @both_kinds
-def test_a_column_of_negatives_that_only_a_later_parquet_file_has(streaming):
-    """The schema of the first is that of all: the column would be dropped without a word."""
-    pq.write_table(pa.table({"a": ["q"], "b": ["d"]}), "0.parquet")
-    pq.write_table(pa.table({"a": ["q"], "b": ["d"], "c": ["n"]}), "1.parquet")
-    with pytest.raises(script.UserError, match="1.parquet has the column 'c', .*0.parquet has not: give each kind a"):
-        rows_of("*.parquet", 2, streaming, columns=["a", "b", "c"])
-    assert rows_of("*.parquet", 2, streaming, columns=["a", "b"]) == [["q", "d"]] * 2
+@pytest.mark.parametrize("suffix", ["parquet", "csv", "tsv", "csv.gz"])
+def test_a_column_that_only_a_later_file_has(streaming, suffix, capsys):
+    """The schema of the first is that of all: negatives would be dropped without a word, as titles of a corpus."""
+    for number, rows in enumerate((TWO, THREE)):
+        write_table(f"{number}.{suffix}", rows)
+    with pytest.raises(script.UserError, match=f"1.{suffix} has the column 'c', .*0.{suffix} has not: give each kind"):
+        rows_of(f"*.{suffix}", 2, streaming, columns=["a", "b", "c"])
+    assert rows_of(f"*.{suffix}", 2, streaming, columns=["a", "b"]) == [["q", "d"]] * 2
+    assert warnings_of(capsys) == []
+    for module in (script, eval_incremental, mine_negatives, check_overlap):
+        module.warn_once.cache_clear()
+        module.open_files(module.list_files(f"*.{suffix}"), streaming)
+        (line,) = warnings_of(capsys)
+        assert f"1.{suffix} has the column 'c', " in line and line.endswith(f"0.{suffix} has not: it is not read")
+
+
+def test_a_column_that_only_a_later_arrow_file_has():
+    """Mapped as it is: in the rows of the others it is null. A stream of such files is refused by `datasets`."""
+    for number, rows in enumerate((TWO, THREE, TWO)):
+        write_table(f"{number}.arrow", rows)
+    rows = [["q", "d", None], ["q", "d", "n"], ["q", "d", None]]
+    assert rows_of("*.arrow", 3, False, columns=["a", "b", "c"]) == rows
+    with pytest.raises(script.UserError, match=r"1 new columns \(\{'c'\}\)"):
+        rows_of("*.arrow", 3, True, columns=["a", "b", "c"])
+
+
+def test_a_table_of_the_same_name_and_time():
+    """As after `cp -p` or `rsync -t`: what `datasets` has made of the old file is not read."""
+    for suffix in ("jsonl", "csv"):
+        for text in ("old", "new"):
+            write(f"x.{suffix}", f'{{"a": "{text}", "b": "d"}}\n' if suffix == "jsonl" else f"a,b\n{text},d\n")
+            os.utime(f"x.{suffix}", (1e9, 1e9))
+            assert rows_of(f"x.{suffix}", 1, False) == [[text, "d"]]
+            for module in (eval_incremental, mine_negatives, check_overlap):
+                assert module.open_files([f"x.{suffix}"], streaming=False)[:]["a"].to_pylist() == [text]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -530,6 +595,21 @@ def test_ids_that_begin_with_zeros_in_another_file(suffix):
     assert chunk.ids.to_pylist() == ["1", "2", "007", "7"]
     texts = mine_negatives.read_texts("corpus", [f"*.{suffix}"], [])
     assert texts.index.tolist() == ["1", "2", "007", "7"]
+
+
+@both_kinds
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_ids_of_rows_that_begin_with_zeros_in_another_file(streaming, suffix):
+    """Also in lists: whole numbers of the first file do not make numbers of them."""
+    for number, value in enumerate((7, "007")):
+        rows = [{"a": value, "b": value, "c": [value]}]
+        if suffix == "jsonl":
+            write_jsonl(Path(f"{number}.jsonl"), rows)
+        else:
+            pq.write_table(pa.Table.from_pylist(rows), f"{number}.parquet")
+    ids = {"queries": ["q"], "corpus": ["d"], "columns": ["a", "b", "c"]}
+    assert rows_of(f"*.{suffix}", 2, streaming, **ids) == [["7", "7", ["7"]], ["007", "007", ["007"]]]
+    assert rows_of(f"*.{suffix}", 1, streaming, **ids | {"corpus": [], "columns": ["a", "b"]}) == [["7", 7]]
 
 
 def test_ids_that_are_read_as_rounded_numbers():
