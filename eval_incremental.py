@@ -346,6 +346,8 @@ def rank(collections, args, accelerator):
     for flag_name in args.order:
         if flag_name == "run":
             for path, name in zip(args.run, names):
+                if args.pairs:
+                    check_ranked_pairs(path, collections[0])
                 collections[0].rankings.append(read_run(path, name, collections[0]))
         elif flag_name == "bm25":
             for collection in collections:
@@ -943,8 +945,6 @@ def make_ranking(name, parts, documents, collection, metadata, counts, depth=2**
 
 def read_run(path, name, collection):
     """Return the ranking of a file, sorted by score; ties by document id, descending, as in trec_eval."""
-    if collection.args.pairs:
-        check_ranked_pairs(path, collection)
     found = RankingFile(name, collection.queries)
     known = found.queries
     numbers = {}  # of documents, by id

@@ -154,7 +154,7 @@ SELECTIONS = {
 def test_killed_with_an_edited_source(settings, tmp_path, report, edit):
     script = tmp_path / "edited.py"
     text = (ROOT / "train_bi_encoder.py").read_text()
-    end = "labels=args.label_column, optional=args.columns[2:])\n"
+    end = "labels=args.label_column, optional=optional, ids=ids)\n"
     assert text.count(end) == 1
     script.write_text(text.replace(end, end[:-1] + SELECTIONS[edit] + "\n"))
     flags = settings["train_bi_encoder"]["mapped"]
