@@ -1370,8 +1370,6 @@ def trained_queries(data):
 
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".ndjson": "json",
            ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
-
-
 UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst"
 NOT_ROWS = re.compile(r"(readme|licen[cs]e)(\.md|\.txt)?|(config|dataset_infos?|dataset_dict)\.json", re.I)
 # A word that names a split, as test, testdata, dev_set and the first one of TestSet do.
@@ -1860,12 +1858,6 @@ def apportion(drawn, weights, count):
     return counts.tolist()
 
 
-def join_tables(tables, sources):
-    """Return the rows of the Tables of several sources as one; columns have the same types in all of them."""
-    with user_errors(f"the columns of {', '.join(source.name for source in sources)} differ", TypeError):
-        return pa.concat_tables(tables, promote_options="permissive").combine_chunks()
-
-
 def row_batches(sources, weights, args, state=None):
     """Yield (Table of a batch's rows, state after it) without end: a pure function of sources, seed and batch size.
     Each batch has its own state (JSON), so prefetching loses no row: the position of each source before the length
@@ -1881,7 +1873,8 @@ def row_batches(sources, weights, args, state=None):
         drawn = [position["taken"] for position in positions]
         turns = apportion([rows // rows_per_turn for rows in drawn], weights, size // rows_per_turn)
         tables = [source.take(count * rows_per_turn) for source, count in zip(sources, turns) if count]
-        table = join_tables(tables, sources)
+        with user_errors(f"the columns of {', '.join(source.name for source in sources)} differ", TypeError):
+            table = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
         order = np.arange(args.length_window)
         if args.length_window > 1:
             table = table.take(np.argsort(table[LENGTH], kind="stable"))
@@ -1912,14 +1905,13 @@ class TextLookup:
             raise UserError(f"{self.id_column!r} holds values of several types: make all of them texts")
         self.index = self.open_index()
 
-    def open_index(self, is_fresh=False):
-        """Return the index of the table, memory-mapped; is_fresh: build it, even if there is one."""
-        os.makedirs(datasets.config.HF_DATASETS_CACHE, exist_ok=True)
-        # The fingerprint of `datasets` changes with the table, whatever of its files has changed.
-        path = f"{datasets.config.HF_DATASETS_CACHE}/evenstep-{self.dataset._fingerprint}.npy"
+    def open_index(self):
+        """Return the index of the table, memory-mapped."""
+        # The fingerprint of `datasets` changes with the names and times of the files, and with the column of ids.
+        name = f"evenstep-{self.fingerprint}-{self.dataset._fingerprint}.npy"
+        path = os.path.join(datasets.config.HF_DATASETS_CACHE, name)
         with FileLock(f"{path}.lock"):  # one process builds the index, the others wait
-            self.is_fresh = is_fresh or not os.path.exists(path)
-            if self.is_fresh:
+            if not os.path.exists(path):
                 np.save(f"{path}.part.npy", self.build_index())
                 os.replace(f"{path}.part.npy", path)
         return np.load(path, mmap_mode="r")
@@ -1944,9 +1936,6 @@ class TextLookup:
             rows = self.index[1, positions.clip(max=len(self.dataset) - 1)]
             table = self.dataset[rows.tolist()].combine_chunks()  # else one chunk for each row
             is_found = self.ids(table) == np.array(ids, object)
-            if not (is_found.all() or self.is_fresh):  # before an id is called unknown
-                self.index = self.open_index(is_fresh=True)
-                return self.texts(ids)
             texts = []
             for known, row in zip(is_found, to_python(table.select(self.text_columns))):
                 text = " ".join(part or "" for part in row.values()).strip()
@@ -2652,8 +2641,7 @@ def lock_output(folder, accelerator):
     error = None
     if accelerator.is_main_process:
         try:
-            os.makedirs(folder, exist_ok=True)
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=0)  # makes the folder
         except Timeout:
             error = f"--output_dir {folder}: another run is writing to it"
         except OSError as caught:
@@ -2669,11 +2657,8 @@ def checkpoint_path(args, step):
 
 def list_checkpoints(args):
     """Return {step: folder} of a run, in order; without what somebody else has put beside them."""
-    found = {}
-    for path in sorted(Path(args.output_dir, "checkpoints").glob("step_*")):
-        if re.fullmatch(r"step_\d{8}", path.name) and path.is_dir():
-            found[int(path.name.removeprefix("step_"))] = path
-    return found
+    paths = sorted(Path(args.output_dir, "checkpoints").glob("step_" + 8 * "[0-9]"))
+    return {int(path.name.removeprefix("step_")): path for path in paths if path.is_dir()}
 
 
 def find_checkpoint(args, accelerator):
@@ -3116,8 +3101,7 @@ class Log:
         output = Path(self.flags.output_dir)
         if self.accelerator.is_main_process:
             with user_errors(f"--output_dir {output}"):
-                lines = [json.dumps(line) + "\n" for line in self.metrics]
-                (output / "metrics.jsonl").write_text("".join(lines))
+                self.write_lines(is_new=False)
                 (output / "args.yaml").write_text(yaml.safe_dump(flags_of_run(self.flags), sort_keys=False))
 
     def write(self, step, record):
