@@ -648,6 +648,9 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=(), ids=
     optional: columns that the files may lack."""
     suffix = file_suffix(files[0])
     kind = FORMATS[suffix]
+    formats = {(FORMATS[file_suffix(file)], file_suffix(file) == ".tsv") for file in files}
+    if len(formats) > 1:
+        raise UserError("has files of several formats: write all of them in one")
     folders = {os.path.dirname(file) for file in files}
     if len(folders) > 1 and any("=" in name for name in folders):
         warn_once(f"{files[0]}: folders KEY=VALUE are not read as columns; prepare_corpus.py does so")
@@ -655,6 +658,8 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=(), ids=
     if kind == "csv":
         files = [file for file in files if not os.path.isfile(file) or os.path.getsize(file)] or files
         options |= csv_options(suffix)
+    if kind == "text":
+        options["encoding"] = "utf-8-sig"
     if kind == "parquet":  # else pyarrow reads up to 1 GiB ahead, and keeps what it has read of a file
         options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
     load = partial(datasets.load_dataset, kind, data_files=list(map(exact, files)), **options)
@@ -664,8 +669,6 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=(), ids=
     else:
         first = next(load(streaming=True).with_format("arrow").iter(1))
         inferred = first.schema
-        if kind == "csv":
-            warn_of_lists(files[0], first, set(columns or ()) - set(labels))
     schema = plain_schema(inferred, kind, columns or [], labels, ids)
     if kind in ("parquet", "csv") and (not columns or {*optional} - {*schema.names}):
         check_other_files(files, columns, optional)
@@ -705,13 +708,6 @@ def column_names(file):
         return parquet_schema(file, None).names
     with fsspec.open(file, "rt", encoding="utf-8-sig", compression="infer") as source:
         return [*pd.read_csv(source, nrows=0, **csv_options(suffix))]
-
-
-def warn_of_lists(file, first, columns):
-    """Warn of texts that seem to be lists, by the first row of a CSV file."""
-    for name in columns.intersection(first.column_names):
-        if str(first[name][0]).startswith(("['", '["')):
-            warn_once(f"{file}: column {name!r} seems to hold lists, and is read as one text: JSON Lines holds lists")
 
 
 def parquet_schema(file, columns):
@@ -808,7 +804,10 @@ def as_texts(column, name, ids=False):
         advice = f"choose other columns or, to train on it, set --label_column {name}"
     if advice:
         raise UserError(f"column {name!r} holds {str(kind)[:100]}, not texts: {advice}")
-    return column.cast(pa.large_string())
+    texts = column.cast(pa.large_string())
+    if pc.any(pc.match_substring_regex(texts, r"""^(\["|\['|\{")""")).as_py():  # as `datasets` does after texts
+        warn_once(f"column {name!r} has lists or objects that were written as texts: give all rows one type")
+    return texts
 
 
 def find_splits(name):

@@ -181,6 +181,8 @@ def check_flags(args):
     rankers = args.model_name_or_path or args.run or args.bm25 or (args.annotate and args.cross_encoder)
     if not (sources and rankers or args.cache_info or args.cache_clear):
         raise UserError("requires --beir, --corpus, --pairs or --annotate, and a model, --run or --bm25")
+    if args.annotate and args.cross_encoder and (args.max_length or args.query_prompt or args.document_prompt):
+        raise UserError("--max_length and prompts are of --model_name_or_path; of pairs it is --rerank_max_length")
     if args.fuse and len(args.model_name_or_path) + len(args.run) + args.bm25 < 2:
         raise UserError("--fuse requires two rankings: of --model_name_or_path, --run or --bm25")
 
@@ -725,14 +727,15 @@ def open_collection(name, corpus, queries, qrels, args):
     if args.pairs:
         columns = ["#", args.columns[1] if args.columns else 1]
     reader = TextReader(corpus, columns, ("_id", "title", "text"), args)
-    if args.query or args.export_vectors:
+    is_judged = not (args.query or args.export_vectors)
+    if args.pairs and not args.export_vectors:  # of which each row has a vector
+        collection = pair_collection(name, reader, args)
+    elif is_judged:
+        collection = judged_collection(name, reader, queries, qrels, args)
+    if not is_judged:
         texts = {f"query {number}": text for number, text in enumerate(args.query, start=1)}
         no_judgments = pd.DataFrame(columns=[*PAIR, "relevance"])
         return Collection(name, reader, texts, no_judgments, args, [])
-    if args.pairs:
-        collection = pair_collection(name, reader, args)
-    else:
-        collection = judged_collection(name, reader, queries, qrels, args)
     if not collection.queries:
         raise UserError(f"{(queries or corpus)[0]}: has no judged query; check the ids or --columns")
     return collection
@@ -808,9 +811,12 @@ def read_qrels(source, *others):
                 table = pa.table({"query-id": rows["query-id"], "corpus-id": rows["positive-corpus-ids"]})
             ids = [as_texts(table[name], name, ids=True).to_numpy() for name in ("query-id", "corpus-id")]
             frame = pd.DataFrame({"query_id": ids[0], "doc_id": ids[1], "score": 1})
-            grade = next((name for name in table.column_names if name.lower() in GRADE_NAMES), None)
-            if grade:  # not in NanoBEIR
-                frame["score"] = pd.to_numeric(table[grade].to_pandas())
+            names = {name.lower(): name for name in table.column_names}
+            grades = [names[name] for name in GRADE_NAMES if name in names]
+            if grades:
+                frame["score"] = pd.to_numeric(table[grades[0]].to_pandas())
+            elif len(names) > 2:  # those of NanoBEIR have no grades
+                raise UserError(f"has no column of grades: name it score; the columns are {', '.join(names)}")
         else:  # read as text: ids may begin with zeros
             frame = pd.concat(trec_parts(file, "qrels"))
         if not (frame["score"] % 1 == 0).all():
@@ -2469,7 +2475,8 @@ def prepare_tokenizer(model, length):
         elif isinstance(module, StaticEmbedding):
             check_tokens(module.tokenizer, module.embedding.num_embeddings)
             if length:
-                module.tokenizer.enable_truncation(length)
+                truncation = module.tokenizer.truncation or {"direction": "right"}
+                module.tokenizer.enable_truncation(length, direction=truncation["direction"])
     if length and not any(isinstance(module, (Transformer, StaticEmbedding)) for module in model.modules()):
         model.max_seq_length = length  # of a first module that is not of the library
         if model.preprocess(["a " * 2 * length])["input_ids"].shape[-1] > length:
@@ -2549,7 +2556,10 @@ def as_texts(column, name, ids=False):
         advice = f"choose other columns or, to train on it, set --label_column {name}"
     if advice:
         raise UserError(f"column {name!r} holds {str(kind)[:100]}, not texts: {advice}")
-    return column.cast(pa.large_string())
+    texts = column.cast(pa.large_string())
+    if pc.any(pc.match_substring_regex(texts, r"""^(\["|\['|\{")""")).as_py():  # as `datasets` does after texts
+        warn_once(f"column {name!r} has lists or objects that were written as texts: give all rows one type")
+    return texts
 
 
 def join_texts(table, columns):
@@ -2773,6 +2783,9 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=(), ids=
     optional: columns that the files may lack."""
     suffix = file_suffix(files[0])
     kind = FORMATS[suffix]
+    formats = {(FORMATS[file_suffix(file)], file_suffix(file) == ".tsv") for file in files}
+    if len(formats) > 1:
+        raise UserError("has files of several formats: write all of them in one")
     folders = {os.path.dirname(file) for file in files}
     if len(folders) > 1 and any("=" in name for name in folders):
         warn_once(f"{files[0]}: folders KEY=VALUE are not read as columns; prepare_corpus.py does so")
@@ -2780,6 +2793,8 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=(), ids=
     if kind == "csv":
         files = [file for file in files if not os.path.isfile(file) or os.path.getsize(file)] or files
         options |= csv_options(suffix)
+    if kind == "text":
+        options["encoding"] = "utf-8-sig"
     if kind == "parquet":  # else pyarrow reads up to 1 GiB ahead, and keeps what it has read of a file
         options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
     load = partial(datasets.load_dataset, kind, data_files=list(map(exact, files)), **options)
@@ -2789,8 +2804,6 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=(), ids=
     else:
         first = next(load(streaming=True).with_format("arrow").iter(1))
         inferred = first.schema
-        if kind == "csv":
-            warn_of_lists(files[0], first, set(columns or ()) - set(labels))
     schema = plain_schema(inferred, kind, columns or [], labels, ids)
     if kind in ("parquet", "csv") and (not columns or {*optional} - {*schema.names}):
         check_other_files(files, columns, optional)
@@ -2830,13 +2843,6 @@ def column_names(file):
         return parquet_schema(file, None).names
     with fsspec.open(file, "rt", encoding="utf-8-sig", compression="infer") as source:
         return [*pd.read_csv(source, nrows=0, **csv_options(suffix))]
-
-
-def warn_of_lists(file, first, columns):
-    """Warn of texts that seem to be lists, by the first row of a CSV file."""
-    for name in columns.intersection(first.column_names):
-        if str(first[name][0]).startswith(("['", '["')):
-            warn_once(f"{file}: column {name!r} seems to hold lists, and is read as one text: JSON Lines holds lists")
 
 
 def parquet_schema(file, columns):
@@ -2980,14 +2986,20 @@ def collections_of(name, split):
 # ---- the command line
 
 
+class FlagLoader(yaml.SafeLoader):
+    """YAML in which a key that is given twice is an error: else the last one would be taken."""
+
+    def construct_mapping(self, node, deep=False):
+        names = [key.value for key, _ in node.value]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise UserError(f"{twice[0]} is given twice")
+        return super().construct_mapping(node, deep)
+
+
 def read_flags_file(path):
     """Return {flag: value} of a YAML or JSON file."""
     with user_errors(f"{path}: not a file of flags", TypeError):
-        text = Path(path).read_text()
-        names = Counter(re.findall(r"^(\w+)\s*:", text, re.M))  # YAML would take the last one
-        if twice := [name for name, count in names.items() if count > 1]:
-            raise UserError(f"{twice[0]} is given twice")
-        flags = dict(yaml.safe_load(text))
+        flags = dict(yaml.load(Path(path).read_text(), FlagLoader))
         if "trust_remote_code" in flags:
             raise UserError("--trust_remote_code: only on the command line, as a file may have been downloaded")
         return flags

@@ -709,6 +709,9 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=(), ids=
     optional: columns that the files may lack."""
     suffix = file_suffix(files[0])
     kind = FORMATS[suffix]
+    formats = {(FORMATS[file_suffix(file)], file_suffix(file) == ".tsv") for file in files}
+    if len(formats) > 1:
+        raise UserError("has files of several formats: write all of them in one")
     folders = {os.path.dirname(file) for file in files}
     if len(folders) > 1 and any("=" in name for name in folders):
         warn_once(f"{files[0]}: folders KEY=VALUE are not read as columns; prepare_corpus.py does so")
@@ -716,6 +719,8 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=(), ids=
     if kind == "csv":
         files = [file for file in files if not os.path.isfile(file) or os.path.getsize(file)] or files
         options |= csv_options(suffix)
+    if kind == "text":
+        options["encoding"] = "utf-8-sig"
     if kind == "parquet":  # else pyarrow reads up to 1 GiB ahead, and keeps what it has read of a file
         options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
     load = partial(datasets.load_dataset, kind, data_files=list(map(exact, files)), **options)
@@ -725,8 +730,6 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=(), ids=
     else:
         first = next(load(streaming=True).with_format("arrow").iter(1))
         inferred = first.schema
-        if kind == "csv":
-            warn_of_lists(files[0], first, set(columns or ()) - set(labels))
     schema = plain_schema(inferred, kind, columns or [], labels, ids)
     if kind in ("parquet", "csv") and (not columns or {*optional} - {*schema.names}):
         check_other_files(files, columns, optional)
@@ -766,13 +769,6 @@ def column_names(file):
         return parquet_schema(file, None).names
     with fsspec.open(file, "rt", encoding="utf-8-sig", compression="infer") as source:
         return [*pd.read_csv(source, nrows=0, **csv_options(suffix))]
-
-
-def warn_of_lists(file, first, columns):
-    """Warn of texts that seem to be lists, by the first row of a CSV file."""
-    for name in columns.intersection(first.column_names):
-        if str(first[name][0]).startswith(("['", '["')):
-            warn_once(f"{file}: column {name!r} seems to hold lists, and is read as one text: JSON Lines holds lists")
 
 
 def parquet_schema(file, columns):
@@ -869,7 +865,10 @@ def as_texts(column, name, ids=False):
         advice = f"choose other columns or, to train on it, set --label_column {name}"
     if advice:
         raise UserError(f"column {name!r} holds {str(kind)[:100]}, not texts: {advice}")
-    return column.cast(pa.large_string())
+    texts = column.cast(pa.large_string())
+    if pc.any(pc.match_substring_regex(texts, r"""^(\["|\['|\{")""")).as_py():  # as `datasets` does after texts
+        warn_once(f"column {name!r} has lists or objects that were written as texts: give all rows one type")
+    return texts
 
 
 def find_splits(name):
@@ -953,9 +952,12 @@ def read_qrels(source, *others):
                 table = pa.table({"query-id": rows["query-id"], "corpus-id": rows["positive-corpus-ids"]})
             ids = [as_texts(table[name], name, ids=True).to_numpy() for name in ("query-id", "corpus-id")]
             frame = pd.DataFrame({"query_id": ids[0], "doc_id": ids[1], "score": 1})
-            grade = next((name for name in table.column_names if name.lower() in GRADE_NAMES), None)
-            if grade:  # not in NanoBEIR
-                frame["score"] = pd.to_numeric(table[grade].to_pandas())
+            names = {name.lower(): name for name in table.column_names}
+            grades = [names[name] for name in GRADE_NAMES if name in names]
+            if grades:
+                frame["score"] = pd.to_numeric(table[grades[0]].to_pandas())
+            elif len(names) > 2:  # those of NanoBEIR have no grades
+                raise UserError(f"has no column of grades: name it score; the columns are {', '.join(names)}")
         else:  # read as text: ids may begin with zeros
             frame = pd.concat(trec_parts(file, "qrels"))
         if not (frame["score"] % 1 == 0).all():

@@ -386,7 +386,7 @@ def open_tables(args):
             tested = {node.value for node in nodes if isinstance(node, ast.Constant)}  # columns, and values
     partitioning = hive_partitioning(files)
     schema = common_schema(files, partitioning, args.columns and {*args.columns, *tested})
-    columns = args.columns or schema.names
+    columns = list(dict.fromkeys(args.columns or schema.names))
     for name in columns:
         if name not in schema.names:
             raise UserError(f"--columns {name}: the columns are: {', '.join(schema.names)}")
@@ -410,7 +410,9 @@ def hive_partitioning(files):
     for key, texts in values.items():
         types[key] = pa.string()
         with suppress(pa.ArrowInvalid):
-            types[key] = pa.array(sorted(texts - {HIVE_NULL})).cast(pa.int32()).type
+            numbers = pa.array(sorted(texts - {HIVE_NULL})).cast(pa.int32())
+            if {*map(str, numbers.to_pylist())} | {HIVE_NULL} == texts | {HIVE_NULL}:  # without zeros before them
+                types[key] = pa.int32()
     return HivePartitioning(pa.schema(types))
 
 

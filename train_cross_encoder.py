@@ -58,7 +58,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -767,8 +767,7 @@ def read_row(cells, step, args, random=None):
     query = read_text(cells[query_column], query_column, args.queries)
     groups, labels = row_documents(cells, args)
     if not args.label_column:  # a positive is no negative
-        positives = groups[0] if len(groups) > 1 else groups[0][:1]
-        groups = [positives, [text for text in chain.from_iterable(groups) if text not in positives]]
+        groups = [groups[0], [text for text in chain.from_iterable(groups) if text not in groups[0]]]
     one_list = len(groups) == 1 and len(labels) == len(groups[0])
     if one_list and args.num_negatives is not None and args.loss not in TEACHER_LOSSES:
         # choose_documents keeps the first, and draws from the others: no negative is as relevant as the positive.
@@ -800,6 +799,9 @@ def row_documents(cells, args):
         given += are_given
     if not groups[0]:
         raise ValueError(f"{args.columns[1]!r} has no text")
+    if len(groups) == 1 and len(groups[0]) > 1 and not args.label_column:
+        advice = "give negatives a column of their own, which may be empty, or set --label_column"
+        raise UserError(f"{args.columns[1]!r} holds lists, of which positives and negatives are not known: {advice}")
     labels = read_labels(cells, args)
     return groups, list(compress(labels, given)) if len(labels) == len(given) else labels
 
@@ -817,6 +819,8 @@ def read_text(value, column, is_id=False):
         raise UserError(f"{column!r} holds {type(value).__name__}, not texts: choose other columns, or edit read_row")
     if is_empty(value):
         raise ValueError(f"{column!r} has no text")
+    if value.startswith(('["', "['", '{"')):  # as `datasets` does where earlier rows have texts
+        warn_once(f"column {column!r} has lists or objects that were written as texts: give all rows one type")
     return value
 
 
@@ -1243,7 +1247,7 @@ class Data:
     lookups: list  # TextLookup of queries and of documents; None where rows contain texts
     weights: list  # of each source in the mixture, in any unit
     epoch_rows: float  # mixed rows of an epoch
-    description: list  # [name, rows, fingerprint] of each source and table of texts
+    description: list  # [name, rows, fingerprint] of each source and table of texts; of --eval_beir those of its files
 
 
 def open_data(args):
@@ -1260,6 +1264,9 @@ def open_data(args):
             lookups.append(TextLookup(names, columns) if names else None)
     description = [[source.name, len(source), data_fingerprint(source.files)] for source in (*sources, *eval_sources)]
     description += [[lookup.name, len(lookup.dataset), lookup.fingerprint] for lookup in filter(None, lookups)]
+    for folder in filter(os.path.isdir, args.eval_beir):
+        files = sorted(file for file in walk(folder, set()) if file_suffix(file))
+        description.append([folder, *(data_fingerprint([file]) for file in files)])
     held_out, skipped = hold_out_rows(eval_sources or sources, lookups, args)
     for source in sources:
         if not len(source):
@@ -1486,6 +1493,9 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=(), ids=
     optional: columns that the files may lack."""
     suffix = file_suffix(files[0])
     kind = FORMATS[suffix]
+    formats = {(FORMATS[file_suffix(file)], file_suffix(file) == ".tsv") for file in files}
+    if len(formats) > 1:
+        raise UserError("has files of several formats: write all of them in one")
     folders = {os.path.dirname(file) for file in files}
     if len(folders) > 1 and any("=" in name for name in folders):
         warn_once(f"{files[0]}: folders KEY=VALUE are not read as columns; prepare_corpus.py does so")
@@ -1493,6 +1503,8 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=(), ids=
     if kind == "csv":
         files = [file for file in files if not os.path.isfile(file) or os.path.getsize(file)] or files
         options |= csv_options(suffix)
+    if kind == "text":
+        options["encoding"] = "utf-8-sig"
     if kind == "parquet":  # else pyarrow reads up to 1 GiB ahead, and keeps what it has read of a file
         options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
     load = partial(datasets.load_dataset, kind, data_files=list(map(exact, files)), **options)
@@ -1502,8 +1514,6 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=(), ids=
     else:
         first = next(load(streaming=True).with_format("arrow").iter(1))
         inferred = first.schema
-        if kind == "csv":
-            warn_of_lists(files[0], first, set(columns or ()) - set(labels))
     schema = plain_schema(inferred, kind, columns or [], labels, ids)
     if kind in ("parquet", "csv") and (not columns or {*optional} - {*schema.names}):
         check_other_files(files, columns, optional)
@@ -1543,13 +1553,6 @@ def column_names(file):
         return parquet_schema(file, None).names
     with fsspec.open(file, "rt", encoding="utf-8-sig", compression="infer") as source:
         return [*pd.read_csv(source, nrows=0, **csv_options(suffix))]
-
-
-def warn_of_lists(file, first, columns):
-    """Warn of texts that seem to be lists, by the first row of a CSV file."""
-    for name in columns.intersection(first.column_names):
-        if str(first[name][0]).startswith(("['", '["')):
-            warn_once(f"{file}: column {name!r} seems to hold lists, and is read as one text: JSON Lines holds lists")
 
 
 def parquet_schema(file, columns):
@@ -1839,17 +1842,25 @@ def apportion(drawn, weights, count):
 def row_batches(sources, weights, args, state=None):
     """Yield (Table of a batch's rows, state after it) without end: a pure function of sources, seed and batch size.
     Each batch has its own state (JSON), so prefetching loses no row: the position of each source before the length
-    window, and "used", the batches taken from that window."""
-    state = state or {"sources": [{} for _ in sources], "used": 0}
-    for source, position in zip(sources, state["sources"]):
-        source.seek(Position(**position))
+    window, and "used", the batches taken from that window. A resume with other sources or weights mixes by them from
+    then on: "since" has the rows of each source until then."""
+    names = [source.name for source in sources]
+    keys = [f"{name} {names[:index].count(name)}" for index, name in enumerate(names)]
+    mixture = {"keys": keys, "weights": weights, "since": [0] * len(sources)}
+    state = mixture | (state or {"sources": [{} for _ in sources], "used": 0})
+    positions = dict(zip(state["keys"], state["sources"]))
+    for source, key in zip(sources, keys):
+        source.seek(Position(**positions.get(key, {})))
+    is_same = (state["keys"], state["weights"]) == (keys, weights)
+    mixture["since"] = state["since"] if is_same else [source.position.taken for source in sources]
     used = state["used"]
     size = args.batch_size * args.length_window  # rows of a length window
     rows_per_turn = 1 if args.mix_by == "row" else size  # by batch: one source fills a length window
     while True:
         positions = [asdict(source.position) for source in sources]
         drawn = [position["taken"] for position in positions]
-        turns = apportion([rows // rows_per_turn for rows in drawn], weights, size // rows_per_turn)
+        mixed = [(rows - before) // rows_per_turn for rows, before in zip(drawn, mixture["since"])]
+        turns = apportion(mixed, weights, size // rows_per_turn)
         tables = [source.take(count * rows_per_turn) for source, count in zip(sources, turns) if count]
         with user_errors(f"the columns of {', '.join(source.name for source in sources)} differ", TypeError):
             table = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
@@ -1862,7 +1873,7 @@ def row_batches(sources, weights, args, state=None):
             if used == 0:  # the next batch begins a window
                 positions = [asdict(source.position) for source in sources]
             rows = table.slice(order[number] * args.batch_size, args.batch_size)
-            yield rows, {"sources": positions, "used": used}
+            yield rows, mixture | {"sources": positions, "used": used}
         used = 0  # also where --length_window was lowered by a resume
 
 
@@ -1946,7 +1957,7 @@ def resolve_ids(rows, lookups):
 
 def read_rows(table, sources, lookups, step):
     """Return (list of Row, number of bad rows) of a Table, with texts in place of ids; step: that of the batch."""
-    lists = {part.name for part in table.schema if is_list(part.type)}
+    lists = {part.name for part in table.schema if is_list(part.type) or isinstance(part.type, pa.JsonType)}
     rows = []
     for cells in to_python(table):
         args = sources[cells[SOURCE]].args
@@ -2323,14 +2334,20 @@ class Console:
 # ---- command line
 
 
+class FlagLoader(yaml.SafeLoader):
+    """YAML in which a key that is given twice is an error: else the last one would be taken."""
+
+    def construct_mapping(self, node, deep=False):
+        names = [key.value for key, _ in node.value]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise UserError(f"{twice[0]} is given twice")
+        return super().construct_mapping(node, deep)
+
+
 def read_flags(path):
     """Return {flag: value} of a YAML or JSON file."""
     with user_errors(f"{path}: not a file of flags", TypeError):
-        text = Path(path).read_text()
-        names = Counter(re.findall(r"^(\w+)\s*:", text, re.M))  # YAML would take the last one
-        if twice := [name for name, count in names.items() if count > 1]:
-            raise UserError(f"{twice[0]} is given twice")
-        flags = dict(yaml.safe_load(text))
+        flags = dict(yaml.load(Path(path).read_text(), FlagLoader))
         if "trust_remote_code" in flags:
             raise UserError("--trust_remote_code: only on the command line, as a file may have been downloaded")
         if flags.pop("append_eos", False):  # of an earlier edition
@@ -2473,7 +2490,8 @@ def prepare_tokenizer(model, length):
         elif isinstance(module, StaticEmbedding):
             check_tokens(module.tokenizer, module.embedding.num_embeddings)
             if length:
-                module.tokenizer.enable_truncation(length)
+                truncation = module.tokenizer.truncation or {"direction": "right"}
+                module.tokenizer.enable_truncation(length, direction=truncation["direction"])
     if length and not any(isinstance(module, (Transformer, StaticEmbedding)) for module in model.modules()):
         model.max_seq_length = length  # of a first module that is not of the library
         if model.preprocess(["a " * 2 * length])["input_ids"].shape[-1] > length:
@@ -2698,7 +2716,7 @@ def check_changes(saved, fixed, flags, accelerator):
     for change in changes:
         accelerator.print(f"changed after step {saved['progress']['step']:,}: {change}")
     paths = {entry if isinstance(entry, str) else entry["path"] for entry in flags.train_data}
-    if not flags.eval_data and paths & {*changed}:
+    if not flags.eval_data and {"--train_data", "--eval_data", "--eval_rows", *paths} & {*changed}:
         accelerator.print("other rows may be held out now, also some that were trained on: --eval_data prevents it")
 
 
@@ -3167,13 +3185,13 @@ def plot_metrics(metrics, main_measures, path):
 
 
 def print_outcome(metrics, skipped):
-    """Print the number of bad rows, and which loss, of each source with --mix_by batch, has not fallen, as of a model
-    that has learned nothing."""
+    """Print the number of bad rows, and which loss, of each source with --mix_by batch, has hardly fallen, as that of
+    a model that has learned nothing."""
     names = {name for name in chain.from_iterable(metrics) if re.match("loss(_|$)", name)}
     for name in sorted(names - {"loss"} or names):
         losses = [line[name] for line in metrics if name in line]
         if len(losses) > 1 and losses[-1] > 0.99 * losses[0] > 0:
-            print(f"{name} has not fallen, from {losses[0]:.4f} to {losses[-1]:.4f}: has the model learned?")
+            print(f"{name} has hardly fallen, from {losses[0]:.4f} to {losses[-1]:.4f}: has the model learned?")
     if skipped:
         print(f"{skipped:,} bad rows skipped")
 

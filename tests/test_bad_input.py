@@ -428,6 +428,15 @@ def test_a_flag_given_twice(capsys):
     assert (args.seed, args.train_data, args.resume, args.model_name_or_path) == (3, ["z.jsonl"], False, "x")
 
 
+def test_a_key_given_twice_in_a_source(capsys):
+    """As where a dash was forgotten: the last path alone would be trained on."""
+    text = "model_name_or_path: x\ntrain_data:\n- path: x.jsonl\n  columns: [a, b]\n  path: y.jsonl\n"
+    for words in (text, '{"model_name_or_path": "x", "train_data": [{"path": "x.jsonl", "path": "y.jsonl"}]}'):
+        Path("flags.yaml").write_text(words)
+        with pytest.raises(script.UserError, match="^flags.yaml: not a file of flags: path is given twice$"):
+            script.parse_args(["flags.yaml"])
+
+
 @pytest.mark.parametrize("words", ["eval_incremental --beir a --split test --beir b",
                          "mine_negatives --corpus a --split test --corpus=b",
                          "check_overlap --train_data a --split test --train_data=b"])  # fmt: skip
@@ -682,7 +691,7 @@ def test_what_a_resume_may_change(name, monkeypatch, capsys):
             trainer.check_changes(saved, whole, args, alone)
         assert f"{name}: another -> {value}" in str(error.value)
         trainer.check_changes(saved, whole, replace(args, accept_changes=True), alone)
-        assert capsys.readouterr().out == f"changed after step 3: {name}: another -> {value}\n"
+        assert capsys.readouterr().out.splitlines()[0] == f"changed after step 3: {name}: another -> {value}"
 
 
 def test_a_resume_with_a_changed_schedule(finished, capsys):
@@ -743,6 +752,8 @@ def test_more_rows_may_exchange_those_held_out(flags, capsys):
     assert capsys.readouterr().out.count(said) == 1
     train(flags, "--resume", "--accept_changes", "--max_steps", 4)
     assert said not in capsys.readouterr().out
+    train(flags, "--resume", "--accept_changes", "--max_steps", 5, "--eval_rows", 9)
+    assert capsys.readouterr().out.count(said) == 1
 
 
 def damage(path):

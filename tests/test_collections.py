@@ -125,6 +125,21 @@ def test_grades_of_another_name(evaluate, name, suffix):
     assert mine("--beir", "c", "--split", "test") == MINED
 
 
+def test_judgments_without_a_column_of_grades(evaluate):
+    """If they have further columns, one of these may be meant; of several names, the usual one counts."""
+    write_texts(Path("c"))
+    rows = [{"query-id": query, "corpus-id": document, "label": 0, "score": 1} for query, document in JUDGMENTS]
+    write_jsonl(Path("c/qrels/test.jsonl"), rows)
+    assert evaluate("--beir", "c", "--metrics", "R@4")["metrics"]["R@4"]["mean"] == 1.0
+    write_jsonl(Path("c/qrels/test.jsonl"), [{"rating" if key == "score" else key: row[key] for key in row
+                                              if key != "label"} for row in rows])  # fmt: skip
+    said = "has no column of grades: name it score; the columns are query-id, corpus-id, rating"
+    with pytest.raises(script.UserError, match=said):
+        evaluate("--beir", "c", "--metrics", "R@4", output="other")
+    with pytest.raises(mine_negatives.UserError, match=said):
+        mine("--beir", "c", "--split", "test")
+
+
 @pytest.mark.parametrize("name", ["test.v2.tsv", "test.txt", "test.tsv.gz"])
 def test_two_files_of_one_split_are_refused(evaluate, name):
     """One would replace the other."""

@@ -305,8 +305,10 @@ def test_row_formats(suffix, way):
 def read_pairs(pairs, *flags, first=0, **cells):
     """Return (rows as local_rows returns them, with negatives, of all of a batch); pairs: (query, document or
     documents); first: number of the first row; cells: further columns."""
-    args = parse("--columns", "q", "d", *flags)
-    columns = {"q": [query for query, _ in pairs], "d": [documents for _, documents in pairs], **cells}
+    args = parse("--columns", "q", "d", "n", *flags)
+    lists = [documents if isinstance(documents, list) else [documents] for _, documents in pairs]
+    columns = {"q": [query for query, _ in pairs], "d": [documents[0] for documents in lists]}
+    columns |= {"n": pa.array([documents[1:] for documents in lists], pa.list_(pa.string())), **cells}
     numbers = {script.SOURCE: [0] * len(pairs), script.NUMBER: range(first, first + len(pairs))}
     args = replace(args, loss=args.loss or "listwise_ce")
     data = SimpleNamespace(sources=[SimpleNamespace(args=args, name="x")], lookups=[None, None])
@@ -370,9 +372,11 @@ def test_ids_in_lists():
     corpus = write("corpus.jsonl", [{"_id": i, "text": f"text {i}"} for i in range(20)])
 
     def read(name, lists, *flags):
-        data = write(name, [{"q": f"query {i}", "ds": ids} for i, ids in enumerate(lists)])
+        labels = [[1, 0, 0][: len(ids)] for ids in lists]
+        data = write(name, [{"q": f"query {i}", "ds": ids, "y": labels[i]} for i, ids in enumerate(lists)])
         args = parse("--train_data", data, "--corpus", corpus, "--corpus_columns", "_id", "text", "--columns", "q",
-                     "ds", "--eval_rows", 0, "--shuffle_buffer", 0, *flags)  # fmt: skip
+                     "ds", "--label_column", "y", "--loss", "bce", "--eval_rows", 0, "--shuffle_buffer", 0,
+                     *flags)  # fmt: skip
         data = script.open_data(args)
         return script.read_rows(data.sources[0].take(len(lists)), data.sources, data.lookups, 0)
 

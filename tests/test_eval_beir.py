@@ -201,6 +201,18 @@ def test_collections_that_only_the_evaluator_measures(line, name, collections, t
     assert "has grades, or documents with ids of queries: evaluate it after training" in str(error.value)
 
 
+def test_a_resume_on_other_judgments_is_refused(collections, corpus, bert, tmp_path):
+    """Its measures would not compare with those before, and choose another best checkpoint."""
+    shutil.copytree(collections[0][0], tmp_path / "x")
+    script = train_bi_encoder
+    flags = flags_for(BI, corpus, bert, None, tmp_path / "out", "--eval_beir", tmp_path / "x", "--eval_rows", 0)
+    script.main(script.parse_args(list(map(str, flags))))
+    path = tmp_path / "x/qrels/test.tsv"
+    path.write_text(path.read_text().replace("\t1\n", "\t0\n", 1))
+    with pytest.raises(script.UserError, match=f"^--resume: {tmp_path}/x: "):
+        script.main(script.parse_args([*map(str, flags), "--resume"]))
+
+
 def test_ids_of_collections_are_texts(collections, tmp_path, capsys):
     """Whole numbers in JSON are the ids that judgments write; dates are refused, and documents that lack are said."""
     folder = shutil.copytree(collections[0][0], tmp_path / "numbers")

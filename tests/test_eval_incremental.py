@@ -468,6 +468,16 @@ def test_a_run_of_other_pairs(evaluate, bert, tmp_path):
     evaluate("--pairs", second, first, "--run", tmp_path / "moved.trec")
 
 
+def test_a_search_of_pairs_has_each_answer_once(evaluate, tmp_path):
+    rows = [
+        {"q": f"question {n}", "d": text} for n, text in enumerate(["the same", "the same", "", "other", "a third"])
+    ]
+    write_jsonl(tmp_path / "pairs.jsonl", rows)
+    evaluate("--pairs", tmp_path / "pairs.jsonl", "--query", "the same", "--output", tmp_path / "hits.jsonl")
+    hits = [json.loads(line) for line in (tmp_path / "hits.jsonl").read_text().splitlines()]
+    assert sorted((hit["_id"], hit["text"]) for hit in hits) == [("0", "the same"), ("3", "other"), ("4", "a third")]
+
+
 def test_search(evaluate, beir, capsys, rows):
     evaluate("--beir", beir, "--query", rows[3]["code"], "something else")
     shown = capsys.readouterr().out
@@ -684,6 +694,22 @@ def test_one_line_errors(evaluate, beir, bert, reranker, tmp_path, monkeypatch, 
         (["--corpus", "c.jsonl"], "--corpus, --queries and --qrels belong together"),
         (["--corpus", "c.jsonl", "--beir", "b"], "--beir, --corpus, --pairs, --annotate: give only one of them"),
         (["--columns", "a", "--pairs", "p.jsonl"], "--columns takes two names"),
+        (
+            [
+                "--annotate",
+                "x.jsonl",
+                "--columns",
+                "a",
+                "b",
+                "--output",
+                "y.jsonl",
+                "--cross_encoder",
+                "c",
+                "--max_length",
+                "8",
+            ],
+            "of pairs it is --rerank_max_length",
+        ),
     ],
 )
 def test_usage(flags, message, capsys):

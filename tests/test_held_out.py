@@ -110,10 +110,10 @@ def test_what_a_measure_would_be_in_random_order():
 def test_a_loss_that_does_not_fall_is_said(capsys):
     flat = [{"step": 10, "loss": 1.0986}, {"step": 20, "held_out_ndcg@10": 0.7}, {"step": 30, "loss": 1.0985}]
     script.print_outcome(flat, 0)
-    assert capsys.readouterr().out == "loss has not fallen, from 1.0986 to 1.0985: has the model learned?\n"
+    assert capsys.readouterr().out == "loss has hardly fallen, from 1.0986 to 1.0985: has the model learned?\n"
     mixed = [{"loss": 1.0, "loss_a": 1.0}, {"loss": 5.0, "loss_b": 5.0}, {"loss": 1.1, "loss_a": 1.1}]
     script.print_outcome(mixed, 0)  # losses of other sources are of another size
-    assert capsys.readouterr().out == "loss_a has not fallen, from 1.0000 to 1.1000: has the model learned?\n"
+    assert capsys.readouterr().out == "loss_a has hardly fallen, from 1.0000 to 1.1000: has the model learned?\n"
     script.print_outcome([{"loss": 1.0986}, {"loss": 0.9}], 3)
     assert capsys.readouterr().out == "3 bad rows skipped\n"
     script.print_outcome([{"loss": 1.0986}], 0)

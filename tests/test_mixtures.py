@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,6 +141,7 @@ def test_gradient_equals_a_loop_over_the_sources(sources, bert, tmp_path):
     ({"path": "x.jsonl", "label_column": ["y"]}, [], "x.jsonl: --label_column: infonce reads no labels"),
     ({"path": "x.jsonl", "num_negatives": -1}, [], "x.jsonl: --num_negatives -1: must be finite, and 0 or more"),
     ({"path": "x.jsonl", "query_prompt": ["a", "b"]}, [], "x.jsonl: unrecognized arguments: b"),
+    ({"path": "x.jsonl", "loss_kwargs": {"in_batch": False, "symmetric": True}}, [], '"symmetric" compares the rows'),
     ({"path": "x.jsonl", "loss_kwargs": "no"}, [], "x.jsonl: argument --loss_kwargs: invalid"),
     ({"path": "https://user:secret@host/x.jsonl"}, [], "a URL with a credential"),
 ])  # fmt: skip
@@ -207,6 +210,43 @@ def test_a_source_without_a_column_of_negatives_has_fewer_documents(sources, tmp
     table, _ = next(script.row_batches(data.sources, data.weights, args))
     found, skipped = script.read_rows(table, data.sources, data.lookups, 0)
     assert skipped == 0 and sorted(len(row.documents) for row in found) == [1] * 4 + [2] * 4
+
+
+def count_rows(batches, count):
+    """Return (the rows of each source in the next batches, the state after them)."""
+    found = Counter()
+    for _ in range(count):
+        table, state = next(batches)
+        found.update(table[script.SOURCE].to_pylist())
+    return dict(found), json.loads(json.dumps(state))
+
+
+@pytest.mark.parametrize("way", ["row", "batch"])
+def test_a_resume_mixes_by_its_own_weights(tmp_path, way):
+    """From then on; sources keep their positions by name, and the first rows are not made up for."""
+    names = [str(tmp_path / f"{name}.jsonl") for name in "abc"]
+    for name in names:
+        write_jsonl(Path(name), [{"q": f"{name} {i}", "d": f"d {i}"} for i in range(500)])
+    args = script.parse_args(["--model_name_or_path", "x", "--train_data", "x", "--batch_size", "10", "--mix_by", way])
+
+    def batches(names, weights, state):
+        more = ["--eval_rows", "0", "--mixing_weights", *map(str, weights)]
+        data = open_data(tmp_path, *names, more=more)
+        return script.row_batches(data.sources, data.weights, args, state), data.sources
+
+    rows, state = count_rows(batches(names, [8, 1, 1], None)[0], 20)
+    assert rows == {0: 160, 1: 20, 2: 20}
+    resumed, _ = batches(names, [8, 1, 1], state)  # as it was
+    assert count_rows(resumed, 10)[0] == {0: 80, 1: 10, 2: 10}
+    resumed, sources = batches(names[1:], [1, 1], state)  # without the first
+    rows, later = count_rows(resumed, 6)
+    assert rows == {0: 30, 1: 30} and [source.position.taken for source in sources] == [50, 50]
+    resumed, _ = batches(names[1:], [1, 1], later)  # the weights of that resume go on
+    assert count_rows(resumed, 4)[0] == {0: 20, 1: 20}
+    resumed, _ = batches(names, [1, 1, 3], state)
+    assert count_rows(resumed, 10)[0] == {0: 20, 1: 20, 2: 60}
+    del state["keys"], state["weights"], state["since"]  # of a checkpoint before this one
+    assert count_rows(batches(names, [8, 1, 1], state)[0], 10)[0] == {0: 80, 1: 10, 2: 10}
 
 
 def test_held_out_are_as_many_of_each_and_at_most_a_tenth(tmp_path):

@@ -206,6 +206,14 @@ def test_pooling_prompts_and_length(bert, static, tmp_path):
     with torch.no_grad():
         tokens = model.encode(["a text"], output_value="token_embeddings")[0]
         assert torch.allclose(torch.tensor(model.encode("a text")), tokens[0], atol=1e-6)
+    model.set_pooling_include_prompt(False)
+    model.save_pretrained(str(tmp_path / "without"))
+    assert not load(tmp_path / "without", "--pooling", "mean")[1].include_prompt
+    model = SentenceTransformer(str(static), device="cpu")
+    model[0].tokenizer.enable_truncation(9, direction="left")
+    model.save_pretrained(str(tmp_path / "left"))
+    assert load(tmp_path / "left", "--max_length", "3")[0].tokenizer.truncation["direction"] == "left"
+    assert load(static, "--max_length", "3")[0].tokenizer.truncation["direction"] == "right"
     with pytest.raises(train_bi_encoder.UserError, match="--pooling: the model has no pooling"):
         load(static, "--pooling", "cls")
     with pytest.raises(train_bi_encoder.UserError, match="positions for 512 tokens: set --max_length"):

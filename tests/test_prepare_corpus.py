@@ -348,6 +348,15 @@ def test_folders_key_value_become_columns(tmp_path, name):
     assert by_text(convert(tmp_path, *sorted((tmp_path / "hive").glob("lang=*/*=*")))) == expected[:3]
 
 
+def test_folders_whose_numbers_begin_with_zeros(tmp_path):
+    """They are names, as ids of other formats are."""
+    for value in ("0012", "12"):
+        (tmp_path / f"hive/docid={value}").mkdir(parents=True)
+        write(tmp_path / f"hive/docid={value}/x.jsonl", [{"text": "x"}])
+    rows = convert(tmp_path, tmp_path / "hive", "--columns", "docid", "text", "docid")  # twice is once
+    assert rows == [{"docid": "0012", "text": "x"}, {"docid": "12", "text": "x"}]
+
+
 def test_a_column_in_the_file_and_in_the_folder(tmp_path):
     """It has the folder's value, as pyarrow reads it, also where the types differ."""
     (tmp_path / "hive/lang=7").mkdir(parents=True)

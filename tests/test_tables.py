@@ -23,6 +23,7 @@ import check_overlap
 import eval_incremental
 import mine_negatives
 import train_bi_encoder as script
+import train_cross_encoder
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 both_kinds = pytest.mark.parametrize("streaming", [False, True], ids=["mapped", "streaming"])
@@ -206,17 +207,17 @@ TYPES = {
 def test_types_of_texts_and_lists(streaming, suffix, kind):
     """Whatever Arrow type has them, texts and lists of texts are read, shuffled, measured and trained on alike."""
     data_type, values = TYPES[kind]
-    table = pa.table({"a": TEXTS, "b": pa.array(values, data_type)})
+    table = pa.table({"a": TEXTS, "b": pa.array(values, data_type), "c": TEXTS})
     if suffix == "parquet":
         pq.write_table(table, "x.parquet")
     else:
         with (pa.ipc.new_file if "file" in suffix else pa.ipc.new_stream)(f"x.{suffix}", table.schema) as writer:
             writer.write_table(table)
     assert rows_of(f"x.{suffix}", 4, streaming) == [[f"q {i}", values[i]] for i in range(4)]
-    args = options(streaming=streaming, shuffle_buffer=3)
+    args = options(streaming=streaming, shuffle_buffer=3, columns=["a", "b", "c"])
     source = script.Source(f"x.{suffix}", 0, args)
     table = source.take(8)
-    assert table[script.LENGTH].to_pylist() == [3 + (6 if "list" in kind else 3)] * 8
+    assert table[script.LENGTH].to_pylist() == [6 + (6 if "list" in kind else 3)] * 8
     found, skipped = script.read_rows(table, [source], [None, None], 0)
     assert not skipped and all(row.documents[0][-1] == row.query[-1] for row in found)
 
@@ -516,13 +517,79 @@ def test_labels_that_are_decimals_of_several_precisions(streaming):
 
 
 @both_kinds
-def test_lists_in_a_csv_file_are_texts_with_a_warning(streaming, capsys):
-    """As pandas writes them."""
-    write("x.csv", "a,b,c\nq,\"['d', 'e']\",[sic]\n")
-    script.warn_once.cache_clear()
-    assert rows_of("x.csv", 1, streaming, columns=["a", "b", "c"]) == [["q", "['d', 'e']", "[sic]"]]
-    said = "warning: x.csv: column 'b' seems to hold lists, and is read as one text: JSON Lines holds lists\n"
-    assert capsys.readouterr().err.count(said) == 1
+@pytest.mark.parametrize("later", ["['d', 'e']", ["d", "e"], {"title": "d"}])
+def test_lists_and_objects_that_became_texts(streaming, later, capsys):
+    """As pandas writes them to CSV, and `datasets` reads them from JSON where earlier rows have texts."""
+    write_jsonl(Path("0.jsonl"), [{"_id": "0", "a": "q", "b": "[sic]"}])
+    write_jsonl(Path("1.jsonl"), [{"_id": "1", "a": "q", "b": later}, {"_id": "2", "a": "q", "b": "d"}])
+    source = script.Source("*.jsonl", 0, options(streaming=streaming, shuffle_buffer=0))
+    args = eval_incremental.Args(corpus=["*.jsonl"], model_name_or_path=["x"], streaming=streaming)
+    said = "warning: column 'b' has lists or objects that were written as texts: give all rows one type"
+    for module in (script, eval_incremental):
+        module.warn_once.cache_clear()
+        if module is script:
+            rows, _ = script.read_rows(source.take(3), [source], [None, None], 0)
+            texts = [row.documents[0] for row in rows]
+        else:
+            chunks = eval_incremental.TextReader(args.corpus, ["_id", "b"], (), args).chunks()
+            texts = [text for chunk in chunks for text in chunk.texts.to_pylist()]
+        assert texts == ["[sic]", later if isinstance(later, str) else json.dumps(later).replace(": ", ":"), "d"] or (
+            json.loads(texts[1]) == later
+        )
+        assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")] == [said]
+
+
+def test_a_byte_order_mark_is_no_text():
+    Path("x.txt").write_text("first\nsecond\n", encoding="utf-8-sig")
+    for module in (script, eval_incremental, mine_negatives, check_overlap):
+        for streaming in (False, True):
+            (table,) = module.open_files(["x.txt"], streaming).iter(2)
+            assert table["text"].to_pylist() == ["first", "second"]
+
+
+def test_files_of_several_formats_are_no_table():
+    """That of the first would be taken for all: lines of JSON for texts, and tabs for text."""
+    write("1.txt", "a document\n"), write_jsonl(Path("2.jsonl"), [{"text": "d"}])
+    write("folder/a.csv", "a,b\nq,d\n"), write("folder/b.tsv", "a\tb\nq\td\n")
+    args = eval_incremental.Args(corpus=["1.txt", "2.jsonl"], model_name_or_path=["x"])
+    with pytest.raises(eval_incremental.UserError, match="^1.txt: has files of several formats"):
+        eval_incremental.TextReader(args.corpus, ["#", "text"], (), args)
+    with pytest.raises(script.UserError, match="^folder: has files of several formats: write all of them in one"):
+        rows_of("folder", 2, False)
+    write_jsonl(Path("3.json"), [{"text": "e"}])
+    (table,) = script.open_files(["2.jsonl", "3.json"], streaming=False).iter(2)
+    assert table["text"].to_pylist() == ["d", "e"]
+
+
+@pytest.mark.parametrize("module", [script, train_cross_encoder], ids=["bi", "cross"])
+def test_a_list_alone_says_nothing_of_its_texts(module):
+    """Its second positive would be trained as a negative. A list of one text, or with labels, is clear."""
+    write_jsonl(Path("x.jsonl"), [{"a": "q", "b": ["d", "e"], "none": [], "y": [1, 0]}] * 20)
+    write_jsonl(Path("y.jsonl"), [{"a": "q", "b": ["d"]}] * 20)
+
+    def documents(name, *flags):
+        loss = ["--loss", "bce"] if module is train_cross_encoder and "--label_column" in flags else []
+        words = ["--train_data", name, "--model_name_or_path", "x", "--eval_rows", "0", *loss, *flags]
+        data = module.open_data(module.parse_args(words))
+        rows, _ = module.read_rows(data.sources[0].take(20), data.sources, data.lookups, 0)
+        return {tuple(row.documents) for row in rows}
+
+    with pytest.raises(module.UserError, match="'b' holds lists, of which positives and negatives are not known"):
+        documents("x.jsonl", "--columns", "a", "b")
+    assert documents("x.jsonl", "--columns", "a", "b", "none") == {("d",), ("e",)}
+    assert documents("y.jsonl", "--columns", "a", "b") == {("d",)}
+    if module is train_cross_encoder:
+        assert documents("x.jsonl", "--columns", "a", "b", "--label_column", "y") == {("d", "e")}
+
+
+def test_a_column_of_lists_and_texts_is_drawn_from():
+    """`datasets` gives it a type of its own, of any value."""
+    rows = [{"a": "q", "b": "d" if n % 2 else ["d", "e"], "c": ["n", "o"] if n % 2 else "n"} for n in range(40)]
+    write_jsonl(Path("x.jsonl"), rows)
+    source = script.Source("x.jsonl", 0, options(columns=["a", "b", "c"], num_negatives=1, shuffle_buffer=0))
+    found, _ = script.read_rows(source.take(40), [source], [None, None], 0)
+    assert {tuple(row.documents) for row in found[::2]} == {("d", "n"), ("e", "n")}
+    assert {tuple(row.documents) for row in found[1::2]} == {("d", "n"), ("d", "o")}
 
 
 def write_table(name, rows):
