@@ -1512,8 +1512,7 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=(), ids=
         inferred = parquet_schema(files[0], columns)
         load = partial(load, columns=inferred.names)
     else:
-        first = next(load(streaming=True).with_format("arrow").iter(1))
-        inferred = first.schema
+        inferred = next(load(streaming=True).with_format("arrow").iter(1)).schema
     schema = plain_schema(inferred, kind, columns or [], labels, ids)
     if kind in ("parquet", "csv") and (not columns or {*optional} - {*schema.names}):
         check_other_files(files, columns, optional)

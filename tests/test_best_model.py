@@ -54,9 +54,11 @@ def settings(tmp_path_factory, rows, bert):
     write_jsonl(folder / "train_bi_encoder.jsonl", texts * 2 + wrong * 6)
     lists = [{"q": row["docstring"], "d": [other["code"] for other in rows[i + 1 : i + 5]]}
              for i, row in enumerate(rows[:16])]  # fmt: skip
+    turned = [{**row, "d": row["d"][::-1]} for row in lists]
+    for row in (*lists, *turned):
+        row["d"], row["n"] = row["d"][0], row["d"][1:]
     write_jsonl(folder / "lists.jsonl", lists)
-    reversed_lists = [{**row, "d": row["d"][::-1]} for row in lists]
-    write_jsonl(folder / "train_cross_encoder.jsonl", lists * 3 + reversed_lists * 5)
+    write_jsonl(folder / "train_cross_encoder.jsonl", lists * 3 + turned * 5)
     common = ["--model_name_or_path", bert, "--max_steps", STEPS, "--shuffle_buffer", 0, "--logging_steps", 1,
               "--max_length", 32, "--micro_batch_tokens", 600, "--lr_scheduler_type", "constant", "--warmup_ratio", 0,
               "--save_steps", 5, "--save_total_limit", 1]  # fmt: skip

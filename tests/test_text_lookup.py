@@ -220,8 +220,8 @@ def test_ids_train_as_their_texts_do(short, bert, tmp_path, name, suffix):
         as_texts.append({"query": short[i]["docstring"].strip(), "a": joined[i], "b": joined[others[0]]})
         as_ids.append({"query": f"q{i}", "a": i + 7, "b": others[0] + 7})
         if name == "train_cross_encoder":
-            as_texts[-1] = {"query": as_texts[-1]["query"], "documents": [joined[i], joined[others[1]]]}
-            as_ids[-1] = {"query": f"q{i}", "documents": [str(i + 7), str(others[1] + 7)]}
+            as_texts[-1] = {"query": as_texts[-1]["query"], "a": [joined[i]], "b": [joined[others[1]]]}
+            as_ids[-1] = {"query": f"q{i}", "a": [str(i + 7)], "b": [str(others[1] + 7)]}
     tables = ["--corpus", write(f"corpus{suffix}", documents), "--queries", write("queries.jsonl", queries)]
     for kind, rows, more in (("texts", as_texts, []), ("ids", as_ids, tables)):
         run = flags(bert, *more, "--train_data", write(f"{kind}.jsonl", rows), "--output_dir", tmp_path / kind)
