@@ -2636,7 +2636,8 @@ def lock_output(folder, accelerator):
     error = None
     if accelerator.is_main_process:
         try:
-            lock.acquire(timeout=0)  # makes the folder
+            os.makedirs(folder, exist_ok=True)
+            lock.acquire(timeout=0)
         except Timeout:
             error = f"--output_dir {folder}: another run is writing to it"
         except OSError as caught:
