@@ -135,11 +135,11 @@ class Args:
     )
     cache_size_limit: float = flag(0, "GB per model's cache; beyond that the oldest vectors are removed; 0: no limit")
     cache_info: bool = flag(False, "list the models in --cache_dir, and exit")
-    cache_clear: str | None = flag(None, "remove the caches of this model (name, or start of fingerprint), and exit")
+    cache_clear: str | None = flag(None, "remove a model's caches (its path, or 6 letters of the fingerprint)")
     # output
     metrics: list[str] = flag(
         ["nDCG@10", "RR@10", "R@100", "AP@100"],
-        "of ir_measures (without a cutoff: of 1,000 documents), or scripts of `evaluate`: my.py",
+        "of ir_measures (without a cutoff: of the 1,000 documents that are searched), or scripts of `evaluate`: my.py",
     )
     export_vectors: str | None = flag(None, "write the corpus vectors to this new folder as Parquet shards instead")
     output: str | None = flag(None, "new file of --annotate, .jsonl or .parquet, or of the hits of --query, .jsonl")

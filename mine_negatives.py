@@ -151,6 +151,8 @@ def main(args):
             f"{left_out:,} of them are not among the first {args.positive_rank} of their query ({absent:,} are not in "
             "--run at all); rows left out"
         )
+    best_first = positives.sort_values("score", ascending=False, kind="stable")
+    positives = best_first.drop_duplicates(["query", "text"]).sort_index()  # of equal texts, one is a row
 
     # ---- negatives and rows: the second pass
     negatives = pick_negatives(positives, judged, own, queries, documents, args)
@@ -353,8 +355,10 @@ def score_positives(judged, queries, args):
     for part in read_parts(args, queries):
         doc_ids = pa.array(part.doc_id, pa.large_string())
         documents = pa.chunked_array([documents, doc_ids]).unique()
-        numbers = pc.fill_null(pc.index_in(doc_ids, ids), -1).to_numpy()
-        part = part.assign(rank=part.groupby("query_id").score.rank("min", ascending=False), document=numbers)
+        part = part.assign(document=pc.fill_null(pc.index_in(doc_ids, ids), -1).to_numpy())
+        if not (args.keep_same_id or args.pairs):  # the query's own document is no candidate
+            part = part[part.query_id != part.doc_id]
+        part = part.assign(rank=part.groupby("query_id").score.rank("min", ascending=False))
         part = part[(part.document >= 0) & (part["query"] >= 0)]
         own_keys = pair_keys(part["query"], part.document.astype(np.int64)).to_numpy()
         places = np.searchsorted(keys, own_keys)

@@ -246,8 +246,8 @@ def main(args):
     optimizer = make_optimizer(model, args)
     state = {"step": 0, "extra": {}, "metrics": ""}
     if args.resume and checkpoint.exists():
-        state = torch.load(checkpoint, map_location=accelerator.device.type)
-        assert state["args"] == vars(args)  # else the flags have changed
+        state = torch.load(checkpoint, map_location=accelerator.device.type, weights_only=True)
+        assert state["args"] | {"output_dir": args.output_dir} == vars(args)  # else the flags have changed
         model.load_state_dict(state.pop("model"))
         optimizer.load_state_dict(state.pop("optimizer"))
     if accelerator.is_main_process:

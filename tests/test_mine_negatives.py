@@ -383,6 +383,26 @@ def test_positive_rank(ranked, tmp_path, capsys):
         assert max(row["scores"][1:]) < row["scores"][0]
 
 
+def test_the_own_document_has_no_rank_and_equal_positives_are_one(tmp_path):
+    """Runs of other systems have the query's own document, mostly as the first."""
+    texts = {"q1": "own", "d1": "alpha", "d2": "beta", "d3": "alpha", "d8": "gamma"}
+    write_jsonl(tmp_path / "c/corpus.jsonl", [{"_id": name, "text": text} for name, text in texts.items()])
+    write_jsonl(tmp_path / "c/queries.jsonl", [{"_id": "q1", "text": "query"}])
+    (tmp_path / "c/qrels").mkdir()
+    judged = "".join(f"q1\t{name}\t1\n" for name in ("d1", "d3"))
+    (tmp_path / "c/qrels/train.tsv").write_text("query-id\tcorpus-id\tscore\n" + judged)
+    ranks = {"q1": 0.9, "d3": 0.8, "d1": 0.7, "d2": 0.6, "d8": 0.5}
+    (tmp_path / "x.run").write_text("".join(f"q1 Q0 {name} 1 {score} x\n" for name, score in ranks.items()))
+    flags = ["--beir", tmp_path / "c", "--run", tmp_path / "x.run", "--num_negatives", 1]
+    rows = mine(tmp_path, *flags, "--positive_rank", 1, "--format", "labeled-pair")
+    assert [(row["document"], row["label"], row["score"]) for row in rows] == [("alpha", 1, 0.8), ("beta", 0, 0.6)]
+    (row,) = mine(tmp_path, *flags, "--format", "lists")
+    assert row["pos"] == ["alpha"] and row["neg"] == ["beta"]
+    assert len(mine(tmp_path, *flags, "--format", "triplet")) == 1
+    with pytest.raises(script.UserError, match="no row is left"):
+        mine(tmp_path, *flags, "--positive_rank", 1, "--keep_same_id")
+
+
 def test_lists_have_all_positives_and_negatives_of_a_query(ranked, tmp_path):
     lists = mine(tmp_path, *ranked, "--format", "lists", "--num_negatives", 5)
     groups = {}
