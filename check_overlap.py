@@ -606,8 +606,8 @@ def is_other_split(name):
 
 
 def choose_files(source, files, root, is_pattern=False):
-    """Return those of the files below `root` that are read: of the most frequent format, not hidden and, unless they
-    match a pattern, not of another split than train. Print which are not, and why."""
+    """Return those of the files below `root` that are read: of the most frequent format, neither hidden nor compressed
+    copies and, unless they match a pattern, not of another split than train. Print which are not, and why."""
     found = defaultdict(list)  # {format, or why a file is not read: names}
     names = {file.removeprefix(root) for file in files}
     for name in sorted(names):
@@ -669,7 +669,7 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=(), ids=
     else:
         inferred = next(load(streaming=True).with_format("arrow").iter(1)).schema
     schema = plain_schema(inferred, kind, columns or [], labels, ids)
-    if kind in ("parquet", "csv") and (not columns or {*optional} - {*schema.names}):
+    if len(files) > 1 and kind in ("parquet", "csv") and (not columns or {*optional} - {*schema.names}):
         check_other_files(files, columns, optional)
     dataset = None
     if schema != inferred or kind == "parquet":

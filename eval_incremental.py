@@ -135,7 +135,7 @@ class Args:
     )
     cache_size_limit: float = flag(0, "GB per model's cache; beyond that the oldest vectors are removed; 0: no limit")
     cache_info: bool = flag(False, "list the models in --cache_dir, and exit")
-    cache_clear: str | None = flag(None, "remove a model's caches (its path, or 6 letters of the fingerprint)")
+    cache_clear: str | None = flag(None, "remove a model's caches (path, or first 6 characters of fingerprint)")
     # output
     metrics: list[str] = flag(
         ["nDCG@10", "RR@10", "R@100", "AP@100"],
@@ -182,7 +182,7 @@ def check_flags(args):
     if not (sources and rankers or args.cache_info or args.cache_clear):
         raise UserError("requires --beir, --corpus, --pairs or --annotate, and a model, --run or --bm25")
     if args.annotate and args.cross_encoder and (args.max_length or args.query_prompt or args.document_prompt):
-        raise UserError("--max_length and prompts are of --model_name_or_path; of pairs it is --rerank_max_length")
+        raise UserError("--annotate with a --cross_encoder takes no prompt, and --rerank_max_length, not --max_length")
     if args.fuse and len(args.model_name_or_path) + len(args.run) + args.bm25 < 2:
         raise UserError("--fuse requires two rankings: of --model_name_or_path, --run or --bm25")
 
@@ -2741,8 +2741,8 @@ def is_other_split(name):
 
 
 def choose_files(source, files, root, is_pattern=False):
-    """Return those of the files below `root` that are read: of the most frequent format, not hidden and, unless they
-    match a pattern, not of another split than train. Print which are not, and why."""
+    """Return those of the files below `root` that are read: of the most frequent format, neither hidden nor compressed
+    copies and, unless they match a pattern, not of another split than train. Print which are not, and why."""
     found = defaultdict(list)  # {format, or why a file is not read: names}
     names = {file.removeprefix(root) for file in files}
     for name in sorted(names):
@@ -2804,7 +2804,7 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=(), ids=
     else:
         inferred = next(load(streaming=True).with_format("arrow").iter(1)).schema
     schema = plain_schema(inferred, kind, columns or [], labels, ids)
-    if kind in ("parquet", "csv") and (not columns or {*optional} - {*schema.names}):
+    if len(files) > 1 and kind in ("parquet", "csv") and (not columns or {*optional} - {*schema.names}):
         check_other_files(files, columns, optional)
     dataset = None
     if schema != inferred or kind == "parquet":

@@ -401,7 +401,7 @@ def open_tables(args):
 
 def hive_partitioning(files):
     """Return the partitioning that reads columns from the names KEY=VALUE of the files' folders: int32 where all
-    values of a key are whole numbers, else text, as pyarrow types them."""
+    values of a key are whole numbers without zeros before them, else text."""
     values = defaultdict(set)
     for file in files:
         for key, value in re.findall(r"([^/=]+)=([^/]*)/", Path(file).as_posix()):
@@ -990,8 +990,8 @@ def is_other_split(name):
 
 
 def choose_files(source, files, root, is_pattern=False):
-    """Return those of the files below `root` that are read: of the most frequent format, not hidden and, unless they
-    match a pattern, not of another split than train. Print which are not, and why."""
+    """Return those of the files below `root` that are read: of the most frequent format, neither hidden nor compressed
+    copies and, unless they match a pattern, not of another split than train. Print which are not, and why."""
     found = defaultdict(list)  # {format, or why a file is not read: names}
     names = {file.removeprefix(root) for file in files}
     for name in sorted(names):

@@ -842,7 +842,7 @@ def choose_documents(groups, labels, random, args):
     """Return (documents, labels) of a row, the positive first; groups: the documents of each column. From lists, draw
     one positive and --num_negatives of the other documents."""
     documents = list(chain.from_iterable(groups))
-    num_positives = len(groups[0]) if len(groups) > 1 else 1  # a lone list begins with its positive
+    num_positives = len(groups[0]) if len(groups) > 1 else 1  # a lone list with labels begins with its positive
     negatives = range(num_positives, len(documents))
     limit = len(negatives) if args.num_negatives is None else min(args.num_negatives, len(negatives))
     chosen = range(num_positives + limit)
@@ -1451,8 +1451,8 @@ def is_other_split(name):
 
 
 def choose_files(source, files, root, is_pattern=False):
-    """Return those of the files below `root` that are read: of the most frequent format, not hidden and, unless they
-    match a pattern, not of another split than train. Print which are not, and why."""
+    """Return those of the files below `root` that are read: of the most frequent format, neither hidden nor compressed
+    copies and, unless they match a pattern, not of another split than train. Print which are not, and why."""
     found = defaultdict(list)  # {format, or why a file is not read: names}
     names = {file.removeprefix(root) for file in files}
     for name in sorted(names):
@@ -1514,7 +1514,7 @@ def open_files(files, streaming=True, columns=None, labels=(), optional=(), ids=
     else:
         inferred = next(load(streaming=True).with_format("arrow").iter(1)).schema
     schema = plain_schema(inferred, kind, columns or [], labels, ids)
-    if kind in ("parquet", "csv") and (not columns or {*optional} - {*schema.names}):
+    if len(files) > 1 and kind in ("parquet", "csv") and (not columns or {*optional} - {*schema.names}):
         check_other_files(files, columns, optional)
     dataset = None
     if schema != inferred or kind == "parquet":
@@ -1844,7 +1844,7 @@ def row_batches(sources, weights, args, state=None):
     window, and "used", the batches taken from that window. A resume with other sources or weights mixes by them from
     then on: "since" has the rows of each source until then."""
     names = [source.name for source in sources]
-    keys = [f"{name} {names[:index].count(name)}" for index, name in enumerate(names)]
+    keys = [f"{name} {names[:index].count(name)}" for index, name in enumerate(names)]  # distinct
     mixture = {"keys": keys, "weights": weights, "since": [0] * len(sources)}
     state = mixture | (state or {"sources": [{} for _ in sources], "used": 0})
     positions = dict(zip(state["keys"], state["sources"]))

@@ -708,7 +708,7 @@ def test_one_line_errors(evaluate, beir, bert, reranker, tmp_path, monkeypatch, 
                 "--max_length",
                 "8",
             ],
-            "of pairs it is --rerank_max_length",
+            "takes no prompt, and --rerank_max_length, not --max_length",
         ),
     ],
 )
