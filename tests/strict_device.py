@@ -223,6 +223,7 @@ class StrictDevice(TorchDispatchMode):
             (dist, "is_nccl_available", lambda: True),
             (dist.distributed_c10d, "is_nccl_available", lambda: True),
             (dist, "init_process_group", self.init_process_group),
+            (torch.ops.aten, "_flash_attention_forward", self.aten_flash),
         ]:  # fmt: skip
             self.patches.append(mock.patch.object(owner, name, value))
         for name in ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier"):
@@ -392,6 +393,10 @@ class StrictDevice(TorchDispatchMode):
         parts = [self.flash_func(*(p[None] for p in part), dropout_p, softmax_scale, causal)[0]
                  for part in zip(q.split(sizes), k.split(sizes), v.split(sizes))]  # fmt: skip
         return torch.cat(parts)
+
+    def aten_flash(self, q, k, v, ends_q, ends_k, longest_q, longest_k, dropout, causal, return_debug_mask, scale=None,
+                   window_size_left=-1, window_size_right=-1):  # fmt: skip
+        return (self.flash_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, dropout, scale, causal),)
 
     # ---- operations
 

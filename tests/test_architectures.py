@@ -249,7 +249,7 @@ def test_losses_and_measures(name, rows, bert, tmp_path):
 def test_models_are_transformers(bert, tmp_path):
     """Every Transformer module is found, those of a Router too."""
     model = SentenceTransformer(modules=router_first(tmp_path, bert), device="cpu")
-    assert len(script.transformers_of(model, "--x")) == 2
+    assert len(script.transformers_of(model)) == 2
 
 
 def test_tokens_of_a_router(bert, static, tmp_path):

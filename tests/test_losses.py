@@ -26,7 +26,8 @@ import train_bi_encoder as script
 
 def parse(*flags, model="x"):
     """Return Args of flags, with those that are required."""
-    return script.parse_args(["--train_data", "x", "--model_name_or_path", model, *flags])
+    columns = [] if "--columns" in flags else ["--columns", "a", "b"]
+    return script.parse_args(["--train_data", "x", *columns, "--model_name_or_path", model, *flags])
 
 
 # ------------------------------------------------------------------------------------- partition and micro-batches
@@ -69,14 +70,27 @@ def test_micro_batches_respect_max_tokens_and_a_longer_text_is_alone():
 @pytest.mark.parametrize("max_tokens", [256, 2048, 16384])
 @pytest.mark.parametrize("share", [8, 64])
 def test_micro_batches_have_little_padding_and_are_few(max_tokens, share):
-    """At most 1/share of `max_tokens` is padding; no two neighbours would fit into one without more."""
+    """At most 1/share of `max_tokens` is padding, and there are no more than if each were filled."""
     lengths = np.random.default_rng(1).gamma(2, 30, 1500).astype(int).clip(3, 256)
     cuts = script.cut(lengths, max_tokens, max_tokens / share)
-    for positions, following in zip(cuts, [*cuts[1:], []]):
+    for positions in cuts:
         assert len(positions) * lengths[positions[0]] - lengths[positions].sum() <= max_tokens / share
+    filled = script.fill(lengths, max_tokens, max_tokens / share)
+    assert len(cuts) == len(filled)
+    for positions, following in zip(filled, filled[1:]):  # no two neighbours would fit into one
         joined = lengths[[*positions, *following[:1]]]
         padded = joined[0] * len(joined)
-        assert not following or padded > max_tokens or padded - joined.sum() > max_tokens / share
+        assert padded > max_tokens or padded - joined.sum() > max_tokens / share
+
+
+@pytest.mark.parametrize("factor", [1.1, 2.0, 3.5])
+def test_micro_batches_are_equally_large(factor):
+    """None is left with a few texts: a GPU takes as long to launch it as thousands of tokens."""
+    lengths = np.random.default_rng(3).integers(10, 90, 2000)
+    max_tokens = int(lengths.sum() / factor)
+    sizes = [lengths[positions].sum() for positions in script.cut(lengths, max_tokens, None)]
+    assert len(sizes) <= factor + 1.01 and max(sizes) <= max_tokens
+    assert min(sizes) > 0.85 * max(sizes)
 
 
 def test_micro_batches_of_a_gpu_are_fewer_and_fuller():
@@ -107,30 +121,29 @@ def test_micro_batches_of_concatenated_texts(longest):
     assert len(cuts) <= 1 + lengths.sum() / (256 - 90)
 
 
-@pytest.mark.parametrize("device, widths", [("cpu", [77, 72, 9, 1]), ("xpu", [77, 72, 16, 8])])
+@pytest.mark.parametrize("device, widths", [("cpu", [77, 72, 9, 5, 2]), ("xpu", [77, 72, 16, 8, 8])])
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padded_features_equal_those_of_the_tokenizer(bert, side, device, widths):
     """The same tensors; on an accelerator, widths are multiples of 8, up to the model's limit. A prompt is part of a
-    text, and each role has micro-batches of its own."""
+    text; texts of all roles share micro-batches."""
     model = SentenceTransformer(str(bert), device="cpu", prompts={"query": "write a ", "document": ""})
     model.max_seq_length = 77
     model.tokenizer.padding_side = side
     texts = ["file " * count for count in (70, 7, 500, 0)]  # 72, 9, 77 and 2 tokens with [CLS] and [SEP]
     accelerator = SimpleNamespace(device=torch.device(device))
-    for max_tokens, count in ((10, 4), (10**6, 1)):
+    given = [("document", "", text) for text in texts] + [("query", "write a ", "line")]
+    texts += ["write a line"]
+    for max_tokens, count in ((10, 5), (10**6, 1)):
         args = script.Args(micro_batch_tokens=max_tokens)
-        given = [("document", "", text) for text in texts] + [("query", "write a ", "line")]
-        micro_batches = []
+        made = []
         for role, places, features in script.make_micro_batches(model, given, args, accelerator):
-            micro_batches.append((role, places, script.convert_arrays(features)))
-        *made, (role, _, of_query) = micro_batches
-        assert [role for role, *_ in made] == ["document"] * count and role == "query"
-        assert of_query["input_ids"].tolist() == model.tokenizer(["write a line"])["input_ids"]
-        padded = sum(features["input_ids"].numel() for *_, features in micro_batches)
-        assert script.token_counts(micro_batches) == (72 + 9 + 77 + 2 + 5, padded)
-        assert sorted(chain.from_iterable(places for _, places, _ in micro_batches)) == list(range(5))
-        if count == 4:
-            assert [f["input_ids"].shape[1] for *_, f in made] == [*widths[:3], max(widths[3], 2)]
+            made.append((role, places, script.convert_arrays(features)))
+        assert [role for role, *_ in made] == ["text"] * count
+        padded = sum(features["input_ids"].numel() for *_, features in made)
+        assert script.token_counts(made) == (72 + 9 + 77 + 2 + 5, padded)
+        assert sorted(chain.from_iterable(places for _, places, _ in made)) == list(range(5))
+        if count == 5:
+            assert [f["input_ids"].shape[1] for *_, f in made] == widths
         for _, places, features in made:
             width = features["input_ids"].shape[1]
             expected = model.tokenizer([texts[i] for i in places], padding="max_length", max_length=width,
@@ -269,7 +282,8 @@ def test_a_model_distilled_into_itself_stays(name, loss, rows, request, in_an_em
         model = CrossEncoder(folder, device="cpu", activation_fn=torch.nn.Identity(), max_length=128)
         scores = [model.predict([(row[0], text) for text in row[1:]]) for row in texts]
     write_jsonl(Path("x.jsonl"), [dict(zip("abcdy", [*row, y.tolist()])) for row, y in zip(texts, scores)])
-    flags = ["--train_data", "x.jsonl", "--label_column", "y", "--loss", loss, "--model_name_or_path", folder,
+    flags = ["--train_data", "x.jsonl", "--columns", *"abcd", "--label_column", "y", "--loss", loss,
+             "--model_name_or_path", folder,
              "--eval_rows", 0, "--batch_size", 8, "--max_steps", 1, "--dropout", 0]  # fmt: skip
 
     def loss_of_step(teacher_temperature):

@@ -48,7 +48,7 @@ def settings(tmp_path_factory, rows, bert):
         write_jsonl(folder / f"{number}.jsonl", rows[number::2])
     common = ["--model_name_or_path", bert, "--eval_rows", 50, "--batch_size", 32, "--max_length", 32,
               "--logging_steps", 1, "--eval_steps", 20, "--micro_batch_tokens", 600, "--learning_rate", 1e-3,
-              "--train_data", folder / "0.jsonl", folder / "1.jsonl"]  # fmt: skip
+              "--columns", "docstring", "code", "--train_data", folder / "0.jsonl", folder / "1.jsonl"]  # fmt: skip
     stream = ["--streaming", "--shuffle_buffer", 60, "--mixing_weights", 0.4, 0.6, "--mix_by", "batch"]
     return {"mapped": [*common, "--length_window", 2], "streaming": [*common, *stream]}
 
@@ -80,6 +80,7 @@ def test_resumed_past_a_bad_row_by_skipping_it(rows, bert, tmp_path, name, proce
     rows = [{**row, "code": ""} if i == 333 else row for i, row in enumerate(rows)]
     write_jsonl(tmp_path / "x.jsonl", rows)
     flags = ["--model_name_or_path", bert, "--train_data", tmp_path / "x.jsonl", "--eval_rows", 0, "--batch_size", 16,
+             "--columns", "docstring", "code",
              "--max_steps", len(rows) // 32, "--shuffle_buffer", 100, "--logging_steps", 1, "--save_steps", 0,
              "--max_length", 32, "--gradient_accumulation_steps", 2]  # fmt: skip
     script, out, whole = ROOT / f"{name}.py", tmp_path / "out", tmp_path / "whole"
@@ -288,7 +289,8 @@ def test_resumed_from_tensors_at_other_addresses(settings, tmp_path, monkeypatch
 @pytest.mark.parametrize("name", TRAINERS)
 def test_adapters_and_the_weights_below_are_aligned(bert, name):
     script = importlib.import_module(name)
-    args = script.parse_args(["--train_data", "x", "--model_name_or_path", str(bert), "--lora_rank", "2"])
+    flags = f"--train_data x --columns a b --model_name_or_path {bert} --lora_rank 2"
+    args = script.parse_args(flags.split())
     model = script.load_model(args)
     tensors = [*model.parameters(), *model.buffers()]
     assert len(tensors) > 50 and unaligned(*tensors) == 0
@@ -334,12 +336,12 @@ def test_a_module_of_ones_own_is_restored(settings, tmp_path, monkeypatch):
 
 
 # A rate that falls with the norms of the last three gradients, which a resume must know.
-RATE = "factor = schedule(progress.step, steps, args)\n"
+RATE = "factor = schedule(progress.step)\n"
 OWN_RATE = RATE.replace("\n", ' / (1 + extra["norms"].mean().item())\n')
 OPTIMIZERS = "    optimizers = [optimizer.optimizer]"
 OWN_EXTRA = '    extra["norms"] = torch.zeros(3)\n'
-COUNT = "        progress.advance(losses, skipped, step_batches)"
-OWN_COUNT = '        extra["norms"] = torch.cat([extra["norms"][1:], torch.tensor([norm])])\n'
+COUNT = "            progress.advance(losses, skipped, step_batches)"
+OWN_COUNT = '            extra["norms"] = torch.cat([extra["norms"][1:], torch.tensor([norm])])\n'
 
 
 @pytest.mark.parametrize("name, processes", [("train_cross_encoder", 2)])

@@ -54,14 +54,15 @@ RUNS = {
     "flash in float32": (f"{FEW} --attn_implementation flash_attention_2", {"flash": True}),
     "bf16, 2 processes": (LONG, {"mixed": "bf16", "processes": 2}),
     "grad_cache": (f"{FEW} --grad_cache true", {}),
-    "dropout": (f"{FEW} --grad_cache true --dropout 0.5 --lora_rank 2", {"mixed": "bf16"}),
-    "waits": (f"{WAITING} --micro_batch_tokens 100000", {"mixed": "bf16"}),
+    "dropout": (f"{FEW} --grad_cache true --micro_batch_tokens 200 --dropout 0.5 --lora_rank 2", {"mixed": "bf16"}),
+    "waits": (f"{WAITING} --micro_batch_tokens 100000 --attn_implementation sdpa", {"mixed": "bf16"}),
     "waits, not padded": (f"{WAITING} --micro_batch_tokens 100000 --max_length 5", {}),
+    "waits, concatenated": (f"{WAITING} --micro_batch_tokens 100000", {"mixed": "bf16"}),
     "waits, flash": (f"{WAITING} --attn_implementation flash_attention_2", FLASH),
 }
 # Of the bi-encoder alone: both trainers resume, and scale losses, by the same functions; a cross-encoder's flash path
 # waits in each layer.
-ONE = {"long, resumed", "long, resumed in fp16", "fp16", "fp16, resumed", "waits, flash"}
+ONE = {"long, resumed", "long, resumed in fp16", "fp16", "fp16, resumed", "waits, flash", "waits, concatenated"}
 RAN = [(script, name) for script in TRAINERS for name in RUNS if script == "train_bi_encoder" or name not in ONE]
 LIMIT = 6_000_000  # bytes, of which one graph of all texts of a batch takes more
 MEMORY_RUNS = {"memory, measured": None, "memory, 16384 tokens": "16384", "memory, no limit": "512"}
@@ -190,7 +191,7 @@ def test_training_equals_that_on_the_cpu(ran, folder, script, loss):
 @pytest.mark.parametrize("script", TRAINERS)
 def test_grad_cache_equals_one_pass(ran, folder, script):
     loss = next(iter(LOSSES[script]))
-    assert ran[f"{script} grad_cache"]["outputs"] == 2 * ran[f"{script} {loss} device"]["outputs"] > 4
+    assert ran[f"{script} grad_cache"]["outputs"] == 2 * ran[f"{script} {loss} device"]["outputs"] >= 4
     assert_same_gradient(folder, script, loss, ["grad_cache", "device"])
 
 
@@ -198,7 +199,7 @@ def test_grad_cache_equals_one_pass(ran, folder, script):
 def test_both_passes_of_grad_cache_draw_the_same_dropout(ran, script):
     """Also of adapters in bf16: the first pass has no gradients, so kernels could be chosen otherwise."""
     result = ran[f"{script} dropout"]
-    assert losses(result) and result["changed"] == 0 and result["outputs"] > 4
+    assert losses(result) and result["changed"] == 0 and result["outputs"] >= 4
     assert losses(result) != pytest.approx(losses(ran[f"{script} grad_cache"]), rel=1e-3)
 
 
@@ -253,7 +254,8 @@ def test_memory_is_measured(ran):
     assert losses(ran["train_bi_encoder memory, measured"]) == pytest.approx(expected, rel=1e-5)
 
 
-WAITS = {"waits": 2, "waits, not padded": 1, "waits, flash": 1}  # with 5 tokens all texts are equally long
+# With 5 tokens all texts are equally long.
+WAITS = {"waits": 2, "waits, not padded": 1, "waits, flash": 1, "waits, concatenated": 1}
 
 
 @pytest.mark.parametrize("script, name", [case for case in product(TRAINERS, WAITS) if case in RAN])
@@ -261,10 +263,9 @@ def test_number_of_waits_per_step(ran, script, name):
     """While the host waits, the device runs idle. A step has one wait for loss, norm and SIGTERM, and one in each
     forward pass with padding: transformers checks whether the mask masks anything. Concatenated texts have no mask. A
     cross-encoder's pairs are not concatenated, because heads of classifiers read one position of each. Queries and
-    documents of a bi-encoder have forward passes of their own."""
+    documents of a bi-encoder share one."""
     result = ran[f"{script} {name}"]
-    expected = WAITS[name] + ((script, name) == ("train_bi_encoder", "waits"))
-    assert losses(result) and np.diff(result["waits"]).tolist() == [expected] * 2
+    assert losses(result) and np.diff(result["waits"]).tolist() == [WAITS[name]] * 2
 
 
 @pytest.mark.parametrize("model, waits", [("modular", 1), ("chat", 2)])  # one in the pooling of last tokens

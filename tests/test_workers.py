@@ -12,7 +12,9 @@ from forked import Forked
 
 
 def flags_for(corpus, model, output, *more):
-    return ["--train_data", corpus, "--model_name_or_path", model, "--batch_size", 16, "--max_length", 48,
+    source = f"{corpus}/*.parquet" if corpus.is_dir() else corpus
+    return ["--train_data", source, "--columns", "docstring", "code", "--model_name_or_path", model, "--batch_size",
+            16, "--max_length", 48,
             "--max_steps", 4, "--eval_rows", 10, "--logging_steps", 1, "--micro_batch_tokens", 400, "--learning_rate",
             1e-3, "--output_dir", output, *more]  # fmt: skip
 
