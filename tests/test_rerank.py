@@ -64,7 +64,7 @@ def test_order_equals_that_of_predict(evaluate, beir, reranker, tmp_path):
     for query, found in before.items():
         pairs = [(queries[query], documents[d]) for d, _ in found[:12]]
         length = max(len(model.tokenizer(q)["input_ids"]) for q, _ in pairs)
-        assert [d for d, _ in after[query][12:]] == [d for d, _ in found[12:]]  # the others keep their order
+        assert len(after[query]) == 12
         assert [s for _, s in after[query]] == sorted((s for _, s in after[query]), reverse=True)
         if length < 60:  # predict() truncates longer queries, too
             compared += 1
@@ -85,7 +85,7 @@ def test_a_run_file_in_any_order_and_in_parts(evaluate, beir, run_file, tmp_path
     read_csv = script.pd.read_csv
     monkeypatch.setattr(script.pd, "read_csv", lambda *args, **options: read_csv(*args, **options | {"chunksize": 50}))
     found = evaluate("--beir", beir, "--run", run)
-    assert found["metrics"] == expected["metrics"] and found["warnings"] == expected["warnings"]
+    assert found["metrics"] == expected["metrics"]
     assert (tmp_path / "out/run.trec").read_text() == written
 
 
@@ -101,9 +101,8 @@ def test_a_ranking_that_has_no_space_on_the_disk():
 def test_a_given_run_without_reranking(evaluate, beir, run_file, tmp_path, capsys):
     got = evaluate("--beir", beir, "--run", run_file, "--metrics", "RR", "R@1000")
     message = capsys.readouterr().err
-    assert f"1 queries of {run_file} are not judged, or unknown; left out" in message
-    assert f"1 judged queries are not in {run_file}; they count as 0" in message
-    assert message.count("warning: ") == len(got["warnings"]) == 2
+    assert f"1 queries of {run_file} are unknown, or not judged; left out" in message
+    assert message.count("warning: ") == 1
     ranked = {q: sorted(found, key=lambda item: item[::-1], reverse=True) for q, found in read_run(run_file).items()}
     places = [[d for d, _ in ranked[f"q{i}"]].index(f"d{i}") for i in range(59)]
     assert got["metrics"]["RR"]["mean"] == pytest.approx(sum(1 / (place + 1) for place in places) / 60)
@@ -275,7 +274,8 @@ def test_unknown_documents_are_measured_and_rank_last(evaluate, beir, reranker, 
     before, after = evaluate(*flags, "--cross_encoder", reranker)["models"]
     assert before["metrics"]["RR"]["mean"] == pytest.approx(0.5 / 60)
     assert after["metrics"]["RR"]["mean"] == pytest.approx(1 / 60)
-    assert after["warnings"] == ["1 documents to rerank are not in the corpus; they rank last"]
+    (entry,) = json.loads((tmp_path / "out/metrics.json").read_text())["collections"]
+    assert entry["warnings"] == ["1 ranked documents are not in the corpus"]
 
 
 @pytest.mark.parametrize("which", ["bi-encoder", "several labels", "nowhere", "damaged"])
@@ -384,14 +384,12 @@ def test_fusion_of_a_reranked_run_file(evaluate, beir, bert, reranker, tmp_path,
     evaluate(*flags, "--model_name_or_path", bert, "--cross_encoder", reranker, "--rerank_k", 8)
     names = [bert.name, f"{bert.name}+{reranker.name}"]
     lines = (tmp_path / "out" / names[1] / "run.trec").read_text().splitlines()
-    assert sum(line.endswith(" unscored") for line in lines) == 60 * (30 - 8)
+    assert len(lines) == 60 * 8
     first = read_run(tmp_path / "out" / names[0] / "run.trec")
     second = read_run(tmp_path / "out" / names[1] / "run.trec")
     files = [tmp_path / "out" / name / "run.trec" for name in names]
     capsys.readouterr()
     evaluate(*flags, "--run", *files, "--fuse", method, output="two")
-    warned = f"1,320 documents of {names[1]} lie below those that were reranked; they count as its lowest score"
-    assert (warned in capsys.readouterr().err) == (method == "zscore")
     for query, found in read_run(tmp_path / "two/fused/run.trec").items():
         expected = {}
         for ranked, scored in ((first[query], 30), (second[query], 8)):
