@@ -99,6 +99,7 @@ register_guard()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.utils._device  # noqa: E402
+import torch.utils.flop_counter  # noqa: E402, F401 - registers operations, before one is replaced
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
