@@ -425,9 +425,12 @@ def common_types(files, encoding, requested):
     return types
 
 
+NO_TYPE = (ValueError, TypeError, OverflowError)  # of values that no type fits: numbers and texts, say
+
+
 def type_of(values):
     """Return the narrowest type that fits values of JSON: lists where one is a list, text if there is no other."""
-    with suppress(ValueError, TypeError, OverflowError):  # of numbers and texts, say
+    with suppress(*NO_TYPE):
         return pa.array(values).type
     if len(values) == 1 and not isinstance(values[0], list | dict):  # a large number
         return pa.string()
@@ -445,8 +448,10 @@ def type_of(values):
 
 def common_type(first, second):
     """Return the narrowest type that fits the values of two: lists if one has lists, text if there is no other."""
-    if pa.types.is_null(first) or pa.types.is_null(second):
-        return first if pa.types.is_null(second) else second
+    if first == second or pa.types.is_null(second):
+        return first
+    if pa.types.is_null(first):
+        return second
     if is_list(first) or is_list(second):
         values = [kind.value_type if is_list(kind) else kind for kind in (first, second)]
         return pa.list_(common_type(*values))
@@ -455,11 +460,9 @@ def common_type(first, second):
         for part in second:
             types[part.name] = common_type(types.get(part.name, pa.null()), part.type)
         return pa.struct(types.items())
-    kinds = {first, second}
-    if len(kinds) == 2:  # labels such as true and 0.5
-        kinds = {pa.int8() if kind == pa.bool_() else kind for kind in kinds}
+    numbers = [pa.int8() if kind == pa.bool_() else kind for kind in (first, second)]  # labels such as true and 0.5
     try:
-        schemas = [pa.schema({"": kind}) for kind in kinds]
+        schemas = [pa.schema({"": kind}) for kind in numbers]
         return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except pa.ArrowTypeError:
         return pa.string()
@@ -505,6 +508,10 @@ def to_array(values, kind):
         if found == kind or not (pa.types.is_nested(found) or pa.types.is_nested(kind)):
             return values.combine_chunks()
         values = values.to_pylist()
+    with suppress(*NO_TYPE):
+        array = pa.array(values)
+        if array.type == kind:
+            return array
     return pa.array([to_form(value, kind) for value in values], kind)
 
 
@@ -600,7 +607,7 @@ def read_columns(file, encoding="utf-8-sig", names=None):
             parts = read_lines(source, file, kind, encoding)
         for num_rows, columns in parts:
             columns |= {key: pa.chunked_array([[value] * num_rows], pa.string()) for key, value in keys.items()}
-            yield num_rows, {name: values for name, values in columns.items() if names is None or name in names}
+            yield num_rows, {name: columns[name] for name in names or columns if name in columns}
 
 
 def read_columnar(source, kind, names):
@@ -1014,7 +1021,7 @@ def choose_files(source, files, root, is_pattern=False):
     for name in sorted(names):
         is_hidden = name.startswith((".", "_")) or "/." in name or "/_" in name
         kind = FORMATS.get(file_suffix(name), "unknown format")
-        if NOT_ROWS.fullmatch(os.path.basename(name)) or (is_hidden and kind not in FORMATS.values()):
+        if NOT_ROWS.fullmatch(os.path.basename(name)):
             continue
         if is_hidden:
             kind = "hidden"
@@ -1026,10 +1033,10 @@ def choose_files(source, files, root, is_pattern=False):
     formats = [kind for kind in found if kind in FORMATS.values()]
     chosen = max(formats, key=lambda kind: len(found[kind]), default=None)
     counts = {kind: f"{len(found[kind]):,} {kind} ({', '.join(found[kind][:3])})" for kind in found}
-    others = [count for kind, count in counts.items() if kind != chosen]
+    others = "".join(f"; leaves out {count}" for kind, count in counts.items() if kind != chosen)
     if not chosen:
-        raise UserError("; ".join(["no file to read", *others]))
-    print("; ".join([f"{source}: reads {counts[chosen]}", *(f"leaves out {count}" for count in others)]))
+        raise UserError(f"no file to read{others}")
+    print(f"{source}: reads {counts[chosen]}{others}")
     return [root + name for name in found[chosen]]
 
 

@@ -394,7 +394,7 @@ def test_sources_are_read_in_order_and_shards_are_memory_mapped(tmp_path):
 
 FOLDER = {
     "0.jsonl": "", "b/1.jsonl.gz": "", "2.NDJSON": "", "train/test.jsonl": "", "contest.jsonl": "", "x[1].jsonl": "",
-    "part-train-0.jsonl": "", "b/latest.jsonl": "", "README.md": None, "dataset_infos.json": None, ".DS_Store": None,
+    "part-train-0.jsonl": "", "b/latest.jsonl": "", "README.md": None, "dataset_infos.json": None, ".DS_Store": "hidden",
     "LICENSE.txt": None, ".old.jsonl": "hidden", "_log/0.json": "hidden", "2.csv": "csv", "1.jsonl.gz": "",
     "0.jsonl.bak": "unknown format", "1.jsonl.part": "unknown format", "test.jsonl": "another split",
     "b/x-TestSet.jsonl": "another split", "testdata.jsonl": "another split", "split=test/0.jsonl": "another split",
@@ -418,7 +418,7 @@ def test_files_of_a_folder(tmp_path, capsys):
     for why in ("hidden", "csv", "unknown format", "another split", "compressed copy"):
         names = sorted(name for name, other in FOLDER.items() if other == why)
         assert f"; leaves out {len(names)} {why} ({', '.join(names[:3])})" in line
-    assert not re.search("README|infos|LICENSE|DS_Store", line)
+    assert not re.search("README|infos|LICENSE", line)
     (tmp_path / "in").mkdir()
     for name in ("x[1].jsonl", "x1.jsonl"):
         write(tmp_path / "in" / name, [{"name": name}])
@@ -430,7 +430,7 @@ def test_a_folder_of_another_split(tmp_path):
     for name in ("test-0.jsonl", "test-1.jsonl"):
         write(tmp_path / name, [{"name": name}])
     error = fail(tmp_path, "--output_dir", tmp_path / "out")
-    assert error.endswith("no file to read; 2 another split (test-0.jsonl, test-1.jsonl)")
+    assert error.endswith("no file to read; leaves out 2 another split (test-0.jsonl, test-1.jsonl)")
     assert len(convert(tmp_path, tmp_path / "test-*.jsonl")) == 2
     assert len(convert(tmp_path, tmp_path / "test-0.jsonl")) == 1
 

@@ -92,19 +92,20 @@ def test_a_run_on_a_bucket_is_resumed(bucket, static, way):
     assert found[0] == found[1] == found[2] and len(found[0]) == 21
 
 
-def test_a_conversion_from_a_bucket_to_a_bucket(bucket, rows):
+def test_a_conversion_of_a_bucket(bucket, rows):
+    """Of a folder, which the trainers refuse, and of a glob; a table of Delta Lake is refused there, too."""
     fs, _ = bucket
     fs.pipe("bucket/pairs/note.md", b"not a table")
-    flags = ["s3://bucket/pairs", "--output_dir", "s3://bucket/made/pairs", "--columns", "code", "docstring"]
-    prepare_corpus.main(prepare_corpus.parse_args(flags))
-    assert fs.ls("bucket/made/pairs", refresh=True) == ["bucket/made/pairs/data-00000.arrow"]
-    args = script.Args(columns=["docstring", "code"], shuffle_buffer=0)
-    table = script.Source("s3://bucket/made/pairs", 0, args).take(120)
-    assert table.select(["docstring", "code"]).to_pylist() == rows[:120]
-    with pytest.raises(prepare_corpus.UserError, match="^--output_dir s3://bucket/made/pairs: is not empty; choose"):
+    for number, source in enumerate(("s3://bucket/pairs", "s3://bucket/pairs/*.parquet")):
+        flags = [source, "--output_dir", f"made{number}", "--columns", "code", "docstring"]
         prepare_corpus.main(prepare_corpus.parse_args(flags))
-    prepare_corpus.main(prepare_corpus.parse_args([*flags, "--overwrite", "--format", "parquet"]))
-    assert fs.ls("bucket/made/pairs", refresh=True) == ["bucket/made/pairs/data-00000.parquet"]
+        args = script.Args(columns=["docstring", "code"], shuffle_buffer=0)
+        table = script.Source(f"made{number}/*.arrow", 0, args).take(120)
+        assert table.select(["docstring", "code"]).to_pylist() == rows[:120]
+    fs.pipe("bucket/delta/_delta_log/0.json", b"{}")
+    fs.copy("bucket/pairs/0.parquet", "bucket/delta/lang=de/0.parquet")
+    with pytest.raises(prepare_corpus.UserError, match="^s3://bucket/delta: a table of Delta Lake, "):
+        prepare_corpus.main(prepare_corpus.parse_args(["s3://bucket/delta", "--output_dir", "x"]))
 
 
 # ---- without a server
@@ -119,6 +120,7 @@ REFUSED = [
     (mine_negatives, "--beir x --run y --output s3://bucket/mined.jsonl"),
     (prepare_corpus, "--output_dir s3://bucket/demo"),
     (prepare_corpus, "x.csv --length_report --model_name_or_path y --output_dir s3://bucket/report"),
+    (prepare_corpus, "x.csv --output_dir s3://bucket/pairs"),
 ]
 
 
