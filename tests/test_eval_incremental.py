@@ -448,7 +448,10 @@ def test_documents_of_pairs_are_distinct(evaluate, tmp_path):
         flags = ["--metrics", "R@2", "--top_k", 2, "--corpus_chunk_size", size]
         got = evaluate("--pairs", tmp_path / "pairs.jsonl", *flags)
         assert got["queries"] == 2 and got["texts"]["total"] == 4 and got["metrics"]["R@2"]["mean"] == 1.0
-        assert all(set(found) == {script.text_id("def a(): 1"), script.text_id("class B")} for found in read_run(tmp_path / "out/run.trec").values())
+        assert all(
+            set(found) == {script.text_id("def a(): 1"), script.text_id("class B")}
+            for found in read_run(tmp_path / "out/run.trec").values()
+        )
 
 
 def test_a_run_of_other_pairs(evaluate, bert, tmp_path):

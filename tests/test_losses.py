@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import re
 from contextlib import nullcontext, suppress
 from itertools import chain
@@ -88,9 +89,9 @@ def test_micro_batches_are_equally_large(factor):
     """None is left with a few texts: a GPU takes as long to launch it as thousands of tokens."""
     lengths = np.random.default_rng(3).integers(10, 90, 2000)
     max_tokens = int(lengths.sum() / factor)
-    sizes = [lengths[positions].sum() for positions in script.cut(lengths, max_tokens, None)]
-    assert len(sizes) <= factor + 1.01 and max(sizes) <= max_tokens
-    assert min(sizes) > 0.85 * max(sizes)
+    sizes = [lengths[positions].sum() for positions in script.spread(lengths, max_tokens)]
+    assert len(sizes) == math.ceil(lengths.sum() / max_tokens) and max(sizes) <= max_tokens
+    assert min(sizes) > 0.99 * max(sizes)
 
 
 def test_micro_batches_of_a_gpu_are_fewer_and_fuller():
@@ -111,14 +112,17 @@ def test_micro_batches_of_a_gpu_are_fewer_and_fuller():
 
 @pytest.mark.parametrize("longest", [90, 255, 500])
 def test_micro_batches_of_concatenated_texts(longest):
-    """Whatever the longest text, they have at most so many tokens, and are not smaller than necessary."""
+    """Whatever the longest text, they have at most so many tokens, are nearly as few as possible, and of equal size;
+    the longest texts come first."""
     lengths = np.array([longest, *np.random.default_rng(0).integers(1, 90, 200)])
-    cuts = script.cut(lengths, 256, None)
-    sizes = [lengths[cut].sum() for cut in cuts]
-    assert lengths[list(chain.from_iterable(cuts))].tolist() == sorted(lengths, reverse=True)
-    assert sorted(chain.from_iterable(cuts)) == list(range(201))
-    assert max(sizes) == longest > 256 or max(sizes) <= 256
-    assert len(cuts) <= 1 + lengths.sum() / (256 - 90)
+    passes = script.spread(lengths, 256)
+    sizes = [lengths[positions].sum() for positions in passes]
+    assert sorted(chain.from_iterable(passes)) == list(range(201))
+    assert passes[0][0] == 0 and all(np.all(np.diff(lengths[positions]) <= 0) for positions in passes)
+    assert sizes[0] == longest > 256 or sizes[0] <= 256
+    others = sizes[longest > 256 :]
+    assert max(others) <= 256 and min(others) > 0.9 * max(others)
+    assert len(passes) <= math.ceil(lengths.clip(max=256).sum() / 256) + 2
 
 
 @pytest.mark.parametrize("device, widths", [("cpu", [77, 72, 9, 5, 2]), ("xpu", [77, 72, 16, 8, 8])])

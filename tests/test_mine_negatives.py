@@ -207,7 +207,10 @@ def test_pairs_have_the_ids_of_the_evaluator(tmp_path, evaluate, bert, form):
     assert {*run[::6]} == {*map(script.text_id, QUERIES.values())} and len(run) == 6 * 6 * 6
 
     folder = tmp_path / "collection"
-    ids = {key: script.text_id(text) for key, text in QUERIES.items()}, {k: script.text_id(t) for k, t in DOCUMENTS.items()}
+    ids = (
+        {key: script.text_id(text) for key, text in QUERIES.items()},
+        {k: script.text_id(t) for k, t in DOCUMENTS.items()},
+    )
     write_jsonl(folder / "corpus.jsonl", [{"_id": ids[1][key], "text": text} for key, text in DOCUMENTS.items()])
     write_jsonl(folder / "queries.jsonl", [{"_id": ids[0][key], "text": text} for key, text in QUERIES.items()])
     (folder / "qrels").mkdir()
