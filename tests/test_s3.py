@@ -51,16 +51,19 @@ def bucket(rows, tmp_path_factory):
             os.environ[name] = value
 
 
+def options(**flags):
+    """Return the Args of a run on docstrings and code."""
+    required = {"train_data": ["x"], "model_name_or_path": "x"}
+    return script.Args(**required, columns=["docstring", "code"], **flags)
+
+
 @both_ways
-@pytest.mark.parametrize("source", ["s3://bucket/pairs/*.parquet", "s3://bucket/pairs", "s3://bucket/pairs/1.parquet"])
-def test_sources_in_a_bucket(bucket, source, way):
-    """A glob, a folder or a file gives the rows, and the fingerprint, of the files on disk."""
+@pytest.mark.parametrize("name", ["*.parquet", "1.parquet"])
+def test_sources_in_a_bucket(bucket, name, way):
+    """A glob or a file gives the rows, and the fingerprint, of the files on disk."""
     _, folder = bucket
-    local = (
-        source.replace("s3://bucket/pairs", str(folder)) if source != "s3://bucket/pairs" else f"{folder}/*.parquet"
-    )
-    args = script.Args(columns=["docstring", "code"], streaming=way == "streamed", shuffle_buffer=16)
-    remote, expected = (script.Source(name, 0, args) for name in (source, local))
+    args = options(streaming=way == "streamed", max_steps=1, shuffle_buffer=16)
+    remote, expected = (script.Source(f"{place}/{name}", 0, args) for place in ("s3://bucket/pairs", folder))
     assert remote.take(100).equals(expected.take(100))
     assert script.data_fingerprint(remote.files) == script.data_fingerprint(expected.files)
 
@@ -70,7 +73,7 @@ def test_a_folder_without_tables(bucket):
     fs.pipe("bucket/other/README.md", b"not a table")
     for name in ("s3://bucket/other", "s3://bucket/none", "s3://none/none"):
         with pytest.raises(script.UserError, match=f"^{name}: "):
-            script.Source(name, 0, script.Args(columns=["a", "b"]))
+            script.Source(name, 0, options())
 
 
 @both_ways
@@ -80,12 +83,12 @@ def test_a_run_on_a_bucket_is_resumed(bucket, static, way):
     flags = ["--model_name_or_path", static, "--columns", "docstring", "code", "--batch_size", 8, "--max_steps", 20,
              "--save_steps", 10, "--logging_steps", 1, "--eval_rows", 8, "--shuffle_buffer", 16]  # fmt: skip
     flags += ["--streaming"] * (way == "streamed")
-    for name, source in (("remote", "s3://bucket/pairs"), ("local", f"{folder}/*.parquet")):
+    for name, source in (("remote", "s3://bucket/pairs/*.parquet"), ("local", f"{folder}/*.parquet")):
         launch(ROOT / "train_bi_encoder.py", *flags, "--train_data", source, "--output_dir", name, cwd=os.getcwd())
     whole = metrics("remote")
     for path in ("remote/model", "remote/checkpoints/step_00000020"):
         shutil.rmtree(path)
-    flags += ["--train_data", "s3://bucket/pairs", "--output_dir", "remote", "--resume"]
+    flags += ["--train_data", "s3://bucket/pairs/*.parquet", "--output_dir", "remote", "--resume"]
     launch(ROOT / "train_bi_encoder.py", *flags, cwd=os.getcwd())
     found = [[{name: value for name, value in line.items() if name not in RATES} for line in lines]
              for lines in (whole, metrics("remote"), metrics("local"))]  # fmt: skip
@@ -99,8 +102,7 @@ def test_a_conversion_of_a_bucket(bucket, rows):
     for number, source in enumerate(("s3://bucket/pairs", "s3://bucket/pairs/*.parquet")):
         flags = [source, "--output_dir", f"made{number}", "--columns", "code", "docstring"]
         prepare_corpus.main(prepare_corpus.parse_args(flags))
-        args = script.Args(columns=["docstring", "code"], shuffle_buffer=0)
-        table = script.Source(f"made{number}/*.arrow", 0, args).take(120)
+        table = script.Source(f"made{number}/*.arrow", 0, options(shuffle_buffer=0)).take(120)
         assert table.select(["docstring", "code"]).to_pylist() == rows[:120]
     fs.pipe("bucket/delta/_delta_log/0.json", b"{}")
     fs.copy("bucket/pairs/0.parquet", "bucket/delta/lang=de/0.parquet")
@@ -112,7 +114,7 @@ def test_a_conversion_of_a_bucket(bucket, rows):
 
 
 REFUSED = [
-    (script, "--train_data x --model_name_or_path y --output_dir s3://bucket/run"),
+    (script, "--train_data x --columns a b --model_name_or_path y --output_dir s3://bucket/run"),
     (eval_incremental, "--beir x --bm25 --output_dir s3://bucket/run"),
     (eval_incremental, "--beir x --bm25 --cache_dir s3://bucket/cache"),
     (eval_incremental, "--pairs x --model_name_or_path y --export_vectors s3://bucket/vectors"),
