@@ -395,7 +395,8 @@ def test_sources_are_read_in_order_and_shards_are_memory_mapped(tmp_path):
 FOLDER = {
     "0.jsonl": "", "b/1.jsonl.gz": "", "2.NDJSON": "", "train/test.jsonl": "", "contest.jsonl": "", "x[1].jsonl": "",
     "part-train-0.jsonl": "", "b/latest.jsonl": "", "README.md": None, "dataset_infos.json": None,
-    ".DS_Store": "hidden", "LICENSE.txt": None, ".old.jsonl": "hidden", "_log/0.json": "hidden", "2.csv": "csv", "1.jsonl.gz": "",
+    ".DS_Store": "hidden", "LICENSE.txt": None, ".old.jsonl": "hidden", "_log/0.json": "hidden",
+    "2.csv": "csv", "1.jsonl.gz": "",
     "0.jsonl.bak": "unknown format", "1.jsonl.part": "unknown format", "test.jsonl": "another split",
     "b/x-TestSet.jsonl": "another split", "testdata.jsonl": "another split", "split=test/0.jsonl": "another split",
     "validation/0.jsonl": "another split", "0.jsonl.gz": "compressed copy",
