@@ -39,7 +39,7 @@ import warnings
 from collections import defaultdict, deque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import chain, islice
 from pathlib import Path
 
@@ -424,7 +424,7 @@ def reason_of(error):
         return str(error)
     reason = error.details() if isinstance(error, datasets.table.CastError) else str(error).strip() or repr(error)
     template = next((said for kind, said in REASONS.items() if isinstance(error, kind)), "{}")
-    if "Couldn't cast" in reason or "exist in schema" in reason:  # a file has other types, or lacks a column
+    if re.search("Couldn't cast|exist in schema|not in the dataset", reason):  # other types, or columns
         template = REASONS[pa.ArrowInvalid]
     return template.format(" ".join(reason.split())[:500])
 
@@ -498,10 +498,8 @@ def file_suffix(file):
 def open_files(files, streaming=True, columns=None, ids=()):
     """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables of `columns`: texts,
     numbers, or lists of them; None: of all columns, of any type. ids: columns of which whole numbers are texts."""
-    if not files:
-        raise UserError("no such file")
     formats = [FORMATS.get(file_suffix(file)) for file in files]
-    if None in formats or any(other != formats[0] for other in formats):
+    if not files or None in formats or any(other != formats[0] for other in formats):
         advice = f"name those of one format by a glob, or {REWRITE}"
         raise UserError(f"is not all of one format, of {' '.join(FORMATS)} (.gz and .zst, too): {advice}")
     kind, options = formats[0]
@@ -528,7 +526,6 @@ def open_files(files, streaming=True, columns=None, ids=()):
     return (dataset.select_columns(columns) if columns else dataset).with_format("arrow")
 
 
-@cache  # a stream is opened anew in each epoch
 def check_quotes(file):
     """Raise UserError if a quote within the first lines of a CSV file does not match: pandas takes all rows up to the
     next one for a part of the field."""
@@ -552,9 +549,6 @@ def read_features(load, kind, files, columns, ids):
     else:
         by_name = load(streaming=True, data_files=sorted(load.keywords["data_files"]))
         schema = next(by_name.with_format("arrow").iter(1)).schema
-    if missing := [name for name in columns or [] if name not in schema.names]:
-        first = f"the first file has no column {missing[0]!r}, but {', '.join(schema.names)}"
-        raise UserError(f"{first}: name one of these or, if other files have it, {REWRITE}")
     if kind in ("parquet", "csv") and columns:
         schema = pa.schema([part for part in schema if part.name in columns], schema.metadata)
     types = {}

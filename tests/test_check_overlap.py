@@ -304,7 +304,7 @@ def test_errors_are_one_line():
         ([*common, "."], "--train_data .: name its files: './*.parquet'; prepare_corpus.py reads folders"),
         (
             [*common, "a.jsonl", "--columns", "texts"],
-            "--train_data a.jsonl: the first file has no column 'texts', but ",
+            "--train_data a.jsonl: Column name ['texts'] not in the dataset. ",
         ),
         (
             [*common, "a.jsonl", "--columns", "n"],
@@ -316,7 +316,7 @@ def test_errors_are_one_line():
         ),
         (["--train_data", "a.jsonl", "--beir", "d"], "--beir d: "),
         ([*common, "a.jsonl", "--split", "dev"], "--beir c: no judgments of split 'dev'; avail"),
-        ([*pairs, "text", "x"], "--pairs b.jsonl: the first file has no column 'x', but text, m: "),
+        ([*pairs, "text", "x"], "--pairs b.jsonl: Column name ['x'] not in the dataset. "),
         ([*pairs, "text", "m"], "--pairs b.jsonl: column 'm' holds int64, not texts: rewrite it by prepare_corpus.py"),
     ]:
         with pytest.raises(script.UserError) as error:
