@@ -397,11 +397,6 @@ class UserError(ValueError):
     """Something the user can fix; printed as one line, without a traceback."""
 
 
-def should_reduce_batch_size(error):
-    """Return whether memory is short, as the function of Accelerate does, whose import takes seconds."""
-    return isinstance(error, MemoryError)
-
-
 # Errors of code, such as an edited function: they keep their traceback.
 BUGS = (KeyError, IndexError, TypeError, AttributeError, NameError)
 REASONS = {  # {type of an error: what is said of it}; of any other its own text
