@@ -22,7 +22,7 @@ paraphrases, translations, texts of which a row has a smaller part, ids in place
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["backports.zstd>=1,<2; python_version < '3.14'", "datasets>=5.2,<6", "filelock>=3.20",
+# dependencies = ["backports.zstd>=1,<2; python_version < '3.14'", "datasets>=5.2,<6", "filelock>=3.16,<5",
 #   "fsspec[http]>=2026.1", "numpy>=2.2,<3", "pandas>=3.1,<4", "pyarrow>=24,<27", "tqdm>=4.67,<5"]
 # ///
 
@@ -72,7 +72,7 @@ def parse_args(argv):
     option("--pairs", **many, help="sources of (query, document) rows, as one more collection")
     option("--pair_columns", **many, help="query and document column of --pairs")
     option("--ngram", type=int, default=8, help="words of an n-gram")
-    option("--min_share", type=float, default=0.8, help="fraction of its n-grams that a row must contain of a text")
+    option("--min_share", type=float, default=0.8, help="fraction of a text's n-grams that a row must contain")
     option("--report", default="overlap.jsonl", help="file to write all findings to")
     option("--output", help="Parquet file to write the rows to that contain no query")
     option("--also_documents", action="store_true", help="leave rows that contain a document out of --output, too")
@@ -395,11 +395,6 @@ def ngram_set(form, size):
 
 class UserError(ValueError):
     """Something the user can fix; printed as one line, without a traceback."""
-
-
-def should_reduce_batch_size(error):
-    """Return whether memory is short, as the function of Accelerate does, whose import takes seconds."""
-    return isinstance(error, MemoryError)
 
 
 # Errors of code, such as an edited function: they keep their traceback.

@@ -604,7 +604,7 @@ def read_columns(file, encoding="utf-8-sig", names=None):
         if kind in ("parquet", "orc", "arrow"):
             parts = read_columnar(source, kind, names)
         else:
-            parts = read_lines(source, file, kind, encoding)
+            parts = read_untyped(source, file, kind, encoding)
         for num_rows, columns in parts:
             columns |= {key: pa.chunked_array([[value] * num_rows], pa.string()) for key, value in keys.items()}
             yield num_rows, {name: columns[name] for name in names or columns if name in columns}
@@ -639,7 +639,7 @@ def open_arrow(source):
     return reader.schema, chain.from_iterable(parts)
 
 
-def read_lines(source, file, kind, encoding):
+def read_untyped(source, file, kind, encoding):
     """Yield the number of rows, at most 1,000, and {column: list} of a file of JSON, CSV, TSV or text."""
     compression = infer_compression(file.partition("?")[0])
     lines = io.TextIOWrapper(compr[compression](source, mode="rb"), encoding, newline="")

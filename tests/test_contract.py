@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -93,6 +94,10 @@ CASES = {
                                            "1.jsonl": [row | {"s": 0.5} for row in PAIRS]}, "*.jsonl",
                                           f".*Float value 0.5.* was truncated .*; {REGULAR}", "",
                                           flags=LABELLED, rows=[["query 7", ["text 7"], [0.5]]], count=16),
+    "decimals of other digits": Case({f"{n}.parquet": table(a=["query 7"], b=["text 7"], s=[Decimal(text)])
+                                      for n, text in enumerate(("0.5", "16.47135"))}, "*.parquet",
+                                     f"Rescaling Decimal value would cause data loss; {REGULAR}", "", flags=LABELLED,
+                                     rows=[["query 7", ["text 7"], [16.47135]]], count=2),
     "numbers, then texts": Case({"0.jsonl": [row | {"b": 7} for row in PAIRS], "1.jsonl": [row | {"b": "007"}
                                                                                           for row in PAIRS]},
                                 "*.jsonl", "'b' holds int, not texts: .*, rewrite it by prepare_corpus.py",
@@ -187,7 +192,7 @@ def test_what_is_refused_can_be_trained_on(name, static, capsys):
     case = CASES[name]
     for file, content in case.files.items():
         write(file, content)
-    common = ["--model_name_or_path", static, "--max_steps", "1", "--batch_size", "4", "--eval_rows", "0",
+    common = ["--model_name_or_path", static, "--max_steps", "1", "--batch_size", "2", "--eval_rows", "0",
               "--shuffle_buffer", "0", "--save_steps", "0", *case.flags.split()]  # fmt: skip
     for way in ("mapped", "streaming"):
         words = ["--train_data", case.source, "--columns", *case.columns.split(), *common, "--output_dir", way]
