@@ -411,8 +411,9 @@ def test_the_rows_of_an_edited_source(edited, edit):
 def test_a_run_on_an_edited_source_is_resumed(edited, static, monkeypatch):
     """The rows of each step are those of a run that was not stopped, and no others."""
     expected = edited("filter")
-    flags = ["--train_data", "x.parquet", "--columns", "a", "b", "--model_name_or_path", str(static), "--batch_size", "4",
-             "--max_steps", "9", "--save_steps", "5", "--eval_rows", "3", "--shuffle_buffer", "20"]  # fmt: skip
+    flags = ["--train_data", "x.parquet", "--columns", "a", "b", "--model_name_or_path", str(static),
+             "--max_steps", "9", "--batch_size", "4", "--save_steps", "5", "--eval_rows", "3",
+             "--shuffle_buffer", "20"]  # fmt: skip
     seen = []
     real = script.read_rows
 
