@@ -63,9 +63,11 @@ def settings(tmp_path_factory, rows, bert):
               "--max_length", 32, "--micro_batch_tokens", 600, "--lr_scheduler_type", "constant", "--warmup_ratio", 0,
               "--save_steps", 5, "--save_total_limit", 1]  # fmt: skip
     own = {
-        "train_bi_encoder": ["--columns", "docstring", "code", "--batch_size", 16, "--eval_data", folder / "held_out.jsonl", "--eval_rows", 32,
+        "train_bi_encoder": ["--columns", "docstring", "code", "--batch_size", 16,
+                             "--eval_data", folder / "held_out.jsonl", "--eval_rows", 32,
                              "--learning_rate", 0.005, "--eval_steps", 2],
-        "train_cross_encoder": ["--columns", "q", "d", "n", "--batch_size", 8, "--eval_data", folder / "lists.jsonl", "--eval_rows", 16,
+        "train_cross_encoder": ["--columns", "q", "d", "n", "--batch_size", 8,
+                                "--eval_data", folder / "lists.jsonl", "--eval_rows", 16,
                                 "--learning_rate", 2e-3, "--eval_steps", 2, "--dropout", 0],
     }  # fmt: skip
     return {
@@ -82,7 +84,8 @@ def undisturbed(tmp_path_factory, settings):
     def run(name, processes=1):
         if (name, processes) not in done:
             done[name, processes] = folder / f"{name}{processes}"
-            launch(ROOT / f"{name}.py", *settings[name], "--output_dir", done[name, processes], processes=processes)
+            flags = [*settings[name], "--output_dir", done[name, processes]]
+            train(name, *flags) if processes == 1 else launch(ROOT / f"{name}.py", *flags, processes=processes)
         return done[name, processes]
 
     return run
@@ -120,9 +123,9 @@ def test_stopped_and_resumed(undisturbed, settings, tmp_path, name, processes, n
     assert kept_steps(tmp_path) == kept_steps(undisturbed(name, processes))
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_patience(undisturbed, settings, tmp_path, name):
+def test_patience(undisturbed, settings, tmp_path):
     """The run equals the undisturbed one up to three evaluations after the best; its resume takes no step."""
+    name = "train_bi_encoder"
     flags = [*settings[name], "--output_dir", tmp_path, "--early_stopping_patience", 3]
     train(name, *flags)
     best, measured = naive_best(lines(undisturbed(name)), name)
