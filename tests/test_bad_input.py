@@ -530,8 +530,8 @@ WRONG_FILES = ["nosuchflag: 1", "mix_by: column", "seed: 2.5", "- a: b", "seed: 
 
 @pytest.mark.parametrize("text", WRONG_FILES)
 def test_wrong_file_of_flags(text, capsys):
-    """Values in the file are checked like those of flags, in one line that names the file or the flag: `no`, too, which
-    YAML reads as false."""
+    """Values in the file are checked like those of flags, in one line that names the file or the flag: also `no`,
+    which YAML reads as false."""
     Path("args.yaml").write_text(text + "\n")
     columns = [] if text.startswith("columns") else ["--columns", "a", "b"]
     try:
