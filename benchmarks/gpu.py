@@ -304,7 +304,8 @@ def main():
         args.models = gpu_check.write_models(args)
         args.resumed = None
         args.resuming = threading.Thread(target=gpu_check.check_resume, args=[args], daemon=True)
-        args.resuming.start()
+        if any(word in " killed and resumed" for word in args.only):
+            args.resuming.start()
         name = torch.cuda.get_device_name() if CUDA else "CPU"
         versions = f"{name}, torch {torch.__version__}, transformers {transformers.__version__}"
         print(f"{versions}, {len(os.sched_getaffinity(0))} cores", flush=True)
