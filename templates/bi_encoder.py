@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from itertools import chain, count, islice
 from math import ceil
 from pathlib import Path
-from time import perf_counter
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +42,7 @@ class Args:
     mixing_weights: list[float] | None = None  # of the sources, with the sum 1; None: they take turns
     streaming: bool = False  # read front to back, not at random from a mapped table
     shuffle_buffer: int = 10_000  # rows of a stream to shuffle together; 0: keep the order, of mapped rows too
-    eval_rows: int = 1000  # held out from the beginning of the sources, before read_row leaves any out
+    eval_rows: int = 1000  # held out from the beginning of the sources; at most a tenth of a mapped one
     batch_size: int = 64  # rows over all processes
     micro_batch_tokens: int = 2048  # tokens of a forward pass, with padding
     max_graph_tokens: int = 32_768  # with more on a process, encode twice, to keep one graph at a time (grad cache)
@@ -72,8 +71,9 @@ def mixed_rows(sources, args):
         if len(parts) > 1:
             mixed = interleave_datasets(parts, args.mixing_weights, seed, stopping_strategy="all_exhausted")
         rows = iter(mixed)
-        yield next(rows)  # an error if --eval_rows leaves no row
-        yield from rows
+        first = next(rows, None)
+        assert first, "--eval_rows leaves no row to train on"
+        yield from chain([first], rows)
 
 
 def read_row(cells, step, args):
@@ -83,10 +83,15 @@ def read_row(cells, step, args):
     return texts
 
 
+def fold(text):
+    """Return what is the same of texts that differ in white space or case alone, which count as one text."""
+    return " ".join(text.split()).casefold()
+
+
 @dataclass
 class WholeBatch:
     texts: list  # (B, C)
-    hashes: torch.Tensor  # (C, B) int64, equal for equal texts
+    hashes: torch.Tensor  # (C, B) int64, equal for texts that fold() gives alike
     step: int
     extra: dict
 
@@ -97,15 +102,16 @@ def read_batch(rows, size, step, extra, args):
     texts = [*islice(filter(None, read), size)]
     hashes = []
     for column in zip(*texts, strict=True):
-        hashes.append([xxh3_64_intdigest(text.encode()) >> 1 for text in column])  # 63 bits
+        hashes.append([xxh3_64_intdigest(fold(text).encode()) >> 1 for text in column])  # 63 bits
     return WholeBatch(texts, torch.tensor(hashes), step, extra)
 
 
 def load_model(args):
     torch.manual_seed(args.seed)  # for weights that the folder lacks: the same on every process
     model = SentenceTransformer(args.model_name_or_path, device="cpu").float()
-    if args.max_length:
-        model.max_seq_length = args.max_length
+    model.max_seq_length = args.max_length or model.max_seq_length
+    passage = model.prompts.get("passage") or model.prompts.get("corpus", "")  # other names of it
+    model.prompts["document"] = model.prompts["document"] or passage
     return model  # with model.prompts["query"] and ["document"], which are saved with it
 
 
@@ -199,9 +205,8 @@ def forward_backward(model, batch, args, accelerator):
         output.backward(gradient)
     for weight in model.parameters():
         if weight.requires_grad:
-            if weight.grad is None:  # no text of this process needs it: others may have a gradient
-                weight.grad = torch.zeros_like(weight)
-            weight.grad = accelerator.reduce(weight.grad, "sum")
+            own = torch.zeros_like(weight) if weight.grad is None else weight.grad  # others may have a gradient
+            weight.grad = accelerator.reduce(own, "sum")
     return loss.item()
 
 
@@ -238,10 +243,11 @@ def main(args):
     steps = args.max_steps
     warmup = min(ceil(args.warmup_ratio * steps), steps - 1)
     sources = [open_source(files, args) for files in args.train_data]
-    share = args.eval_rows // len(sources)
-    first_rows = chain.from_iterable(source.take(share) for source in sources)
+    most = args.eval_rows // len(sources)
+    shares = [most if args.streaming else min(most, len(source) // 10) for source in sources]
+    first_rows = chain.from_iterable(source.take(share) for source, share in zip(sources, shares))
     evaluators = make_evaluators(read_batch(first_rows, args.eval_rows, 0, {}, args).texts)
-    rows = mixed_rows([source.skip(share) for source in sources], args)
+    rows = mixed_rows([source.skip(share) for source, share in zip(sources, shares)], args)
     model = load_model(args).to(accelerator.device).train()
     optimizer = make_optimizer(model, args)
     state = {"step": 0, "extra": {}, "metrics": ""}
@@ -263,7 +269,6 @@ def main(args):
     if evaluators and not state["step"]:
         log({"step": 0} | evaluate(model, evaluators, accelerator))
     for step in range(steps):
-        started = perf_counter()
         batch = read_batch(rows, args.batch_size, step, state["extra"], args)
         if step < state["step"]:  # trained on before the checkpoint
             continue
@@ -276,19 +281,13 @@ def main(args):
         optimizer.zero_grad()
         done = step + 1
         record = {"step": done, "loss": loss, "grad_norm": norm.item()}
-        record["rows_per_second"] = args.batch_size / (perf_counter() - started)
         if done == steps or done % args.eval_steps == 0:
             record |= evaluate(model, evaluators, accelerator)
         log(record)
         if accelerator.is_main_process and done % args.save_steps == 0:
-            saved = {
-                "step": done,
-                "extra": state["extra"],
-                "metrics": metrics.read_text(),
-                "args": vars(args) | {"resume": True},
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-            }
+            saved = {"step": done, "extra": state["extra"], "metrics": metrics.read_text()}
+            saved |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            saved["args"] = vars(args) | {"resume": True}
             torch.save(saved, output / "checkpoint.part")
             (output / "checkpoint.part").replace(checkpoint)  # a kill leaves the old one or the new one
     if accelerator.is_main_process:

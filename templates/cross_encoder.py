@@ -18,7 +18,6 @@ from itertools import chain, count, islice
 from math import ceil
 from pathlib import Path
 from random import Random
-from time import perf_counter
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +42,7 @@ class Args:
     mixing_weights: list[float] | None = None  # of the sources, with the sum 1; None: they take turns
     streaming: bool = False  # read front to back, not at random from a mapped table
     shuffle_buffer: int = 10_000  # rows of a stream to shuffle together; 0: keep the order, of mapped rows too
-    eval_rows: int = 1000  # held out from the beginning of the sources, before read_row leaves any out
+    eval_rows: int = 1000  # held out from the beginning of the sources; at most a tenth of a mapped one
     batch_size: int = 64  # rows over all processes
     micro_batch_tokens: int = 2048  # tokens of a forward pass, with padding
     max_graph_tokens: int = 32_768  # with more on a process, score twice, to keep one graph at a time (grad cache)
@@ -74,15 +73,21 @@ def mixed_rows(sources, args):
         if len(parts) > 1:
             mixed = interleave_datasets(parts, args.mixing_weights, seed, stopping_strategy="all_exhausted")
         rows = iter(mixed)
-        yield next(rows)  # an error if --eval_rows leaves no row
-        yield from rows
+        first = next(rows, None)
+        assert first, "--eval_rows leaves no row to train on"
+        yield from chain([first], rows)
 
 
 def read_row(cells, step, args):
     """Return the texts that {column: value} means: query, positive, negatives; None to leave the row out."""
     texts = [cells[name] for name in args.columns]
-    assert all(texts), cells  # it has an empty text
+    assert all(texts) and fold(texts[1]) not in map(fold, texts[2:]), cells  # empty, or the positive is a negative
     return texts
+
+
+def fold(text):
+    """Return what is the same of texts that differ in white space or case alone, which count as one text."""
+    return " ".join(text.split()).casefold()
 
 
 @dataclass
@@ -97,16 +102,16 @@ def read_batch(rows, size, num_negatives, step, extra, args):
     """Return the Batch of the next `size` rows. Negatives of a row without any are documents of others."""
     read = (read_row(cells, step, args) for cells in rows)
     texts = [*islice(filter(None, read), size)]
-    listed = defaultdict(set)  # {query: its documents}
+    listed = defaultdict(set)  # {query: its documents}, folded
     for query, *documents in texts:
-        listed[query].update(documents)
-    pool = sorted(set().union(*listed.values()))
+        listed[fold(query)].update(map(fold, documents))
+    pool = {fold(document): document for _, *documents in texts for document in documents}
     random = Random(args.seed + step)  # the same on all processes
+    wanted = min(num_negatives, len(pool) - max(map(len, listed.values()), default=0))  # fewer of a small batch
     for row in texts:
         if len(row) == 2:
-            known = listed[row[0]]  # never a negative of this query
-            drawn = random.sample(pool, num_negatives + len(known))  # an error if the batch is too small
-            row += [document for document in drawn if document not in known][:num_negatives]
+            others = [document for key, document in pool.items() if key not in listed[fold(row[0])]]
+            row += random.sample(others, wanted)
     labels = [[1.0] + [0.0] * (len(row) - 2) for row in texts]
     return Batch(texts, torch.tensor(labels), step, extra)  # an error if rows have unequally many documents
 
@@ -114,8 +119,7 @@ def read_batch(rows, size, num_negatives, step, extra, args):
 def load_model(args):
     torch.manual_seed(args.seed)  # for weights that the folder lacks: the same on every process
     model = CrossEncoder(args.model_name_or_path, num_labels=1, device="cpu").float()
-    if args.max_length:
-        model.max_seq_length = args.max_length
+    model.max_seq_length = args.max_length or model.max_seq_length
     model.activation_fn = torch.nn.Sigmoid() if args.loss == "bce" else torch.nn.Identity()  # of predict()
     return model
 
@@ -157,8 +161,7 @@ def make_micro_batches(model, pairs, args, accelerator):
         chosen = [index for index in by_length if pairs[index][0] == role]
         mine = chosen[accelerator.process_index :: accelerator.num_processes]
         encoded = mine or chosen[:1]  # a stand-in, whose score is not used: of no pair there are no features
-        pairs_of_role = [pairs[index][1] for index in encoded]
-        features = model.preprocess(pairs_of_role, prompt=model.prompts.get(role))
+        features = model.preprocess([pairs[index][1] for index in encoded], prompt=model.prompts.get(role))
         mask = features["attention_mask"]
         for places in cut(mask.sum(1).tolist(), args.micro_batch_tokens):
             used = mask[places].any(0)  # columns that are not padding in all of these pairs
@@ -177,6 +180,7 @@ def gather(outputs, slots, shape, accelerator):
 
 def compute_loss(scores, batch, args):
     """Return the cross-entropy of positives among the documents of their rows, or of all pairs; scores: (B, L)."""
+    assert scores.shape[1] > 1  # no other row has a document to draw as a negative
     losses = {"listwise_ce": F.cross_entropy, "bce": F.binary_cross_entropy_with_logits}
     return losses[args.loss](scores, batch.labels.to(scores.device))
 
@@ -195,9 +199,8 @@ def forward_backward(model, batch, args, accelerator):
 
     with torch.set_grad_enabled(keep_graphs):
         outputs = [*map(forward, range(len(features)))]
-    shape = batch.labels.shape  # (B, L)
-    slots = torch.unravel_index(torch.tensor([*chain.from_iterable(indices)]).long(), shape)  # rows, columns
-    scores = gather(outputs, slots, shape, accelerator).requires_grad_()
+    slots = torch.unravel_index(torch.tensor([*chain.from_iterable(indices)]).long(), batch.labels.shape)
+    scores = gather(outputs, slots, batch.labels.shape, accelerator).requires_grad_()
     loss = compute_loss(scores, batch, args)
     loss.backward()
     gradients = scores.grad[slots].split([*map(len, outputs)])
@@ -206,9 +209,8 @@ def forward_backward(model, batch, args, accelerator):
         output.backward(gradient)
     for weight in model.parameters():
         if weight.requires_grad:
-            if weight.grad is None:  # no pair of this process needs it: others may have a gradient
-                weight.grad = torch.zeros_like(weight)
-            weight.grad = accelerator.reduce(weight.grad, "sum")
+            own = torch.zeros_like(weight) if weight.grad is None else weight.grad  # others may have a gradient
+            weight.grad = accelerator.reduce(own, "sum")
     return loss.item()
 
 
@@ -242,11 +244,11 @@ def main(args):
     steps = args.max_steps
     warmup = min(ceil(args.warmup_ratio * steps), steps - 1)
     sources = [open_source(files, args) for files in args.train_data]
-    share = args.eval_rows // len(sources)
-    first_rows = chain.from_iterable(source.take(share) for source in sources)
-    held_out = read_batch(first_rows, args.eval_rows, 9, 0, {}, args)
-    evaluators = make_evaluators(held_out.texts)
-    rows = mixed_rows([source.skip(share) for source in sources], args)
+    most = args.eval_rows // len(sources)
+    shares = [most if args.streaming else min(most, len(source) // 10) for source in sources]
+    first_rows = chain.from_iterable(source.take(share) for source, share in zip(sources, shares))
+    evaluators = make_evaluators(read_batch(first_rows, args.eval_rows, 9, 0, {}, args).texts)
+    rows = mixed_rows([source.skip(share) for source, share in zip(sources, shares)], args)
     model = load_model(args).to(accelerator.device).train()
     optimizer = make_optimizer(model, args)
     state = {"step": 0, "extra": {}, "metrics": ""}
@@ -268,7 +270,6 @@ def main(args):
     if evaluators and not state["step"]:
         log({"step": 0} | evaluate(model, evaluators, accelerator))
     for step in range(steps):
-        started = perf_counter()
         batch = read_batch(rows, args.batch_size, args.num_negatives, step, state["extra"], args)
         if step < state["step"]:  # trained on before the checkpoint
             continue
@@ -281,7 +282,6 @@ def main(args):
         optimizer.zero_grad()
         done = step + 1
         record = {"step": done, "loss": loss, "grad_norm": norm.item()}
-        record["rows_per_second"] = args.batch_size / (perf_counter() - started)
         if done == steps or done % args.eval_steps == 0:
             record |= evaluate(model, evaluators, accelerator)
         log(record)

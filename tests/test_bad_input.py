@@ -412,8 +412,7 @@ def test_a_flag_given_twice(capsys):
 
 
 @pytest.mark.parametrize("words", ["eval_incremental --beir a --split test --beir b",
-                         "mine_negatives --corpus a --split test --corpus=b",
-                         "check_overlap --train_data a --split test --train_data=b"])  # fmt: skip
+                         "mine_negatives --corpus a --split test --corpus=b"])  # fmt: skip
 def test_a_flag_given_twice_to_another_script(words, capsys):
     name, flag, *words = words.split()
     with pytest.raises(SystemExit, match="2"):

@@ -18,7 +18,7 @@ RAGGED = [{"q": f"query {i}", "pos": [f"positive {i}"], "neg": [f"negative {i} {
 # Known positives, which are no negatives: row 2 has one of the query of row 0, row 3 has it as a hard negative, row 4
 # with another query; row 5 has that of row 1; row 0 has that of row 2 as its own hard negative.
 RAGGED[2]["q"] = RAGGED[0]["q"]
-RAGGED[5]["pos"] = RAGGED[1]["pos"]
+RAGGED[5]["pos"] = [RAGGED[1]["pos"][0].upper().replace(" ", "\n") + " "]  # equal but for white space and case
 RAGGED[4]["pos"] = RAGGED[3]["neg"] = RAGGED[2]["pos"]
 RAGGED[0]["neg"][1] = RAGGED[2]["pos"][0]
 
@@ -30,7 +30,8 @@ def cosine(texts, *pair):
 def naive_infonce(texts, rows, temperature=0.05, symmetric=False, mask_margin=None, in_batch=True, query=0):
     """Return InfoNCE, one row and document at a time. texts: {(row, 0 for the query, 1 for the positive, ...):
     embedding}. query=1: positives are the queries, and queries the documents."""
-    lists, loss = [[row["q"], *row["pos"], *row["neg"]] for row in rows], 0.0
+    texts_of_rows = [[row["q"], *row["pos"], *row["neg"]] for row in rows]
+    lists, loss = [[" ".join(text.split()).casefold() for text in row] for row in texts_of_rows], 0.0
     known = {(row[query], row[1 - query]) for row in lists}
     for i, own in enumerate(lists):
         name, target, scores = (i, query), (i, 1 - query), []

@@ -1,7 +1,5 @@
 """Held-out rows: of a mapped source, blocks spread over it; of a stream, the first. All others are trained on."""
 
-import itertools
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,7 +30,7 @@ def numbers(table):
 
 
 @pytest.mark.parametrize("size", [11, 15, ROWS])
-@pytest.mark.parametrize("count", [1, 7, 10, 14, 250, 1003, ROWS])
+@pytest.mark.parametrize("count", [1, 7, 10, 14, 1003, ROWS])
 def test_blocks_are_spread_evenly(table, size, count):
     dataset = script.open_files([str(table)], streaming=False).select(range(size))
     count = min(count, size)
@@ -46,8 +44,7 @@ def test_blocks_are_spread_evenly(table, size, count):
         assert tenths.max() - tenths.min() <= 2
 
 
-@pytest.mark.parametrize("count", [20, 250, 1003])
-@pytest.mark.parametrize("buffer", [0, 64, 3000])
+@pytest.mark.parametrize("count, buffer", [(20, 0), (250, 64), (1003, 3000)])
 def test_every_row_is_either_held_out_or_trained_on(table, count, buffer):
     source = open_source(table, "--shuffle_buffer", str(buffer))
     held_out = numbers(source.hold_out(count))
@@ -80,42 +77,16 @@ def test_a_small_table_is_held_out_whole(tmp_path):
     assert numbers(source.hold_out(1000)).tolist() == [0, 1] and len(source) == 0
 
 
-# ------------------------------------------------------------------------------------ what is said of a measure
-
-
-class Evaluator:
-    def __init__(self, **attributes):
-        self.__dict__ |= attributes
-
-
-def test_what_a_measure_would_be_in_random_order():
-    """The mean over all orders of nDCG@10 of a query with one or two relevant documents among three, or 30."""
-
-    def expected(positives, documents):
-        values = []
-        for order in itertools.permutations(range(documents), positives):
-            gains = sum(1 / np.log2(rank + 2) for rank in order if rank < 10)
-            values.append(gains / sum(1 / np.log2(rank + 2) for rank in range(min(positives, 10))))
-        return np.mean(values)
-
-    sample = {"positive": ["a"], "negative": ["b", "c"]}
-    assert script.ranked_documents(Evaluator(samples=[sample])) == pytest.approx((3, expected(1, 3)))
-    sample = {"positive": ["a", "b"], "negative": list(range(28))}
-    assert script.ranked_documents(Evaluator(samples=[sample])) == pytest.approx((30, expected(2, 30)))
-    search = Evaluator(corpus=[*range(30)], relevant_docs={"x": {"a"}, "y": {"b"}}, queries_ids=["x", "y"])
-    assert script.ranked_documents(search) == pytest.approx((30, expected(1, 30)))
-    assert script.ranked_documents(Evaluator()) is None
-
-
-def test_a_loss_that_does_not_fall_is_said(capsys):
-    flat = [{"step": 10, "loss": 1.0986}, {"step": 20, "held_out_ndcg@10": 0.7}, {"step": 30, "loss": 1.0985}]
-    script.print_outcome(flat, 0)
-    assert capsys.readouterr().out == "loss has hardly fallen, from 1.0986 to 1.0985: has the model learned?\n"
-    mixed = [{"loss": 1.0, "loss_a": 1.0}, {"loss": 5.0, "loss_b": 5.0}, {"loss": 1.1, "loss_a": 1.1}]
-    script.print_outcome(mixed, 0)  # losses of other sources are of another size
-    assert capsys.readouterr().out == "loss_a has hardly fallen, from 1.0000 to 1.1000: has the model learned?\n"
-    script.print_outcome([{"loss": 1.0986}, {"loss": 0.9}], 3)
-    assert capsys.readouterr().out == "3 bad rows skipped\n"
-    script.print_outcome([{"loss": 1.0986}], 0)
-    script.print_outcome([{"loss": 0.0}, {"loss": 0.0}], 0)
-    assert capsys.readouterr().out == ""
+@pytest.mark.parametrize("rows, expected", [(15, 1), (5000, 500), (30_000, 1000)])
+def test_at_most_a_tenth_of_a_source_is_held_out(tmp_path, rows, expected):
+    """By default; as many of each of two sources as --eval_rows says, which may be all of them."""
+    texts = [f"text {number}" for number in range(rows)]
+    pq.write_table(pa.table({"query": texts, "document": texts}), tmp_path / "rows.parquet")
+    flags = ["--model_name_or_path", "none", "--columns", "query", "document", "--train_data"]
+    flags.append(str(tmp_path / "rows.parquet"))
+    ((_, held_out),) = script.open_data(script.parse_args(flags)).held_out
+    assert len(held_out) == expected
+    data = script.open_data(script.parse_args([*flags, flags[-1], "--eval_rows", "9"]))
+    assert [len(held_out) for _, held_out in data.held_out] == [5, 5]
+    with pytest.raises(script.UserError, match="rows.parquet: no row is left to train on after --eval_rows 90000"):
+        script.open_data(script.parse_args([*flags, "--eval_rows", "90000"]))

@@ -4,10 +4,9 @@ pair, equal to that of `predict`."""
 import pandas as pd
 import pytest
 import torch
-from conftest import ROOT, launch, read_run, train, weights
+from conftest import metrics, read_run, train, weights
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm, Pooling
-from test_decoders import flags_of, losses, make_run, resume_from_step_3
 
 
 def make_reranker(base, folder, pooling="mean", labels=1):
@@ -30,27 +29,27 @@ def predict(folder, pairs):
     return CrossEncoder(str(folder), device="cpu", activation_fn=torch.nn.Identity()).predict(pairs).tolist()
 
 
-def test_trains_resumes_and_reranks(modular, corpus, beir, evaluate, tmp_path):
-    """The loss falls, also on two processes; a resume to the bit; the saved model has all modules, and the evaluator's
-    scores are those of its `predict`."""
-    script = ROOT / "train_cross_encoder.py"
-    flags = flags_of(corpus, modular, tmp_path / "one", "--dropout", 0)
-    launch(script, *flags)
-    found = losses(tmp_path / "one")
-    assert len(found) == 6 and found[-1] < found[0]
-    launch(script, *flags, "--output_dir", tmp_path / "two", processes=2)
-    assert losses(tmp_path / "two") == pytest.approx(found, rel=1e-4)
-    model = tmp_path / "one/model"
-    expected = weights(model)
-    resume_from_step_3(script, tmp_path / "one", flags)
-    assert torch.equal(weights(model), expected) and not torch.equal(weights(modular), expected)
-    kinds = [[type(module) for module in CrossEncoder(str(path), device="cpu")] for path in (model, modular)]
-    assert kinds[0] == kinds[1]
+def flags_of(corpus, model, output, *more):
+    return ["--train_data", f"{corpus}/*.parquet", "--columns", "docstring", "code", "--model_name_or_path", model,
+            "--max_steps", 6, "--batch_size", 16, "--eval_rows", 8, "--logging_steps", 1, "--learning_rate", 1e-3,
+            "--num_negatives", 2, "--micro_batch_tokens", 700, "--output_dir", output, *more]  # fmt: skip
 
-    evaluate("--beir", beir, "--cross_encoder", model, "--rerank_k", 5, "--run", make_run(beir, tmp_path))
-    (path,) = (tmp_path / "out").glob("**/*one*/run.trec")
+
+def test_trains_and_reranks(modular, corpus, beir, evaluate, tmp_path):
+    """The loss falls; the saved model has all modules, and the evaluator's scores are those of its `predict`."""
+    train("train_cross_encoder", *flags_of(corpus, modular, tmp_path / "one", "--dropout", 0))
+    found = [line["loss"] for line in metrics(tmp_path / "one") if "loss" in line]
+    assert len(found) == 6 and found[-1] < found[0]
+    model = tmp_path / "one/model"
+    kinds = [[type(module) for module in CrossEncoder(str(path), device="cpu")] for path in (model, modular)]
+    assert kinds[0] == kinds[1] and not torch.equal(weights(modular), weights(model))
+
     documents = pd.read_json(beir / "corpus.jsonl", lines=True, dtype=str).set_index("_id")["text"]
     queries = pd.read_json(beir / "queries.jsonl", lines=True, dtype=str).set_index("_id")["text"]
+    ranking = [f"q3 Q0 d{number} {number + 1} {9 - number} tag\n" for number in range(9)]
+    (tmp_path / "run.trec").write_text("".join(ranking))
+    evaluate("--beir", beir, "--cross_encoder", model, "--rerank_k", 5, "--run", tmp_path / "run.trec")
+    (path,) = (tmp_path / "out").glob("**/*one*/run.trec")
     ranked = read_run(path)["q3"]
     expected = predict(model, [(queries["q3"], documents[document]) for document in ranked])
     assert list(ranked.values()) == pytest.approx(expected, abs=1e-5) and len(ranked) == 5

@@ -51,16 +51,17 @@ def test_nightly(tmp_path, rows, bert):
     (tmp_path / "bin/python").chmod(0o755)
     for name in ("request", "answer"):
         os.mkfifo(tmp_path / name)
+    rows = [{"question": row["docstring"], "answer": row["code"]} for row in rows[:200]]
     held_out = rows[:40]
     write_jsonl(tmp_path / "heldout.jsonl", held_out)
-    write_jsonl(tmp_path / "queries.jsonl", [{"_id": f"q{n}", "text": r["docstring"]} for n, r in enumerate(held_out)])
+    write_jsonl(tmp_path / "queries.jsonl", [{"_id": f"q{n}", "text": r["question"]} for n, r in enumerate(held_out)])
     (tmp_path / "qrels.tsv").write_text("".join(f"q{n}\t0-{n}\t1\n" for n in range(40)))
 
     yesterday = []
     for night, today in enumerate(NIGHTS):
         new = rows[100 * night : 100 * (night + 1)]
         pq.write_table(pa.Table.from_pylist(new[40:]), tmp_path / f"pairs/{today}.parquet")
-        documents = [{"_id": f"{night}-{n}", "title": "", "text": row["code"]} for n, row in enumerate(new)]
+        documents = [{"_id": f"{night}-{n}", "title": "", "text": row["answer"]} for n, row in enumerate(new)]
         pq.write_table(pa.Table.from_pylist(documents), tmp_path / f"documents/{today}.parquet")
         printed = run_night(tmp_path, today, *yesterday)
         lines = metrics(tmp_path / "runs/nightly")
@@ -68,7 +69,7 @@ def test_nightly(tmp_path, rows, bert):
         results = json.loads((tmp_path / f"eval/{today}/metrics.json").read_text())["results"]
         encoded = {result["name"]: result["texts"]["encoded"] for result in results}
         assert list(encoded) == [*yesterday, today]
-        distinct = {row["code"] for row in rows[: 100 * (night + 1)]} | {row["docstring"] for row in held_out}
+        distinct = {row["answer"] for row in rows[: 100 * (night + 1)]} | {row["question"] for row in held_out}
         assert len(distinct) - 2 <= encoded[today] <= len(distinct)
         if yesterday:
             assert encoded[yesterday[0]] <= 100

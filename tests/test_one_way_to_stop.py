@@ -152,20 +152,21 @@ def test_what_all_processes_find_is_printed_once(rows, bert, tmp_path, busy, los
 
 
 def test_the_error_of_one_process_is_printed_by_it(corpus, bert, tmp_path):
-    flags = ["--model_name_or_path", bert, "--max_steps", 1, "--output_dir", tmp_path / "out"]
-    sources = [["--train_data", corpus], ["--train_data", tmp_path / "absent.jsonl"]]
+    flags = ["--model_name_or_path", bert, "--columns", "docstring", "code", "--max_steps", 1]
+    flags += ["--output_dir", tmp_path / "out"]
+    sources = [["--train_data", f"{corpus}/*.parquet"], ["--train_data", tmp_path / "absent.jsonl"]]
     run = Forked(ROOT / "train_bi_encoder.py", flags, 2, per_rank=sources)
     assert run.wait() == 1
     assert f"error: --train_data: {tmp_path}/absent.jsonl: " in run.read("stderr")
 
 
-@pytest.mark.parametrize("name", ["train_bi_encoder"])
-def test_all_stop_at_a_weight_that_is_not_finite(corpus, bert, tmp_path, name):
+def test_all_stop_at_a_weight_that_is_not_finite(corpus, bert, tmp_path):
     """Only the main process has the weights that it saves; nothing is saved, and no other process waits for it."""
-    flags = ["--train_data", corpus, "--model_name_or_path", bert, "--batch_size", 16, "--eval_rows", 0,
-             "--max_length", 32, "--max_steps", 2, "--save_steps", 1, "--num_negatives", 2, "--warmup_ratio", 0,
-             "--learning_rate", 1e38, "--weight_decay", 1e3, "--output_dir", tmp_path / "out"]  # fmt: skip
-    run = Forked(ROOT / f"{name}.py", flags, 2)
+    flags = ["--train_data", f"{corpus}/*.parquet", "--columns", "docstring", "code", "--model_name_or_path", bert,
+             "--batch_size", 16, "--eval_rows", 0, "--max_length", 32, "--max_steps", 2, "--save_steps", 1,
+             "--warmup_ratio", 0, "--learning_rate", 1e38, "--weight_decay", 1e3]  # fmt: skip
+    flags += ["--output_dir", tmp_path / "out"]
+    run = Forked(ROOT / "train_bi_encoder.py", flags, 2)
     for process in run.processes:
         process.join(60)
         assert process.exitcode == 1

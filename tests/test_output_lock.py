@@ -13,6 +13,11 @@ from forked import Forked
 STEPS = 200
 
 
+def flags_of(corpus, model):
+    return ["--train_data", f"{corpus}/*.parquet", "--columns", "docstring", "code", "--model_name_or_path", model,
+            "--batch_size", 8, "--eval_rows", 0, "--max_length", 32, "--num_negatives", 2]  # fmt: skip
+
+
 def wait_for_checkpoint(process, output):
     while not list(output.glob("checkpoints/step_*")):
         assert process.poll() is None, process.read("stderr")[-2000:]
@@ -23,9 +28,7 @@ def wait_for_checkpoint(process, output):
 def test_a_second_run_in_one_folder_is_refused(corpus, bert, tmp_path, name, processes):
     """With --resume and without, on one process and two, until the first has ended, here by SIGKILL."""
     script, output = ROOT / f"{name}.py", tmp_path / "out"
-    flags = ["--train_data", corpus, "--model_name_or_path", bert, "--batch_size", 8, "--eval_rows", 0,
-             "--max_length", 32, "--save_steps", 2, "--num_negatives", 2, "--max_steps", STEPS,
-             "--output_dir", output]  # fmt: skip
+    flags = [*flags_of(corpus, bert), "--save_steps", 2, "--max_steps", STEPS, "--output_dir", output]
     first = Forked(script, flags, processes)
     wait_for_checkpoint(first, output)
     for number, more in (processes, ["--resume"]), (3 - processes, []):
@@ -43,8 +46,7 @@ def test_a_second_run_in_one_folder_is_refused(corpus, bert, tmp_path, name, pro
 
 def test_two_runs_that_start_together(corpus, bert, tmp_path):
     """In a folder that neither has made yet."""
-    flags = ["--train_data", corpus, "--model_name_or_path", bert, "--max_steps", 30, "--eval_rows", 0, "--max_length",
-             32, "--batch_size", 8, "--save_steps", 1, "--output_dir", tmp_path / "new/out"]  # fmt: skip
+    flags = [*flags_of(corpus, bert), "--save_steps", 1, "--max_steps", 30, "--output_dir", tmp_path / "new/out"]
     runs = [Forked(ROOT / "train_bi_encoder.py", flags) for _ in range(2)]
     assert sorted(run.wait() for run in runs) == [0, 1]
     (error,) = [run.read("stderr") for run in runs if run.poll()]
@@ -55,16 +57,8 @@ def test_two_evaluations_in_one_folder(beir, bert, static, tmp_path):
     """The folder has the results of one of two models; the other evaluation ends in an error, its vectors cached."""
     output, runs = tmp_path / "out", []
     for model in (bert, static):
-        flags = [
-            "--model_name_or_path",
-            model,
-            "--beir",
-            beir,
-            "--cache_dir",
-            tmp_path / "cache",
-            "--output_dir",
-            output,
-        ]
+        flags = ["--model_name_or_path", model, "--beir", beir, "--cache_dir", tmp_path / "cache"]
+        flags += ["--output_dir", output]
         runs.append(Forked(ROOT / "eval_incremental.py", flags))
     statuses = [run.wait() for run in runs]
     assert sorted(statuses) == [0, 1]

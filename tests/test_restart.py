@@ -25,8 +25,9 @@ def kill_a_worker(launcher, output):
 
 def test_torchrun_restarts_from_the_newest_checkpoint(tmp_path, corpus, bert):
     output, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
-    flags = ["--model_name_or_path", bert, "--train_data", corpus, "--batch_size", 16, "--max_length", 32,
-             "--max_steps", 60, "--save_steps", 5, "--logging_steps", 1, "--eval_rows", 0]  # fmt: skip
+    flags = ["--model_name_or_path", bert, "--train_data", f"{corpus}/*.parquet", "--batch_size", 16,
+             "--columns", "docstring", "code", "--max_length", 32, "--max_steps", 60, "--save_steps", 5,
+             "--logging_steps", 1, "--eval_rows", 0]  # fmt: skip
     launch(SCRIPT, *flags, "--output_dir", undisturbed, processes=2)
     # With one store for all groups, new processes can read addresses of those that are gone, and hang.
     environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -11,10 +11,8 @@ import threading
 import time
 
 import pytest
-import torch
 from conftest import RATES, ROOT, TRAINERS, few_or_all, launch, metrics, train, unaligned, write_jsonl
-from forked import Forked, merge_flags
-from safetensors.torch import load_file
+from forked import Forked
 
 STEPS = 400  # of a run that is stopped before its end
 
@@ -70,33 +68,31 @@ def test_resumed_on_another_process_count(settings, tmp_path, name, way):
     after = losses(tmp_path)
     assert list(after) == list(before) == list(range(1, 10))
     assert list(after.values()) == pytest.approx(list(before.values()), rel=1e-3)
-    for one, two in zip(data_state["sources"], progress(tmp_path, 9)["data_state"]["sources"]):
-        assert one | {"stream": None} == two | {"stream": None}  # a position in a stream has several forms
+    again = progress(tmp_path, 9)["data_state"]
+    for position in (*data_state["sources"].values(), *again["sources"].values()):
+        position.pop("stream")  # a position in a stream has several forms
+    assert again == data_state
 
 
-@pytest.mark.parametrize("name, processes", [("train_bi_encoder", 2)])
-def test_resumed_past_a_bad_row_by_skipping_it(rows, bert, tmp_path, name, processes):
+def test_resumed_past_a_bad_row_by_skipping_it(rows, bert, tmp_path):
     """The steps before the bad row are kept; the later ones are bit-identical to a run that skips from the start."""
     rows = [{**row, "code": ""} if i == 333 else row for i, row in enumerate(rows)]
     write_jsonl(tmp_path / "x.jsonl", rows)
     flags = ["--model_name_or_path", bert, "--train_data", tmp_path / "x.jsonl", "--eval_rows", 0, "--batch_size", 16,
-             "--columns", "docstring", "code",
-             "--max_steps", len(rows) // 32, "--shuffle_buffer", 100, "--logging_steps", 1, "--save_steps", 0,
-             "--max_length", 32, "--gradient_accumulation_steps", 2]  # fmt: skip
-    script, out, whole = ROOT / f"{name}.py", tmp_path / "out", tmp_path / "whole"
-    launch(script, *flags, "--output_dir", whole, "--on_bad_row", "skip", processes=processes)
-    done = launch(script, *flags, "--output_dir", out, processes=processes, check=False)
-    assert done.returncode and "'code' has no text in the row" in done.stderr and "--on_bad_row skip" in done.stderr
+             "--columns", "docstring", "code", "--max_steps", len(rows) // 32, "--shuffle_buffer", 100,
+             "--logging_steps", 1, "--save_steps", 0, "--max_length", 32,
+             "--gradient_accumulation_steps", 2]  # fmt: skip
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    train("train_bi_encoder", *flags, "--output_dir", whole, "--on_bad_row", "skip")
+    with pytest.raises(ValueError, match="'code' has no text in the row .*--on_bad_row skip"):
+        train("train_bi_encoder", *flags, "--output_dir", out)
     (kept,) = (out / "checkpoints").iterdir()
     assert 2 <= int(kept.name.removeprefix("step_")) == metrics(out)[-1]["step"] < len(rows) // 32 - 1
-    launch(script, *flags, "--output_dir", out, "--on_bad_row", "skip", "--resume", processes=processes)
-    lines = [[(line["step"], line.get("loss")) for line in metrics(folder)] for folder in (out, whole)]
-    assert lines[0] == lines[1]  # each step once
+    train("train_bi_encoder", *flags, "--output_dir", out, "--on_bad_row", "skip", "--resume")
+    assert trajectory(out) == trajectory(whole)
     states = [progress(folder, len(rows) // 32) for folder in (out, whole)]
     assert states[0]["data_state"] == states[1]["data_state"]
     assert states[0]["skipped"] == states[1]["skipped"] == 1
-    last = f"checkpoints/step_{len(rows) // 32:08}/model.safetensors"
-    assert (out / last).read_bytes() == (whole / last).read_bytes()
 
 
 @pytest.mark.parametrize("name, way, processes, ranks", [
@@ -118,16 +114,16 @@ def test_sigterm_saves_and_ends_with_143(settings, tmp_path, name, way, processe
     assert metrics(output)[-1]["step"] == last + 2 and (output / "model").exists()
 
 
-def run_with_signals(name, flags, monkeypatch, step=None, numbers=()):
-    """Run a trainer in this process and send it signals in the middle of a step; return how often it evaluated."""
-    script, calls = importlib.import_module(name), {"evaluate": 0, "forward_backward": 0}
+def run_with_signals(flags, monkeypatch, function=None, call=0, numbers=()):
+    """Run a trainer in this process, and send it signals in that call of a function; return how often it evaluated."""
+    script, calls = importlib.import_module("train_bi_encoder"), {"evaluate": 0, "forward_backward": 0}
 
-    def count(function):
-        real = getattr(script, function)
+    def count(name):
+        real = getattr(script, name)
 
         def counted(*given):
-            calls[function] += 1
-            if function == "forward_backward" and calls[function] == step:
+            calls[name] += 1
+            if name == function and calls[name] == call:
                 for number in numbers:
                     signal.raise_signal(number)
             return real(*given)
@@ -135,10 +131,10 @@ def run_with_signals(name, flags, monkeypatch, step=None, numbers=()):
         return counted
 
     with monkeypatch.context() as patch:
-        for function in calls:
-            patch.setattr(script, function, count(function))
+        for name in calls:
+            patch.setattr(script, name, count(name))
         try:
-            script.main(script.parse_args(merge_flags(flags)))
+            train("train_bi_encoder", *flags)
         except SystemExit as error:
             assert error.code == 128 + numbers[0]
         except KeyboardInterrupt as error:
@@ -151,23 +147,30 @@ def trajectory(output):
     return lines, (output / "model/model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_a_signal_does_not_wait_for_an_evaluation(settings, tmp_path, monkeypatch, capsys, name):
-    """After SIGTERM or one Ctrl-C, a checkpoint is written before the evaluation that is due, which the resumed run
-    makes: it equals an undisturbed run. A second Ctrl-C ends the run at once. Neither prints a traceback."""
+def test_a_signal_waits_for_no_evaluation_but_the_one_that_runs(settings, tmp_path, monkeypatch, capsys):
+    """After SIGTERM or one Ctrl-C in a step, the checkpoint of the step before is written, without the evaluation that
+    is due, which the resumed run makes; in an evaluation, after that. Both equal an undisturbed run. A second Ctrl-C
+    ends the run at once. None prints a traceback."""
     flags = [*settings["mapped"], "--eval_rows", 10, "--max_steps", 6, "--eval_steps", 3, "--batch_size", 8]
-    assert run_with_signals(name, [*flags, "--output_dir", tmp_path / "whole"], monkeypatch) == 3
-    several = [[signal.SIGINT, signal.SIGINT], [signal.SIGINT]] * (name == "train_bi_encoder")
-    for numbers in (*several, [signal.SIGTERM]):
-        given = [*flags, "--output_dir", tmp_path / f"{numbers}"]
-        assert run_with_signals(name, given, monkeypatch, 3, numbers) == 1
+    assert run_with_signals([*flags, "--output_dir", tmp_path / "whole"], monkeypatch) == 3
+    step, evaluation = ("forward_backward", 3), ("evaluate", 2)
+    for (function, call), numbers, evaluations, done in (
+        (step, [signal.SIGINT, signal.SIGINT], 1, 0),
+        (step, [signal.SIGINT], 1, 2),
+        (step, [signal.SIGTERM], 1, 2),
+        (evaluation, [signal.SIGTERM], 2, 3),
+    ):
+        output = tmp_path / f"{function} {numbers}"
+        given = [*flags, "--output_dir", output]
+        assert run_with_signals(given, monkeypatch, function, call, numbers) == evaluations
         found = capsys.readouterr()
-        assert "Traceback" not in found.err and ("interrupted: --resume" in found.err) == (len(numbers) == 2)
-        kept = sorted(path.name for path in (tmp_path / f"{numbers}").glob("checkpoints/*"))
-        assert kept == ["step_00000002"] * (len(numbers) == 1)
-        assert ("stopped after step 2 of 6" in found.out) == (len(numbers) == 1)
-    assert run_with_signals(name, [*given, "--resume"], monkeypatch) == 2
-    assert trajectory(tmp_path / f"{numbers}") == trajectory(tmp_path / "whole")
+        assert "Traceback" not in found.err and ("interrupted: --resume" in found.err) == (done == 0)
+        kept = sorted(path.name for path in output.glob("checkpoints/*"))
+        assert kept == [f"step_0000000{done}"] * (done > 0)
+        assert (f"stopped after step {done} of 6" in found.out) == (done > 0)
+        if numbers == [signal.SIGTERM]:
+            assert run_with_signals([*given, "--resume"], monkeypatch) == 3 - evaluations
+            assert trajectory(output) == trajectory(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1"])
@@ -175,13 +178,13 @@ def test_other_signals_stop_a_run_unless_they_are_ignored(settings, tmp_path, mo
     """Of a terminal that closes, except under nohup, and of Slurm."""
     number, before = getattr(signal, name), signal.getsignal(signal.SIGTERM)
     flags = [*settings["mapped"], "--eval_rows", 0, "--max_steps", 3, "--batch_size", 8, "--output_dir"]
-    run_with_signals("train_bi_encoder", [*flags, tmp_path / "out"], monkeypatch, 2, [number])
+    run_with_signals([*flags, tmp_path / "out"], monkeypatch, "forward_backward", 2, [number])
     assert [path.name for path in (tmp_path / "out/checkpoints").iterdir()] == ["step_00000001"]
     assert signal.getsignal(number) == signal.SIG_DFL and signal.getsignal(signal.SIGTERM) == before  # given back
     monkeypatch.setattr(signal, "raise_signal", lambda number: os.kill(os.getpid(), number))
     signal.signal(number, signal.SIG_IGN)
     try:
-        run_with_signals("train_bi_encoder", [*flags, tmp_path / "ignored"], monkeypatch, 2, [number])
+        run_with_signals([*flags, tmp_path / "ignored"], monkeypatch, "forward_backward", 2, [number])
         assert (tmp_path / "ignored/model").exists() and signal.getsignal(number) == signal.SIG_IGN
     finally:
         signal.signal(number, signal.SIG_DFL)
@@ -194,55 +197,6 @@ def test_main_in_a_thread(settings, tmp_path):
     thread.start()
     thread.join()
     assert (tmp_path / "model").exists()
-
-
-# The evaluation after step 3 receives a signal on the last process alone, between two forward passes.
-SIGNAL_IN_EVALUATION = """
-import os, signal, sys
-sys.path.insert(0, {root!r})
-import {name} as script
-
-calls = []
-
-def evaluate(model, evaluators, accelerator, real=script.evaluate):
-    calls.append("evaluate")
-    passes = []
-
-    def count(*_):
-        passes.append("pass")
-        if len(calls) == 2 and len(passes) == 1 and accelerator.process_index == accelerator.num_processes - 1:
-            signal.raise_signal(signal.SIGTERM)
-
-    hook = model[-1].register_forward_hook(count)  # after a pass
-    try:
-        return real(model, evaluators, accelerator)
-    finally:
-        hook.remove()
-
-script.evaluate = evaluate
-try:
-    script.main(script.parse_args(sys.argv[1:]))
-    status = 0
-except SystemExit as error:
-    status = error.code
-os._exit(status)
-"""
-
-
-@pytest.mark.parametrize("name, processes", few_or_all([("train_bi_encoder", 2)], TRAINERS, [1, 2]))
-def test_an_evaluation_is_left_at_a_signal(settings, tmp_path, name, processes):
-    """On any process. The checkpoint of its step is written, with the loss; the resumed run makes the evaluation, and
-    equals an undisturbed one."""
-    flags = [*settings["mapped"], "--eval_rows", 50, "--max_steps", 4, "--eval_steps", 3, "--batch_size", 8]
-    script, driver, output = ROOT / f"{name}.py", tmp_path / "driver.py", tmp_path / "out"
-    launch(script, *flags, "--output_dir", tmp_path / "whole", processes=processes)
-    driver.write_text(SIGNAL_IN_EVALUATION.format(root=str(ROOT), name=name))
-    done = launch(driver, *flags, "--output_dir", output, processes=processes, check=False)
-    assert done.returncode == 143 and "stopped after step 3 of 4" in done.stdout, done.stderr
-    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step_00000003"]
-    assert metrics(output)[-1].keys() == metrics(output)[-2].keys() and metrics(output)[-1]["step"] == 3
-    launch(script, *flags, "--output_dir", output, "--resume", processes=processes)
-    assert trajectory(output) == trajectory(tmp_path / "whole")
 
 
 def move_tensors(checkpoint, spaces):
@@ -286,81 +240,9 @@ def test_resumed_from_tensors_at_other_addresses(settings, tmp_path, monkeypatch
     assert unaligned(*tensors) == 0
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_adapters_and_the_weights_below_are_aligned(bert, name):
-    script = importlib.import_module(name)
-    flags = f"--train_data x --columns a b --model_name_or_path {bert} --lora_rank 2"
-    args = script.parse_args(flags.split())
+def test_adapters_and_the_weights_below_are_aligned(bert):
+    script = importlib.import_module("train_bi_encoder")
+    args = script.parse_args(f"--train_data x --columns a b --model_name_or_path {bert} --lora_rank 2".split())
     model = script.load_model(args)
     tensors = [*model.parameters(), *model.buffers()]
     assert len(tensors) > 50 and unaligned(*tensors) == 0
-
-
-class Scaled(torch.nn.Module):
-    """A layer of one's own: another one, with a weight for each of its outputs."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-        self.scale = torch.nn.Parameter(torch.rand(layer.out_features))
-
-    def forward(self, inputs):
-        return self.layer(inputs) * self.scale
-
-
-def test_a_module_of_ones_own_is_restored(settings, tmp_path, monkeypatch):
-    """Put into load_model, it is in the model of a resume as well, with its weights and the moments of AdamW."""
-    name = "train_bi_encoder"
-    script = importlib.import_module(name)
-    load_model = script.load_model
-
-    def load_own_model(args):
-        model = load_model(args)
-        transformer = model[0].model
-        path = next(path for path, _ in transformer.named_modules() if path.endswith("layer.0.output.dense"))
-        transformer.set_submodule(path, Scaled(transformer.get_submodule(path)))
-        return model
-
-    monkeypatch.setattr(script, "load_model", load_own_model)
-    flags = [*settings["mapped"], "--eval_rows", 0, "--batch_size", 8, "--max_steps", 4, "--save_steps", 2]
-    train(name, *flags, "--output_dir", tmp_path / "whole")
-    shutil.copytree(tmp_path / "whole", tmp_path / "out")
-    shutil.rmtree(tmp_path / "out/checkpoints/step_00000004")
-    train(name, *flags, "--output_dir", tmp_path / "out", "--resume")
-    assert trajectory(tmp_path / "out") == trajectory(tmp_path / "whole")
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        kept, last = (load_file(tmp_path / f"out/checkpoints/step_0000000{step}/{file}") for step in (2, 4))
-        whole = load_file(tmp_path / f"whole/checkpoints/step_00000004/{file}")
-        (own, *_) = [key for key in last if ".scale" in key]
-        assert not torch.equal(kept[own], last[own]) and torch.equal(whole[own], last[own])
-
-
-# A rate that falls with the norms of the last three gradients, which a resume must know.
-RATE = "factor = schedule(progress.step)\n"
-OWN_RATE = RATE.replace("\n", ' / (1 + extra["norms"].mean().item())\n')
-OPTIMIZERS = "    optimizers = [optimizer.optimizer]"
-OWN_EXTRA = '    extra["norms"] = torch.zeros(3)\n'
-COUNT = "            progress.advance(losses, skipped, step_batches)"
-OWN_COUNT = '            extra["norms"] = torch.cat([extra["norms"][1:], torch.tensor([norm])])\n'
-
-
-@pytest.mark.parametrize("name, processes", [("train_cross_encoder", 2)])
-def test_tensors_of_ones_own_survive_a_sigterm(settings, tmp_path, name, processes):
-    """What an edited script keeps in `extra` is that of the last step done, whenever the signal arrives."""
-    text, script = (ROOT / f"{name}.py").read_text(), tmp_path / f"{name}.py"
-    assert all(text.count(line) == 1 for line in (RATE, OPTIMIZERS, COUNT))
-    text = text.replace(RATE, OWN_RATE).replace(OPTIMIZERS, OWN_EXTRA + OPTIMIZERS)
-    script.write_text(text.replace(COUNT, OWN_COUNT + COUNT))
-    flags = [*settings["mapped"], "--eval_rows", 0, "--batch_size", 8, "--save_steps", 0, "--max_steps", 12]
-    launch(script, *flags, "--output_dir", tmp_path / "whole", processes=processes)
-    flags += ["--output_dir", tmp_path / "out"]
-    for step in (2, 6):
-        process = Forked(script, [*flags, "--resume"], processes, timeout=120)
-        assert signal_when(process, tmp_path / "out", step, signal.SIGTERM) == 143
-        assert step <= metrics(tmp_path / "out")[-1]["step"] < 12
-    launch(script, *flags, "--resume", processes=processes)
-    assert trajectory(tmp_path / "out") == trajectory(tmp_path / "whole")
-    extra = [
-        load_file(tmp_path / folder / "checkpoints/step_00000012/extra.safetensors") for folder in ("out", "whole")
-    ]
-    assert torch.equal(extra[0]["norms"], extra[1]["norms"]) and extra[0]["norms"].min() > 0

@@ -6,7 +6,7 @@ import pytest
 from conftest import ROOT
 
 SHARED = {"main", "open_source", "read_row", "load_model", "make_optimizer", "cut", "make_micro_batches"}
-SHARED |= {"forward_backward", "evaluate"}
+SHARED |= {"forward_backward", "evaluate", "fold"}
 KINDS = {"bi_encoder": SHARED | {"encode", "gather", "infonce"}, "cross_encoder": SHARED | {"score"}}
 
 
@@ -38,6 +38,13 @@ def test_functions_of_a_template_are_those_of_the_trainer(kind):
     shared, different = compare(*texts_of(kind))
     assert not different
     assert shared >= KINDS[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_texts_are_the_same_ones(kind):
+    """By a function that stands in both, byte for byte."""
+    template, trainer = (text.partition("\ndef fold(")[2].partition("\n\n\n")[0] for text in texts_of(kind))
+    assert template == trainer != ""
 
 
 @pytest.mark.parametrize(

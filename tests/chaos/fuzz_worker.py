@@ -17,7 +17,6 @@ import signal
 import struct
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -153,7 +152,7 @@ def damage_checkpoint(kind, data, rng, number):
     before = file.read_bytes()
     file.write_bytes(mutate(before, rng) if number >= 0 else before)
     args = script.Args(output_dir=".", resume=True)
-    path, state = script.find_checkpoint(args, SimpleNamespace(is_main_process=True))
+    path, state = script.find_checkpoint(args)
     if file.read_bytes() == before:
         assert state["progress"]["step"] == 4
     else:
