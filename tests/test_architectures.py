@@ -17,7 +17,7 @@ from sentence_transformers.sentence_transformer.modules import (
     StaticEmbedding,
     Transformer,
 )
-from test_decoders import make_decoder, make_encoder
+from test_decoders import check, make_decoder, make_encoder
 from torch import nn
 from transformers import AutoTokenizer
 
@@ -211,18 +211,37 @@ def ndcg(model, rows):
     return torch.where(ranks <= 10, 1 / torch.log2(1 + ranks), 0.0).mean().item()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_losses_and_measures(name, rows, bert, tmp_path):
-    """The first three losses are those of sentence-transformers; the saved model has the measures of the trainer, one
-    with code of its own in a fresh process."""
+TRAINED = [  # a case of each way through the code
+    "BERT, LoRA", "XLM-R", "ModernBERT", "Qwen3, left", "EmbeddingGemma's stack", "static, prompts",
+    "remote code, LoRA", "Router first", "a static model that reads the task", "a module that keeps a tensor",
+    "prompts left out of pooling", "truncate_dim",
+]  # fmt: skip
+
+
+def save_model(name, bert, folder):
+    """Save the model of a case in folder/model, and return its flags."""
     build, flags = CASES[name]
     torch.manual_seed(0)
-    modules = build(tmp_path, bert)
+    modules = build(folder, bert)
     model = SentenceTransformer(modules=modules, device="cpu", truncate_dim=16 if name == "truncate_dim" else None)
     with torch.no_grad():  # else all texts have nearly the same embedding
         for weight in model.parameters():
             weight.mul_(4 if weight.ndim > 1 else 1)
-    model.save_pretrained(str(tmp_path / "model"), create_model_card=False)
+    model.save_pretrained(str(folder / "model"), create_model_card=False)
+    return flags
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in TRAINED])
+def test_embeddings_are_those_of_the_library(name, bert, tmp_path):
+    flags = save_model(name, bert, tmp_path)
+    check("train_bi_encoder", tmp_path / "model", "--dropout", "0", *map(str, flags))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_losses_and_measures(name, rows, bert, tmp_path):
+    """The first three losses are those of sentence-transformers; the saved model has the measures of the trainer, one
+    with code of its own in a fresh process."""
+    flags = save_model(name, bert, tmp_path)
     texts = {row["docstring"]: row for row in rows}.values()
     texts = list({row["code"]: row for row in texts}.values())
     write_jsonl(tmp_path / "rows.jsonl", texts[:ROWS])

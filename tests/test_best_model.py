@@ -103,7 +103,7 @@ def test_the_saved_model_is_that_of_the_best_evaluation(undisturbed, name):
     assert not saved.equal(weights(output / f"checkpoints/step_{STEPS:08}"))
     assert found[0].keys() == {"step"} | ALL_MEASURES[name]
     card = (output / "model/README.md").read_text()
-    assert card.endswith(f"\nTrained for {best} steps by `{name}.py args.yaml`.\n")
+    assert f"\nTrained for {best} steps by `" in card
 
 
 STOPPED = [("train_bi_encoder", 2, signal.SIGTERM, 5), ("train_cross_encoder", 1, signal.SIGKILL, 10)]
@@ -174,14 +174,12 @@ def test_adapters(settings, tmp_path):
 
 
 def test_unknown_measures(settings, tmp_path):
-    """Refused with a list of the measures, also if nothing is evaluated; the training loss is none of them."""
+    """Refused with a list of the measures; the training loss is none of them."""
     name = "train_bi_encoder"
-    nothing = {"none", "as there is nothing to evaluate on"}
-    for more, measured in (([], ALL_MEASURES[name]), (["--eval_rows", 0], nothing)):
-        flags = [*settings[name], "--metric_for_best_model", "loss", "--output_dir", tmp_path / f"{len(more)}"]
-        with pytest.raises(ValueError, match="^--metric_for_best_model loss .*choose one of ") as caught:
-            train(name, *flags, *more)
-        assert set(str(caught.value).partition("choose one of ")[2].split(", ")) == measured
+    flags = [*settings[name], "--metric_for_best_model", "loss", "--output_dir", tmp_path / "out"]
+    with pytest.raises(ValueError, match="^--metric_for_best_model loss .*choose one of ") as caught:
+        train(name, *flags)
+    assert {*str(caught.value).partition("choose one of ")[2].split(", ")} == {"step", *ALL_MEASURES[name]}
 
 
 @pytest.mark.parametrize("change", ["damaged", "gone"])

@@ -46,8 +46,8 @@ def load(folder, *flags):
 def flags_for(name, corpus, model, output, *more):
     own = ["--num_negatives", 2] * (name == "train_cross_encoder")
     return ["--train_data", source_of(corpus), "--columns", "docstring", "code", "--model_name_or_path", model,
-            "--max_steps", 6, "--batch_size", 16, *own, "--eval_rows", 0, "--logging_steps", 1, "--learning_rate", 0.01,
-            "--max_length", 48, "--dropout", 0, "--output_dir", output, *more]  # fmt: skip
+            "--max_steps", 6, "--batch_size", 16, *own, "--eval_rows", 0, "--logging_steps", 1,
+            "--learning_rate", 0.01, "--max_length", 48, "--dropout", 0, "--output_dir", output, *more]  # fmt: skip
 
 
 def losses(output):
@@ -113,14 +113,6 @@ def test_dropout_is_set_in_modules_and_configs(bert):
     train_bi_encoder.set_dropout(model, 0.25)
     assert model.layers[0].attn.attention_dropout == model.config.attention_dropout == 0.25
     assert model.layers[0].mlp.drop.p == 0.25
-    train_bi_encoder.set_dropout(torch.nn.Linear(2, 2), 0.0)
-    with pytest.raises(train_bi_encoder.UserError, match="--dropout 0.1: the model has no dropout"):
-        train_bi_encoder.set_dropout(torch.nn.Linear(2, 2), 0.1)
-
-
-def test_lora_of_a_static_model_is_refused(static):
-    with pytest.raises(train_bi_encoder.UserError, match="^--lora_rank requires a transformer"):
-        load(static, "--lora_rank", "3")
 
 
 def test_attention_implementations_give_the_same_losses(corpus, bert, tmp_path):
@@ -642,13 +634,11 @@ def test_no_limit_of_positions(name, kind, bert, tmp_path):
 
 
 @pytest.mark.parametrize("name, kind", [
-    ("train_bi_encoder", "static"), ("train_bi_encoder", "MPNetModel"), ("train_cross_encoder", "remote"),
+    ("train_bi_encoder", "MPNetModel"), ("train_cross_encoder", "remote"),
 ])  # fmt: skip
-def test_gradient_checkpointing_without_support(name, kind, bert, static, tmp_path):
+def test_gradient_checkpointing_without_support(name, kind, bert, tmp_path):
     script, folder = importlib.import_module(name), tmp_path / "model"
-    if kind == "static":
-        shutil.copytree(static, folder)
-    elif kind == "remote":
+    if kind == "remote":
         shutil.copytree(bert, folder)
         (folder / "new.py").write_text(REMOTE)
         config = json.loads((folder / "config.json").read_text())
@@ -657,9 +647,7 @@ def test_gradient_checkpointing_without_support(name, kind, bert, static, tmp_pa
     else:
         make_encoder(folder, kind, bert)
     load_by(name, folder, "--trust_remote_code")
-    with pytest.raises(
-        script.UserError, match="^--gradient_checkpointing(: the model does not support it: .| requires a t)"
-    ):
+    with pytest.raises(script.UserError, match="^--gradient_checkpointing: the model does not support it: ."):
         load_by(name, folder, "--trust_remote_code", "--gradient_checkpointing")
 
 
@@ -685,24 +673,21 @@ def test_the_models_own_attention_is_the_default(name, where, bert, reranker, tm
         assert load_by(name, folder, *flags).config._attn_implementation == expected
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_a_folder_of_adapters(name, bert, reranker, tmp_path):
+def test_a_folder_of_adapters(bert, tmp_path):
     """Refused, as they would not be trained, or not be merged at the end. What is merged as the line says, is not."""
-    is_bi = name == "train_bi_encoder"
-    kind = transformers.AutoModel if is_bi else transformers.AutoModelForSequenceClassification
-    base, folder = bert if is_bi else reranker, tmp_path / "model"
-    adapted = get_peft_model(kind.from_pretrained(base), LoraConfig(target_modules=["query"], init_lora_weights=False))
-    adapted.save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    folder = tmp_path / "model"
+    base = transformers.AutoModel.from_pretrained(bert)
+    get_peft_model(base, LoraConfig(target_modules=["query"], init_lora_weights=False)).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(bert).save_pretrained(folder)
     for flags in ([], ["--lora_rank", "2"]):
         with pytest.raises(ValueError, match=f"^--model_name_or_path {folder}: .* merge the adapters first, "):
-            load_by(name, folder, *flags)
-    merged = PeftModel.from_pretrained(kind.from_pretrained(base), folder).merge_and_unload()
+            load(folder, *flags)
+    base = transformers.AutoModel.from_pretrained(bert)
+    merged = PeftModel.from_pretrained(base, folder).merge_and_unload()
     merged.save_pretrained(tmp_path / "new")
-    transformers.AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "new")
+    transformers.AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path / "new")
     weight = next(weight for weight in merged.state_dict() if weight.endswith("query.weight"))
-    loaded = load_by(name, tmp_path / "new")[0].model
-    assert torch.equal(loaded.get_parameter(weight), merged.get_parameter(weight))
+    assert torch.equal(load(tmp_path / "new")[0].model.get_parameter(weight), merged.get_parameter(weight))
 
 
 def test_adapters_of_a_reranker_whose_head_has_two_layers(corpus, bert, tmp_path):
