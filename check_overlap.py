@@ -1,8 +1,8 @@
 """Find texts of evaluation collections in training data, and write the rows that have none.
 
     python check_overlap.py --train_data a.parquet b.jsonl --columns query positive --beir scifact nfcorpus
-    python check_overlap.py --train_data 'train/*.parquet' --pairs test.csv --pair_columns query title \
-        --output clean.parquet
+    python check_overlap.py --train_data 'train/*.parquet' --columns query positive \
+        --pairs test.csv --pair_columns query title --output clean.parquet
 
 Texts are compared by their words: Unicode NFKC, without case, punctuation and invisible characters. A query or
 document occurs in a row
@@ -16,16 +16,17 @@ One of fewer than --ngram words must occur verbatim: many texts contain "what is
     {"source": "a.parquet", "row": 17, "collection": "scifact", "type": "query", "id": "42", "kind": "inside",
      "share": 1.0, "text": "Vitamin D builds bones.", "row_text": "Is it true that vitamin D builds bones?"}
 
-Queries are those that --split judges. Documents are searched for without their titles, unless they have nothing else.
-Left out on purpose: paraphrases, translations, texts of which a row has a smaller part, ids in place of texts.
+Queries are those that --split judges; documents are searched for without their titles. Left out on purpose:
+paraphrases, translations, texts of which a row has a smaller part, ids in place of texts.
 """
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["backports.zstd>=1,<2; python_version < '3.14'", "datasets>=5.2,<6", "fsspec[http]>=2026.1",
-#   "numpy>=2.2,<3", "pandas>=3.1,<4", "pyarrow>=24,<27", "tqdm>=4.67,<5", "transformers>=5.18,<6"]
+# dependencies = ["backports.zstd>=1,<2; python_version < '3.14'", "datasets>=5.2,<6", "filelock>=3.16,<5",
+#   "fsspec[http]>=2026.1", "numpy>=2.2,<3", "pandas>=3.1,<4", "pyarrow>=24,<27", "tqdm>=4.67,<5"]
 # ///
 
+import argparse
 import csv
 import glob
 import hashlib
@@ -35,12 +36,11 @@ import re
 import sys
 import unicodedata
 import warnings
-from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from collections import defaultdict, deque
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import datasets
@@ -50,8 +50,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import transformers
 from datasets.utils.file_utils import xopen
+from filelock import Timeout
 from pyarrow.dataset import ParquetFragmentScanOptions
 from tqdm.auto import tqdm
 
@@ -60,44 +60,32 @@ ROWS = 1000  # of training data at a time
 # ---- options
 
 
-def flag(default, help):
-    """Return the dataclass field of a command-line option."""
-    kind = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
-    return field(**kind, metadata={"help": help})
-
-
-@dataclass
-class Args:
-    train_data: list[str] = flag([], "sources of rows: files, globs, folders, URLs or Hub ids, as in the trainers")
-    columns: list[str] = flag([], "columns of texts, or of lists of texts; none: all of these")
-    beir: list[str] = flag([], "folders or Hub ids of collections in the layout of BEIR, NanoBEIR or MTEB")
-    split: str = flag("test", "judgments of --beir, whose queries are searched for")
-    pairs: list[str] = flag([], "sources of (query, document) rows, as one more collection")
-    pair_columns: list[str] = flag([], "query and document column of --pairs; none: the first two")
-    ngram: int = flag(8, "words of an n-gram")
-    min_share: float = flag(0.8, "fraction of a text's n-grams that a row contains, if the text occurs in it")
-    report: str = flag("overlap.jsonl", "file to write all findings to")
-    output: str | None = flag(None, "Parquet file to write the rows to that contain no query")
-    also_documents: bool = flag(False, "leave rows that contain a document out of --output, too")
-    overwrite: bool = flag(False, "replace existing files, when the new ones are complete")
-
-
 def parse_args(argv):
-    """Return Args from flags; exit on a wrong value."""
-    parser = transformers.HfArgumentParser(Args, description=__doc__.splitlines()[0], allow_abbrev=False)
-    for action in parser._actions:
-        given = [word for word in argv if word.partition("=")[0] in action.option_strings]
-        if action.nargs == "+" and len(given) > 1:  # argparse would ignore the first list
-            parser.error(f"--{action.dest}: given twice; list all values after one flag")
-        # --help prints each flag once, without its alias with dashes
-        action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
-    args = Args(**vars(parser.parse_args(argv)))
-    if not args.train_data or not (args.beir or args.pairs):
-        parser.error("requires --train_data, and --beir or --pairs")
-    if len(args.pair_columns) not in (0, 2):
-        parser.error("--pair_columns: takes two names, of queries and documents")
+    """Return the parsed flags; exit on a wrong value."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    option = parser.add_argument
+    many = {"nargs": "+", "action": "extend", "default": []}
+    option("--train_data", **many, required=True, help="sources of rows: files, globs, URLs or Hub ids")
+    option("--columns", **many, required=True, help="columns of texts, or of lists of texts")
+    option("--beir", **many, help="folders or Hub ids of collections in the layout of BEIR, NanoBEIR or MTEB")
+    option("--split", default="test", help="judgments of --beir, whose queries are searched for")
+    option("--pairs", **many, help="sources of (query, document) rows, as one more collection")
+    option("--pair_columns", **many, help="query and document column of --pairs")
+    option("--ngram", type=int, default=8, help="words of an n-gram")
+    option("--min_share", type=float, default=0.8, help="fraction of a text's n-grams that a row must contain")
+    option("--report", default="overlap.jsonl", help="file to write all findings to")
+    option("--output", help="Parquet file to write the rows to that contain no query")
+    option("--also_documents", action="store_true", help="leave rows that contain a document out of --output, too")
+    option("--overwrite", action="store_true", help="replace existing files, when the new ones are complete")
+    args = parser.parse_args(argv)
+    if not (args.beir or args.pairs):
+        parser.error("requires --beir or --pairs")
+    if len(args.pair_columns) != 2 * bool(args.pairs):
+        parser.error("--pairs requires two --pair_columns, of queries and documents")
     if args.ngram < 1 or not 0 < args.min_share <= 1:
         parser.error("--ngram must be 1 or more, and --min_share above 0 and at most 1")
+    if args.output and len(args.train_data) > 1:
+        parser.error("--output has the rows of one --train_data, which may be a glob: give others a call of their own")
     if "://" in f"{args.report} {args.output}" or not (args.output or ".parquet").endswith(".parquet"):
         parser.error("--report and --output must be local files, and --output end in .parquet")
     return args
@@ -114,33 +102,30 @@ def main(args):
         with user_errors(path):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(f"{path}.part").touch()  # is written first, and replaces `path` at the end
-    sources = [open_train_data(name, args) for name in args.train_data]
-    if args.output:  # of one schema: checked now, not when the first source is searched
-        names = [next(stream.iter(1)).column_names for _, stream, _ in sources]
-        if others := [source[0] for source, columns in zip(sources, names) if columns != names[0]]:
-            advice = "give each a call and an --output of its own"
-            raise UserError(f"--train_data {others[0]}: other columns than {sources[0][0]}: {advice}")
+    sources = [(name, open_train_data(name, args)) for name in args.train_data]
     parts = open_pairs(args)
     for name in args.beir:
         parts += open_beir(name, args)
     index = make_index(parts, args)
 
-    num_rows = 0
+    found = defaultdict(set)  # {(collection, type, "ids" or "rows"): those with findings}
     num_kept = 0
     rows_file = None
     with open(f"{args.report}.part", "w", encoding="utf-8") as report, tqdm(unit="row", delay=2) as bar:
-        for source, first_row, table, texts, rows in iterate_rows(sources):
+        for source, first_row, table, texts, rows in iterate_rows(sources, args.columns):
             keep = np.ones(len(table), bool)
             for row, finding in find(texts, rows, parts, index, args):
                 if finding["type"] == "query" or args.also_documents:
                     keep[row] = False
                 finding = {"source": source, "row": first_row + row} | finding
+                key = finding["collection"], finding["type"]
+                found[*key, "ids"].add(finding["id"])
+                found[*key, "rows"].add((source, finding["row"]))
                 report.write(json.dumps(finding, ensure_ascii=False) + "\n")
             if args.output:
                 with user_errors(f"--output {args.output}: rows of {source}"):
                     rows_file = rows_file or pq.ParquetWriter(f"{args.output}.part", table.schema)
-                    rows_file.write_table(table.filter(keep).cast(rows_file.schema))
-            num_rows += len(table)
+                    rows_file.write_table(table.filter(keep))
             num_kept += keep.sum()
             bar.update(len(table))
     os.replace(f"{args.report}.part", args.report)
@@ -148,54 +133,29 @@ def main(args):
         rows_file.close()
         os.replace(f"{args.output}.part", args.output)
 
-    print_counts(parts)
-    print(f"searched {num_rows:,} rows; the findings are in {args.report}")
+    for part in parts:
+        ids, rows = (len(found[part.collection, part.type, kind]) for kind in ("ids", "rows"))
+        print(f"{part.collection}, {part.type}: {ids:,} of {len(part.rows):,} texts in {rows:,} rows")
+    print(f"searched {bar.n:,} rows; the findings are in {args.report}")
     if args.output:
-        print(f"{num_kept:,} rows are in {args.output}; {num_rows - num_kept:,} were left out")
-
-
-def print_counts(parts):
-    """Print a line for each collection. parts: the queries and the documents of each, in turns."""
-    lines = []
-    for queries, documents in zip(parts[::2], parts[1::2]):
-        line = [queries.collection]
-        for part in (queries, documents):
-            line += [len(part.rows), part.is_found.sum(), part.num_rows]
-        lines.append(line)
-    columns = ["collection", "queries", "found", "in rows", "documents", "found", "in rows"]
-    table = pd.DataFrame(lines, columns=columns)
-    print(table.to_string(index=False, formatters=[str] + ["{:,}".format] * 6))
+        print(f"{num_kept:,} rows are in {args.output}; {bar.n - num_kept:,} were left out")
 
 
 # ---- training data
 
 
 def open_train_data(name, args):
-    """Return (name, stream, columns of texts) of a value of --train_data, of which the first row was read."""
+    """Return the stream of a value of --train_data: with --output of all columns, else of --columns."""
     with user_errors(f"--train_data {name}"):
-        stream = open_files(list_files(name))
-        first = next(stream.iter(1))
-        texts = [part.name for part in first.schema if holds_texts(part.type)]
-        columns = args.columns or named_columns(texts)
-        if not columns or not set(columns) <= set(first.column_names):
-            raise UserError(f"choose --columns that hold texts; available: {', '.join(first.column_names)}")
-        row_texts(first, columns)
-        if others := [column for column in first.column_names if column not in columns]:
-            warn_once(f"--train_data {name}: searches {', '.join(columns)}, not {', '.join(others)}")
-        if not args.output:
-            stream = stream.select_columns(columns)
-        return name, stream, columns
+        files = list_files(name)
+        stream = open_files(files, columns=args.columns)
+        row_texts(next(stream.iter(1)), args.columns)  # raises if they are not texts
+        return open_files(files) if args.output else stream
 
 
-def holds_texts(kind):
-    """Return whether an Arrow type is one of texts, or of lists of texts."""
-    value = kind.value_type if is_list(kind) else kind
-    return pa.types.is_string(value) or pa.types.is_large_string(value)
-
-
-def iterate_rows(sources):
+def iterate_rows(sources, columns):
     """Yield (name of a source, number of the first row, table, its texts, the row of each) of ROWS rows at a time."""
-    for name, stream, columns in sources:
+    for name, stream in sources:
         first_row = 0
         with user_errors(f"--train_data {name}"):
             for table in stream.iter(ROWS):
@@ -209,15 +169,15 @@ def row_texts(table, columns):
     texts = []
     rows = []
     for name in columns:
-        column = pa.concat_arrays(table[name].chunks)
-        numbers = pa.array(range(len(column)))
+        column = table[name].combine_chunks()
+        numbers = np.arange(len(column))
         if is_list(column.type):
             # not list_parent_indices, which counts the values that a null list may have; list_flatten does not
-            numbers = pa.array(np.repeat(numbers, pc.fill_null(pc.list_value_length(column), 0)))
+            numbers = np.repeat(numbers, pc.fill_null(pc.list_value_length(column), 0))
             column = pc.list_flatten(column)
         cells = as_texts(column, name)
         texts.append(cells.drop_null())
-        rows.append(numbers.filter(cells.is_valid()))
+        rows.append(numbers[cells.is_valid()])
     return pa.concat_arrays(texts), np.concatenate(rows)
 
 
@@ -232,26 +192,16 @@ class Part:
     collection: str
     type: str  # "query" or "document"
     dataset: datasets.Dataset
-    id_column: str | None  # None: the id is the number of the row
-    text_columns: list[str]  # the text is the last one that is not empty
+    columns: list[str]  # of the text and, if the id is not the number of the row, of the id
     rows: np.ndarray  # (n,) int: the rows of the dataset that are searched for
-    num_rows: int = 0  # rows of training data in which one of them occurs
-
-    def __post_init__(self):
-        self.is_found = np.zeros(len(self.rows), bool)
 
     def read(self, numbers):
         """Return the ids and the texts, "" where there is none, of rows[numbers]."""
-        ids = self.rows[numbers]
-        texts = pa.array([""] * len(ids), pa.large_string())
+        rows = self.rows[numbers]
         with user_errors(self.source):
-            table = self.dataset[ids]
-            for name in self.text_columns:
-                cells = as_texts(table[name], name).fill_null("")
-                texts = pc.if_else(pc.equal(pc.utf8_trim_whitespace(cells), ""), texts, cells)
-            if self.id_column:
-                ids = as_texts(table[self.id_column], self.id_column, ids=True)
-        return ids, texts
+            table = self.dataset[rows]
+            texts, *ids = [as_texts(table[name], name, ids=name != self.columns[0]) for name in self.columns]
+        return ids[0] if ids else rows, texts.fill_null("")
 
 
 def open_beir(name, args):
@@ -259,39 +209,32 @@ def open_beir(name, args):
     parts = []
     source = f"--beir {name}"
     with user_errors(source):
-        for collection, files in collections_of(name, args.split).items():
-            documents, queries, judgments = (open_files(part, streaming=False) for part in files)
-            id_column, *texts = usual_columns(["_id", "text"], queries.column_names)
-            judged = read_column(judgments, "query-id").combine_chunks()
-            rows = np.flatnonzero(pc.is_in(read_column(queries, id_column), judged))
-            if not len(rows):
-                raise UserError(f"--split {args.split} judges none of its queries")
-            parts.append(Part(source, collection, "query", queries, id_column, texts, rows))
-            id_column, *texts = usual_columns(["_id", "title", "text"], documents.column_names)
-            rows = np.arange(len(documents))
-            parts.append(Part(source, collection, "document", documents, id_column, texts, rows))
+        for collection, (documents, queries, judgments) in collections_of(name, args.split).items():
+            judged = pa.array(read_qrels(*judgments)["query_id"], pa.large_string())
+            for kind, files in (("query", queries), ("document", documents)):
+                id_column = "_id" if "_id" in open_files(files).column_names else "id"  # of BEIR, and of MTEB
+                dataset = open_files(files, streaming=False, columns=["text", id_column], ids=[id_column])
+                rows = np.arange(len(dataset))
+                if kind == "query":
+                    rows = rows[pc.is_in(as_texts(dataset[:][id_column], id_column, ids=True), judged)]
+                if not len(rows):
+                    raise UserError(f"--split {args.split} judges none of its queries")
+                parts.append(Part(source, collection, kind, dataset, ["text", id_column], rows))
     return parts
 
 
 def open_pairs(args):
     """Return the Parts of --pairs: each query and each document once, with the number of its first row as its id."""
     parts = []
-    if args.pairs:
-        source = f"--pairs {args.pairs[0]}"
-        with user_errors(source):
-            pairs = open_files(list(chain.from_iterable(map(list_files, args.pairs))), streaming=False)
-            columns = args.pair_columns or named_columns(pairs.column_names)[:2]
-            if len(columns) < 2:
-                raise UserError(f"choose two --pair_columns; available: {', '.join(pairs.column_names)}")
-            for kind, column in zip(["query", "document"], columns):
-                rows = np.flatnonzero(~read_column(pairs, column).to_pandas().duplicated())
-                parts.append(Part(source, args.pairs[0], kind, pairs, None, [column], rows))
+    source = " ".join(["--pairs", *args.pairs[:1]])
+    with user_errors(source):
+        files = list(chain.from_iterable(map(list_files, args.pairs)))
+        for kind, column in zip(["query", "document"], args.pair_columns):
+            pairs = open_files(files, streaming=False, columns=[column])
+            texts = as_texts(pairs[:][column], column)
+            rows = np.flatnonzero(~texts.to_pandas().duplicated())
+            parts.append(Part(source, args.pairs[0], kind, pairs, [column], rows))
     return parts
-
-
-def read_column(dataset, name):
-    """Return a column of ids or texts of a mapped Dataset."""
-    return as_texts(dataset.select_columns([name])[:][name], name, ids=True)
 
 
 # ---- words and n-grams
@@ -347,12 +290,11 @@ def hash_ngrams(words, size):
 
 @dataclass
 class Index:
-    """Hashes of n-grams of the texts of all Parts, which are numbered in order."""
+    """N-grams of the texts of all Parts, which are numbered in order."""
 
-    hashes: np.ndarray  # (m,) uint64, ascending
-    numbers: np.ndarray  # (m,) int: the text of each
-    filter: np.ndarray  # (2**bits,) bool: whether a hash begins with these bits
-    shift: np.uint64  # 64 - bits
+    hashes: pd.Index  # (m,) uint64, ascending
+    ends: np.ndarray  # (m + 1,) int: `numbers` has those of a hash from ends[place] to ends[place + 1]
+    numbers: np.ndarray  # of texts
 
 
 def make_index(parts, args):
@@ -369,11 +311,8 @@ def make_index(parts, args):
             picked.append(pick_rarest(ngrams, first + start + owners, counts[buckets], args.min_share))
         first += len(part.rows)
     picked = pd.concat(picked).sort_values("ngram")
-    hashes = picked.ngram.to_numpy()
-    bits = max(16, (16 * len(hashes)).bit_length())  # so that at most 1 of 16 other n-grams passes the filter
-    index = Index(hashes, picked.owner.to_numpy(), np.zeros(2**bits, bool), np.uint64(64 - bits))
-    index.filter[hashes >> index.shift] = True
-    return index
+    hashes, firsts = np.unique(picked["ngram"], return_index=True)
+    return Index(pd.Index(hashes), np.append(firsts, len(picked)), picked["owner"].to_numpy())
 
 
 def pick_rarest(ngrams, owners, counts, min_share):
@@ -391,7 +330,7 @@ def pick_rarest(ngrams, owners, counts, min_share):
 
 
 def find(texts, rows, parts, index, args):
-    """Yield (row, finding) of (n,) texts of training data and their rows; count the findings in `parts`."""
+    """Yield (row, finding) of (n,) texts of training data and their rows."""
     words = split_words(texts)
     numbers, candidates = find_candidates(words, rows, index, args.ngram)
     if not len(numbers):
@@ -401,21 +340,15 @@ def find(texts, rows, parts, index, args):
     first = 0
     for part in parts:
         start, stop = np.searchsorted(numbers, [first, first + len(part.rows)])
-        own_numbers = numbers[start:stop] - first
-        ids, own_texts = part.read(own_numbers)
-        own_forms = join_words(split_words(own_texts))
-        found_rows = set()
+        ids, part_texts = part.read(numbers[start:stop] - first)
+        part_forms = join_words(split_words(part_texts))
         for place, row in enumerate(candidates[start:stop].tolist()):
             row_forms = [forms[other] for other in row_places[row]]
-            found = compare(own_forms[place], row_forms, args)
-            if found:
-                kind, share, row_place = found
-                found_rows.add(row)
-                part.is_found[own_numbers[place]] = True
+            if occurrence := compare(part_forms[place], row_forms, args):
+                kind, share, row_place = occurrence
                 finding = {"collection": part.collection, "type": part.type, "id": str(ids[place]), "kind": kind}
                 row_text = texts[row_places[row][row_place]].as_py()
-                yield row, finding | {"share": share, "text": own_texts[place].as_py(), "row_text": row_text}
-        part.num_rows += len(found_rows)
+                yield row, finding | {"share": share, "text": part_texts[place].as_py(), "row_text": row_text}
         first += len(part.rows)
 
 
@@ -424,11 +357,11 @@ def find_candidates(words, rows, index, size):
 
     words: of texts, by split_words; rows: (n,) int, the row of each."""
     ngrams, owners = hash_ngrams(words, size)
-    passes = index.filter[ngrams >> index.shift]
-    ngrams = ngrams[passes]
-    rows = rows[owners[passes]]
-    first = np.searchsorted(index.hashes, ngrams, side="left")
-    sizes = np.searchsorted(index.hashes, ngrams, side="right") - first  # of the ranges of equal hashes
+    places = index.hashes.get_indexer(ngrams)  # -1: of no text
+    rows = rows[owners[places >= 0]]
+    places = places[places >= 0]
+    first = index.ends[places]
+    sizes = index.ends[places + 1] - first  # texts with the n-gram
     places = np.repeat(first - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
     pairs = np.unique(index.numbers[places] * ROWS + np.repeat(rows, sizes))
     return np.divmod(pairs, ROWS)
@@ -457,41 +390,38 @@ def ngram_set(form, size):
     return frozenset(tuple(words[i : i + size]) for i in range(len(words) - size + 1))
 
 
-# ---- errors and files (same in mine_negatives.py)
+# ---- errors
 
 
 class UserError(ValueError):
     """Something the user can fix; printed as one line, without a traceback."""
 
 
-def is_out_of_memory(error):
-    """Return whether torch could not allocate memory on a device, or of the CPU."""
-    return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "DefaultCPUAllocator" in str(error))
-
-
+# Errors of code, such as an edited function: they keep their traceback.
 BUGS = (KeyError, IndexError, TypeError, AttributeError, NameError)
+REASONS = {  # {type of an error: what is said of it}; of any other its own text
+    StopIteration: "contains no row",
+    KeyError: "there is no {}",
+    UnicodeDecodeError: "not in UTF-8: save it in that encoding, as prepare_corpus.py --encoding does ({})",
+    pd.errors.ParserWarning: "line 2 has more fields than the header: check the separator, and quote texts with it",
+    pd.errors.ParserError: "{}: check the separator, and quote texts with it",
+    datasets.table.CastError: "not all rows have the same columns: {}; prepare_corpus.py rewrites irregular rows",
+    pa.ArrowInvalid: "{}; prepare_corpus.py rewrites irregular rows",
+    Timeout: "another run is writing to it",
+}
 
 
 def reason_of(error):
-    """Return the root cause of an error in one line, with what to do about it."""
+    """Return the root cause of an error in one line."""
     while error.__cause__ and not isinstance(error, UserError):
         error = error.__cause__
     if isinstance(error, UserError):
         return str(error)
-    if isinstance(error, StopIteration):
-        return "contains no row"
-    if isinstance(error, KeyError):
-        return f"there is no {error}"
-    if isinstance(error, UnicodeDecodeError):
-        return f"not in UTF-8: save it in that encoding ({error})"
-    if isinstance(error, pd.errors.ParserWarning):
-        return "line 2 has more fields than the header: check the separator, and quote texts that contain it"
-    reason = str(error).strip() or repr(error)
-    is_irregular = isinstance(error, pa.ArrowInvalid) or "Couldn't cast" in reason
-    if isinstance(error, datasets.table.CastError):
-        reason = f"not all rows have the same columns: {error.details()}"
-    reason = " ".join(reason.split())[:500]
-    return reason + "; prepare_corpus.py rewrites irregular rows" * is_irregular
+    reason = error.details() if isinstance(error, datasets.table.CastError) else str(error).strip() or repr(error)
+    template = next((said for kind, said in REASONS.items() if isinstance(error, kind)), "{}")
+    if re.search("Couldn't cast|exist in schema|not in the dataset", reason):  # other types, or columns
+        template = REASONS[pa.ArrowInvalid]
+    return template.format(" ".join(reason.split())[:500])
 
 
 @contextmanager
@@ -502,265 +432,148 @@ def user_errors(name, *expected):
         yield
     except Exception as error:
         is_bug = isinstance(error, BUGS) and not isinstance(error, expected) and "Couldn't cast" not in str(error)
-        if is_bug or is_out_of_memory(error):  # not the data's fault, or the model's
+        if is_bug:  # not the data's fault
             raise
         reason = reason_of(error)
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
 
 
-FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".ndjson": "json",
-           ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
-UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst"
-NOT_ROWS = re.compile(r"(readme|licen[cs]e)(\.md|\.txt)?|(config|dataset_infos?|dataset_dict)\.json", re.I)
-# A word that names a split, as test, testdata, dev_set and the first one of TestSet do.
-SPLIT = re.compile(r"(?<![a-z])(train|valid|val|dev|test|eval)(?:ing|idation|uation)?(?:data|set|file)?s?(?![a-z])")
+# ---- files (same in train_bi_encoder.py)
+
+REWRITE = "rewrite it by prepare_corpus.py"
+CSV = {"keep_default_na": False, "na_values": [""], "index_col": False}  # only an empty cell is missing
+# By default pyarrow reads up to 1 GiB of a Parquet file ahead, and keeps what it has read.
+PARQUET = {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
+FORMATS = {  # {suffix: (builder of `datasets`, its options)}
+    ".parquet": ("parquet", PARQUET),
+    ".arrow": ("arrow", {}),
+    ".jsonl": ("json", {}),
+    ".json": ("json", {}),
+    ".ndjson": ("json", {}),
+    ".csv": ("csv", CSV),
+    ".tsv": ("csv", CSV | {"sep": "\t", "quoting": csv.QUOTE_NONE}),
+    ".txt": ("text", {"encoding": "utf-8-sig"}),
+}
+TEXT_TYPES = (pa.string(), pa.large_string())
+QUOTED_LINES = 10_000  # of a CSV file, in which quotes are checked
+
+
+def list_files(source):
+    """Return the files of a source, by the rules of `datasets`: a file, a glob, a URL, or ID[:config[:split]] of the
+    Hub, whose layout a folder may have. Other folders are those of save_to_disk, which list their files."""
+    path = os.path.expanduser(source)
+    if os.path.isfile(path):  # whatever its characters
+        return [os.path.abspath(path)]
+    for folder in (path, f"{path}/train"):  # of Dataset.save_to_disk, of DatasetDict.save_to_disk
+        if os.path.isfile(f"{folder}/state.json"):
+            state = json.loads(Path(folder, "state.json").read_text())
+            return [os.path.abspath(f"{folder}/{file['filename']}") for file in state["_data_files"]]
+    readme = Path(path, "README.md")
+    if os.path.isdir(path) and not (readme.exists() and "\nconfigs:" in readme.read_text(errors="replace")):
+        raise UserError(f"name its files: '{source}/*.parquet'; prepare_corpus.py reads folders")
+    if "://" in path or glob.has_magic(path) or file_suffix(path):
+        return list(datasets.load_dataset_builder("text", data_files=path).config.data_files["train"])  # of any format
+    name, *parts = [path] if os.path.isdir(path) else path.split(":")
+    check_exists(name)
+    config = parts[0] if parts else None
+    split = parts[1] if len(parts) > 1 else "train"
+    files = datasets.load_dataset_builder(name, name=config or None).config.data_files
+    if split not in files:
+        raise UserError(f"no split {split!r} with files; available: {', '.join(map(str, files))}")
+    return list(files[split])
 
 
 def file_suffix(file):
-    """Return the key of FORMATS that a file name ends in, before .gz or .zst and the query of a URL; None if there is
-    none."""
+    """Return the key of FORMATS that a file name ends in, before .gz or .zst and the query of a URL, or None."""
     name = file.partition("?")[0] if file.startswith(("http://", "https://")) else file
     suffix = Path(name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
     return suffix if suffix in FORMATS else None
 
 
-def check_exists(name):
-    """Raise UserError if `name` is not on disk and cannot be a Hub id: NAME or ORG/NAME, without a folder ORG here."""
-    may_be_id = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not os.path.isdir(os.path.dirname(name))
-    if not (may_be_id or "://" in name or os.path.exists(name)):
-        raise UserError("no such file or folder")
-
-
-@lru_cache
-def warn_once(line):
-    """Print a warning on the main process, however often it is given."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"warning: {line}", file=sys.stderr)
-
-
-def list_files(source):
-    """Return the files of a path, folder, glob, URL, Hub id or ID:config:split. What is on disk comes first, by its
-    name, whatever its characters; choose_files says which files of a folder are read."""
-    path = os.path.expanduser(source)
-    folder = os.path.join(path, "")
-    if os.path.isfile(path):
-        if not file_suffix(path):
-            raise UserError(UNSUPPORTED)
-        return [path]
-    readme = Path(folder, "README.md")
-    has_configs = readme.exists() and "\nconfigs:" in readme.read_text(errors="replace")  # the Hub's layout
-    if os.path.isdir(path) and not has_configs:
-        return choose_files(source, walk(path, set()), folder)
-    if matches := list(filter(os.path.isfile, glob.glob(path, recursive=True))):
-        constant = os.path.dirname(re.split(r"[*?[]", path)[0])
-        return choose_files(source, matches, os.path.join(constant, ""), is_pattern=True)
-    if file_suffix(path):
-        if "://" not in path:  # a missing file is not looked for on the Hub
-            raise UserError("no such file")
-        return list(datasets.load_dataset_builder("text", data_files=path).config.data_files["train"])  # of any format
-    if "://" in path and not path.startswith("hf:"):  # a folder of an object store
-        fs, root = fsspec.core.url_to_fs(path)
-        return choose_files(source, map(fs.unstrip_protocol, fs.find(root)), f"{fs.unstrip_protocol(root)}/")
-    return files_of_split(path)
-
-
-def files_of_split(name):
-    """Return the files of ID:config:split or, of a Hub id or a folder in its layout, those of the split train."""
-    config = None
-    split = "train"
-    if not os.path.isdir(name) and name.count(":") == 2:
-        name, config, split = name.split(":")
-    check_exists(name)
-    files = datasets.load_dataset_builder(name, name=config or None).config.data_files
-    if not files.get(split):
-        raise UserError(f"no split {split!r} with files; available: {', '.join(map(str, files)) or 'none'}")
-    if not file_suffix(files[split][0]):
-        raise UserError(f"{files[split][0]}: {UNSUPPORTED}")
-    return list(files[split])
-
-
-def walk(folder, seen):
-    """Yield the files below a folder, also where links lead, but not the caches that map() adds to a folder of
-    Dataset.save_to_disk; seen: the folders so far, none of which is read again."""
-    real = os.path.realpath(folder)
-    names = [] if real in seen else os.listdir(folder)
-    if {"state.json", "dataset_info.json"} <= {*names}:
-        state = json.loads(Path(folder, "state.json").read_text())
-        names = [file["filename"] for file in state["_data_files"]]
-    for name in names:
-        seen.add(real)
-        path = os.path.join(folder, name)
-        if os.path.isdir(path):
-            yield from walk(path, seen)
-        else:
-            yield path
-
-
-def is_other_split(name):
-    """Return whether a path within a folder names another split than train, as test/x.parquet, split=dev/x.parquet or
-    TestSet.csv; the first of its parts that names a split decides."""
-    for part in name.split("/"):
-        if splits := SPLIT.findall(re.sub("([a-z])([A-Z])", r"\1 \2", part).lower()):
-            return "train" not in splits
-    return False
-
-
-def choose_files(source, files, root, is_pattern=False):
-    """Return those of the files below `root` that are read: of the most frequent format, neither hidden nor compressed
-    copies and, unless they match a pattern, not of another split than train. Print which are not, and why."""
-    found = defaultdict(list)  # {format, or why a file is not read: names}
-    names = {file.removeprefix(root) for file in files}
-    for name in sorted(names):
-        is_hidden = name.startswith((".", "_")) or "/." in name or "/_" in name
-        kind = FORMATS.get(file_suffix(name), "unknown format")
-        if NOT_ROWS.fullmatch(os.path.basename(name)) or (is_hidden and kind not in FORMATS.values()):
-            continue
-        if name.startswith("_delta_log/"):
-            raise UserError("a table of Delta Lake, with rows that it no longer has: export it as Parquet, read that")
-        if is_hidden:
-            kind = "hidden"
-        elif name.endswith((".gz", ".zst")) and name.rpartition(".")[0] in names:
-            kind = "compressed copy"
-        elif is_other_split(name) and not is_pattern:
-            kind = "another split"
-        found[kind].append(name)
-    formats = [kind for kind in found if kind in FORMATS.values()]
-    chosen = max(formats, key=lambda kind: len(found[kind]), default=None)
-    others = [f"{len(found[kind]):,} {kind} ({', '.join(found[kind][:3])})" for kind in found if kind != chosen]
-    if not chosen:
-        raise UserError("; ".join(["no file to read", *others]))
-    if others:
-        warn_once(f"{source}: files that are not read: {'; '.join(others)}")
-    return [root + name for name in found[chosen]]
-
-
-def exact(file):
-    """Return the pattern that `datasets` resolves to this file alone."""
-    if file.startswith(("http://", "https://")):  # a "?" begins a query there
-        return file
-    return glob.escape(file if "://" in file else os.path.abspath(file))
-
-
-def open_files(files, streaming=True, columns=None, labels=(), optional=(), ids=()):
-    """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables of `columns`; None: of
-    all that `datasets` can hold. Cells of CSV and TSV are texts, as written. labels: columns of which whole numbers
-    and decimals are read as floats, as others may follow; ids: columns of which whole numbers are read as texts;
-    optional: columns that the files may lack."""
-    suffix = file_suffix(files[0])
-    kind = FORMATS[suffix]
-    formats = {(FORMATS[file_suffix(file)], file_suffix(file) == ".tsv") for file in files}
-    if len(formats) > 1:
-        raise UserError("has files of several formats: write all of them in one")
-    folders = {os.path.dirname(file) for file in files}
-    if len(folders) > 1 and any("=" in name for name in folders):
-        warn_once(f"{files[0]}: folders KEY=VALUE are not read as columns; prepare_corpus.py does so")
-    options = {"split": "train", "writer_batch_size": 20_000}  # a mapped table lists its record batches: few, large
-    if kind == "csv":
-        files = [file for file in files if not os.path.isfile(file) or os.path.getsize(file)] or files
-        options |= csv_options(suffix)
-    if kind == "text":
-        options["encoding"] = "utf-8-sig"
-    if kind == "parquet":  # else pyarrow reads up to 1 GiB ahead, and keeps what it has read of a file
-        options |= {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
-    load = partial(datasets.load_dataset, kind, data_files=list(map(exact, files)), **options)
-    if kind == "parquet":
-        inferred = parquet_schema(files[0], columns)
-        load = partial(load, columns=inferred.names)
-    else:
-        inferred = next(load(streaming=True).with_format("arrow").iter(1)).schema
-    schema = plain_schema(inferred, kind, columns or [], labels, ids)
-    if len(files) > 1 and kind in ("parquet", "csv") and (not columns or {*optional} - {*schema.names}):
-        check_other_files(files, columns, optional)
+def open_files(files, streaming=True, columns=None, ids=()):
+    """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables of `columns`: texts,
+    numbers, or lists of them; None: of all columns, of any type. ids: columns of which whole numbers are texts."""
+    formats = [FORMATS.get(file_suffix(file)) for file in files]
+    if not files or None in formats or any(other != formats[0] for other in formats):
+        advice = f"name those of one format by a glob, or {REWRITE}"
+        raise UserError(f"is not all of one format, of {' '.join(FORMATS)} (.gz and .zst, too): {advice}")
+    kind, options = formats[0]
+    if options is CSV:
+        for file in files:
+            check_quotes(file)
+    patterns = [file if file.startswith(("http://", "https://")) else glob.escape(file) for file in files]
+    load = partial(datasets.load_dataset, kind, data_files=patterns, split="train", **options)
     dataset = None
-    if schema != inferred or kind == "parquet":
-        load = partial(load, features=datasets.Features.from_arrow_schema(schema))
-    elif kind == "arrow" and not streaming:
-        with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped in place, anything else copied below
+    if kind == "arrow" and not streaming:
+        with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped in place, anything else copied
             dataset = datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in files])
-    if not (dataset or streaming):  # else a table of other files with the same names and times may be in the cache
-        load = partial(load, name=data_fingerprint(files))
-    dataset = (dataset or load(streaming=streaming)).with_format("arrow")
-    if columns:
-        present = dataset.column_names or schema.names
-        dataset = dataset.select_columns([name for name in columns if name in present or name not in optional])
-    return dataset
+    if dataset is None:
+        features = read_features(load, kind, files, columns, ids)
+        load = partial(load, features=features, streaming=streaming)
+        if kind == "parquet":
+            load = partial(load, columns=list(features))
+        if not streaming:  # else a table of other files with the same names and times may be in the cache
+            load = partial(load, name=data_fingerprint(files), writer_batch_size=20_000)  # few record batches to list
+        dataset = load()
+    for part in dataset.features.arrow_schema:
+        if part.name in (columns or []) and not is_plain(part.type):
+            raise UserError(f"column {part.name!r} has {part.type}, not texts, numbers or lists of them: {REWRITE}")
+    return (dataset.select_columns(columns) if columns else dataset).with_format("arrow")
 
 
-def check_other_files(files, columns, optional):
-    """Raise UserError if another file of Parquet or CSV has a column of `optional` that the first, whose columns are
-    those of all, has not. Without `columns`, warn of any such column."""
-    with ThreadPoolExecutor() as pool:  # files may be remote
-        first, *others = pool.map(column_names, files)
-    for file, names in zip(files[1:], others):
-        for name in [name for name in named_columns(names) if name not in first]:
-            found = f"{file} has the column {name!r}, {files[0]} has not"
-            if name in optional:
-                raise UserError(f"{found}: give each kind a source of its own, or the column to all")
-            if not columns:
-                return warn_once(f"{found}: it is not read")
+def check_quotes(file):
+    """Raise UserError if a quote within the first lines of a CSV file does not match: pandas takes all rows up to the
+    next one for a part of the field."""
+    csv.field_size_limit(2**31 - 1)
+    with fsspec.open(file, "rt", compression="infer", encoding="utf-8", errors="replace", newline="") as lines:
+        reader = csv.reader(islice(lines, QUOTED_LINES), strict=True)
+        try:
+            deque(reader, maxlen=0)
+        except csv.Error as error:
+            if reader.line_num < QUOTED_LINES:  # else a field goes on
+                raise UserError(f"{file}: line {reader.line_num}: {error}: double the quotes of a text") from error
 
 
-def column_names(file):
-    """Return the names of the columns of a file of Parquet, CSV or TSV."""
-    suffix = file_suffix(file)
-    if suffix == ".parquet":
-        return parquet_schema(file, None).names
-    with fsspec.open(file, "rt", encoding="utf-8-sig", compression="infer") as source:
-        return [*pd.read_csv(source, nrows=0, **csv_options(suffix))]
+def read_features(load, kind, files, columns, ids):
+    """Return the Features that files are read as: those of the first rows of all, in the order of their names; of
+    Parquet and CSV for `columns` alone, if they are given, as no others are read."""
+    warnings.simplefilter("error", pd.errors.ParserWarning)  # the first row of CSV has more fields than the header
+    if kind == "parquet":
+        with xopen(min(files), "rb") as file:
+            schema = pq.read_schema(file)
+    else:
+        by_name = load(streaming=True, data_files=sorted(load.keywords["data_files"]))
+        schema = next(by_name.with_format("arrow").iter(1)).schema
+    if kind in ("parquet", "csv") and columns:
+        schema = pa.schema([part for part in schema if part.name in columns], schema.metadata)
+    types = {}
+    for part in datasets.Features.from_arrow_schema(schema).arrow_schema:
+        types[part.name] = pa.string() if kind == "csv" else plain_type(part.type, part.name in ids)
+    return datasets.Features.from_arrow_schema(pa.schema(types))
 
 
-def parquet_schema(file, columns):
-    """Return the schema of `columns` of a Parquet file; None, or one that is missing: of all that `datasets` holds."""
-    with xopen(file, "rb") as source:
-        schema = pq.read_schema(source)
-    kept = {}
-    for part in schema:
-        with suppress(ValueError):  # of a map, a list view and others
-            datasets.Features.from_arrow_schema(pa.schema([part]))
-            kept[part.name] = part
-    if columns and kept.keys() >= set(columns):
-        kept = {name: kept[name] for name in columns}
-    return datasets.Features.from_arrow_schema(pa.schema(kept.values(), schema.metadata)).arrow_schema
-
-
-def csv_options(suffix):
-    """Return the options by which `datasets` reads CSV or TSV as it is written: only an empty cell is missing, and TSV
-    has no quotes."""
-    warnings.simplefilter("error", pd.errors.ParserWarning)  # the first row has more fields than the header
-    options = {"keep_default_na": False, "na_values": [""], "index_col": False}
-    return options | ({"sep": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {})
-
-
-def plain_schema(inferred, kind, columns, labels, ids):
-    """Return the schema that files of a format are read as; `inferred`: that of their first rows."""
-    schema = []
-    for part in inferred:
-        value = part.type
-        while is_list(value):
-            value = value.value_type
-        if kind == "json" and pa.types.is_temporal(value) and part.name in columns:
-            problem = "texts like 2020-01-01, which would become other texts: rewrite the file by prepare_corpus.py"
-            raise UserError(f"column {part.name!r} has {problem}")
-        as_float = part.name in labels and kind != "arrow"  # of which a file is mapped as it is
-        as_text = part.name in ids and kind != "arrow"
-        schema.append((part.name, pa.string() if kind == "csv" else plain_type(part.type, as_float, as_text)))
-    return pa.schema(schema)
-
-
-def plain_type(kind, as_float=False, as_text=False):
-    """Return the Arrow type that a column is read as: text where the first rows are null; string and list where `take`
-    or `datasets` cannot handle the type; as_float: float64 instead of integers, decimals and booleans; as_text: string
-    instead of integers."""
-    if is_list(kind):
+def plain_type(kind, is_id):
+    """Return the Arrow type that a column is read as, by that of its first rows: "007" may follow the id 7, a text
+    null, and a label of 0.5 true."""
+    if is_list(kind):  # a large one as it is: `datasets` would give values below a null list to the next row
         wrap = pa.large_list if pa.types.is_large_list(kind) else pa.list_
-        return wrap(plain_type(kind.value_type, as_float, as_text))
-    if pa.types.is_struct(kind):
-        return pa.struct([part.with_type(plain_type(part.type)) for part in kind])
-    if as_text and pa.types.is_integer(kind):
+        return wrap(plain_type(kind.value_type, is_id))
+    if is_id and pa.types.is_integer(kind):
         return pa.string()
-    if as_float and (pa.types.is_integer(kind) or pa.types.is_decimal(kind) or pa.types.is_boolean(kind)):
-        return pa.float64()
-    return pa.string() if kind in (pa.null(), pa.string_view()) else kind
+    return {pa.null(): pa.string(), pa.bool_(): pa.float64()}.get(kind, kind)
+
+
+def is_list(kind):
+    """Return whether an Arrow type is one of lists."""
+    return isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
+
+
+def is_plain(kind):
+    """Return whether an Arrow type is one of texts or numbers, or of lists of them."""
+    if is_list(kind):
+        return is_plain(kind.value_type)
+    is_number = pa.types.is_primitive(kind) or pa.types.is_decimal(kind)
+    return kind in TEXT_TYPES or (is_number and not pa.types.is_temporal(kind))
 
 
 def data_fingerprint(files):
@@ -776,72 +589,136 @@ def data_fingerprint(files):
     return digest.hexdigest()[:16]
 
 
-def named_columns(names):
-    """Return the names of columns but those that pandas gives to an index, which are no default."""
-    return [name for name in names if not re.fullmatch(r"Unnamed: \d+|__index_level_\d+__", name)]
+def check_exists(name):
+    """Raise UserError if `name` is not on disk and cannot be a Hub id: NAME or ORG/NAME, without a folder ORG here."""
+    may_be_id = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not os.path.isdir(os.path.dirname(name))
+    if not (may_be_id or "://" in name or os.path.exists(name)):
+        raise UserError("no such file or folder")
 
 
-def is_list(kind):
-    """Return whether an Arrow type is one of lists."""
-    return isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
+# ---- judgments and collections (same in eval_incremental.py)
+
+PAIR = ["query_id", "doc_id"]  # columns that identify a row of a ranking or of judgments
+JUDGMENT_NAMES = [  # of the columns of query, document and grade, in small letters and without what separates words
+    ("queryid", "qid", "query", "topicid", "topic"),
+    ("corpusid", "documentid", "docid", "docno", "document", "doc", "passageid", "pid"),
+    ("score", "relevance", "rel", "grade", "label"),
+]
+UNREAD = ("top_ranked", "instruction")  # parts of a collection: all documents are ranked, and texts as they are
 
 
-# ---- columns and collections (same in mine_negatives.py)
+def name_unread(source, names):
+    """Print what of a source is not read."""
+    if names and os.environ.get("RANK", "0") == "0":
+        print(f"{source}: not read: {', '.join(names)}", file=sys.stderr)
 
 
 def as_texts(column, name, ids=False):
-    """Return a column of texts, or of `ids`, as large_string; null where there is none."""
-    kind = column.type
-    advice = None
-    if isinstance(kind, pa.JsonType) or pa.types.is_temporal(kind):  # of several types, or of texts like dates
-        advice = "rewrite it by prepare_corpus.py"
-    elif pa.types.is_nested(kind):
-        advice = "write its texts as a column of their own; Dataset.flatten() of `datasets` does so for structs"
-    elif ids and pa.types.is_floating(kind) and (pc.max(pc.abs(column)).as_py() or 0) >= 2**53:
-        advice = "large whole numbers, rounded: rewrite it by prepare_corpus.py"
-    elif pa.types.is_primitive(kind) and not ids:
-        advice = f"choose other columns or, to train on it, set --label_column {name}"
-    if advice:
-        raise UserError(f"column {name!r} holds {str(kind)[:100]}, not texts: {advice}")
-    texts = column.cast(pa.large_string())
-    if pc.any(pc.match_substring_regex(texts, r"""^(\["|\['|\{")""")).as_py():  # as `datasets` does after texts
-        warn_once(f"column {name!r} has lists or objects that were written as texts: give all rows one type")
-    return texts
+    """Return a column of texts, or of `ids`, which may be whole numbers, as large_string; null where there is none."""
+    if not (column.type in TEXT_TYPES or (ids and pa.types.is_integer(column.type))):
+        raise UserError(f"column {name!r} holds {str(column.type)[:100]}, not texts: {REWRITE}")
+    return column.cast(pa.large_string())
+
+
+def read_qrels(*sources):
+    """Return a DataFrame (query_id, doc_id, relevance) of a file of judgments, or of a source in the layouts of the
+    Hub. Raise UserError if there are several files."""
+    with user_errors(f"--qrels {sources[0]}"):
+        file, *more = chain.from_iterable(map(list_files, sources))
+        if more:
+            raise UserError(f"has {1 + len(more)} files: give one, with all judgments")
+        if file_suffix(file) in (".parquet", ".arrow", ".jsonl", ".json", ".ndjson", ".csv"):
+            frame = table_of_judgments(file)
+        else:  # with or without a header
+            frame = pd.concat(trec_parts(file, "qrels"))
+        if not (frame["score"] % 1 == 0).all():
+            raise UserError("a grade is not a whole number")
+        return frame.astype({"score": int}).rename(columns={"score": "relevance"})
+
+
+def judgment_columns(names):
+    """Return the names of the columns of query, document and grade (without one, all are relevant) among those of a
+    table; None if these are no such names, as those of a first line that is no header."""
+    plain = {re.sub(r"[^a-z]", "", name.lower()): name for name in names}
+    found = [next((plain[name] for name in known if name in plain), None) for known in JUDGMENT_NAMES]
+    return list(filter(None, found)) if found[0] and found[1] and (found[2] or len(names) == 2) else None
+
+
+def table_of_judgments(file):
+    """Return a DataFrame (query_id, doc_id, score) of a file with names of columns."""
+    names = open_files([file]).column_names
+    if "positive-corpus-ids" in names:  # lists, beside the ranking of BM25: NanoBEIR's first form
+        names = ["query-id", "positive-corpus-ids"]
+    else:
+        columns = judgment_columns(names)
+        if not columns:
+            raise UserError(f"its columns must be query-id, corpus-id and score, not {', '.join(names)}")
+        names = columns
+    table = open_files([file], streaming=False, columns=names, ids=names[:2])[:]
+    table.validate(full=True)
+    frame = table.to_pandas().set_axis([*PAIR, "score"][: len(names)], axis=1).explode("doc_id")
+    for name in PAIR:
+        frame[name] = as_texts(pa.array(frame[name]), name, ids=True).to_numpy(zero_copy_only=False)
+    return frame.assign(score=pd.to_numeric(frame["score"]) if "score" in frame else 1)
+
+
+def trec_parts(path, name):
+    """Yield DataFrames (query_id, doc_id, score) of 2**19 lines of a TREC run (name "run"), or of judgments ("qrels"):
+    of TREC or BEIR or, by the names of a header, with columns in any order."""
+    columns = {6: [0, 2, 4]} if name == "run" else {3: [0, 1, 2], 4: [0, 2, 3]}
+    options = {"header": None, "dtype": str, "quoting": csv.QUOTE_NONE, "keep_default_na": False, "chunksize": 2**19}
+    with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
+        line = file.readline().rstrip("\r\n")
+        header = line.split("\t" if "\t" in line else None)
+        named = judgment_columns(header) if name == "qrels" else None
+        if named:
+            columns = {len(header): [header.index(part) for part in named]}
+        else:
+            file.seek(0)
+        by_tabs = line.count("\t") + 1 in columns  # then ids may contain spaces
+        for frame in pd.read_csv(file, sep="\t" if by_tabs else r"\s+", **options):
+            fields = frame.shape[1]
+            if fields not in columns:
+                raise UserError(f"has {fields} fields per line, not {' or '.join(map(str, columns))}")
+            frame = frame[columns[fields]].set_axis([*PAIR, "score"][: len(columns[fields])], axis=1)
+            scores = pd.to_numeric(frame.get("score", pd.Series(1, frame.index)), errors="coerce")
+            if not np.isfinite(scores).all():
+                line = (~np.isfinite(scores)).idxmax()
+                found = f"line {line + 1 + bool(named)} has no finite score: {' '.join(frame.loc[line])}"
+                raise UserError(f"{found}; a header has query-id, corpus-id and score" if line == 0 else found)
+            yield frame.assign(score=scores)
 
 
 def find_splits(name):
     """Return {split: files} of the documents, of the queries and of the judgments of a folder or Hub id in the layout
     of BEIR, NanoBEIR or MTEB. NAME:fr has the configurations fr-corpus, fr-queries and fr-qrels."""
+    if os.path.exists(f"{name}/corpus.jsonl"):
+        judgments = defaultdict(list)  # {split: files}
+        for file in filter(file_suffix, map(str, sorted(Path(name, "qrels").glob("*")))):
+            judgments[Path(file).name.partition(".")[0]].append(file)
+        name_unread(name, [part for part in os.listdir(name) if part.startswith(UNREAD)])
+        return [{"all": [f"{name}/corpus.jsonl"]}, {"all": [f"{name}/queries.jsonl"]}, judgments]
     source = name
     prefix = ""
     if not os.path.isdir(name) and ":" in name:
         source, _, language = name.rpartition(":")
         prefix = f"{language}-"
-    if os.path.exists(f"{name}/corpus.jsonl"):
-        configs = os.listdir(name)
-        judgments = defaultdict(list)  # {split: files}
-        for file in filter(file_suffix, map(str, sorted(Path(name, "qrels").glob("*")))):
-            judgments[Path(file).name.partition(".")[0]].append(file)
-        splits = [{"all": [f"{name}/corpus.jsonl"]}, {"all": [f"{name}/queries.jsonl"]}, judgments]
-    else:
-        check_exists(source)
-        configs = datasets.get_dataset_config_names(source)
-        if not {f"{prefix}corpus", f"{prefix}queries"} <= set(configs):
-            languages = [config.removesuffix("-corpus") for config in configs if config.endswith("-corpus")]
-            if languages:
-                raise UserError(f"give one of its languages, as {source}:{languages[0]}: {', '.join(languages)}")
-            raise UserError("neither a file corpus.jsonl nor configurations corpus and queries")
-        judged = [config for config in ("qrels", "default", "relevance") if f"{prefix}{config}" in configs]
-        parts = [(source, f"{prefix}{config}") for config in ("corpus", "queries", *judged[:1])]
-        if not judged:  # those of BEIR lie in a repository of their own
-            parts.append((f"{source}-qrels", None))
-        splits = []
-        for part in parts:
-            files = datasets.load_dataset_builder(*part).config.data_files
-            splits.append({str(split): list(files[split]) for split in files if files[split]})
-    candidates = any(config.startswith(f"{prefix}top_ranked") for config in configs)
-    if candidates and os.environ.get("RANK", "0") == "0":
-        print(f"warning: {name}: all documents are ranked, not only those of top_ranked", file=sys.stderr)
+    check_exists(source)
+    configs = datasets.get_dataset_config_names(source)
+    if not {f"{prefix}corpus", f"{prefix}queries"} <= set(configs):
+        languages = [config.removesuffix("-corpus") for config in configs if config.endswith("-corpus")]
+        if languages:
+            raise UserError(f"give one of its languages, as {source}:{languages[0]}: {', '.join(languages)}")
+        raise UserError("neither a file corpus.jsonl nor configurations corpus and queries")
+    name_unread(name, [config for config in configs if config.removeprefix(prefix).startswith(UNREAD)])
+    judged = [config for config in ("qrels", "default", "relevance") if f"{prefix}{config}" in configs]
+    parts = [(source, f"{prefix}{config}") for config in ("corpus", "queries", *judged[:1])]
+    if not judged:  # those of BEIR lie in a repository of their own
+        parts.append((f"{source}-qrels", None))
+    splits = []
+    for part in parts:
+        files = datasets.load_dataset_builder(*part).config.data_files
+        splits.append({str(split): list(files[split]) for split in files if files[split]})
     return splits
 
 
@@ -865,12 +742,6 @@ def collections_of(name, split):
             files.append(splits[wanted])
         collections[f"{name}/{part}" if len(documents) > 1 else name] = (*files, judgments[part])
     return collections
-
-
-def usual_columns(names, available):
-    """Return the `names` of columns as a table has them: a title is optional, and MTEB's `id` stands for `_id`."""
-    ids = {"_id": "id"} if "_id" not in available and "id" in available else {}
-    return [ids.get(name, name) for name in names if name in available or name != "title"]
 
 
 # ---- command line

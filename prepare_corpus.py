@@ -1,7 +1,7 @@
-"""Convert any table to sharded, memory-mappable files; with no arguments, make the demo corpus and its models.
+"""Make any files regular, as the other scripts read them; with no arguments, make the demo corpus and its models.
 
     python prepare_corpus.py      # the demo: data/python_code, from the source files of this Python installation
-    python prepare_corpus.py logs/*.jsonl.zst --output_dir data/logs --columns query clicked
+    python prepare_corpus.py logs --output_dir data/logs --columns query clicked.title
     python prepare_corpus.py s3://bucket/pairs --output_dir data/pairs --filter "[('score', '>', 0.5)]"
     python prepare_corpus.py --ir_dataset beir/scifact --output_dir data/scifact
     python prepare_corpus.py data/pairs --length_report --model_name_or_path BAAI/bge-small-en-v1.5
@@ -11,11 +11,12 @@ never contains a docstring, so a match has to come from names and logic.
 Output of the demo: {train,heldout}/{stdlib,packages}-*.parquet, corpus.json (files, pairs), and untrained models with
 their own tokenizers: bi_encoder/ (static embeddings), cross_encoder/ (a small BERT). Whole files are held out; train
 shares no docstring or code with them. Existing output is kept; --overwrite rebuilds it.
-Output of a conversion: data-*.arrow or .parquet, which `datasets` maps. Columns missing in a file or row are null.
-JSON is read twice, first to find types that fit every row: text where numbers and texts are mixed. Columns of CSV and
-TSV are texts, as they are written. Folders KEY=VALUE of a path are columns; a lone surrogate of JSON becomes U+FFFD.
---output_dir may be a URL of fsspec, such as s3://bucket/pairs: what is written to a temporary folder is copied there.
-Output of --ir_dataset: a BEIR folder and triples of ids. Left out: types set by hand, shuffling.
+Output of a conversion: data-*.arrow or .parquet, with columns of texts, numbers and lists of them; lines say which
+files were read, and what was changed. Of a folder, files of the most frequent format are read, at any depth. What a
+file or row lacks is null. Of objects, each field becomes a column, A.B. JSON is read twice, first to find types that
+fit every row: lists where texts stand beside lists, text where numbers and texts are mixed. Dates and columns of CSV
+become texts, as they are written. Folders KEY=VALUE are columns; a lone surrogate of JSON becomes U+FFFD.
+Output of --ir_dataset: a BEIR folder and triples of ids. Left out: types set by hand, shuffling, remote outputs.
 """
 
 # /// script
@@ -40,7 +41,6 @@ import re
 import shutil
 import sys
 import sysconfig
-import tempfile
 import warnings
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
@@ -48,6 +48,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from itertools import chain, islice, product
 from pathlib import Path
+from urllib.parse import unquote
 
 import datasets
 import fsspec
@@ -59,7 +60,7 @@ import pyarrow.parquet as pq
 from datasets.utils.file_utils import xopen
 from fsspec.compression import compr
 from fsspec.utils import infer_compression
-from pyarrow.dataset import HivePartitioning, OrcFileFormat, ParquetFileFormat, get_partition_keys
+from pyarrow.dataset import OrcFileFormat, ParquetFileFormat
 from tqdm import tqdm
 
 DEMO = "data/python_code"
@@ -75,7 +76,7 @@ def parse_args(argv):
     option("sources", nargs="*", metavar="SOURCE",
            help="Parquet, ORC, Arrow, JSON, CSV, text: path, glob, folder, URL, Hub id (default: demo)")  # fmt: skip
     option("--output_dir", metavar="DIR",
-           help=f"new folder or URL for the shards (default: {DEMO}; for reports: runs/lengths)")  # fmt: skip
+           help=f"new folder for the shards (default: {DEMO}; for reports: runs/lengths)")  # fmt: skip
     option("--overwrite", action="store_true", help="replace a non-empty --output_dir, when the new one is complete")
     option("--columns", nargs="+", action="extend", metavar="C", help="columns to keep, in this order (default: all)")
     option(
@@ -83,6 +84,7 @@ def parse_args(argv):
         metavar="F",
         help="rows to keep, a pyarrow filter: \"[('lang', 'in', ['en', 'de'])]\"; of CSV, compare texts",
     )
+    option("--encoding", default="utf-8-sig", metavar="E", help="of JSON, CSV, text: cp1252, ... (default: UTF-8)")
     option("--format", choices=["arrow", "parquet"], default="arrow", help="arrow: mapped as it is; parquet: smaller")
     option("--rows_per_shard", type=int, default=1_000_000, help="maximum rows per file")
     option("--ir_dataset", metavar="NAME", help="collection of ir_datasets to convert, such as beir/scifact")
@@ -99,8 +101,9 @@ def parse_args(argv):
         parser.error("--columns and --filter require SOURCE; --ir_dataset excludes SOURCE")
     if (args.ir_dataset or args.sources) and not (args.output_dir or args.length_report):
         parser.error("SOURCE and --ir_dataset require --output_dir")
-    if "://" in (args.output_dir or "") and (args.length_report or not (args.sources or args.ir_dataset)):
-        parser.error("--output_dir: must be a local folder for --length_report and the demo")
+    if "://" in (args.output_dir or ""):
+        copy = f"aws s3 cp --recursive FOLDER {args.output_dir}"
+        parser.error(f"--output_dir {args.output_dir}: must be a local folder; copy it when it is complete: {copy}")
     return args
 
 
@@ -113,9 +116,6 @@ def main(args):
     if args.length_report:
         report_lengths(args, Path(args.output_dir or "runs/lengths"))
         return
-    if "://" in (args.output_dir or ""):
-        write_remote_output(args)
-        return
     is_demo = not (args.sources or args.ir_dataset)
     output = Path(args.output_dir or DEMO).resolve()
     is_kept = is_demo and (output / "corpus.json").exists() and not args.overwrite
@@ -127,28 +127,14 @@ def main(args):
         with new_folder(output) as part:
             write_output(part, args)
     print(f"output: {output}")
-
-
-def write_remote_output(args):
-    """Write a collection or converted sources to a temporary folder, and copy it to the URL --output_dir."""
-    with user_errors(f"--output_dir {args.output_dir}"):
-        fs, path = fsspec.core.url_to_fs(args.output_dir)
-        exists = bool(fs.exists(path) and fs.find(path))
-    if exists and not args.overwrite:
-        raise UserError(f"--output_dir {args.output_dir}: is not empty; choose another, or set --overwrite")
-    with tempfile.TemporaryDirectory() as folder:
-        write_output(Path(folder), args)
-        with user_errors(f"--output_dir {args.output_dir}"):
-            if exists:
-                fs.rm(path, recursive=True)
-            fs.put(f"{folder}/", f"{path}/", recursive=True)
-    print(f"output: {args.output_dir}")
+    if args.sources:
+        print(f"to train on it: --train_data '{output}/*.{args.format}' --columns QUERY POSITIVE ...")
 
 
 def write_output(folder, args):
     """Write a collection, converted sources, or the demo corpus into an empty folder."""
     if args.ir_dataset:
-        with user_errors(f"--ir_dataset {args.ir_dataset}", KeyError):
+        with errors_of(f"--ir_dataset {args.ir_dataset}", KeyError):
             save_collection(args.ir_dataset, folder)
     elif args.sources:
         convert(args, folder)
@@ -285,7 +271,7 @@ def save_models(folder):
     """Save untrained bi_encoder/ and cross_encoder/ for the demo corpus in `folder`."""
     tables = chain.from_iterable(read_columns(str(shard)) for shard in sorted(folder.glob("train/*.parquet")))
     texts = []
-    for columns in islice(tables, 100):  # of up to 1,000 rows
+    for _, columns in islice(tables, 100):  # of up to 1,000 rows
         for column in columns.values():
             texts += column.to_pylist()
     save_bi_encoder(folder / "bi_encoder", texts)
@@ -367,107 +353,197 @@ def convert(args, folder):
     if not rows:
         condition = f" passes --filter {args.filter!r}" if args.filter else ""
         raise UserError(f"{args.sources[0]}: no row{condition}")
-    types = ", ".join(f"{field.name}: {field.type}" for field in schema)
-    print(f"{rows:,} rows of {types}")
+    print(f"{rows:,} rows of {', '.join(f'{field.name} ({field.type})' for field in schema)}")
 
 
 def open_tables(args):
     """Return the schema of the rows of args.sources that pass args.filter, and an iterator of tables of them."""
     files = []
     for source in args.sources:
-        with user_errors(source):
-            files += list_files(source)
+        with errors_of(source):
+            files += files_of(source)
+            refuse_delta(files)
     keep = None
     tested = set()
     if args.filter:
-        with user_errors(f"--filter {args.filter!r}"):
+        with errors_of(f"--filter {args.filter!r}"):
             keep = pq.filters_to_expression(ast.literal_eval(args.filter))
             nodes = ast.walk(ast.parse(args.filter))
-            tested = {node.value for node in nodes if isinstance(node, ast.Constant)}  # columns, and values
-    partitioning = hive_partitioning(files)
-    schema = common_schema(files, partitioning, args.columns and {*args.columns, *tested})
-    columns = list(dict.fromkeys(args.columns or schema.names))
+            tested = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}  # columns, and values
+    types = common_types(files, args.encoding, args.columns and {*args.columns, *tested})
+    fields = {}
+    for name, kind in types.items():
+        for part, values in flatten(name, pa.array([], kind)):
+            fields[part] = values.type
+    columns = list(dict.fromkeys(args.columns or fields))
     for name in columns:
-        if name not in schema.names:
-            raise UserError(f"--columns {name}: the columns are: {', '.join(schema.names)}")
+        if name not in fields:
+            raise UserError(f"--columns {name}: the columns are: {', '.join(fields)}")
     # only columns that are written or in the filter are read; the others may be of any type
-    schema = pa.schema([field for field in schema if field.name in {*columns, *tested}])
+    schema = pa.schema([(name, kind) for name, kind in fields.items() if name in {*columns, *tested}])
     empty = schema.empty_table()
     if args.filter:
-        with user_errors(f"--filter {args.filter!r}", *BUGS):
+        with errors_of(f"--filter {args.filter!r}", *BUGS):
             empty.filter(keep)  # raises if it does not fit the columns
-    return empty.select(columns).schema, read_tables(files, partitioning, schema, keep, columns)
+    tables = read_tables(files, args.encoding, types, schema, keep)
+    return empty.select(columns).schema, (table.select(columns) for table in tables)
 
 
-def hive_partitioning(files):
-    """Return the partitioning that reads columns from the names KEY=VALUE of the files' folders: int32 where all
-    values of a key are whole numbers without zeros before them, else text."""
-    values = defaultdict(set)
-    for file in files:
-        for key, value in re.findall(r"([^/=]+)=([^/]*)/", Path(file).as_posix()):
-            values[key].add(value)
+def is_of(name, columns):
+    """Return whether a column of the files is one of `columns`, or has one of them as a field; None: of all."""
+    return columns is None or any(column == name or column.startswith(f"{name}.") for column in columns)
+
+
+def common_types(files, encoding, requested):
+    """Return {column: the narrowest type that fits every row of the files}; JSON files are read completely. Print what
+    is written as another type, or null in some files.
+
+    requested: the columns whose types matter (None: all), or fields of them; the types of the others are null."""
     types = {}
-    for key, texts in values.items():
-        types[key] = pa.string()
-        with suppress(pa.ArrowInvalid):
-            numbers = pa.array(sorted(texts - {HIVE_NULL})).cast(pa.int32())
-            if {*map(str, numbers.to_pylist())} | {HIVE_NULL} == texts | {HIVE_NULL}:  # without zeros before them
-                types[key] = pa.int32()
-    return HivePartitioning(pa.schema(types))
-
-
-def common_schema(files, partitioning, columns):
-    """Return the narrowest schema that fits every row of the files; JSON files are read completely.
-
-    columns: the names of those whose types matter (None: all); those of the others are any."""
-    types = {}
+    found = defaultdict(dict)  # {column: {type: None}}
+    num_files = Counter()  # by column
     for file in tqdm(files, desc="inspecting", unit="file"):
-        for found in read_columns(file):
-            for name, values in found.items():
-                known = types.setdefault(name, pa.null())
-                if columns is None or name in columns:
-                    with user_errors(f"{file}: choose --columns without {name!r}"):
-                        types[name] = common_type(known, values)
+        names = set()
+        for _, columns in read_columns(file, encoding):
+            names.update(columns)
+            for name, values in columns.items():
+                types.setdefault(name, pa.null())
+                if is_of(name, requested):
+                    with errors_of(f"{file}: choose --columns without {name!r}"):
+                        kind = type_of(values) if isinstance(values, list) else values.type
+                        found[name][kind] = None
+                        types[name] = common_type(types[name], regular_type(kind))
             if FORMATS[file_suffix(file)] != "json":
                 break  # the first table has the types of the file
-    text = pa.string()  # the most likely type of later values
-    types = {name: text if pa.types.is_null(kind) else kind for name, kind in types.items()}
-    return pa.schema(types | dict(zip(partitioning.schema.names, partitioning.schema.types)))
+        num_files.update(names)
+    for name, kinds in found.items():
+        parts = [f"{part} ({values.type})" for part, values in flatten(name, pa.array([], types[name]))]
+        if [f"{name} ({kind})" for kind in kinds] != parts:
+            print(f"column {name} ({', '.join(map(str, kinds))}): written as {', '.join(parts)}"[:500])
+        if num_files[name] < len(files):
+            print(f"column {name}: in {num_files[name]:,} of {len(files):,} files, null in the others")
+    return types
 
 
-def common_type(data_type, values):
-    """Return the narrowest type that fits a type and values (a list or an array): text if there is no other.
+NO_TYPE = (ValueError, TypeError, OverflowError)  # of values that no type fits: numbers and texts, say
 
-    Raise ValueError if `datasets` has no such type, as of maps."""
-    if not isinstance(values, list):  # without dictionaries
-        values = datasets.Features.from_arrow_schema(pa.schema({"": values.type})).arrow_schema.empty_table()[0]
+
+def type_of(values):
+    """Return the narrowest type that fits values of JSON: lists where one is a list, text if there is no other."""
+    with suppress(*NO_TYPE):
+        return pa.array(values).type
+    if len(values) == 1 and not isinstance(values[0], list | dict):  # a large number
+        return pa.string()
+    kind = pa.null()
+    for value in values:
+        if isinstance(value, list):
+            found = pa.list_(type_of(value))
+        elif isinstance(value, dict):
+            found = pa.struct([(name, type_of([cell])) for name, cell in value.items()])
+        else:
+            found = type_of([value])
+        kind = common_type(kind, found)
+    return kind
+
+
+def common_type(first, second):
+    """Return the narrowest type that fits the values of two: lists if one has lists, text if there is no other."""
+    if first == second or pa.types.is_null(second):
+        return first
+    if pa.types.is_null(first):
+        return second
+    if is_list(first) or is_list(second):
+        values = [kind.value_type if is_list(kind) else kind for kind in (first, second)]
+        return pa.list_(common_type(*values))
+    if pa.types.is_struct(first) and pa.types.is_struct(second):
+        types = {part.name: part.type for part in first}
+        for part in second:
+            types[part.name] = common_type(types.get(part.name, pa.null()), part.type)
+        return pa.struct(types.items())
+    numbers = [pa.int8() if kind == pa.bool_() else kind for kind in (first, second)]  # labels such as true and 0.5
     try:
-        found = pa.array(values).type if isinstance(values, list) else values.type
-        schemas = [pa.schema({"": data_type}), pa.schema({"": found})]
+        schemas = [pa.schema({"": kind}) for kind in numbers]
         return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
-    except (ValueError, TypeError, OverflowError):  # numbers and texts, say
+    except pa.ArrowTypeError:
         return pa.string()
 
 
-def read_tables(files, partitioning, schema, keep, columns):
-    """Yield tables of `columns`, typed as in `schema`, of the rows of files that pass the expression `keep`."""
+def regular_type(kind):
+    """Return the type that values of an Arrow type are written as, objects apart: text for dates and types of texts.
+    Raise ValueError if there is none, as for maps."""
+    if is_list(kind):
+        return pa.list_(regular_type(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([(part.name, regular_type(part.type)) for part in kind])
+    if pa.types.is_dictionary(kind):
+        return regular_type(kind.value_type)
+    if kind in OTHER_TEXTS or pa.types.is_temporal(kind):
+        return pa.string()
+    if not (is_plain(kind) or pa.types.is_null(kind)):
+        raise ValueError(f"has {kind}, neither texts, numbers, objects nor lists of them")
+    return kind
+
+
+def read_tables(files, encoding, types, schema, keep):
+    """Yield tables of the columns of a schema, of the rows that pass the expression `keep`. types: of common_types."""
+    names = [name for name in types if is_of(name, schema.names)]
     for file in files:
-        for values in read_columns(file, partitioning, schema, keep):
-            with user_errors(file):
-                arrays = [to_array(values[field.name], field.type) for field in schema]
+        for num_rows, columns in read_columns(file, encoding, names):
+            with errors_of(file):
+                parts = {}
+                for name, values in columns.items():
+                    parts |= flatten(name, to_array(values, types[name]))
+                arrays = []
+                for field in schema:
+                    array = parts.get(field.name)
+                    arrays.append(pa.nulls(num_rows, field.type) if array is None else array.cast(field.type))
                 table = pa.table(arrays, schema=schema)
-            if keep is not None:
-                table = table.filter(keep)
-            yield table.select(columns)
+            yield table if keep is None else table.filter(keep)
 
 
-def to_array(values, data_type):
-    """Return the values of a column as an array of `data_type`; in a text column, other values become JSON."""
+def to_array(values, kind):
+    """Return the values of a column, a list or a ChunkedArray, as an Array with lists and objects where a type has."""
     if not isinstance(values, list):
-        return values.cast(data_type)
-    if pa.types.is_string(data_type):
-        values = [cell if isinstance(cell, str | None) else json.dumps(cell, ensure_ascii=False) for cell in values]
-    return pa.array(values, data_type)
+        found = regular_type(values.type)
+        if found == kind or not (pa.types.is_nested(found) or pa.types.is_nested(kind)):
+            return values.combine_chunks()
+        values = values.to_pylist()
+    with suppress(*NO_TYPE):
+        array = pa.array(values)
+        if array.type == kind:
+            return array
+    return pa.array([to_form(value, kind) for value in values], kind)
+
+
+def to_form(value, kind):
+    """Return a Python value in the form of a type: alone in a list where others are lists, as JSON where others are
+    texts."""
+    if value is None:
+        return None
+    if is_list(kind):
+        return [to_form(part, kind.value_type) for part in (value if isinstance(value, list) else [value])]
+    if pa.types.is_struct(kind):
+        return {part.name: to_form(value.get(part.name), part.type) for part in kind}
+    if pa.types.is_string(kind) and not isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return int(value) if isinstance(value, bool) and not pa.types.is_boolean(kind) else value
+
+
+def flatten(name, column):
+    """Yield (name, Array) of an Array of a column: itself, with a type of regular_type or, of objects, each field, and
+    of lists of objects, lists of each."""
+    kind = column.type
+    if pa.types.is_struct(kind):
+        for part, values in zip(kind, column.flatten()):
+            yield from flatten(f"{name}.{part.name}", values)
+    elif is_list(kind):
+        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
+        ends = pa.array(np.append(0, np.cumsum(lengths)), pa.int32())
+        for part, values in flatten(name, pc.list_flatten(column)):  # without values that a null list may have
+            yield part, pa.ListArray.from_arrays(ends, values, mask=column.is_null())
+    else:
+        kind = regular_type(kind)
+        yield name, column.cast(pa.string() if pa.types.is_null(kind) else kind)
 
 
 def write_shards(tables, schema, folder, name, format, rows_per_shard):
@@ -508,43 +584,47 @@ def rebatch(tables, schema):
 FORMATS = {".parquet": "parquet", ".orc": "orc", ".arrow": "arrow", ".jsonl": "json", ".json": "json",
            ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
 COLUMNAR = {"parquet": ParquetFileFormat(pre_buffer=False), "orc": OrcFileFormat()}  # pre_buffer: up to 1 GiB ahead
+TEXT_TYPES = (pa.string(), pa.large_string())
+OTHER_TEXTS = (pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view())
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 SURROGATES = re.compile("[\ud800-\udfff]")
 
 
-def read_columns(file, partitioning=None, schema=None, keep=None):
-    """Yield {column: values} for 1,000 rows of a file at a time; Arrow arrays, or lists where the format has no types.
+def read_columns(file, encoding="utf-8-sig", names=None):
+    """Yield (number of rows, {column: values}) of at most 1,000 rows of a file at a time: ChunkedArrays, or lists if
+    the format has no types. Columns of the folders KEY=VALUE of its path are texts.
 
-    schema: columns to read (default: all), to which `partitioning` adds those of the folders' names; keep: an
-    expression, by which a Parquet or ORC file is filtered. The first of a file with types is empty."""
+    encoding: of a file without types. names: columns to read (default: all). The first of a file with types is
+    empty."""
     kind = FORMATS[file_suffix(file)]
-    folders = partitioning.parse(Path(file).as_posix()) if partitioning else None
-    keys = get_partition_keys(folders) if partitioning else {}
-    with user_errors(file), xopen(file, "rb") as source:
+    keys = {}
+    for key, value in re.findall(r"([^/=]+)=([^/]*)/", Path(file).as_posix()):
+        keys[key] = None if value == HIVE_NULL else unquote(value)
+    with errors_of(file), xopen(file, "rb") as source:
         if kind in ("parquet", "orc", "arrow"):
-            parts = read_columnar(source, kind, folders, schema, keep)
+            parts = read_columnar(source, kind, names)
         else:
-            parts = read_lines(source, file, kind)
+            parts = read_untyped(source, file, kind, encoding)
         for num_rows, columns in parts:
-            columns |= {name: [value] * num_rows for name, value in keys.items()}
-            names = schema.names if schema else columns
-            yield {name: columns.get(name, [None] * num_rows) for name in names}
+            columns |= {key: pa.chunked_array([[value] * num_rows], pa.string()) for key, value in keys.items()}
+            yield num_rows, {name: columns[name] for name in names or columns if name in columns}
 
 
-def read_columnar(source, kind, folders, schema, keep):
+def read_columnar(source, kind, names):
     """Yield the number of rows, at most 1,000, and {column: ChunkedArray} of a Parquet, ORC or Arrow file; first none.
 
-    schema: columns to read, cast to its types (default: all, as they are); folders: an expression of constant columns;
-    only rows that pass `keep` are read. An Arrow file is read as it is."""
+    names: columns to read (default: all); an Arrow file is read as it is."""
     if kind == "arrow":
-        own, batches = open_arrow(source)
+        schema, batches = open_arrow(source)
     else:
-        fragment = COLUMNAR[kind].make_fragment(source, partition_expression=folders)
-        own = fragment.physical_schema
+        fragment = COLUMNAR[kind].make_fragment(source)
+        schema = fragment.physical_schema
+        if names is not None:
+            schema = pa.schema([part for part in schema if part.name in names])
         # threads would decode an ORC file as fast as they can, and hold what is not yet written
         options = {"batch_size": BATCH_ROWS, "batch_readahead": 0, "fragment_readahead": 0, "use_threads": False}
-        batches = fragment.to_batches(schema or own, filter=keep, **options)
-    for table in chain([own.empty_table()], (pa.Table.from_batches([batch]) for batch in batches)):
+        batches = fragment.to_batches(schema, **options)
+    for table in chain([schema.empty_table()], (pa.Table.from_batches([batch]) for batch in batches)):
         table.validate(full=True)  # invalid offsets or texts of a damaged file
         yield len(table), dict(zip(table.column_names, table.columns))
 
@@ -559,10 +639,10 @@ def open_arrow(source):
     return reader.schema, chain.from_iterable(parts)
 
 
-def read_lines(source, file, kind):
+def read_untyped(source, file, kind, encoding):
     """Yield the number of rows, at most 1,000, and {column: list} of a file of JSON, CSV, TSV or text."""
     compression = infer_compression(file.partition("?")[0])
-    lines = io.TextIOWrapper(compr[compression](source, mode="rb"), "utf-8-sig", newline="")
+    lines = io.TextIOWrapper(compr[compression](source, mode="rb"), encoding, newline="")
     if kind == "json":
         rows = json_rows(lines, file)
     elif kind == "csv":
@@ -596,7 +676,7 @@ def json_rows(lines, file):
         except (ValueError, TypeError):
             raise ValueError(f"not a JSON object: {text[:80]}") from None
     if num_replaced:
-        warn_once(f"{file}: lone surrogates, halves of a character, written as U+FFFD: {num_replaced:,}")
+        print_once(f"{file}: lone surrogates, halves of a character, written as U+FFFD: {num_replaced:,}")
 
 
 def csv_rows(lines, is_tsv):
@@ -627,11 +707,9 @@ def header_names(cells):
 
 def texts_of(column):
     """Return a list of the texts in a column of texts or lists of texts; [] for any other column."""
-    if is_list(column.type):
+    while is_list(column.type):
         column = pc.list_flatten(column)
-    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        return column.to_pylist()
-    return []
+    return column.to_pylist() if pa.types.is_string(column.type) else []
 
 
 # ---- collections
@@ -691,44 +769,30 @@ def document_rows(dataset):
 
 # ---- the length report
 
-BUDGETS = (2048, 4096, 8192, 16_384, 32_768)  # --micro_batch_tokens to compare
-PART_SIZES = (128, 1024, 10_000)  # texts of a batch on one process
-
 
 def report_lengths(args, folder):
-    """Write lengths.json and lengths.png: token lengths by column, and the padding of several ways to batch them."""
+    """Write lengths.json and lengths.png, the token lengths of each column, and print a --max_length for them."""
     rows = sample_rows(args)
-    with user_errors(f"--model_name_or_path {args.model_name_or_path}"):
+    with errors_of(f"--model_name_or_path {args.model_name_or_path}"):
         lengths, max_length = count_tokens(rows, args)
     if not lengths:
         raise UserError(f"{args.sources[0]}: contains no text; set --columns")
     texts = np.concatenate(list(lengths.values()))  # their lengths
-    texts = np.random.default_rng(0).permutation(texts)
-    costs = batching_costs(texts)
     columns = {name: pd.Series(values).describe([0.5, 0.9, 0.95, 0.99]) for name, values in lengths.items()}
     columns = pd.DataFrame(columns).T
-
-    # Suggest truncating the longest 1 %, and the largest micro-batches within 2 points of the least padding.
-    longest = math.ceil(np.percentile(texts, 99) / 8) * 8
-    longest = min(max_length, longest)
-    padding = costs.padding.to_numpy()[2:].reshape(len(PART_SIZES), len(BUDGETS))
-    usual = padding[1]  # that of 1,024 texts
-    budget = max(budget for budget, share in zip(BUDGETS, usual) if share <= usual.min() + 0.02)
-
+    longest = min(max_length, math.ceil(np.percentile(texts, 99) / 8) * 8)  # truncates the longest 1 %
     report = {
         "texts": len(texts),
         "tokens": int(texts.sum()),
         "max_length": max_length,
-        "advice": {"max_length": longest, "micro_batch_tokens": budget},
+        "advice": {"max_length": longest},
         "columns": columns.to_dict("index"),
-        "batches": costs.to_dict("index"),
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "lengths.json").write_text(json.dumps(report, indent=1) + "\n")
-    plot_lengths(lengths, longest, costs, padding, folder / "lengths.png")
+    plot_lengths(lengths, longest, folder / "lengths.png")
     print(columns.fillna(0).round().astype(int).to_string(), end="\n\n")
-    print(costs.to_string(formatters={"padding": "{:.1%}".format, "passes": "{:,.0f}".format}) + "\n")
-    print(f"try --max_length {longest} and, on a GPU, --micro_batch_tokens {budget}; see {folder}/lengths.png")
+    print(f"try --max_length {longest}; see {folder}/lengths.png")
 
 
 def sample_rows(args):
@@ -766,53 +830,17 @@ def count_tokens(rows, args):
     return lengths, max_length
 
 
-def batching_costs(texts):
-    """Return a DataFrame (padding, passes) of several ways to batch texts, given their lengths: see cost_of."""
-    costs = {"random batches of 32": cost_of(split_evenly(texts, 32))}
-    batches = []
-    for window in split_evenly(texts, 320):
-        batches += split_evenly(np.sort(window), 32)
-    costs["windows of 320, sorted, batches of 32"] = cost_of(batches)
-    for size, budget in product(PART_SIZES, BUDGETS):
-        batches = []
-        for part in split_evenly(texts, size):
-            batches += [part[places] for places in cut(part, budget, budget / 64)]
-        costs[f"micro-batches of {budget:,} tokens, {size:,} texts a process"] = cost_of(batches)
-    return pd.DataFrame(costs, index=["padding", "passes"]).T
-
-
-def split_evenly(texts, size):
-    """Return arrays of `size` texts each, the last perhaps of fewer."""
-    return np.split(texts, range(size, len(texts), size))
-
-
-def cost_of(batches):
-    """Return the share of padding in batches, arrays of the lengths of texts, and the number of batches."""
-    tokens = sum(map(np.sum, batches))
-    padded = sum(len(batch) * batch.max() for batch in batches)
-    return 1 - tokens / padded, len(batches)
-
-
-def plot_lengths(lengths, longest, costs, padding, path):
-    """Plot histograms of the token lengths by column, and the padding of batches by token budget.
-
-    padding: (sizes, budgets) of micro-batches."""
+def plot_lengths(lengths, longest, path):
+    """Plot the share of the texts of each column that have at most so many tokens."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     for name, values in lengths.items():
-        weights = np.full(len(values), 1 / len(values))
-        left.hist(values, bins=60, histtype="step", label=name, weights=weights)
-    left.axvline(longest, color="0.5", linestyle=":", label=f"--max_length {longest}")
-    left.set(xlabel="tokens", ylabel="share of texts")
-    left.legend()
-    right.plot(BUDGETS, padding.T, marker="o", label=[f"{size:,} texts a process" for size in PART_SIZES])
-    for name, style in zip(costs.index, ("--", ":")):  # the two with batches of 32
-        right.axhline(costs.padding[name], color="0.5", linestyle=style, label=name)
-    right.set(xlabel="--micro_batch_tokens", ylabel="padding", xscale="log", ylim=(0, None))
-    right.set_xticks(BUDGETS, [f"{budget:,}" for budget in BUDGETS])
-    right.legend()
+        axes.ecdf(values, label=name)
+    axes.axvline(longest, color="0.5", linestyle=":", label=f"--max_length {longest}")
+    axes.set(xlabel="tokens", ylabel="share of texts with at most so many")
+    axes.legend()
     figure.savefig(path, dpi=110)
 
 
@@ -843,56 +871,42 @@ def new_folder(folder):
                 parent.rmdir()
 
 
-# ---- errors and files (same in eval_incremental.py)
+# ---- errors
 
 
 class UserError(ValueError):
     """Something the user can fix; printed as one line, without a traceback."""
 
 
-def is_out_of_memory(error):
-    """Return whether torch could not allocate memory on a device, or of the CPU."""
-    return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "DefaultCPUAllocator" in str(error))
-
-
+# Errors of code, such as an edited function: they keep their traceback.
 BUGS = (KeyError, IndexError, TypeError, AttributeError, NameError)
 
 
-def reason_of(error):
+def cause_of(error):
     """Return the root cause of an error in one line, with what to do about it."""
     while error.__cause__ and not isinstance(error, UserError):
         error = error.__cause__
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, StopIteration):
-        return "contains no row"
     if isinstance(error, KeyError):
         return f"there is no {error}"
     if isinstance(error, UnicodeDecodeError):
-        return f"not in UTF-8: save it in that encoding ({error})"
-    if isinstance(error, pd.errors.ParserWarning):
-        return "line 2 has more fields than the header: check the separator, and quote texts that contain it"
-    reason = str(error).strip() or repr(error)
-    is_irregular = isinstance(error, pa.ArrowInvalid) or "Couldn't cast" in reason
-    if isinstance(error, datasets.table.CastError):
-        reason = f"not all rows have the same columns: {error.details()}"
-    reason = " ".join(reason.split())[:500]
-    return reason + "; prepare_corpus.py rewrites irregular rows" * is_irregular
+        return f"not in UTF-8: set --encoding, such as cp1252 ({error})"
+    return " ".join((str(error).strip() or repr(error)).split())[:500]
 
 
 @contextmanager
-def user_errors(name, *expected):
-    """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause.
+def errors_of(name, *expected):
+    """Turn whatever a library raises about the user's data into a UserError: `name`, then the root cause.
     expected: types of errors that are the user's here, although they are of code elsewhere."""
     try:
         yield
     except Exception as error:
-        is_bug = isinstance(error, BUGS) and not isinstance(error, expected) and "Couldn't cast" not in str(error)
-        if is_bug or is_out_of_memory(error):  # not the data's fault, or the model's
+        if isinstance(error, (*BUGS, MemoryError)) and not isinstance(error, expected):
             raise
-        reason = reason_of(error)
+        reason = cause_of(error)
         raise UserError(reason if reason.startswith(name) else f"{name}: {reason}") from error
 
+
+# ---- files of a source
 
 UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst"
 NOT_ROWS = re.compile(r"(readme|licen[cs]e)(\.md|\.txt)?|(config|dataset_infos?|dataset_dict)\.json", re.I)
@@ -901,8 +915,7 @@ SPLIT = re.compile(r"(?<![a-z])(train|valid|val|dev|test|eval)(?:ing|idation|uat
 
 
 def file_suffix(file):
-    """Return the key of FORMATS that a file name ends in, before .gz or .zst and the query of a URL; None if there is
-    none."""
+    """Return the key of FORMATS that a file name ends in, before .gz or .zst and the query of a URL, or None."""
     name = file.partition("?")[0] if file.startswith(("http://", "https://")) else file
     suffix = Path(name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
     return suffix if suffix in FORMATS else None
@@ -916,13 +929,12 @@ def check_exists(name):
 
 
 @lru_cache
-def warn_once(line):
-    """Print a warning on the main process, however often it is given."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"warning: {line}", file=sys.stderr)
+def print_once(line):
+    """Print a line, however often it is given."""
+    print(line)
 
 
-def list_files(source):
+def files_of(source):
     """Return the files of a path, folder, glob, URL, Hub id or ID:config:split. What is on disk comes first, by its
     name, whatever its characters; choose_files says which files of a folder are read."""
     path = os.path.expanduser(source)
@@ -948,19 +960,31 @@ def list_files(source):
     return files_of_split(path)
 
 
-def files_of_split(name):
-    """Return the files of ID:config:split or, of a Hub id or a folder in its layout, those of the split train."""
-    config = None
-    split = "train"
-    if not os.path.isdir(name) and name.count(":") == 2:
-        name, config, split = name.split(":")
+def files_of_split(source):
+    """Return the files of ID[:config[:split]] of the Hub, or of a folder in its layout; by default of split train."""
+    name, *parts = [source] if os.path.isdir(source) else source.split(":")
+    config = parts[0] if parts else None
+    split = parts[1] if len(parts) > 1 else "train"
     check_exists(name)
     files = datasets.load_dataset_builder(name, name=config or None).config.data_files
-    if not files.get(split):
+    if split not in files:
         raise UserError(f"no split {split!r} with files; available: {', '.join(map(str, files)) or 'none'}")
     if not file_suffix(files[split][0]):
         raise UserError(f"{files[split][0]}: {UNSUPPORTED}")
     return list(files[split])
+
+
+def refuse_delta(files):
+    """Raise UserError if files are those of a table of Delta Lake, perhaps in folders KEY=VALUE."""
+    for folder in {os.path.dirname(file) for file in files if not file.startswith("http")}:
+        while "=" in os.path.basename(folder):
+            folder = os.path.dirname(folder)
+        fs, path = fsspec.core.url_to_fs(folder)
+        if fs.isdir(f"{path}/_delta_log"):
+            advice = (
+                "write it by DeltaTable(FOLDER).to_pandas().to_parquet(FILE) of the package deltalake, and name FILE"
+            )
+            raise UserError(f"a table of Delta Lake, of which a log says what is deleted: {advice}")
 
 
 def walk(folder, seen):
@@ -991,16 +1015,14 @@ def is_other_split(name):
 
 def choose_files(source, files, root, is_pattern=False):
     """Return those of the files below `root` that are read: of the most frequent format, neither hidden nor compressed
-    copies and, unless they match a pattern, not of another split than train. Print which are not, and why."""
+    copies and, unless they match a pattern, not of another split than train. Print which they are, and the others."""
     found = defaultdict(list)  # {format, or why a file is not read: names}
     names = {file.removeprefix(root) for file in files}
     for name in sorted(names):
         is_hidden = name.startswith((".", "_")) or "/." in name or "/_" in name
         kind = FORMATS.get(file_suffix(name), "unknown format")
-        if NOT_ROWS.fullmatch(os.path.basename(name)) or (is_hidden and kind not in FORMATS.values()):
+        if NOT_ROWS.fullmatch(os.path.basename(name)):
             continue
-        if name.startswith("_delta_log/"):
-            raise UserError("a table of Delta Lake, with rows that it no longer has: export it as Parquet, read that")
         if is_hidden:
             kind = "hidden"
         elif name.endswith((".gz", ".zst")) and name.rpartition(".")[0] in names:
@@ -1010,11 +1032,11 @@ def choose_files(source, files, root, is_pattern=False):
         found[kind].append(name)
     formats = [kind for kind in found if kind in FORMATS.values()]
     chosen = max(formats, key=lambda kind: len(found[kind]), default=None)
-    others = [f"{len(found[kind]):,} {kind} ({', '.join(found[kind][:3])})" for kind in found if kind != chosen]
+    counts = {kind: f"{len(found[kind]):,} {kind} ({', '.join(found[kind][:3])})" for kind in found}
+    others = "".join(f"; leaves out {count}" for kind, count in counts.items() if kind != chosen)
     if not chosen:
-        raise UserError("; ".join(["no file to read", *others]))
-    if others:
-        warn_once(f"{source}: files that are not read: {'; '.join(others)}")
+        raise UserError(f"no file to read{others}")
+    print(f"{source}: reads {counts[chosen]}{others}")
     return [root + name for name in found[chosen]]
 
 
@@ -1023,23 +1045,12 @@ def is_list(kind):
     return isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
 
 
-# ---- micro-batches (same in train_bi_encoder.py)
-
-
-def cut(lengths, max_tokens, max_padding):
-    """Return lists of positions, the longest text first: each of at most max_tokens; a longer text is alone.
-    max_padding: of these tokens; None: texts are concatenated, without padding."""
-    parts = []
-    longest = tokens = 0
-    order = np.argsort(-lengths, kind="stable")
-    for position, length in zip(order.tolist(), lengths[order].tolist()):
-        tokens += length
-        padded = longest * (len(parts[-1]) + 1) if parts and max_padding is not None else tokens
-        if not parts or padded > max_tokens or padded - tokens > (max_padding or 0):
-            parts.append([])
-            longest = tokens = length
-        parts[-1].append(position)
-    return parts
+def is_plain(kind):
+    """Return whether an Arrow type is one of texts or numbers, or of lists of them."""
+    if is_list(kind):
+        return is_plain(kind.value_type)
+    is_number = pa.types.is_primitive(kind) or pa.types.is_decimal(kind)
+    return kind in TEXT_TYPES or (is_number and not pa.types.is_temporal(kind))
 
 
 # ---- command line

@@ -1,361 +1,329 @@
-"""On one GPU in bfloat16: both trainers and the evaluator against sentence-transformers: rates, memory, waiting.
+"""On one GPU in bfloat16, in eight minutes and one process: trainers and evaluator beside sentence-transformers.
 
     python prepare_corpus.py
-    python benchmarks/gpu.py 'data/python_code/train/*.parquet' [--peak_tflops 989] [--only workers] [--models 22M]
+    PYTHONPATH=. HF_HUB_OFFLINE=1 python benchmarks/gpu.py 'data/python_code/train/*.parquet' [--seconds 440]
 
-For encoders of 22 and 110 million weights, created from a configuration: no download. The defaults, which measure the
-size of micro-batches and keep graphs while memory lasts, also in the memory of smaller GPUs (--gigabytes). Then with
-all graphs kept, 1,024 pairs of the smaller model and 256 of the larger: sdpa, larger micro-batches, flash attention
-where it is installed, and a copy of the trainer that compiles its transformer; beside the peer's plain loss, with
-flash attention and compiled. --grad_cache true, and the peer's cached loss in mini-batches by tokens, also of 8,192
-and 32,768 pairs. Then 0, 1, 4 and 8 workers at 64 tokens and at --max_length: "idle" is what they lack of the tokens a
-second of a run whose batches are ready. Last, cross-encoders, and encoding as the evaluator does.
+Models have the shapes of all-MiniLM-L6 (22M) and BERT-base (110M), random weights and a tokenizer made for the source:
+no download. First what must be right (gpu_check.py), then rates, those that decide most first; a side that would not
+fit into --seconds is skipped and named. "Same kernel": sentence-transformers concatenates texts where flash attention
+is installed; here transformers gets torch's own kernel in place of that package, as the trainers use it. cuDNN's
+attention, which plans for each shape anew, is off on all sides.
 
-Every side reads the same rows, in a process of its own; rates exclude the first steps. FLOPs per token: 6 per weight,
-and 12 x layers x width x length for attention (Chowdhery et al. 2022, appendix B), with half of --max_length as
-length; what is computed twice is counted once. A side takes at most --limit seconds, a compiled one three times as
-many; --device cpu --tiny tests the benchmark itself. Writes gpu.json after each side.
+A rate excludes the first steps. Tokens are without padding. FLOPs of a token: 6 per weight, 12 x layers x width x
+length for attention (Chowdhery et al. 2022, appendix B); what is computed twice counts once. "passes" are forward
+passes of a step; "kept" those that were not run twice; "of bare": tokens/s as a share of those of a bare pass. Each
+side is written to --output (JSON Lines) as it ends, the table at the end, also on SIGTERM. Without a GPU, --tiny tries
+the benchmark itself: attention text by text stands in.
 """
 
 import argparse
-import glob
-import importlib.util
+import gc
+import io
 import json
 import os
 import re
-import subprocess
+import signal
 import sys
 import tempfile
+import threading
 import time
-from dataclasses import replace
-from itertools import count, islice
+import traceback
+from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
-ROOT = Path(__file__).parents[1]
-SIZES = {"22M": (384, 6), "110M": (768, 12), "tiny": (64, 2)}  # width and layers of all-MiniLM-L6, of BERT-base
-KEPT_ROWS = {"22M": 1024, "110M": 256}  # of a batch all graphs of which fit on 80 GB
+import datasets
+import gpu_check
+import numpy as np
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from gpu_check import CUDA, DEVICE, TRAINERS, check_kernel, compare, train, wait_for_resume, words_of
+from sentence_transformers import SentenceTransformer, cross_encoder, sentence_transformer
 
+import eval_incremental
+import train_bi_encoder
 
-def write_model(folder, source, columns, width, layers):
-    """A BERT of random weights with a tokenizer made for the source, as a SentenceTransformer."""
-    import pyarrow.parquet as pq
-    import torch
-    from sentence_transformers import CrossEncoder, SentenceTransformer
-    from tokenizers import BertWordPieceTokenizer
-    from transformers import BertConfig, BertModel, BertTokenizerFast
-
-    rows = pq.read_table(sorted(glob.glob(source))[0], columns=columns)[:5000].to_pydict()
-    texts = [text for cells in rows.values() for text in cells]
-    wordpieces = BertWordPieceTokenizer()
-    wordpieces.train_from_iterator(texts, vocab_size=30_522, show_progress=False)
-    BertTokenizerFast(tokenizer_object=wordpieces._tokenizer, model_max_length=512).save_pretrained(f"{folder}/bert")
-    torch.manual_seed(0)
-    shape = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 12 if width > 64 else 2}
-    BertModel(BertConfig(intermediate_size=4 * width, **shape)).save_pretrained(f"{folder}/bert")
-    SentenceTransformer(f"{folder}/bert", device="cpu").save_pretrained(f"{folder}/model", create_model_card=False)
-    CrossEncoder(f"{folder}/bert", num_labels=1, device="cpu").save_pretrained(f"{folder}/reranker")
+WARM_STEPS = 4
+# ---- sides: each returns its part of a line of the table
 
 
-def read_rows(args, wanted):
-    """The first rows of the source with only the columns that are trained on, repeated if they are too few."""
-    from datasets import concatenate_datasets, load_dataset
-
-    rows = load_dataset("parquet", data_files=args.source, split="train", cache_dir=f"{args.folder}/cache")
-    rows = rows.select_columns(args.columns)
-    return concatenate_datasets([rows] * -(-wanted // len(rows))).select(range(wanted))
-
-
-def peak_memory():
-    import torch
-
-    return torch.cuda.max_memory_allocated() / 1e6 if torch.cuda.is_available() else 0
+def rates(args, model, rows, tokens, seconds, passes=3):
+    """Return rates; passes: 3 forward and backward, 1 forward alone."""
+    width, layers, _ = args.shapes[model]
+    lengths = args.lengths["code"]
+    flops = 24 * width**2 * layers + 4 * layers * width * (lengths**2.0).sum() / lengths.sum()
+    speed = {"rows_per_second": rows / seconds} if rows else {}
+    mfu = passes * flops * tokens / seconds / args.peak_tflops / 1e12
+    return speed | {"tokens_per_second": tokens / seconds, "mfu": mfu}
 
 
-COMPILED = """
-    for transformer in transformers_of(model, "torch.compile"):  # its forward is called without __call__
-        transformer.model.forward = torch.compile(transformer.model.forward, dynamic=True)
-"""
+def ours(args, model, rows, flags=(), kind="bi", gigabytes=None):
+    """The rates of a trainer: defaults but for `flags`; gigabytes: of a smaller GPU."""
 
+    def is_enough(ends):
+        return len(ends) > WARM_STEPS + 1 and ends[-1] - ends[WARM_STEPS - 1] > args.side_seconds
 
-def load_script(args):
-    """Return the trainer of a side as a module; "compiled" is a copy with a line of accelerate_configs/README.md."""
-    name = "train_cross_encoder" if args.side.startswith("cross") else "train_bi_encoder"
-    if "compiled" not in args.side:
-        sys.path.insert(0, str(ROOT))
-        return importlib.import_module(name)
-    source = (ROOT / f"{name}.py").read_text()
-    line = "    model = model.to(device).train()\n"
-    assert source.count(line) == 1, "the copy that compiles: edit gpu.py as the trainer was edited"
-    Path(args.folder).mkdir(parents=True)
-    Path(args.folder, "compiled.py").write_text(source.replace(line, line + COMPILED.lstrip("\n")))
-    sys.path.insert(0, args.folder)
-    return importlib.import_module("compiled")
-
-
-def keep_ready(load_batches):
-    """Return load_batches() of which the first three batches are repeated for ever: they are ready, and no worker is
-    busy."""
-
-    def ready_batches(*options):
-        made = load_batches(*options)
-        first = list(islice(made, 3))
-        made.close()
-        for index in count():
-            yield replace(first[index % 3], index=index, step=index, waited=0.0)
-
-    return ready_batches
-
-
-def limit_memory(script, limit):
-    """Let the trainer see, and get, so many bytes of the GPU."""
-    import torch
-
-    if torch.cuda.is_available():
+    total_memory = TRAINERS[kind].total_memory
+    if CUDA and gigabytes:
         total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
-        script.total_memory = lambda device: limit
+        limit = int(min(gigabytes * 1e9, total))
+        torch.cuda.set_per_process_memory_fraction(limit / total)
+        total_memory = lambda _: limit  # noqa: E731
+    with mock.patch.object(TRAINERS[kind], "total_memory", total_memory):
+        name = "reranker" if kind == "cross" else model
+        records, ends, passes, printed = train(args, kind, name, rows, flags, is_enough)
+    records, elapsed = records[WARM_STEPS:], ends[-1] - ends[WARM_STEPS - 1]
+    seconds = np.array([rows / line["rows_per_second"] for line in records])
+    tokens = sum(seconds * [line["tokens_per_second"] for line in records])
+    found, kept = np.mean(passes[WARM_STEPS:], axis=0)
+    return rates(args, model, rows * len(records), tokens, elapsed) | {
+        "waiting": sum(seconds * [line["data_wait_fraction"] for line in records]) / elapsed,
+        "padding": np.mean([line["padding_fraction"] for line in records]),
+        "passes": found,
+        "kept": kept,
+        "micro_batch": re.search(r"passes of ([\d,]+) tokens", printed)[1],
+        "loss": records[-1]["loss"],
+    }
 
 
-def run_ours(args):
-    """In a process of its own: print (rows/s, tokens/s, padding, share of waiting for data, peak MB, loss)."""
-    script = load_script(args)
-    if "ready" in args.side:
-        script.load_batches = keep_ready(script.load_batches)
-    if limit := re.search(r"(\d+) GB", args.side):
-        limit_memory(script, int(limit[1]) * 1e9)
-    flags = ["--model_name_or_path", args.model, "--train_data", args.source, "--columns", *args.columns,
-             "--batch_size", args.batch_size, "--max_length", args.max_length, "--max_steps", args.steps,
-             "--eval_rows", 0, "--logging_steps", 1, "--save_steps", 0, "--output_dir", f"{args.folder}/run",
-             *args.flags]  # fmt: skip
-    script.main(script.parse_args(list(map(str, flags))))
-    lines = [json.loads(line) for line in Path(f"{args.folder}/run/metrics.jsonl").read_text().splitlines()]
-    lines = lines[args.steps // 5 :]  # workers have prepared the first batches while the model was loaded
-    seconds = [args.batch_size / line["rows_per_second"] for line in lines]
-    tokens = sum(line["tokens_per_second"] * s for line, s in zip(lines, seconds))
-    waited = sum(line["data_wait_fraction"] * s for line, s in zip(lines, seconds)) / sum(seconds)
-    padding = sum(line["padding_fraction"] for line in lines) / len(lines)
-    rate = args.batch_size * len(lines) / sum(seconds)
-    print(json.dumps([rate, tokens / sum(seconds), padding, waited, peak_memory(), lines[-1]["loss"]]))
+class Clock(transformers.TrainerCallback):
+    """Count the seconds of a Trainer's steps after the first ones; waits for the device at both ends alone."""
 
+    def __init__(self, limit):
+        self.limit = limit
+        self.started = self.seconds = None
 
-def run_peer(args):
-    """The same of SentenceTransformerTrainer or CrossEncoderTrainer; tokens are counted without padding."""
-    import torch
-    from sentence_transformers import cross_encoder, sentence_transformer
-    from transformers import TrainerCallback
-
-    class Clock(TrainerCallback):
-        ends = []
-
-        def on_step_end(self, *_, **__):
-            if torch.cuda.is_available():
+    def on_step_end(self, args, state, control, **_):
+        self.steps = state.global_step - WARM_STEPS
+        control.should_training_stop = self.steps > 1 and time.perf_counter() - self.started > self.limit
+        if self.steps == 0 or control.should_training_stop:
+            if CUDA:
                 torch.cuda.synchronize()
-            self.ends.append(time.perf_counter())
+            self.started = self.started or time.perf_counter()
+            self.seconds = time.perf_counter() - self.started
 
-    cross, rows = args.side.startswith("cross"), read_rows(args, args.batch_size * args.steps)
-    options = {"attn_implementation": "flash_attention_2"} if "flash" in args.flags else {}
+
+def peer(args, model, rows, attention="flash_attention_2", tokens=None, kind="bi"):
+    """The rates of sentence-transformers' trainer; tokens: of the mini-batches of its cached loss."""
+    cross = kind == "cross"
+    package, prefix = (cross_encoder, "CrossEncoder") if cross else (sentence_transformer, "SentenceTransformer")
+    folder = args.models["reranker" if cross else model]
+    made = getattr(package, prefix)(folder, model_kwargs={"attn_implementation": attention}, device=DEVICE)
+    made.max_seq_length = args.max_length
+    data = datasets.Dataset.from_dict(args.texts)
+    both = sum(args.lengths.values())  # tokens of a row
     if cross:
-        package, prefix = cross_encoder, "CrossEncoder"
-        model = cross_encoder.CrossEncoder(args.model, num_labels=1, model_kwargs=options)
-        loss = cross_encoder.losses.BinaryCrossEntropyLoss(model)
-        rows = rows.add_column("label", [i % 2 for i in range(len(rows))])
+        loss = package.losses.BinaryCrossEntropyLoss(made)
+        data = data.add_column("label", [float(number % 2) for number in range(len(data))])
+        both = np.minimum(both - 1, args.max_length)
+    elif tokens:
+        loss = package.losses.CachedMultipleNegativesRankingLoss(made, mini_batch_num_tokens=tokens)
     else:
-        package, prefix = sentence_transformer, "SentenceTransformer"
-        model = sentence_transformer.SentenceTransformer(args.model, model_kwargs=options)
-        loss = sentence_transformer.losses.MultipleNegativesRankingLoss(model)
-        if "cached" in args.flags:
-            loss = sentence_transformer.losses.CachedMultipleNegativesRankingLoss(model, mini_batch_num_tokens=16_384)
-    model.max_seq_length = args.max_length
+        loss = package.losses.MultipleNegativesRankingLoss(made)
     settings = getattr(package, f"{prefix}TrainingArguments")(
-        args.folder, max_steps=args.steps, per_device_train_batch_size=args.batch_size, bf16=True, report_to="none",
-        learning_rate=2e-5, logging_steps=1, save_strategy="no", disable_tqdm=True, dataloader_num_workers=4,
-        torch_compile="compile" in args.flags, use_cpu=args.device == "cpu",
+        tempfile.mkdtemp(dir=args.folder), max_steps=100_000, per_device_train_batch_size=rows, bf16=True,
+        report_to="none", learning_rate=2e-5, logging_steps=100_000, save_strategy="no", disable_tqdm=True,
+        dataloader_num_workers=8 if CUDA else 0, use_cpu=not CUDA,
     )  # fmt: skip
-    clock = Clock()
-    trainer = getattr(package, f"{prefix}Trainer")
-    trainer = trainer(model, settings, train_dataset=rows, loss=loss, callbacks=[clock])
-    trainer.train()
-    cells, pairs = [list(rows[column]) for column in args.columns], {}
-    if cross:
-        cells, pairs = cells[:1], {"text_pair": cells[1]}
-    lengths = (model.tokenizer(column, **pairs, truncation=True, max_length=args.max_length) for column in cells)
-    tokens = sum(len(ids) for column in lengths for ids in column["input_ids"]) / len(rows)
-    rate = (args.steps - 3) * args.batch_size / (clock.ends[-1] - clock.ends[2])
-    seen = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    print(json.dumps([rate, rate * tokens, None, None, peak_memory(), seen[-1]]))
+    clock, passes = Clock(args.side_seconds), []
+    body = next(part for part in made.modules() if isinstance(part, transformers.PreTrainedModel))
+    body.get_input_embeddings().register_forward_hook(lambda *_: passes.append(1))
+    trainer = getattr(package, f"{prefix}Trainer")(made, settings, train_dataset=data, loss=loss, callbacks=[clock])
+    with redirect_stdout(io.StringIO()):
+        trainer.train()
+    count = rows * clock.steps
+    more = {"passes": len(passes) / (clock.steps + WARM_STEPS), "micro_batch": tokens and f"{tokens:,}"}
+    return rates(args, model, count, count * both.mean(), clock.seconds) | more
 
 
-def run_encoding(args):
-    """The same of encoding the second column: by the evaluator, cache included, or by SentenceTransformer.encode."""
-    import torch
-
-    texts = list(read_rows(args, args.batch_size * args.steps)[args.columns[1]])
-    if args.side == "encode ours":
-        sys.path.insert(0, str(ROOT))
-        from accelerate import Accelerator
-
-        import eval_incremental as script
-
-        settings = script.Args(max_length=args.max_length, cache_dir=f"{args.folder}/cache_of_vectors")
-        encoder = script.CachedEncoder(args.model, settings, Accelerator(cpu=args.device == "cpu"))
-        model, size = encoder.model, settings.corpus_chunk_size
-
-        def encode(part):
-            encoder.encode(part, "document")
-    else:
-        from sentence_transformers import SentenceTransformer
-
-        model, size = SentenceTransformer(args.model, model_kwargs={"dtype": torch.bfloat16}), len(texts)
-        model.max_seq_length = args.max_length
-
-        def encode(part):
-            model.encode(part, batch_size=int(args.flags[0]), show_progress_bar=False)
-
-    encode([text[::-1] for text in texts[:size]])  # warm, and not in the cache
+def timed(function):
+    """Return the seconds that a function takes, the device included."""
     started = time.perf_counter()
-    for first in range(0, len(texts), size):
-        encode(texts[first : first + size])
-    seconds = time.perf_counter() - started
-    model.tokenizer.backend_tokenizer.no_padding()
-    tokens = sum(map(len, model.tokenizer(texts, truncation=True, max_length=args.max_length)["input_ids"]))
-    print(json.dumps([len(texts) / seconds, tokens / seconds, None, None, peak_memory(), None]))
+    function()
+    if CUDA:
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
-def list_sides(args, kept_rows):
-    """Return (title, side, rows of a batch, tokens of a text, steps, flags) of each side."""
-    small, *large = args.batch_sizes
-    length = args.max_length
-    steps = args.steps
-    keep = ["--grad_cache", "false", "--micro_batch_tokens", 16_384]
-    sdpa = [*keep, "--attn_implementation", "sdpa"]
-    flash = [*keep, "--attn_implementation", "flash_attention_2"]
-    cached = "trainer, cached loss, 16,384 tokens"
-    cross = ["--grad_cache", "false", "--num_negatives", 1, "--loss", "listwise_ce"]
-    sides = [
-        ("evenstep, defaults", "ours", small, length, steps, []),
-        ("evenstep, all graphs kept", "ours", kept_rows, length, steps, sdpa),
-        (
-            "evenstep, the same, 65,536 tokens",
-            "ours",
-            kept_rows,
-            length,
-            steps,
-            [*sdpa, "--micro_batch_tokens", 65_536],
-        ),
-        ("evenstep, the same, flash attention", "ours", kept_rows, length, steps, flash),
-        ("evenstep, the same, compiled", "ours compiled", kept_rows, length, steps, sdpa),
-        ("trainer, plain loss", "peer", kept_rows, length, steps, ["plain"]),
-        ("trainer, plain loss, flash attention", "peer", kept_rows, length, steps, ["plain", "flash"]),
-        ("trainer, the same, compiled", "peer", kept_rows, length, steps, ["plain", "compile"]),
-        ("evenstep, --grad_cache true", "ours", small, length, steps, ["--grad_cache", "true"]),
-        (cached, "peer", small, length, steps, ["cached"]),
-    ]
-    for gigabytes in args.gigabytes:
-        sides.append((f"evenstep, defaults, {gigabytes} GB", f"ours {gigabytes} GB", small, length, 5, []))
-    for size in large:
-        sides.append(("evenstep, defaults", "ours", size, length, 5, []))
-        sides.append((cached, "peer", size, length, 5, ["cached"]))
-    for tokens in (64, length):
-        sides.append((f"workers: {tokens} tokens, batches ready", "ours ready", small, tokens, args.worker_steps, []))
-        for workers in args.workers:
-            title = f"workers: {tokens} tokens, {workers}"
-            flags = ["--dataloader_num_workers", workers]
-            sides.append((title, "ours", small, tokens, args.worker_steps, flags))
-    return sides + [
-        ("evenstep, cross-encoder", "cross ours", kept_rows, length, steps, cross),
-        ("trainer, cross-encoder", "cross peer", 2 * kept_rows, length, steps, []),  # as many pairs
-        ("evaluator, encoding", "encode ours", small, length, steps, []),
-        ("SentenceTransformer.encode, 32", "encode peer", small, length, steps, [32]),
-        ("SentenceTransformer.encode, 256", "encode peer", small, length, steps, [256]),
-    ]
+def encode(args, model, batch_size=None):
+    """The rates of encoding 20,000 codes: of the evaluator, and again from its cache; with a batch size, of
+    SentenceTransformer.encode in bfloat16 with the same kernel."""
+    count = 500 if args.tiny else 20_000
+    texts, more = args.texts["code"][:count], {}
+    warm = [text[::-1] for text in texts[: count // 5]]
+    if batch_size:
+        options = {"attn_implementation": "flash_attention_2", "dtype": torch.bfloat16}
+        made = SentenceTransformer(args.models[model], model_kwargs=options, device=DEVICE)
+        made.max_seq_length = args.max_length
+        run = partial(made.encode, batch_size=batch_size, show_progress_bar=False)
+        run(warm)
+        seconds = timed(partial(run, texts))
+    else:
+        settings = eval_incremental.Args(max_length=args.max_length, cache_dir=tempfile.mkdtemp(dir=args.folder))
+        encoder = eval_incremental.CachedEncoder(args.models[model], settings, Accelerator(cpu=not CUDA))
+        encoder.encode(warm, "document")
+        run = partial(encoder.encode, texts, "document")
+        seconds = timed(run)
+        more = {"note": f"from the cache {count / timed(run):,.0f} rows/s"}
+        encoder.close()
+    return rates(args, model, count, args.lengths["code"][:count].sum(), seconds, passes=1) | more
 
 
-def run_side(args, name, folder, side):
-    """Run a side in a process of its own; return its line of the table."""
-    title, kind, rows, length, steps, flags = side
-    model = Path(folder).parent / ("reranker" if "cross" in kind else "model")
-    command = [sys.executable, __file__, args.source, "--side", kind, "--model", model, "--folder", folder,
-               "--columns", *args.columns, "--batch_size", rows, "--max_length", length, "--steps", steps,
-               "--device", args.device, "--flags", *flags]  # fmt: skip
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "ACCELERATE_MIXED_PRECISION": "bf16"}
-    line = {"model": name, "side": title, "batch_size": rows, "max_length": length}
-    limit = args.limit * (3 if "compiled" in title else 1)
+def bare(args, model, tokens):
+    """Tokens a second of one pass of concatenated texts, forward and backward, without a trainer."""
+    script, accelerator = train_bi_encoder, Accelerator(cpu=not CUDA)
+    settings = script.parse_args(words_of(args, model, 64, "--micro_batch_tokens", tokens))
+    made = script.load_model(settings).to(accelerator.device).train()
+    script.concatenate_texts(made)
+    count = int(1.2 * tokens / sum(args.lengths.values()).mean()) + 1
+    texts = [("text", "", text) for column in args.texts.values() for text in column[:count]]
+    features = script.convert_arrays(script.make_micro_batches(made, texts, settings, accelerator)[0][-1])
+    features = transformers.BatchEncoding(features).to(accelerator.device).data
+
+    def run(count):
+        for _ in range(count):
+            script.encode(made, "text", features, accelerator).square().sum().backward()
+
+    run(3)
+    count = max(2, int(args.side_seconds / 2 / timed(partial(run, 1))))
+    size = features["input_ids"].numel()
+    return rates(args, model, None, size * count, timed(partial(run, count))) | {"micro_batch": f"{size:,}"}
+
+
+# ---- all sides
+
+PADDED = ["--attn_implementation", "sdpa"]
+PAIRS = ["--num_negatives", 1, "--loss", "listwise_ce"]
+CROSS = {"model": "110M", "rows": 256, "kind": "cross", "flags": PAIRS}
+WORKERS = {count: ["--dataloader_num_workers", count] for count in (0, 4)}
+SIDES = [  # (what, side, its options), those that decide most first
+    ("kernel", check_kernel, {}),
+    ("concatenated and padded", compare, {"model": "22M", "rows": 256}),
+    ("concatenated and padded", compare, {"model": "110M", "rows": 256}),
+    ("concatenated and padded", compare, {"model": "ModernBERT", "rows": 128}),
+    ("concatenated and padded", compare, {"model": "Qwen3", "rows": 128, "flags": ["--pooling", "lasttoken"]}),
+    ("killed and resumed", wait_for_resume, {}),
+    ("evenstep", ours, {"model": "110M", "rows": 256}),
+    ("peer, plain loss, same kernel", peer, {"model": "110M", "rows": 256}),
+    ("evenstep, padded", ours, {"model": "110M", "rows": 256, "flags": PADDED}),
+    ("evenstep", ours, {"model": "22M", "rows": 1024}),
+    ("peer, plain loss, same kernel", peer, {"model": "22M", "rows": 1024}),
+    ("evenstep", ours, {"model": "110M", "rows": 1024}),
+    ("peer, cached loss, same kernel", peer, {"model": "110M", "rows": 1024, "tokens": 65_536}),
+    ("peer, cached loss, same kernel", peer, {"model": "110M", "rows": 1024, "tokens": 16_384}),
+    ("evenstep", ours, {"model": "22M", "rows": 256}),
+    ("peer, plain loss, same kernel", peer, {"model": "22M", "rows": 256}),
+    ("bare pass", bare, {"model": "110M", "tokens": 65_536}),
+    ("bare pass", bare, {"model": "22M", "tokens": 65_536}),
+    ("evaluator", encode, {"model": "110M"}),
+    ("encode(), same kernel, batches of 32", encode, {"model": "110M", "batch_size": 32}),
+    ("encode(), same kernel, batches of 256", encode, {"model": "110M", "batch_size": 256}),
+    ("evaluator", encode, {"model": "22M"}),
+    ("encode(), same kernel, batches of 256", encode, {"model": "22M", "batch_size": 256}),
+    ("cross-encoder: evenstep, padded, two pairs a row", ours, CROSS),
+    ("cross-encoder: peer, padded", peer, {"model": "110M", "rows": 512, "kind": "cross", "attention": "sdpa"}),
+    ("cross-encoder: peer, same kernel", peer, {"model": "110M", "rows": 512, "kind": "cross"}),
+    *((f"evenstep, {size} GB", ours, {"model": "110M", "rows": 256, "gigabytes": size}) for size in (16, 24, 40, 80)),
+    *((f"evenstep, {n} workers", ours, {"model": "22M", "rows": 1024, "flags": WORKERS[n]}) for n in WORKERS),
+    ("evenstep, --grad_cache true", ours, {"model": "110M", "rows": 1024, "flags": ["--grad_cache", "true"]}),
+    ("peer, plain loss, padded", peer, {"model": "110M", "rows": 256, "attention": "sdpa"}),
+    ("peer, plain loss, same kernel, again", peer, {"model": "110M", "rows": 256}),
+    ("evenstep, again", ours, {"model": "110M", "rows": 256}),
+    ("evenstep, 24 GB", ours, {"model": "110M", "rows": 1024, "gigabytes": 24}),
+]
+
+
+def run_side(args, side, options):
+    """Return what a side measures, or what went wrong; leave the device as it was."""
+    started = time.perf_counter()
+    signal.setitimer(signal.ITIMER_REAL, 60 + 3 * args.side_seconds)
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
     try:
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=limit, env=environment)
-    except subprocess.TimeoutExpired:
-        return line | {"problem": f"more than {limit} s"}
-    if done.returncode:
-        return line | {"problem": (done.stderr.strip().splitlines() or ["?"])[-1][:150]}
-    micro = re.search(r"micro-batches of ([\d,]+) tokens", done.stdout)
-    line["micro_batch_tokens"] = micro and micro[1]
-    line["figures"] = json.loads(done.stdout.splitlines()[-1])
-    width, layers = SIZES[name]
-    weights = 12 * width**2 * layers  # without the embeddings, which are looked up
-    each = 6 * weights + 12 * layers * width * length / 2  # texts of half the length, say
-    line["mfu"] = line["figures"][1] * each / (3 if "encode" in kind else 1) / args.peak_tflops / 1e12
-    return line
+        line = side(args, **options)
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        message = " ".join(str(error).split())[:200]
+        line = {"problem": f"{type(error).__name__}: {message} ({Path(place.filename).name}:{place.lineno})"}
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    gc.collect()
+    if CUDA:
+        line["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return line | {"seconds": time.perf_counter() - started}
 
 
-def print_table(table):
-    titles = ["model", "side", "rows", "micro-batch", "rows/s", "tokens/s", "MFU", "padding", "waiting", "idle"]
-    titles += ["peak MB", "loss"]
-    print(f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
-    ready = {}  # tokens a second of batches that are ready
-    for line in table:
-        start = f"| {line['model']} | {line['side']} | {line['batch_size']:,}"
-        if "figures" not in line:
-            print(f"{start} | {line['problem']} |{' |' * (len(titles) - 4)}")
-            continue
-        rate, tokens, padding, waited, memory, loss = line["figures"]
-        key = line["model"], line["max_length"]
-        if "batches ready" in line["side"]:
-            ready[key] = tokens
-        idle = 1 - tokens / ready[key] if line["side"].startswith("workers") and key in ready else None
-        share = ["" if value is None else f"{value:.1%}" for value in (line["mfu"], padding, waited, idle)]
-        print(f"{start} | {line['micro_batch_tokens'] or ''} | {rate:,.0f} | {tokens:,.0f} | {' | '.join(share)} "
-              f"| {memory:,.0f} | {loss or 0:.3f} |")  # fmt: skip
+FORMS = {"model": "", "rows": ",", "side": "", "rows_per_second": ",.0f", "tokens_per_second": ",.0f", "mfu": ".1%",
+         "of_bare": ".0%", "waiting": ".1%", "padding": ".1%", "passes": ".1f", "kept": ".1f", "micro_batch": "",
+         "peak_gb": ".1f", "loss": ".3f", "seconds": ".0f"}  # fmt: skip
+
+
+def print_table(lines):
+    """Print the lines as Markdown."""
+    bare_passes = [line for line in lines if line["side"] == "bare pass" and "mfu" in line]
+    speeds = {line["model"]: line["tokens_per_second"] for line in bare_passes}
+    print(f"\n| {' | '.join(FORMS)} |\n{'|---' * len(FORMS)}|")
+    for line in lines:
+        line["side"] = ": ".join(filter(None, (line["side"], line.get("problem") or line.get("note"))))
+        if "passes" in line and line["model"] in speeds:
+            line["of_bare"] = line["tokens_per_second"] / speeds[line["model"]]
+        cells = ("" if line.get(name) is None else format(line[name], form) for name, form in FORMS.items())
+        print(f"| {' | '.join(cells)} |")
+
+
+def raise_timeout(*_):
+    raise TimeoutError("the side took too long")
 
 
 def main():
+    started = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", help="Parquet file or glob")
-    parser.add_argument("--columns", nargs="+", default=["docstring", "code"])
-    parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1024, 8192, 32_768])
-    parser.add_argument("--kept_rows", type=int, help="of a batch with all graphs kept; default: by model")
-    parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 4, 8])
-    parser.add_argument("--gigabytes", type=int, nargs="*", default=[16, 24, 40], help="memory of smaller GPUs")
-    parser.add_argument("--models", nargs="+", default=["22M", "110M"], choices=SIZES)
-    parser.add_argument("--only", nargs="+", default=[""], help="run only sides whose title contains one of these")
+    parser.add_argument("source", help="Parquet file or glob with columns docstring and code")
+    parser.add_argument("--seconds", type=float, default=440, help="of all sides")
+    parser.add_argument("--side_seconds", type=float, default=6, help="that a side measures")
+    parser.add_argument("--only", nargs="+", default=[""], help="run only sides whose model or title contains one")
     parser.add_argument("--max_length", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--worker_steps", type=int, default=100, help="steps of the sides that compare workers")
     parser.add_argument("--peak_tflops", type=float, default=989, help="of the GPU, dense bfloat16 (H100, H200: 989)")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a model of 2 layers, to try the benchmark")
-    parser.add_argument("--limit", type=int, default=120, help="seconds a side may take")
-    parser.add_argument("--output", default="gpu.json")
-    parser.add_argument("--batch_size", type=int, help=argparse.SUPPRESS)
-    for name in ("side", "model", "folder"):
-        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
-    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help=argparse.SUPPRESS)
+    parser.add_argument("--tiny", action="store_true", help="small models and batches, to try the benchmark itself")
+    parser.add_argument("--output", default="gpu.jsonl")
     args = parser.parse_args()
-    if args.side:
-        run = run_encoding if "encode" in args.side else run_ours if "ours" in args.side else run_peer
-        return run(args)
-
-    table = []
+    os.environ |= {"ACCELERATE_MIXED_PRECISION": "bf16", "TQDM_DISABLE": "1"}
+    signal.signal(signal.SIGALRM, raise_timeout)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    gpu_check.install_attention()
+    lines = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in ["tiny"] if args.tiny else args.models:
-            write_model(f"{folder}/{name}", args.source, args.columns, *SIZES[name])
-            sides = list_sides(args, args.kept_rows or KEPT_ROWS.get(name, args.batch_sizes[0]))
-            for number, side in enumerate(sides):
-                if "flash" in side[0] and not importlib.util.find_spec("flash_attn"):
+        args.folder = Path(folder)
+        datasets.config.HF_DATASETS_CACHE = args.folder / "datasets"
+        args.models = gpu_check.write_models(args)
+        args.resumed = None
+        args.resuming = threading.Thread(target=gpu_check.check_resume, args=[args], daemon=True)
+        args.resuming.start()
+        name = torch.cuda.get_device_name() if CUDA else "CPU"
+        versions = f"{name}, torch {torch.__version__}, transformers {transformers.__version__}"
+        print(f"{versions}, {len(os.sched_getaffinity(0))} cores", flush=True)
+        try:
+            for what, side, options in SIDES:
+                line = {"model": options.get("model", ""), "rows": options.get("rows"), "side": what}
+                if not any(word in f"{line['model']} {what}" for word in args.only):
                     continue
-                if any(words in side[0] for words in args.only):
-                    table.append(run_side(args, name, f"{folder}/{name}/{number}", side))
-                    print(table[-1], file=sys.stderr)
-                    Path(args.output).write_text(json.dumps({"arguments": vars(args), "table": table}, indent=1))
-    print_table(table)
+                left = args.seconds - (time.perf_counter() - started)
+                small = {name: options[name] // 32 for name in ("rows", "tokens") if args.tiny and name in options}
+                if left < 2 * args.side_seconds:
+                    lines.append(line | {"problem": f"skipped, {left:.0f} s left"})
+                else:
+                    lines.append(line | run_side(args, side, options | small))
+                print(json.dumps(lines[-1]), flush=True)
+                with open(args.output, "a") as file:
+                    file.write(json.dumps(lines[-1]) + "\n")
+        finally:
+            print_table(lines)
 
 
 if __name__ == "__main__":

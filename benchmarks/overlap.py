@@ -86,7 +86,7 @@ def plant(folder, beir, texts, name):
     for way, copy in WAYS.items():
         copies = [copy(text) for text in texts]
         pq.write_table(pa.table({"text": copies}), f"{folder}/planted.parquet")
-        run(folder, "--train_data", "planted.parquet", "--beir", beir)
+        run(folder, "--train_data", "planted.parquet", "--columns", "text", "--beir", beir)
         found = {}
         for line in read(f"{folder}/found.jsonl"):
             if line["type"] == name and line["text"].strip() == texts[line["row"]].strip():
@@ -109,7 +109,7 @@ def main():
         os.environ["HF_DATASETS_CACHE"] = f"{folder}/cache"
         generate(f"{folder}/one.parquet", documents, argparse.Namespace(rows=1, words=args.words, shared=0))
         generate(f"{folder}/rows.parquet", documents, args)
-        common = ["--beir", beir]
+        common = ["--columns", "query", "positive", "--beir", beir]
         run(folder, "--train_data", "one.parquet", *common)  # the copies of the collection that `datasets` maps
         start, start_cpu, start_memory, _ = run(folder, "--train_data", "one.parquet", *common)
         print(f"start and index of the collection: {start:.1f} s, {start_cpu:.1f} CPU-s, {start_memory:.2f} GB")

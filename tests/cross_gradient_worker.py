@@ -20,7 +20,7 @@ CASES = {
     "bce": f"{LISTS} classes --loss bce",
     "mse": f"{LISTS} scores --loss mse",
     "listwise_ce": f"{LISTS} classes --loss listwise_ce",
-    "drawn": "--columns docstring code",
+    "drawn": "",
     "lists": "--columns docstring code lists --num_negatives 2",
     "ranknet": f"{LISTS} grades --loss ranknet",
     "lambdaloss": f'{LISTS} grades --loss lambdaloss --loss_kwargs {{"k":3}}',
@@ -32,7 +32,7 @@ MIXTURE = [  # a batch of each is a step
     {"columns": ["docstring", "documents"], "label_column": ["grades"], "loss": "ranknet", "query_prompt": "rank: "},
     {"columns": ["docstring", "documents"], "label_column": ["scores"], "loss": "mse"},
 ]
-MEAN_OVER_ROWS = "--columns docstring code --label_column label --loss bce"
+MEAN_OVER_ROWS = "--label_column label --loss bce"
 
 model_path, source, output = sys.argv[1:]
 accelerator = Accelerator(cpu=True)
@@ -40,6 +40,7 @@ accelerator = Accelerator(cpu=True)
 
 def parse(*flags):
     data = ["--train_data", source] * ("--train_data" not in flags)
+    data += ["--columns", "docstring", "code"] * ("--columns" not in flags)
     return script.parse_args(["--model_name_or_path", model_path, *data, "--eval_rows", "0", *flags])
 
 
@@ -51,7 +52,7 @@ def pairs_of(rows):
 def gradients_of(flags, settings, accumulation=1):
     """Yield (gradient of a step, loss of its last batch, micro-batches on this process, rows) for each setting.
 
-    settings: [(micro_batch_tokens, grad_cache)]. The step accumulates the first `accumulation` batches.
+    The step accumulates the first `accumulation` batches.
     """
     accelerator.gradient_accumulation_steps = accumulation
     args = script.resolve_args(parse(*flags), model, accelerator)
@@ -77,7 +78,7 @@ model = script.load_model(parse()).eval()  # no dropout: its masks depend on the
 with torch.no_grad():  # with fresh weights, scores hardly differ, and the gradient of a group cancels to 0.0005
     for parameter in model.parameters():
         parameter.mul_(10 if parameter.ndim > 1 else 1)
-settings = [(max_tokens, cache) for max_tokens in (300, 10**6) for cache in ("false", "true")]
+settings = [(300, "false"), (300, "true"), (10**6, "false")]  # (micro_batch_tokens, grad_cache)
 gradients = {}
 for name, flags in CASES.items():
     found = gradients_of([*flags.split(), "--batch_size", "7"], settings)

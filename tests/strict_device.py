@@ -367,15 +367,19 @@ class StrictDevice(TorchDispatchMode):
                 refuse(f"{where} FlashAttention only support fp16 and bf16 data type, not {tensor.dtype}")
             if tensor.dtype != q.dtype:
                 refuse(f"{where} flash attention: query, key and value must have the same dtype")
-            if tensor.stride(-1) != 1 or tensor.shape[-1] > 256:
-                refuse(f"{where} flash attention: last dimension not contiguous, or head_dim > 256")
+            if tensor.stride(-1) != 1 or tensor.shape[-1] > 256 or tensor.shape[-1] % 8:
+                refuse(f"{where} flash attention: last dimension not contiguous, or head_dim not 8, 16, ... 256")
 
     def flash_func(self, q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
                    deterministic=False):  # fmt: skip
         self.check_flash(q, k, v)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, None, dropout_p, causal, scale=softmax_scale)
+        distance = torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])
+        window = (window_size[0], 0 if causal else window_size[1])
+        before, after = (len(distance) if side < 0 else side for side in window)
+        mask = on_device((distance <= before) & (distance >= -after))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=softmax_scale)
         return out.transpose(1, 2).contiguous()
 
     def flash_varlen(self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
@@ -391,13 +395,14 @@ class StrictDevice(TorchDispatchMode):
             sizes = [b - a for a, b in zip(values, values[1:])]
             if len(values) < 2 or values[0] or values[-1] != total or max(sizes) > longest or min(sizes) < 0:
                 refuse(f"cu_seqlens {values[:3]}...{values[-1]} does not fit {total} tokens, max_seqlen {longest}")
-        parts = [self.flash_func(*(p[None] for p in part), dropout_p, softmax_scale, causal)[0]
+        parts = [self.flash_func(*(p[None] for p in part), dropout_p, softmax_scale, causal, window_size)[0]
                  for part in zip(q.split(sizes), k.split(sizes), v.split(sizes))]  # fmt: skip
         return torch.cat(parts)
 
     def aten_flash(self, q, k, v, ends_q, ends_k, longest_q, longest_k, dropout, causal, return_debug_mask, scale=None,
                    window_size_left=-1, window_size_right=-1):  # fmt: skip
-        return (self.flash_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, dropout, scale, causal),)
+        window = (window_size_left, window_size_right)
+        return (self.flash_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, dropout, scale, causal, window),)
 
     # ---- operations
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import unicodedata
 from pathlib import Path
 
@@ -18,8 +19,9 @@ LONG = "the quick brown fox jumps over the lazy dog while nobody in the house is
 
 
 def check(*flags):
-    """Return the findings of the script for flags."""
-    script.main(script.parse_args([*map(str, flags), "--overwrite"]))
+    """Return the findings of the script for flags, by default in the column text."""
+    columns = [] if "--columns" in flags else ["--columns", "text"]
+    script.main(script.parse_args([*map(str, flags), *columns, "--overwrite"]))
     return [json.loads(line) for line in Path("overlap.jsonl").read_text().splitlines()]
 
 
@@ -114,7 +116,8 @@ def test_findings_equal_those_of_a_loop(size, min_share):
     pq.write_table(pa.Table.from_pylist(records, schema), "rows.parquet")
     rows = [[text for text in [record["a"], *record["b"]] if text is not None] for record in records]
     expected = expected_findings(rows, texts, size, min_share)
-    flags = ["--train_data", "rows.parquet", "--beir", "small", "--ngram", size, "--min_share", min_share]
+    flags = ["--train_data", "rows.parquet", "--beir", "small", "--ngram", size, "--min_share", min_share,
+             "--columns", "a", "b"]  # fmt: skip
     findings = check(*flags)
     found = {(line["row"], line["type"], line["id"]): (line["kind"], line["share"]) for line in findings}
     assert len(found) == len(findings) and found == expected
@@ -185,7 +188,7 @@ def test_texts_without_words_are_not_found():
     write_beir("c", {"q0": "?!", "q1": "good words", "q2": ""}, {"d0": "", "d1": ("", " "), "d2": ("Title.", "")})
     write_jsonl(Path("row.jsonl"), [{"text": text} for text in ("", " ", "...", "?!", None, "title", "good\nwords")])
     found = [(line["row"], line["id"], line["text"]) for line in check("--train_data", "row.jsonl", "--beir", "c")]
-    assert found == [(6, "q1", "good words"), (5, "d2", "Title.")]
+    assert found == [(6, "q1", "good words")]
 
 
 def test_documents_are_found_without_their_titles():
@@ -199,8 +202,8 @@ def test_only_judged_queries_are_searched_for(capsys):
     write_beir("c", {"q0": "first query", "q1": "second query"}, {"d": "nothing"}, judged=["q1"])
     write_jsonl(Path("row.jsonl"), [{"text": "First query"}, {"text": "Second query"}, {"text": "second, query"}])
     assert [line["id"] for line in check("--train_data", "row.jsonl", "--beir", "c")] == ["q1", "q1"]
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[1] == ["c", "1", "1", "2", "1", "0", "0"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["c, query: 1 of 1 texts in 2 rows", "c, document: 0 of 1 texts in 0 rows"]
     Path("c/qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\nq9\td\t1\n")
     with pytest.raises(script.UserError, match="^--beir c: --split test judges none of its queries$"):
         check("--train_data", "row.jsonl", "--beir", "c")
@@ -225,36 +228,33 @@ def test_pairs_and_several_sources(capsys):
     write_jsonl(Path("a.jsonl"), [{"x": "?", "y": ["no", "How are you?"]}, {"x": "Fine, thanks", "y": []}])
     Path("b.csv").write_text("x,y\nwell,Very well\n007,na\n")
     flags = ["--train_data", "a.jsonl", "b.csv", "--pairs", "test.csv", "--pair_columns", "q", "title"]
-    found = [(line["source"], line["row"], line["type"], line["id"]) for line in check(*flags)]
+    found = [(line["source"], line["row"], line["type"], line["id"]) for line in check(*flags, "--columns", "x", "y")]
     assert found == [("a.jsonl", 0, "query", "0"), ("a.jsonl", 1, "document", "0"), ("b.csv", 1, "query", "2"),
                      ("b.csv", 0, "document", "1"), ("b.csv", 1, "document", "2")]  # fmt: skip
-    assert capsys.readouterr().out.splitlines()[1].split() == ["test.csv", "2", "2", "2", "3", "3", "3"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["test.csv, query: 2 of 2 texts in 2 rows", "test.csv, document: 3 of 3 texts in 3 rows"]
     assert [line["row"] for line in check(*flags, "--columns", "x")] == [1, 1]
 
 
-def test_columns_that_are_not_searched_are_said(capsys):
-    """Such as a list of objects, which may hold the texts of a benchmark."""
-    rows = [{"id": n, "q": "other words", "passages": [{"text": "How are you?"}]} for n in range(2)]
-    write_jsonl(Path("a.jsonl"), rows)
-    Path("test.csv").write_text("q,d\nhow are you,fine thanks\n")
-    assert check("--train_data", "a.jsonl", "--pairs", "test.csv") == []
-    assert "warning: --train_data a.jsonl: searches q, not id, passages\n" in capsys.readouterr().err
-    write_jsonl(Path("b.jsonl"), [{"q": "how are you"}])
-    assert len(check("--train_data", "b.jsonl", "--pairs", "test.csv")) == 1
-    assert "searches" not in capsys.readouterr().err
+JUDGED = {
+    "header.tsv": "qid\tdocid\tscore\nq1\td\t1\n",
+    "any_order.tsv": "score\tcorpus-id\tquery-id\n1\td\tq1\n",
+    "comma.csv": "query-id,corpus-id,score\nq1,d,1\n",
+    "none.tsv": "q1\td\t1\n",
+    "trec.txt": "q1 0 d 1\n",
+    "rows.jsonl": '{"query-id": "q1", "corpus-id": "d", "score": 1}\n',
+}
 
 
-def test_columns_without_a_name_are_no_default(capsys):
-    """Those of pandas' index: the first in CSV, the last in Parquet. All texts of a table count but these."""
-    Path("a.csv").write_text(",q,d\n7,how are you,fine thanks\n8,who is it,me\n")
-    index = pa.array(["how are you", "7"])
-    pq.write_table(pa.table({"t": ["7", "fine thanks"], "__index_level_0__": index}), "a.parquet")
-    found = check("--train_data", "a.parquet", "a.csv", "--pairs", "a.csv")
-    assert [(line["source"], line["row"], line["text"]) for line in found] == [
-        ("a.parquet", 1, "fine thanks"), ("a.csv", 0, "how are you"), ("a.csv", 1, "who is it"),
-        ("a.csv", 0, "fine thanks"), ("a.csv", 1, "me")]  # fmt: skip
-    found = check("--train_data", "a.csv", "--pairs", "a.csv", "--pair_columns", "Unnamed: 0", "d", "--columns", "d")
-    assert {line["type"] for line in found} == {"document"}
+@pytest.mark.parametrize("name", JUDGED)
+def test_judgments_that_the_evaluator_reads(name):
+    """By a header in any order, without one, as TREC's, as a table (field: castorini/eval#21)."""
+    write_beir("c", {"q0": "first query", "q1": "second query"}, {"d": "nothing"})
+    Path("c/qrels/test.tsv").rename("c/qrels/train.tsv")
+    stem, _, suffix = name.partition(".")
+    Path(f"c/qrels/test.{suffix}").write_text(JUDGED[name])
+    write_jsonl(Path("row.jsonl"), [{"text": "First query"}, {"text": "Second query"}])
+    assert [line["id"] for line in check("--train_data", "row.jsonl", "--beir", "c")] == ["q1"]
 
 
 @pytest.mark.parametrize("kind", ["fixed", "masked", "large"])
@@ -273,7 +273,8 @@ def test_lists_that_are_null_in_some_rows(kind):
         writer.write_table(table)
     rows = range(2990, 3000)
     write_jsonl(Path("pairs.jsonl"), [{"q": f"text {2 * row}", "d": f"text {2 * row + 1}"} for row in rows])
-    found = check("--train_data", "a.arrow", "--pairs", "pairs.jsonl")
+    pairs = ["--pairs", "pairs.jsonl", "--pair_columns", "q", "d"]
+    found = check("--train_data", "a.arrow", "--columns", "t", *pairs)
     expected = {(row, f"text {place}") for row in rows if row % 3 != 1 for place in (2 * row, 2 * row + 1)}
     assert {(line["row"], line["text"]) for line in found} == expected
 
@@ -281,48 +282,61 @@ def test_lists_that_are_null_in_some_rows(kind):
 def test_output_has_the_rows_without_queries():
     write_beir("c", {"q": "a query"}, {"d": "a document"})
     rows = [{"n": i, "text": ["A query", "a document", "else"][i % 3], "labels": [i, 0.5]} for i in range(3000)]
-    write_jsonl(Path("a.jsonl"), rows)
-    flags = ["--train_data", "a.jsonl", "a.jsonl", "--columns", "text", "--beir", "c", "--output", "clean.parquet"]
+    write_jsonl(Path("in/a.jsonl"), rows)
+    write_jsonl(Path("in/b.jsonl"), rows)
+    flags = ["--train_data", "in/*.jsonl", "--columns", "text", "--beir", "c", "--output", "clean.parquet"]
     check(*flags)
     kept = pq.read_table("clean.parquet").to_pylist()
     assert kept == 2 * [row for row in rows if row["n"] % 3]
     check(*flags, "--also_documents")
     assert pq.read_table("clean.parquet").to_pylist() == 2 * [row for row in rows if row["n"] % 3 == 2]
-    assert sorted(path.name for path in Path().iterdir()) == ["a.jsonl", "c", "clean.parquet", "overlap.jsonl"]
+    assert sorted(path.name for path in Path().iterdir()) == ["c", "clean.parquet", "in", "overlap.jsonl"]
 
 
 def test_errors_are_one_line():
     write_beir("c", {"q": "a query"}, {"d": "a document"})
     write_jsonl(Path("a.jsonl"), [{"text": "x", "n": 1, "s": {"a": "b"}}])
     write_jsonl(Path("b.jsonl"), [{"text": "x", "m": 1}])
-    Path("n.csv").write_text(",text\n0,x\n")
     common = ["--beir", "c", "--train_data"]
+    pairs = ["--train_data", "b.jsonl", "--pairs", "b.jsonl", "--pair_columns"]
     for flags, message in [
         ([*common, "none.jsonl"], "--train_data none.jsonl: "),
-        ([*common, "a.jsonl", "--columns", "texts"], "--train_data a.jsonl: choose --columns that hold texts; av"),
-        ([*common, "a.jsonl", "--columns", "n"], "--train_data a.jsonl: column 'n' holds int64, not texts: "),
-        ([*common, "a.jsonl", "--columns", "s"], "--train_data a.jsonl: column 's' holds struct<a: string>, "),
-        (["--train_data", "a.jsonl", "--columns", "text", "--beir", "d"], "--beir d: "),
-        ([*common, "a.jsonl", "b.jsonl", "--columns", "text", "--output", "o.parquet"], "--train_data b.jsonl: other"),
-        ([*common, "a.jsonl", "--columns", "text", "--split", "dev"], "--beir c: no judgments of split 'dev'; avail"),
-        (["--train_data", "b.jsonl", "--pairs", "b.jsonl", "--pair_columns", "text", "x"], "--pairs b.jsonl: "),
-        (["--train_data", "b.jsonl", "--pairs", "n.csv"], "--pairs n.csv: choose two --pair_columns; available: Unn"),
+        ([*common, "."], "--train_data .: name its files: './*.parquet'; prepare_corpus.py reads folders"),
+        (
+            [*common, "a.jsonl", "--columns", "texts"],
+            "--train_data a.jsonl: Column name ['texts'] not in the dataset. ",
+        ),
+        (
+            [*common, "a.jsonl", "--columns", "n"],
+            "--train_data a.jsonl: column 'n' holds int64, not texts: rewrite it",
+        ),
+        (
+            [*common, "a.jsonl", "--columns", "s"],
+            "--train_data a.jsonl: column 's' has struct<a: string>, not texts, ",
+        ),
+        (["--train_data", "a.jsonl", "--beir", "d"], "--beir d: "),
+        ([*common, "a.jsonl", "--split", "dev"], "--beir c: no judgments of split 'dev'; avail"),
+        ([*pairs, "text", "x"], "--pairs b.jsonl: Column name ['x'] not in the dataset. "),
+        ([*pairs, "text", "m"], "--pairs b.jsonl: column 'm' holds int64, not texts: rewrite it by prepare_corpus.py"),
     ]:
         with pytest.raises(script.UserError) as error:
             check(*flags)
         assert str(error.value).startswith(message) and "\n" not in str(error.value), error.value
     Path("overlap.jsonl").touch()
     with pytest.raises(script.UserError, match="^overlap.jsonl: exists; choose another file, or set --overwrite$"):
-        script.main(script.parse_args([*common, "b.jsonl"]))
+        script.main(script.parse_args([*common, "b.jsonl", "--columns", "text"]))
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--train_data a", "requires --train_data, and --beir or --pairs"),
-    ("--train_data a --beir c --pair_columns x", "--pair_columns: takes two names"),
-    ("--train_data a --beir c --min_share 80", "--min_share above 0 and at most 1"),
-    ("--train_data a --beir c --ngram 0", "--ngram must be 1 or more"),
-    ("--train_data a --beir c --output x.jsonl", "--output end in .parquet"),
-    ("--train_data a --beir c --report s3://x/y", "must be local files"),
+    ("--train_data a --columns b", "requires --beir or --pairs"),
+    ("--train_data a --beir c", "the following arguments are required: --columns"),
+    ("--train_data a --columns b --pairs c --pair_columns x", "--pairs requires two --pair_columns"),
+    ("--train_data a --columns b --pairs c", "--pairs requires two --pair_columns"),
+    ("--train_data a b --columns b --beir c --output x.parquet", "--output has the rows of one --train_data"),
+    ("--train_data a --columns b --beir c --min_share 80", "--min_share above 0 and at most 1"),
+    ("--train_data a --columns b --beir c --ngram 0", "--ngram must be 1 or more"),
+    ("--train_data a --columns b --beir c --output x.jsonl", "--output end in .parquet"),
+    ("--train_data a --columns b --beir c --report s3://x/y", "must be local files"),
 ])  # fmt: skip
 def test_wrong_flags(flags, message, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -332,11 +346,13 @@ def test_wrong_flags(flags, message, capsys):
 
 def test_from_the_command_line(tmp_path, beir, corpus):
     """On the queries and documents of the fixtures, which are the rows themselves."""
-    flags = ["--train_data", f"{corpus}/*.parquet", "--beir", beir, "--output", "clean.parquet"]
+    flags = ["--train_data", f"{corpus}/*.parquet", "--columns", "docstring", "code", "--beir", beir]
+    flags += ["--output", "clean.parquet"]
     done = launch(ROOT / "check_overlap.py", *flags, cwd=tmp_path)
-    cells = done.stdout.splitlines()[1].split()
-    assert cells[1:3] == ["60", "60"] and cells[4:6] == ["293", "293"]
-    assert int(cells[3]) + pq.read_metadata("clean.parquet").num_rows == sum(
+    queries, documents, *_ = done.stdout.splitlines()
+    found, rows = re.search(r", query: (60 of 60) texts in (\d+) rows$", queries).groups()
+    assert "document: 293 of 293 texts" in documents
+    assert int(rows) + pq.read_metadata("clean.parquet").num_rows == sum(
         pq.read_metadata(path).num_rows for path in corpus.iterdir()
     )
     done = launch(ROOT / "check_overlap.py", *flags, cwd=tmp_path, check=False)

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from collections import ChainMap
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
+from random import Random
 from statistics import fmean as mean
 from types import SimpleNamespace
 
@@ -32,7 +32,8 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 def parse(*flags):
-    return script.parse_args(merge_flags(["--train_data", "x.jsonl", "--model_name_or_path", "a/model", *flags]))
+    given = ["--train_data", "x.jsonl", "--columns", "q", "d", "--model_name_or_path", "a/model", *flags]
+    return script.parse_args(merge_flags(given))
 
 
 def write(name, rows):
@@ -242,7 +243,7 @@ def launched(tmp_path_factory, rows, bert):
 def test_gradients_equal_those_of_one_process_and_one_pass(launched, case):
     expected = launched[1, 0][case, 10**6, "false"]
     assert expected[0].norm() > 0.01
-    for max_tokens, cache in product((300, 10**6), ("false", "true")):
+    for max_tokens, cache in ((300, "false"), (300, "true"), (10**6, "false")):
         for processes in (1, 2):
             pairs = [launched[processes, process][case, max_tokens, cache][3] for process in range(processes)]
             assert dict(ChainMap(*pairs)) == expected[3]  # including drawn negatives
@@ -273,18 +274,17 @@ def first_rows(rows, *flags, suffix="jsonl"):
     """Return (loss, [([query, document, ...], labels)]) of the rows, in their order, without bad ones."""
     file = write(f"x.{suffix}", rows)
     args = parse("--train_data", file, "--shuffle_buffer", 0, "--eval_rows", 0, "--batch_size", len(rows), *flags)
-    args = replace(args, loss=args.loss or script.choose_loss(args), columns=args.columns or script.find_columns(args))
     data = script.open_data(args)
     table, _ = next(script.row_batches(data.sources, data.weights, args))
     rows, _ = script.read_rows(table, data.sources, data.lookups, 0)
-    return args.loss, [([row.query, *row.documents], row.labels) for row in rows]
+    return data.sources[0].args.loss, [([row.query, *row.documents], row.labels) for row in rows]
 
 
-@pytest.mark.parametrize("way", [[], ["--streaming", "--max_steps", 1]])
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("suffix, way", [("jsonl", []), ("parquet", ["--streaming", "--max_steps", 1])])
 def test_row_formats(suffix, way):
     def read(rows, *flags):
-        return first_rows(rows, *flags, *way, suffix=suffix)
+        columns = [name for name in rows[0] if name not in "yz"]
+        return first_rows(rows, "--columns", *columns, *flags, *way, suffix=suffix)
 
     assert read([{"q": "a", "d": "b", "y": 1}], "--label_column", "y") == ("bce", [(["a", "b"], [1])])
     assert read([{"q": "a", "d": "b"}]) == ("listwise_ce", [(["a", "b"], [1])])
@@ -350,6 +350,31 @@ def test_negatives_are_drawn_only_for_rows_without_negatives():
             read_pairs(pairs)
 
 
+def test_drawn_negatives_differ_in_more_than_white_space_or_case():
+    """From the positives of the query, which may itself be written in two ways, and from one another."""
+    pairs = [("a query", "read it"), ("A  query", "write it"), ("b", "Read\nit "), ("c", "cut it"), ("d", "CUT it")]
+    first, second, third, *_ = read_pairs(pairs, "--num_negatives", 9)
+    assert first.documents[:1] == ["read it"] and second.documents[:1] == ["write it"]
+    for row in (first, second):
+        assert [text.lower() for text in row.documents[1:]] == ["cut it"]
+    assert sorted(text.lower() for text in third.documents[1:]) == ["cut it", "write it"]
+
+
+@pytest.mark.parametrize("labels, is_refused", [([0, 1, 0], True), ([1, 0, 0], False), ([2, 1, 0], False)])
+def test_a_lone_list_that_is_drawn_from_begins_with_its_positive(labels, is_refused):
+    """Else the document of the highest label might not be among those that are drawn."""
+    row = {"q": "a", "d": ["x", "y", "z"], "y": labels}
+    args = parse("--label_column", "y", "--loss", "ranknet", "--num_negatives", "1")
+    if is_refused:
+        with pytest.raises(
+            ValueError, match="^with --num_negatives, a list must begin with a document of the highest"
+        ):
+            script.read_row(row, 0, args, Random(0))
+    else:
+        drawn = [script.read_row(row, 0, args, Random(number)) for number in range(20)]
+        assert {row.documents[0] for row in drawn} == {"x"} and {len(row.documents) for row in drawn} == {2}
+
+
 def test_negatives_drawn_from_ids_are_texts():
     """Never a document of the same query, by its id, and never one that the corpus lacks."""
     corpus = write("corpus.jsonl", [{"_id": i, "text": f"text {i}"} for i in range(12)])
@@ -368,7 +393,8 @@ def test_negatives_drawn_from_ids_are_texts():
 
 
 def test_ids_in_lists():
-    """Ids are numbers or texts; a row with a null or unknown id, or with an empty list, is bad."""
+    """Ids are numbers or texts; a null one is left out with its label; an unknown id, or an empty list, is a bad
+    row."""
     corpus = write("corpus.jsonl", [{"_id": i, "text": f"text {i}"} for i in range(20)])
 
     def read(name, lists, *flags):
@@ -384,9 +410,9 @@ def test_ids_in_lists():
         lists = [[3, 4], [5, None], [7, 8, 9], [5, 20], [], [0]]
         lists = [[None if number is None else kind(number) for number in ids] for ids in lists]
         rows, skipped = read(f"{kind.__name__}.jsonl", lists, "--on_bad_row", "skip")
-        expected = [["text 3", "text 4"], ["text 7", "text 8", "text 9"], ["text 0"]]
-        assert [row.documents for row in rows] == expected and skipped == 3
-        for bad, problem in ((1, "'ds' has no text"), (3, "no text has its id"), (4, "'ds' has no text")):
+        expected = [["text 3", "text 4"], ["text 5"], ["text 7", "text 8", "text 9"], ["text 0"]]
+        assert [row.documents for row in rows] == expected and skipped == 2
+        for bad, problem in ((3, "no text has its id"), (4, "'ds' has no text")):
             with pytest.raises(script.UserError, match=f"{problem} in the row .*query 1.*_row skip"):
                 read(f"{kind.__name__}{bad}.jsonl", [lists[0], lists[bad]])
 
@@ -458,9 +484,9 @@ def test_held_out_measures_equal_those_of_predict(rows, reranker, kind):
         "classes": (labels, lambda i: {"y": i % 2}),
         "scores": ([*labels, "--loss", "mse"], lambda i: {"y": i % 7 / 7}),
     }[kind]
-    texts = [{"q": row["docstring"][:60], "d": codes[i]} | cells(i) for i, row in enumerate(rows[:70])]
+    texts = [{"q": row["docstring"][:60], "d": codes[i]} | cells(i) for i, row in enumerate(rows[:60])]
     accelerator = Accelerator(cpu=True)
-    given = parse("--train_data", write("x.parquet", texts), "--model_name_or_path", reranker, "--eval_rows", 60,
+    given = parse("--train_data", write("x.parquet", texts), "--model_name_or_path", reranker, "--eval_rows", 52,
                   *flags)  # fmt: skip
     model = script.load_model(given).train()
     args = script.resolve_args(given, model, accelerator)
@@ -473,12 +499,12 @@ def test_held_out_measures_equal_those_of_predict(rows, reranker, kind):
     if kind == "drawn":
         assert all(len(set(row.documents)) == 50 for row in held_out)
         documents = {document for row in held_out for document in row.documents}
-        assert documents == {row.documents[0] for row in held_out} and len(held_out) == 60
+        assert documents == {row.documents[0] for row in held_out} and len(held_out) == 52
     pairs = [(row.query, document) for row in held_out for document in row.documents]
     library = CrossEncoder(str(reranker), device="cpu", activation_fn=torch.nn.Identity(), max_length=128)
     scores = library.predict(pairs).astype(float)
     labels = np.array([label for row in held_out for label in row.labels])
-    groups = np.repeat(np.arange(60), [len(row.documents) for row in held_out])
+    groups = np.repeat(np.arange(52), [len(row.documents) for row in held_out])
     if kind == "teacher":
         labels = np.concatenate([np.array(row.labels) == max(row.labels) for row in held_out])
     if kind in ("classes", "scores"):
@@ -504,15 +530,16 @@ def test_copied_alone_into_an_empty_folder(tmp_path, rows, bert, loss):
     shutil.copy(SCRIPT, tmp_path)
     labels = [{"label": i % 2} if loss == "bce" else {} for i in range(80)]
     write("x.jsonl", [{**row, "code": row["code"][:200], **label} for row, label in zip(rows, labels)])
-    flags = ["--train_data", "x.jsonl", "--model_name_or_path", str(bert), "--max_steps", 2, "--batch_size", 8,
-             "--eval_rows", 16, "--logging_steps", 1, "--save_steps", 1, "--max_length", 64, "--learning_rate", 0.01,
+    flags = ["--train_data", "x.jsonl", "--columns", "docstring", "code", "--model_name_or_path", bert,
+             "--max_steps", 2, "--batch_size", 8, "--eval_rows", 16,
+             "--logging_steps", 1, "--save_steps", 1, "--max_length", 64, "--learning_rate", 0.01,
              *["--label_column", "label"] * (loss == "bce"), "--report_to", "tensorboard"]  # fmt: skip
     if loss == "bce":
         command = [sys.executable, "-I", "train_cross_encoder.py", *map(str, flags)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
     else:
-        launch(tmp_path / "train_cross_encoder.py", *flags, cwd=tmp_path)
+        script.main(script.parse_args(list(map(str, flags))))
     run, lines = tmp_path / "runs/cross_encoder", metrics("runs/cross_encoder")
     assert {"model", "checkpoints", "metrics.jsonl", "args.yaml", "training.png"} <= {p.name for p in run.iterdir()}
     assert [p.name for p in sorted((run / "checkpoints").iterdir())] == ["step_00000001", "step_00000002"]
@@ -520,7 +547,7 @@ def test_copied_alone_into_an_empty_folder(tmp_path, rows, bert, loss):
     measures = {f"held_out_{name}" for name in names}
     assert measures < set(lines[0]) and lines[0]["step"] == 0
     assert {"loss", "padding_fraction", "tokens_per_second", "data_wait_fraction", *measures} <= set(lines[-1])
-    assert "train_cross_encoder.py" in (run / "model/README.md").read_text()
+    assert loss != "bce" or "train_cross_encoder.py" in (run / "model/README.md").read_text()
     assert list(run.glob("evenstep/events*"))
 
     again = script.parse_args([str(run / "args.yaml")])
@@ -575,7 +602,6 @@ BAD_GROUPS = [
     ({"y": [math.inf, 0]}, "--loss mse", "'y' has missing, extra or non-finite numbers"),
     ({"d": [], "y": []}, "", "'d' has no text"),
     ({"d": None}, "", "'d' has no text"),
-    ({"d": ["one", ""]}, "", "'d' has no text"),
     (
         {"d": ["one"], "y": [1]},
         '--loss kl --loss_kwargs {"teacher_temperature":1}',
@@ -586,7 +612,6 @@ BAD_POINTS = [
     ({"d": " \t"}, "", "'d' has no text"),
     ({"y": 5}, "", "--loss bce requires a label for each document, from 0 to 1 (or use mse)"),
     ({"y": -0.5}, "", "--loss bce requires a label for each document, from 0 to 1 (or use mse)"),
-    ({"y": "high"}, "", "'y' has missing, extra or non-finite numbers"),
 ]
 
 
@@ -602,29 +627,20 @@ def test_bad_rows(good, cells, flags, phrase):
     assert [texts[0] for texts, _ in found] == [f"query {i}" for i in range(30) if i != 7]
 
 
-@pytest.mark.parametrize("value", [5, {"x": "y"}, [["one"], ["two"]], ["one", 3]])
-def test_document_columns_without_texts(value):
-    """Such a column is refused, also by --on_bad_row skip: it is wrong, not the row."""
-    rows = [{**row, "d": value} for row in POINTS]
-    for way in ([], ["--on_bad_row", "skip"]):
-        message = refusal(rows, "--label_column", "y", *way)
-        assert message.startswith("x.jsonl: 'd' holds ") and "read_row" in message, message
-
-
-def test_labels_among_the_columns():
-    assert "'y' holds int, not texts: choose other columns" in refusal(POINTS)
-    assert "--columns" in refusal([{"q": "a"}] * 9)
-    assert "--label_column" in refusal(POINTS, "--label_column", "z")
+def test_a_label_column_that_is_not_there():
+    assert "--label_column z" in refusal(POINTS, "--label_column", "z")
 
 
 @pytest.mark.parametrize(
     "flags, words",
     [("--loss kl", "--loss kl --label_column"), ("--loss margin_mse", "--loss margin_mse --label_column"),
      ("--loss kl --label_column y", "teacher_temperature logits"), ("--loss hinge", "--loss hinge"),
-     ("--num_negatives -2", "--num_negatives")],
+     ("--num_negatives -2", "--num_negatives"), ("--warmup_ratio 1.1", "--warmup_ratio"),
+     ('--loss_kwargs {"pos_weight":"5"}', '"pos_weight" number above 0'), ('--loss_kwargs {"k":true}', '"k" above 0'),
+     ('--loss_kwargs {"sigma":0}', '"sigma" above'), ('--loss_kwargs {"temperature":NaN}', '"temperature" above')],
 )  # fmt: skip
 def test_bad_flags(flags, words, capsys):
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         parse(*flags.split())
     line = capsys.readouterr().err.splitlines()[-1]
     assert all(word in line for word in words.split()), line

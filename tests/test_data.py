@@ -35,6 +35,10 @@ def small_blocks(monkeypatch, tmp_path):
 
 def options(**changed):
     args = script.parse_args(["--train_data", "unused", "--model_name_or_path", "unused", "--columns", "a", "b"])
+    if changed.get("label_column"):
+        changed = {"loss": "CoSENTLoss"} | changed
+    if changed.get("streaming"):
+        changed = {"max_steps": 1} | changed
     for name, value in changed.items():
         setattr(args, name, value)
     return args
@@ -113,8 +117,8 @@ def shards(tmp_path_factory):
 
 # ---------------------------------------------------------------------------------------------------------- formats
 
-SUFFIXES = ["parquet", "stream.arrow", "file.arrow", "json", "jsonl", "jsonl.gz", "jsonl.zst", "ndjson", "csv",
-            "csv.gz", "csv.zst", "tsv", "tsv.gz"]  # fmt: skip
+SUFFIXES = ["parquet", "stream.arrow", "file.arrow", "json", "jsonl.gz", "jsonl.zst", "ndjson", "csv", "csv.gz", "tsv",
+            "tsv.zst"]  # fmt: skip
 
 
 @both_kinds
@@ -140,30 +144,28 @@ configs:
 
 
 @both_kinds
-def test_folders_globs_and_configurations(streaming, tmp_path):
+def test_globs_saved_folders_and_configurations(streaming, tmp_path):
+    """The files of a folder are named by the user; only what save_to_disk and the Hub's layout list is read alone."""
     Path("folder").mkdir()
     for number in range(3):
         write(f"folder/{number}.jsonl", table(20, 20 * number))
-    datasets.Dataset.from_list(table(130)).save_to_disk("saved")
-    datasets.Dataset.from_list(table(90)).save_to_disk("mapped")
-    datasets.load_from_disk("mapped").map(lambda row: {"a": row["b"]}).shuffle(seed=0)
-    assert len(list(Path("mapped").glob("cache-*.arrow"))) == 2
+    datasets.Dataset.from_list(table(90)).save_to_disk("saved")
+    datasets.load_from_disk("saved").map(lambda row: {"a": row["b"]}).shuffle(seed=0)
+    assert len(list(Path("saved").glob("cache-*.arrow"))) == 2
     rows = {"train": datasets.Dataset.from_list(table(70)), "test": datasets.Dataset.from_list(table(20))}
     datasets.DatasetDict(rows).save_to_disk("splits")
-    datasets.load_from_disk("splits").map(lambda row: {"a": row["b"]})
-    assert len(list(Path("splits/train").glob("cache-*.arrow"))) == 1
     Path("configs/y").mkdir(parents=True)
     Path("configs/README.md").write_text(CONFIGS)
     write("configs/x.jsonl", table(5)), write("configs/z.csv", table(9))
     write("configs/y/0.parquet", table(7)), write("configs/y/1.parquet", table(7, 7))
     for name, count in {
-        "folder": 60, "./folder/*.jsonl": 60, f"{tmp_path}/folder/[12].jsonl": -20, "saved": 130,
-        "saved/*.arrow": 130, "mapped": 90, "splits": 70, "splits/train": 70, "./configs:one:train": 5,
-        "configs:two:train": 14, f"{tmp_path}/configs:two:dev": 9,
+        "./folder/*.jsonl": 60, f"{tmp_path}/folder/[12].jsonl": -20, "saved": 90, "splits": 70, "splits/test": 20,
+        "./configs:one:train": 5, "configs:two:train": 14, f"{tmp_path}/configs:two:dev": 9,
     }.items():  # fmt: skip
         expected = table(40, 20) if count < 0 else table(count)
         assert texts(open_source(streaming, name, shuffle_buffer=0), len(expected)) == expected, name
-    wrong = {"configs:two:test": "'test'.*train, dev", "configs:three:train": "configs:three.*one.*two"}
+    wrong = {"configs:two:test": "'test'.*train, dev", "configs:three:train": "configs:three.*one.*two",
+             "folder": "folder: name its files: 'folder/\\*.parquet'; prepare_corpus.py reads folders$"}  # fmt: skip
     for name, hint in wrong.items():
         with pytest.raises(script.UserError, match=hint):
             open_data(train_data=[name], streaming=streaming)
@@ -216,16 +218,6 @@ def test_hub_ids(monkeypatch):
     assert requested == [("o/n", None), ("o/n", "cfg"), ("o/n", None)]
 
 
-def test_a_parquet_stream_is_not_read_ahead():
-    """While the first rows of a 228 MB file are in use, less than 120 MB are allocated (about 45 MB measured)."""
-    texts = pa.array(np.char.add("x" * 100, np.arange(1_000_000).astype(str)))
-    pq.write_table(pa.table({"a": texts, "b": texts}), "x.parquet", row_group_size=50_000)
-    before, windows = pa.total_allocated_bytes(), script.open_files(["x.parquet"]).iter(1000)
-    assert len(next(windows)) == 1000
-    time.sleep(0.5)
-    assert pa.total_allocated_bytes() - before < 120e6
-
-
 def test_a_changed_file_is_read_again():
     for first in (0, 100):
         source = open_source(False, write("part.jsonl", table(20, first)), shuffle_buffer=0)
@@ -248,41 +240,88 @@ def test_a_column_that_is_null_in_the_first_chunk(streaming):
     assert [row.cells["a"] for row in found] == [f"row {i}: z" for i in range(200, 220)] and skipped == 200
 
 
+VALUES = {  # {what a column holds: (its values, what is said)}
+    "texts and numbers": (["a text", 3], "column 'b' has extension<arrow.json>, not texts, numbers or lists of them"),
+    "texts and lists": (
+        ["a text", ["y"]],
+        "column 'b' has extension<arrow.json>, not texts, numbers or lists of them",
+    ),
+    "objects": ([{"x": "y"}], "column 'b' has struct<x: string>, not texts, numbers or lists of them"),
+    "numbers": ([5], "'b' holds int, not texts: choose other columns"),
+    "booleans": ([True], "'b' holds float, not texts: choose other columns"),
+    "nested lists": ([[["one", "two"]]], "'b' holds list, not texts: choose other columns"),
+}
+
+
 @both_kinds
-def test_a_column_of_texts_and_other_values(streaming):
-    """`datasets` turns it into JSON: texts are read as they are, any other value is refused, never skipped."""
-    values = ['say "hi"', 3, None, {"x": 1}, ["y"], "7 days", True, "", "last"]
-    file = write("x.jsonl", [{"a": f"row {i}: ", "b": "y"} | {"b": value} for i, value in enumerate(values)])
-    source = open_source(streaming, file, shuffle_buffer=0, on_bad_row="skip")
-    assert texts(source, 1) == [{"a": "row 0: ", "b": 'say "hi"'}]
-    with pytest.raises(script.UserError, match="x.jsonl: 'b' holds int, not texts: choose .*, or edit read_row$"):
-        read(source, 1)
-    assert read(source, 1) == ([], 1)  # a missing text
-    with pytest.raises(script.UserError, match="x.jsonl: 'b' holds dict, not texts: choose .*, or edit read_row$"):
-        read(source, 1)
-    assert texts(source, 2) == [{"a": "row 4: ", "b": "y"}, {"a": "row 5: ", "b": "7 days"}]
-    with pytest.raises(script.UserError, match="x.jsonl: 'b' holds bool, not texts"):
-        read(source, 1)
-    found, skipped = read(source, 2)
-    assert [row.documents for row in found] == [["last"]] and skipped == 1
-
-
-@pytest.mark.parametrize("value, suffix, streaming", [
-    (5, "parquet", False), (2.5, "jsonl", True), (True, "parquet", True), ([["one", "two"]], "jsonl", False),
-    ({"x": "y"}, "jsonl", True),
-], ids=str)  # fmt: skip
-def test_a_column_without_texts(streaming, suffix, value):
-    """Numbers, nested lists and structs are refused, not converted to text."""
-    file = write(f"x.{suffix}", [{"a": row["a"], "b": value} for row in table(60)])
-    kind = type(value).__name__
-    with pytest.raises(script.UserError, match=f"x.{suffix}: 'b' holds {kind}, not texts: .* or edit read_row$"):
+@pytest.mark.parametrize("kind", VALUES)
+def test_a_column_without_texts(streaming, kind):
+    """Refused, also under --on_bad_row skip, as the column is wrong, not the row; never converted to text."""
+    values, line = VALUES[kind]
+    file = write("x.jsonl", [{"a": f"row {i}: ", "b": value} for i, value in enumerate(values)])
+    with pytest.raises(
+        script.UserError, match=f"^x.jsonl: {re.escape(line)}.*: rewrite it by|, rewrite it by"
+    ) as error:
         read(open_source(streaming, file, on_bad_row="skip"), 1)
+    assert "prepare_corpus.py" in str(error.value)
+
+
+STRINGS = {  # {kind: Arrow types of the texts of two Parquet files}
+    "large": (pa.string(), pa.large_string()),
+    "dictionary": (pa.dictionary(pa.int32(), pa.string()), pa.large_string()),
+    "lists": (pa.list_(pa.string()), pa.large_list(pa.large_string())),
+}
+
+
+@pytest.mark.parametrize("kind", STRINGS)
+def test_files_of_several_string_types(kind):
+    """As pandas 2 and 3, polars and pyarrow write them: read as from one table, also where a batch has rows of two
+    windows, or of two epochs."""
+    expected = table(60)
+    for number, string in enumerate(STRINGS[kind]):
+        rows = expected[30 * number : 30 * number + 30]
+        texts = [[row["b"]] if kind == "lists" else row["b"] for row in rows]
+        first = pa.string() if kind == "lists" else string
+        columns = [pa.array([row["a"] for row in rows], first), pa.array(texts, string)]
+        pq.write_table(pa.table(columns, ["a", "b"]), f"{number}.parquet")
+    for streaming in (False, True):
+        for buffer in (10_000, 20, 0):
+            source = open_source(streaming, "*.parquet", shuffle_buffer=buffer, columns=["a", "b", "b"])
+            batches = [source.take(8) for _ in range(30)]
+            found = [row for batch in batches for row in batch.to_pylist()]
+            found = [{"a": row["a"], "b": row["b"][0] if kind == "lists" else row["b"]} for row in found]
+            for first in range(0, 240, 60):  # an epoch
+                epoch = found[first : first + 60]
+                assert (sorted(epoch, key=expected.index) if buffer else epoch) == expected
+
+
+@both_kinds
+@pytest.mark.parametrize("suffix", ["csv", "csv.gz"])
+def test_quotes_that_do_not_match(streaming, suffix):
+    """A field that begins with a stray quote would hold all rows up to the next one: refused with its line."""
+    lines = [f"question {i},answer {i}\n" for i in range(40)]
+    for number in (5, 30):
+        lines[number] = f'question {number},"answer {number} of the corpus\n'
+    with fsspec.open(f"x.{suffix}", "wt", compression="infer") as file:
+        file.writelines(["a,b\n", *lines])
+    with pytest.raises(script.UserError, match=rf"x.{suffix}: line 32: .*: a quote does not match$"):
+        open_source(streaming, f"x.{suffix}").take(1)
+
+
+def test_fields_of_several_lines_that_end_beyond_the_lines_checked(monkeypatch):
+    """Only a quote that does not match is one; quotes within a text are none. The whole file is read either way."""
+    rows = table(8) + [{"a": 'row 8: x "y" z', "b": '5" wide'}]
+    file = write("x.csv", rows)
+    for count in range(1, 15):
+        monkeypatch.setattr(script, "QUOTED_LINES", count)
+        script.check_quotes.cache_clear()
+        assert texts(open_source(True, file, shuffle_buffer=0), 9) == rows
 
 
 @both_kinds
 def test_labels_that_are_not_finite_numbers(streaming):
     for number, labels in enumerate([[0.5, None, float("nan"), 1.0], [[0.5, 1.0], [0.5, None], [], [1.0, 0.5]],
-                                     [0.5, "high", None, 1.0]]):  # fmt: skip
+                                     ["0.5", "high", None, "1.0"]]):  # fmt: skip
         rows = [{**row, "score": label} for row, label in zip(table(4), labels)]
         file, skip = write(f"{number}.jsonl", rows), {"on_bad_row": "skip", "shuffle_buffer": 0}
         found, skipped = read(open_source(streaming, file, label_column=["score"], **skip), 4)
@@ -369,23 +408,12 @@ def test_the_rows_of_an_edited_source(edited, edit):
     assert all(sorted([*held_out, *epoch]) == sorted(expected) for epoch in epochs) and epochs[0] != epochs[1]
 
 
-@pytest.mark.parametrize("edit", ["filter", "shuffle", "sort", "select"])
-def test_a_run_on_an_edited_source_is_resumed(edited, edit, static, monkeypatch):
+def test_a_run_on_an_edited_source_is_resumed(edited, static, monkeypatch):
     """The rows of each step are those of a run that was not stopped, and no others."""
-    expected = edited(edit)
-    flags = ["--train_data", "x.parquet", "--columns", "a", "b", "--model_name_or_path", str(static)]
-    flags += [
-        "--batch_size",
-        "4",
-        "--max_steps",
-        "9",
-        "--save_steps",
-        "5",
-        "--eval_rows",
-        "3",
-        "--shuffle_buffer",
-        "20",
-    ]
+    expected = edited("filter")
+    flags = ["--train_data", "x.parquet", "--columns", "a", "b", "--model_name_or_path", str(static),
+             "--max_steps", "9", "--batch_size", "4", "--save_steps", "5", "--eval_rows", "3",
+             "--shuffle_buffer", "20"]  # fmt: skip
     seen = []
     real = script.read_rows
 
@@ -412,11 +440,13 @@ def test_a_run_on_an_edited_source_is_resumed(edited, edit, static, monkeypatch)
 @both_kinds
 @pytest.mark.parametrize("held_out", [1, 101, 120])
 def test_held_out_rows_are_never_trained_on(shards, streaming, held_out):
-    """Fewer rows than the first file has, exactly as many, and more. Of a stream, the first ones are held out."""
+    """Fewer rows than the first file has, exactly as many, and more. Of a stream, the first ones are held out, of its
+    first file alone."""
     source = open_source(streaming, shards, shuffle_buffer=60)
     kept = numbers(source.hold_out(held_out))
-    assert len(kept) == held_out and (not streaming or kept == list(range(held_out)))
-    for epoch in np.array_split(numbers(source.take(3 * (197 - held_out))), 3):
+    count = min(held_out, 101) if streaming else held_out
+    assert len(kept) == count and (not streaming or kept == list(range(count)))
+    for epoch in np.array_split(numbers(source.take(3 * (197 - count))), 3):
         assert sorted([*kept, *epoch]) == list(range(197))
 
 
@@ -446,10 +476,10 @@ def test_held_out_by_default(shards):
     assert open_data(train_data=[shards], eval_rows=0)[0].held_out == []
 
 
-@pytest.mark.parametrize("count, streaming", [(197, False), (1000, True)])
-def test_all_rows_held_out(shards, streaming, count):
-    with pytest.raises(script.UserError, match=r"parquet: .*--eval_rows"):
-        data, args = open_data(train_data=[shards], eval_rows=count, streaming=streaming)
+@both_kinds
+def test_all_rows_held_out(streaming):
+    with pytest.raises(script.UserError, match=r"x.parquet: .*--eval_rows"):
+        data, args = open_data(train_data=[write("x.parquet", table(57))], eval_rows=57, streaming=streaming)
         next(batches_of(data, args))
 
 
@@ -480,8 +510,8 @@ def assert_resumes(open_batches, count, cuts):
             assert [r.to_pylist() for r, _ in found[: len(expected)]] == [r.to_pylist() for r, _ in expected]
             for (_, state), (_, other) in zip(found, expected):
                 assert state["used"] == other["used"]
-                for one, two in zip(state["sources"], other["sources"]):  # a position in a stream has several forms
-                    assert {**one, "stream": None} == {**two, "stream": None}
+                for name, position in state["sources"].items():  # a position in a stream has several forms
+                    assert {**position, "stream": None} == {**other["sources"][name], "stream": None}
             state = found[4][1]
     return whole
 
@@ -499,8 +529,7 @@ def test_resume_of_one_source(shards, streaming, buffer, held_out):
         return script.row_batches([source], [1], source.args, state)
 
     epoch = (197 - held_out) // 5
-    step = 12 if streaming else 5
-    cuts = {1, 2, 3, 4, 5, epoch - 1, epoch, epoch + 1, *range(7, epoch, step)}
+    cuts = {1, 2, 4, 5, epoch - 1, epoch, epoch + 1, *range(7, epoch, 12)}
     assert_resumes(open_batches, 2 * epoch + 20, cuts)
 
 
@@ -515,7 +544,7 @@ def test_resume_of_mixed_sources(streaming, mix_by, length_window):
     changed = {"mix_by": mix_by, "length_window": length_window, "shuffle_buffer": 40}
 
     def open_batches(state):
-        named = enumerate(("x", "y.jsonl.gz"))
+        named = enumerate(("x/*.jsonl", "y.jsonl.gz"))
         sources = [open_source(streaming, name, i, batch_size=8, **changed) for i, name in named]
         return script.row_batches(sources, [2, 1], sources[0].args, state)
 
@@ -540,7 +569,7 @@ def test_a_resume_with_a_shorter_length_window():
     *_, (_, state) = islice(batches(6), 4)
     states = [state for _, state in islice(batches(2, json.loads(json.dumps(state))), 3)]
     assert [state["used"] for state in states] == [1, 0, 1]
-    assert [state["sources"][0]["taken"] for state in states] == [16, 32, 32]
+    assert [state["sources"]["rows.jsonl 0"]["taken"] for state in states] == [16, 32, 32]
 
 
 @pytest.mark.parametrize("weights, rows", list(zip([[1], [0.3, 0.7], [5, 3, 2], [10, 1, 1, 1, 1, 1]], [7, 64, 1, 7])))
@@ -555,14 +584,19 @@ def test_each_source_is_always_within_a_row_of_its_share(weights, rows):
             assert abs(count - total * rows * weight / sum(weights)) < 1 + 1e-9, (total, drawn)
 
 
-def test_changed_weights_are_reached_without_losing_rows():
-    """After a resume for which one of two sources has grown, batches have as many rows as before."""
-    drawn = [5000, 5000]
-    for _ in range(900):
-        counts = script.apportion(drawn, [10, 1], 64)
-        assert min(counts) >= 0 and sum(counts) == 64
-        drawn = [count + more for count, more in zip(drawn, counts)]
-    assert drawn[0] == pytest.approx(10 * drawn[1], abs=11)
+@pytest.mark.xfail(strict=True, reason="apportion gives more rows than a batch has: the surplus is never trained on")
+def test_a_resume_that_mixes_in_another_way_loses_no_row():
+    """--accept_changes allows it: from batches of one source to mixed ones."""
+    files = [write(f"{number}.jsonl", table(100, 100 * number)) for number in range(4)]
+
+    def open_batches(mix_by, state=None):
+        data, args = open_data(train_data=files, eval_rows=0, batch_size=16, shuffle_buffer=0, mix_by=mix_by)
+        return data, batches_of(data, args, state)
+
+    *_, (_, state) = islice(open_batches("batch")[1], 2)
+    data, batches = open_batches("row", json.loads(json.dumps(state)))
+    found = [number for rows, _ in islice(batches, 6) for number in numbers(rows)]
+    assert sum(source.position.taken for source in data.sources) == 2 * 16 + len(found)
 
 
 def test_length_window_groups_rows_by_length_and_loses_none():
@@ -645,7 +679,7 @@ def test_an_arrow_file_with_wrong_offsets(streaming):
 
 
 def test_a_large_parquet_file_is_streamed_in_constant_memory(tmp_path):
-    """By default, pyarrow keeps what it has read of a file in memory."""
+    """By default, pyarrow reads a file ahead, and keeps in memory what it has read."""
     blocks, schema = np.random.default_rng(0).bytes(250_000), pa.schema([("text", pa.string())])
     with pq.ParquetWriter(tmp_path / "x.parquet", schema, compression="none", use_dictionary=False) as writer:
         for first in range(0, 400_000, 20_000):
@@ -653,6 +687,10 @@ def test_a_large_parquet_file_is_streamed_in_constant_memory(tmp_path):
             writer.write_table(pa.table([texts], schema=schema))
     assert os.path.getsize(tmp_path / "x.parquet") > 200e6
     seen = []
-    for _ in script.open_files([str(tmp_path / "x.parquet")]).iter(5000):
+    before, windows = pa.total_allocated_bytes(), script.open_files([str(tmp_path / "x.parquet")]).iter(5000)
+    next(windows)
+    time.sleep(0.3)
+    assert pa.total_allocated_bytes() - before < 120e6  # about 70 MB measured
+    for _ in windows:
         seen.append(int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) / 1000)
-    assert len(seen) == 80 and max(seen[40:]) < max(seen[:10]) + 60  # MB
+    assert len(seen) == 79 and max(seen[40:]) < max(seen[:10]) + 60  # MB

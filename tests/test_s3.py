@@ -51,16 +51,19 @@ def bucket(rows, tmp_path_factory):
             os.environ[name] = value
 
 
+def options(**flags):
+    """Return the Args of a run on docstrings and code."""
+    required = {"train_data": ["x"], "model_name_or_path": "x"}
+    return script.Args(**required, columns=["docstring", "code"], **flags)
+
+
 @both_ways
-@pytest.mark.parametrize("source", ["s3://bucket/pairs/*.parquet", "s3://bucket/pairs", "s3://bucket/pairs/1.parquet"])
-def test_sources_in_a_bucket(bucket, source, way):
-    """A glob, a folder or a file gives the rows, and the fingerprint, of the files on disk."""
+@pytest.mark.parametrize("name", ["*.parquet", "1.parquet"])
+def test_sources_in_a_bucket(bucket, name, way):
+    """A glob or a file gives the rows, and the fingerprint, of the files on disk."""
     _, folder = bucket
-    local = (
-        source.replace("s3://bucket/pairs", str(folder)) if source != "s3://bucket/pairs" else f"{folder}/*.parquet"
-    )
-    args = script.Args(columns=["docstring", "code"], streaming=way == "streamed", shuffle_buffer=16)
-    remote, expected = (script.Source(name, 0, args) for name in (source, local))
+    args = options(streaming=way == "streamed", max_steps=1, shuffle_buffer=16)
+    remote, expected = (script.Source(f"{place}/{name}", 0, args) for place in ("s3://bucket/pairs", folder))
     assert remote.take(100).equals(expected.take(100))
     assert script.data_fingerprint(remote.files) == script.data_fingerprint(expected.files)
 
@@ -70,7 +73,7 @@ def test_a_folder_without_tables(bucket):
     fs.pipe("bucket/other/README.md", b"not a table")
     for name in ("s3://bucket/other", "s3://bucket/none", "s3://none/none"):
         with pytest.raises(script.UserError, match=f"^{name}: "):
-            script.Source(name, 0, script.Args(columns=["a", "b"]))
+            script.Source(name, 0, options())
 
 
 @both_ways
@@ -80,38 +83,38 @@ def test_a_run_on_a_bucket_is_resumed(bucket, static, way):
     flags = ["--model_name_or_path", static, "--columns", "docstring", "code", "--batch_size", 8, "--max_steps", 20,
              "--save_steps", 10, "--logging_steps", 1, "--eval_rows", 8, "--shuffle_buffer", 16]  # fmt: skip
     flags += ["--streaming"] * (way == "streamed")
-    for name, source in (("remote", "s3://bucket/pairs"), ("local", f"{folder}/*.parquet")):
+    for name, source in (("remote", "s3://bucket/pairs/*.parquet"), ("local", f"{folder}/*.parquet")):
         launch(ROOT / "train_bi_encoder.py", *flags, "--train_data", source, "--output_dir", name, cwd=os.getcwd())
     whole = metrics("remote")
     for path in ("remote/model", "remote/checkpoints/step_00000020"):
         shutil.rmtree(path)
-    flags += ["--train_data", "s3://bucket/pairs", "--output_dir", "remote", "--resume"]
+    flags += ["--train_data", "s3://bucket/pairs/*.parquet", "--output_dir", "remote", "--resume"]
     launch(ROOT / "train_bi_encoder.py", *flags, cwd=os.getcwd())
     found = [[{name: value for name, value in line.items() if name not in RATES} for line in lines]
              for lines in (whole, metrics("remote"), metrics("local"))]  # fmt: skip
     assert found[0] == found[1] == found[2] and len(found[0]) == 21
 
 
-def test_a_conversion_from_a_bucket_to_a_bucket(bucket, rows):
+def test_a_conversion_of_a_bucket(bucket, rows):
+    """Of a folder, which the trainers refuse, and of a glob; a table of Delta Lake is refused there, too."""
     fs, _ = bucket
     fs.pipe("bucket/pairs/note.md", b"not a table")
-    flags = ["s3://bucket/pairs", "--output_dir", "s3://bucket/made/pairs", "--columns", "code", "docstring"]
-    prepare_corpus.main(prepare_corpus.parse_args(flags))
-    assert fs.ls("bucket/made/pairs", refresh=True) == ["bucket/made/pairs/data-00000.arrow"]
-    args = script.Args(columns=["docstring", "code"], shuffle_buffer=0)
-    table = script.Source("s3://bucket/made/pairs", 0, args).take(120)
-    assert table.select(["docstring", "code"]).to_pylist() == rows[:120]
-    with pytest.raises(prepare_corpus.UserError, match="^--output_dir s3://bucket/made/pairs: is not empty; choose"):
+    for number, source in enumerate(("s3://bucket/pairs", "s3://bucket/pairs/*.parquet")):
+        flags = [source, "--output_dir", f"made{number}", "--columns", "code", "docstring"]
         prepare_corpus.main(prepare_corpus.parse_args(flags))
-    prepare_corpus.main(prepare_corpus.parse_args([*flags, "--overwrite", "--format", "parquet"]))
-    assert fs.ls("bucket/made/pairs", refresh=True) == ["bucket/made/pairs/data-00000.parquet"]
+        table = script.Source(f"made{number}/*.arrow", 0, options(shuffle_buffer=0)).take(120)
+        assert table.select(["docstring", "code"]).to_pylist() == rows[:120]
+    fs.pipe("bucket/delta/_delta_log/0.json", b"{}")
+    fs.copy("bucket/pairs/0.parquet", "bucket/delta/lang=de/0.parquet")
+    with pytest.raises(prepare_corpus.UserError, match="^s3://bucket/delta: a table of Delta Lake, "):
+        prepare_corpus.main(prepare_corpus.parse_args(["s3://bucket/delta", "--output_dir", "x"]))
 
 
 # ---- without a server
 
 
 REFUSED = [
-    (script, "--train_data x --model_name_or_path y --output_dir s3://bucket/run"),
+    (script, "--train_data x --columns a b --model_name_or_path y --output_dir s3://bucket/run"),
     (eval_incremental, "--beir x --bm25 --output_dir s3://bucket/run"),
     (eval_incremental, "--beir x --bm25 --cache_dir s3://bucket/cache"),
     (eval_incremental, "--pairs x --model_name_or_path y --export_vectors s3://bucket/vectors"),
@@ -119,6 +122,7 @@ REFUSED = [
     (mine_negatives, "--beir x --run y --output s3://bucket/mined.jsonl"),
     (prepare_corpus, "--output_dir s3://bucket/demo"),
     (prepare_corpus, "x.csv --length_report --model_name_or_path y --output_dir s3://bucket/report"),
+    (prepare_corpus, "x.csv --output_dir s3://bucket/pairs"),
 ]
 
 
