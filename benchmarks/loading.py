@@ -95,12 +95,12 @@ def main():
     args = parser.parse_args()
     if args.side:
         return measure(args)
-    from memory import generate
+    from memory import write_rows
 
     sides = ("evenstep, mapped", "datasets, mapped", "evenstep, stream", "datasets, stream")
     runs = {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as folder:
-        generate(f"{folder}/rows.parquet", args.rows)
+        write_rows(f"{folder}/rows.parquet", args.rows)
         for turn in range(args.rounds):
             for side in sides:
                 command = [sys.executable, __file__, "--side", side, "--source", f"{folder}/rows.parquet",
