@@ -279,10 +279,10 @@ def check_optimizer(folder, rows):
     linear = [name for name, weight in before.items() if ".layer." in name and weight.ndim == 2]
     for name in linear:
         for change in (first[name] - before[name], second[name] - first[name]):
-            values = torch.linalg.svdvals(change) / (1e-3 * 0.2 * math.sqrt(max(change.shape)))
+            values = torch.linalg.svdvals(change) / (2e-3 * 0.2 * math.sqrt(max(change.shape)))
             assert values.max() < 1.3 and values.median() > 0.6, name
     words = "embeddings.word_embeddings.weight"
-    assert len(linear) == 12 and (first[words] - before[words]).abs().max() == pytest.approx(1e-3, rel=1e-2)
+    assert len(linear) == 12 and (first[words] - before[words]).abs().max() == pytest.approx(2e-3, rel=1e-2)
     states = load_file(folder / "runs/recipe/checkpoints/step_00000002/optimizer.safetensors")
     with_momentum = {name for name in linear if f"0.model.{name}.momentum_buffer" in states}
     assert with_momentum == {*linear} and f"0.model.{words}.exp_avg" in states
@@ -480,7 +480,7 @@ def check_clusters(folder, rows):
     assert sorted(chain.from_iterable(texts)) == sorted(row["code"] for row in rows) and len(parts) == len(rows) // 140
     vectors = [load(folder / "model").encode(part, normalize_embeddings=True) for part in texts]
     spread = np.mean([np.var(part, axis=0).sum() for part in vectors])
-    assert spread < np.var(np.concatenate(vectors), axis=0).sum()
+    assert spread < 0.9 * np.var(np.concatenate(vectors), axis=0).sum()
     flags = yaml.safe_load((folder / "clusters/clusters.yaml").read_text())
     train(folder, "--train_data", *flags["train_data"], "--mix_by", flags["mix_by"])
     assert any(name.startswith("loss_cluster_") for name in metrics(folder / "runs/recipe")[0])
@@ -492,7 +492,9 @@ def check_dev_set(folder, rows):
     ids = {row["_id"] for row in corpus}
     assert len(ids) == len(corpus) == 160 and {f"d{number}" for number in range(60)} <= ids
     assert [row["_id"] for row in queries] == [f"q{number}" for number in range(60)]
-    assert len(train_bi_encoder.open_beir(str(folder / "dev"), "test").corpus) == 160
+    evaluator = train_bi_encoder.open_beir(str(folder / "dev"), "test")
+    assert len(evaluator.corpus) == 160 and evaluator.relevant_docs["q1"] == {"d1", "d7"}
+    assert evaluator.relevant_docs["q2"] == {"d2"}  # d9 is judged irrelevant
 
 
 def check_passages(folder, rows):
