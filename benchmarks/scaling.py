@@ -142,7 +142,8 @@ def main():
         common = ["--model_name_or_path", args.model, "--columns", *args.columns, "--max_length", args.max_length]
         steps = ["--train_data", args.source, "--eval_rows", 0, "--save_steps", 0, "--logging_steps", 1, "--max_steps",
                  args.steps, *common]  # fmt: skip
-        bi, cross = [*steps, "--batch_size", 64], [*steps, "--batch_size", 24, "--num_negatives", 1]
+        bi = [*steps, "--batch_size", 64]
+        cross = [*steps, "--batch_size", 24, "--num_negatives", 1]
         texts = ["--pairs", pairs, "--corpus_chunk_size", 32, *common]
         sides = {
             "train_bi_encoder.py": lambda n, out: train("train_bi_encoder.py", bi, n, out),

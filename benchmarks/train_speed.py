@@ -61,9 +61,9 @@ def train_peer(args):
 
     options = json.loads(args.peer)
     accumulate = options.pop("accumulate", 1)
-    package, prefix = sentence_transformer, "SentenceTransformer"
+    package = cross_encoder if args.cross_encoder else sentence_transformer
+    prefix = "CrossEncoder" if args.cross_encoder else "SentenceTransformer"
     if args.cross_encoder:
-        package, prefix = cross_encoder, "CrossEncoder"
         model = cross_encoder.CrossEncoder(args.model, device="cpu", num_labels=1)
         loss = cross_encoder.losses.BinaryCrossEntropyLoss(model)
     else:
