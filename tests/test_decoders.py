@@ -212,16 +212,6 @@ def test_a_missing_end_token_is_refused(corpus, tmp_path):
     check("train_bi_encoder", tmp_path / "out/model", "--pooling", "lasttoken")
 
 
-def test_prompts_left_out_of_pooling(bert, tmp_path):
-    """sentence-transformers excludes them by the length of the prompt."""
-    model = SentenceTransformer(str(bert), device="cpu")
-    model[1] = Pooling(32, pooling_mode="mean", include_prompt=False)
-    model.prompts = {"query": "find this: ", "document": ""}
-    model.save_pretrained(str(tmp_path / "model"))
-    for flags in ([], ["--query_prompt", "find: "], ["--query_prompt", "", "--document_prompt", "code: "]):
-        check("train_bi_encoder", tmp_path / "model", *flags)
-
-
 def test_chat_templates_are_refused(corpus, tmp_path):
     """By the bi-encoder's trainer, of a model that was saved to put texts into one; and one without a place for
     pairs."""
@@ -372,15 +362,6 @@ def test_yes_no_scores_equal_those_of_the_library(kind, flags, yes_no, rows, tmp
     assert found == pytest.approx(expected.tolist(), rel=1e-5, abs=1e-5) and expected.std() > 0.1
     if "--query_prompt" in flags:
         assert found != pytest.approx(saved.predict(pairs, prompt="").tolist())
-
-
-def test_a_yes_no_reranker_trains_on_two_processes(yes_no, corpus, tmp_path):
-    """With a template of its own: the losses of one process."""
-    flags = flags_of(corpus, yes_no["plain"], tmp_path / "one", "--max_length", 160, "--template", TEMPLATE)
-    flags += ["--max_steps", 3, "--eval_rows", 0]
-    train("train_cross_encoder", *flags)
-    launch(ROOT / "train_cross_encoder.py", *flags, "--output_dir", tmp_path / "two", processes=2)
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
 
 
 def test_a_yes_no_reranker_trains_resumes_and_reranks(yes_no, corpus, beir, evaluate, tmp_path):

@@ -13,7 +13,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import ROOT, TRAINERS, launch, metrics, weights, write_jsonl
+from conftest import ROOT, TRAINERS, launch, metrics, write_jsonl
 from forked import merge_flags
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -282,20 +282,6 @@ def test_a_parameter_group_keeps_its_own_learning_rate(corpus, bert, tmp_path, m
     expected = [[0.005 * factor, 0.0] for factor in (1 / 3, 2 / 3, 1, 2 / 3, 1 / 3)]
     steps = [pair for pair in rates if pair != [0.0, 0.0]]  # the first, and torch's loading of an optimizer's state
     assert np.allclose(steps[:5], expected) and steps[5:] == steps[2:5]
-
-
-def test_an_optimizer_without_state(corpus, bert, tmp_path, monkeypatch):
-    """Plain SGD instead of AdamW: a resumed run gives the weights of one that was not stopped."""
-    name = "train_bi_encoder"
-    monkeypatch.setattr(torch.optim, "AdamW", lambda groups, lr, fused: torch.optim.SGD(groups, lr=lr))
-    flags = flags_for(name, corpus, bert, tmp_path, "--max_steps", 4, "--save_steps", 2)
-    train(name, *flags)
-    assert not load_file(tmp_path / "checkpoints/step_00000002/optimizer.safetensors")
-    expected = weights(tmp_path / "model")
-    for folder in ("checkpoints/step_00000004", "model"):
-        shutil.rmtree(tmp_path / folder)
-    train(name, *flags, "--resume")
-    assert torch.equal(weights(tmp_path / "model"), expected)
 
 
 def test_gradient_checkpointing(corpus, bert, tmp_path):
