@@ -162,11 +162,13 @@ def test_equal_texts_of_held_out_rows_are_one(static, evaluate, rows):
     """Documents of several queries, and queries with several positives, are measured as by eval_incremental.py."""
     rows = [{"q": rows[i % 60]["docstring"], "d": rows[i % 83]["code"]} for i in range(500)]
     write_jsonl(Path("rows.jsonl"), rows)
-    train("train_bi_encoder", "--train_data", "rows.jsonl", "--eval_data", "rows.jsonl", "--eval_rows", 500,
-          "--model_name_or_path", static, "--batch_size", 4, "--max_steps", 1, "--output_dir", "out")  # fmt: skip
+    train("train_bi_encoder", "--train_data", "rows.jsonl", "--columns", "q", "d", "--eval_data", "rows.jsonl",
+          "--eval_rows", 500, "--model_name_or_path", static, "--batch_size", 4, "--max_steps", 1, "--output_dir", "out")  # fmt: skip
     names = {"nDCG@10": "ndcg@10", "RR@10": "mrr@10", "Success@1": "accuracy@1", "R@10": "recall@10"}
     first = metrics("out")[0]
-    found = evaluate("--pairs", "rows.jsonl", "--model_name_or_path", static, "--metrics", *names)["metrics"]
+    found = evaluate(
+        "--pairs", "rows.jsonl", "--columns", "q", "d", "--model_name_or_path", static, "--metrics", *names
+    )["metrics"]
     assert first["step"] == 0
     for name, measure in names.items():
         assert first[f"held_out_cosine_{measure}"] == pytest.approx(found[name]["mean"], abs=1e-4), name

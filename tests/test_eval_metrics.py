@@ -112,7 +112,7 @@ def test_a_value_that_is_not_finite_is_refused(evaluate, beir, metric):
 def test_names_of_the_hub_are_not_loaded(capsys):
     with pytest.raises(SystemExit):
         script.parse_args(["--beir", "x", "--metrics", "trec_eval"])
-    assert "--metrics trec_eval: measure not found" in capsys.readouterr().err
+    assert "--metrics trec_eval: unknown to ir_measures" in capsys.readouterr().err
 
 
 def test_an_error_in_a_script_loses_no_ranking(evaluate, beir, tmp_path):
