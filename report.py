@@ -20,6 +20,7 @@ import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from html import escape
+from itertools import chain
 from pathlib import Path
 from string import Template
 
@@ -83,11 +84,10 @@ def read_calls(folders):
         first = calls[0]["hashes"]
         if hashes.keys() != first.keys():
             raise UserError(f"{folder}: has the collections {', '.join(hashes)}, not {', '.join(first)}")
-        for name, (judgments, corpus) in hashes.items():
-            if judgments != first[name][0]:
-                raise UserError(f"{folder}: has other queries or judgments of {name} than {calls[0]['folder']}")
-            if corpus != first[name][1]:
-                raise UserError(f"{folder}: has another corpus of {name} than {calls[0]['folder']}: do not compare")
+        for name, parts in hashes.items():
+            for what, part, other in zip(("other queries or judgments", "another corpus"), parts, first[name]):
+                if part != other:
+                    raise UserError(f"{folder}: has {what} of {name} than {calls[0]['folder']}: do not compare")
         order = list(first)
         call["collections"].sort(key=lambda part: order.index(part["name"]))
         call["results"].sort(key=lambda result: order.index(result["collection"]))
@@ -157,9 +157,7 @@ def page_data(calls, rankings):
     for number in range(len(collections)):
         own = [query for query in queries if query["collection"] == number]
         ranks = [read_ranks(ranking.folders[number] / "run.trec", own) for ranking in rankings]
-        texts = {}
-        for call in calls:
-            texts |= read_passages(call, number)
+        texts = dict(chain.from_iterable(read_passages(call, number).items() for call in calls))
         for query in own:
             query |= find_documents(query.pop("judgments"), [found[query["_id"]] for found in ranks], texts)
     return {

@@ -222,14 +222,8 @@ def test_a_collection_without_judgments(evaluate):
 
 
 def test_what_is_not_read_is_named_once(evaluate, capsys):
-    """Candidates, and columns of texts, such as instructions, without which two queries may be the same."""
-    candidates = [{"query-id": "q1", "corpus-ids": ["d1", "d3"]}]
-    write_configurations(Path("hub"), tables() | {"top_ranked": candidates}, "test")
+    """Columns of texts, such as instructions, without which two queries may be the same."""
     layout_beir(Path("root"))
-    write_jsonl(Path("root/top_ranked/test.jsonl"), candidates)
-    for name in ("hub", "root"):
-        evaluate("--beir", name)
-        assert capsys.readouterr().err.count(f"{name}: not read: top_ranked\n") == 1
     rows = [{"_id": name, "text": text, "instruction": "x", "number": 1} for name, text in QUERIES.items()]
     write_jsonl(Path("root/queries.jsonl"), rows)
     for read in (lambda: evaluate("--beir", "root"), lambda: mine("--beir", "root", "--split", "test")):
@@ -387,3 +381,44 @@ def test_the_temperature_fits_all_scores(capsys, lowest, temperature):
     flags = ["--beir", "c", "--split", "test", "--run", "run.trec", "--num_negatives", "1"]
     mine_negatives.main(mine_negatives.parse_args(flags))
     assert f'"teacher_temperature": {temperature}}}' in capsys.readouterr().out
+
+
+def test_only_what_the_cache_wrote_is_listed_and_removed(evaluate, capsys):
+    """A folder of results may have a model.json, too; a damaged one has no sizes."""
+    layout_beir(Path("c"))
+    evaluate("--beir", "c", "--cache_dir", "runs")
+    (cache,) = [path.parent for path in Path("runs").glob("*/cache.db")]
+    for name in ("experiment1", "0" * 32, "deadbeef" * 4):
+        Path("runs", name).mkdir()
+        Path("runs", name, "model.json").write_text('{"model": "mine", "bytes": 0}')
+    Path("runs/experiment1/cache.db").write_bytes(b"")  # of another program
+    Path("runs/experiment1/weights.bin").write_bytes(b"x")
+    for flags in (
+        ["--cache_info"],
+        ["--cache_clear", "experiment1"],
+        ["--cache_clear", "mine"],
+        ["--cache_clear", "000000"],
+    ):
+        flags += ["--cache_dir", "runs"]
+        if "--cache_info" in flags:
+            script.main(script.parse_args(flags))
+        else:
+            with pytest.raises(script.UserError, match="no such model"):
+                script.main(script.parse_args(flags))
+    assert "1 caches in runs\n" in capsys.readouterr().out and Path("runs/experiment1/weights.bin").exists()
+    script.main(script.parse_args(["--cache_dir", "runs", "--cache_clear", cache.name[:8]]))
+    assert not cache.exists() and len(list(Path("runs").iterdir())) == 3
+
+
+def test_a_limit_holds_for_what_is_cached_already(rows):
+    """Also where nothing is added: it is a way to free a disk."""
+    cache = script.EmbeddingCache("cache", "model", 64, "float32")
+    for first in range(0, 160, 16):
+        texts = pa.array([f"{number}" for number in range(first, first + 16)], pa.large_string())
+        cache.store(script.text_hashes(texts), cache.pack(script.np.ones((16, 64), script.np.float32)))
+    before = cache.volume()
+    cache.close()
+    limit = before * 0.6 / 1e9
+    cache = script.EmbeddingCache("cache", "model", 64, "float32", limit)
+    assert 0 < cache.volume() <= limit * 1e9 < before and 0 < len(cache.cache) < 10
+    cache.close()

@@ -58,7 +58,6 @@ def test_a_script_of_the_user(evaluate, beir, metric, bert, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert f"{len(ranked)}.0000 (no interval)" in shown and "AllFound" in shown
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        ".lock",
         "documents.jsonl",
         "metrics.json",
         "other",

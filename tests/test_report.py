@@ -208,7 +208,7 @@ def test_errors(evaluate, tmp_path, bert):
     (tmp_path / "old").mkdir()
     (tmp_path / "old/metrics.json").write_text('{"results": []}')
     for folders, message in (
-        (["other"], "other: has other queries or judgments of documents.jsonl than .*out$"),
+        (["other"], "other: has other queries or judgments of documents.jsonl than .*out: do"),
         (["old"], "old: not the --output_dir of an evaluation by this edition: 'collections'"),
         (["missing"], "missing: not the --output_dir of an evaluation by this edition: .*No such file"),
         (["p5"], "no measure in common: evaluate them with the same --metrics"),

@@ -466,3 +466,41 @@ def test_usage(capsys):
         with pytest.raises(SystemExit):
             script.parse_args(flags)
         assert message in capsys.readouterr().err
+
+
+def scores_by_text(reranker, query, texts):
+    """Return {text: score} by the library."""
+    from sentence_transformers import CrossEncoder
+    from torch.nn import Identity
+
+    model = CrossEncoder(str(reranker), device="cpu", activation_fn=Identity())
+    return dict(zip(texts, model.predict([(query, text) for text in texts]).tolist()))
+
+
+def test_a_hit_has_the_passage_and_the_score_of_one_text(evaluate, rows, reranker, tmp_path, capsys):
+    """Of passages of one id, the reranker's best one, whichever the bi-encoder has found; and there are no more hits
+    than were scored."""
+    texts = {f"d{n}": [row["code"][:80] for row in rows[3 * n : 3 * n + 3]] for n in range(6)}
+    passages = [{"_id": name, "text": text} for name, part in texts.items() for text in part]
+    write_jsonl(tmp_path / "c.jsonl", passages)
+    flags = ["--corpus", tmp_path / "c.jsonl", "--query", "open a file", "--cross_encoder", reranker]
+    evaluate(*flags, "--rerank_k", 4, "--top_k", 6, "--output", tmp_path / "hits.jsonl")
+    hits = [json.loads(line) for line in (tmp_path / "hits.jsonl").read_text().splitlines()]
+    assert len(hits) == 4 and [hit["score"] for hit in hits] == sorted((hit["score"] for hit in hits), reverse=True)
+    for hit in hits:
+        scores = scores_by_text(reranker, "open a file", [text.strip() for text in texts[hit["_id"]]])
+        assert hit["text"] == max(scores, key=scores.get) and hit["score"] == pytest.approx(
+            max(scores.values()), abs=1e-4
+        )
+
+
+def test_a_document_that_is_not_in_the_corpus_has_no_score(evaluate, beir, reranker, tmp_path, capsys):
+    """It is not in the reranked ranking, which is as deep as --rerank_k."""
+    names = ["zz", "d1", "d2", "d3", "d4"]
+    lines = [f"q0 Q0 {name} {rank} {9 - rank} x\n" for rank, name in enumerate(names)]
+    (tmp_path / "x.run").write_text("".join(lines))
+    flags = ["--beir", beir, "--run", tmp_path / "x.run", "--cross_encoder", reranker, "--rerank_k", 3]
+    evaluate(*flags, "--metrics", "RR@10")
+    found = read_run(tmp_path / "out" / f"x.run+{reranker.name}" / "run.trec")["q0"]
+    assert {document for document, _ in found} == {"d1", "d2"}
+    assert "1 ranked documents are not in the corpus" in capsys.readouterr().err
