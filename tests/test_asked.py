@@ -163,7 +163,8 @@ def test_equal_texts_of_held_out_rows_are_one(static, evaluate, rows):
     rows = [{"q": rows[i % 60]["docstring"], "d": rows[i % 83]["code"]} for i in range(500)]
     write_jsonl(Path("rows.jsonl"), rows)
     train("train_bi_encoder", "--train_data", "rows.jsonl", "--columns", "q", "d", "--eval_data", "rows.jsonl",
-          "--eval_rows", 500, "--model_name_or_path", static, "--batch_size", 4, "--max_steps", 1, "--output_dir", "out")  # fmt: skip
+          "--eval_rows", 500, "--model_name_or_path", static, "--batch_size", 4, "--max_steps", 1,
+          "--output_dir", "out")  # fmt: skip
     names = {"nDCG@10": "ndcg@10", "RR@10": "mrr@10", "Success@1": "accuracy@1", "R@10": "recall@10"}
     first = metrics("out")[0]
     found = evaluate(
