@@ -104,7 +104,9 @@ def test_equal_texts_of_held_out_rows_are_one(static, evaluate, rows):
           "--output_dir", "out")  # fmt: skip
     names = {"nDCG@10": "ndcg@10", "RR@10": "mrr@10", "Success@1": "accuracy@1", "R@10": "recall@10"}
     first = metrics("out")[0]
-    found = evaluate("--pairs", "rows.jsonl", "--model_name_or_path", static, "--metrics", *names)["metrics"]
+    found = evaluate(
+        "--pairs", "rows.jsonl", "--columns", "q", "d", "--model_name_or_path", static, "--metrics", *names
+    )["metrics"]
     assert first["step"] == 0
     for name, measure in names.items():
         assert first[f"held_out_cosine_{measure}"] == pytest.approx(found[name]["mean"], abs=1e-4), name

@@ -122,7 +122,7 @@ def small(tmp_path):
     texts = {f"d{i}": f"text number {i % 5}" + " " * (i > 4) for i in range(10)}
     texts |= {f"e{i}": f"another text {i}" for i in range(4)}
     write_jsonl(tmp_path / "s/corpus.jsonl", [{"_id": i, "title": "", "text": text} for i, text in texts.items()])
-    write_jsonl(tmp_path / "s/queries.jsonl", [{"_id": f"d{i}", "text": f"query {i}"} for i in range(5)])
+    write_jsonl(tmp_path / "s/queries.jsonl", [{"_id": f"d{i}", "text": f"number {i}"} for i in range(5)])
     (tmp_path / "s/qrels").mkdir()
     judged = "".join(f"d{i}\td{(i + 1) % 5}\t1\nd{i}\te0\t0\n" for i in range(5))
     (tmp_path / "s/qrels/train.tsv").write_text("query-id\tcorpus-id\tscore\n" + judged)
@@ -131,7 +131,7 @@ def small(tmp_path):
 
 
 def test_what_is_never_a_negative(small, tmp_path, capsys):
-    """A positive, the document with the query's id, and copies of these are excluded; no two negatives are equal."""
+    """A positive, the query itself, and copies of these are excluded; no two negatives are equal."""
     flags = ["--beir", small, "--run", small / "x.run"]
     rows = mine(tmp_path, *flags, "--num_negatives", 7)
     for i, row in enumerate(rows):
@@ -139,7 +139,11 @@ def test_what_is_never_a_negative(small, tmp_path, capsys):
         assert [row[f"negative_{n}"] for n in range(1, 8)] == [f"another text {n}" for n in (3, 2, 1, 0)] + left
         assert row["scores"][1:5] == [14, 13, 12, 11] and row["positive"] == f"text number {(i + 1) % 5}"
     message = capsys.readouterr().out
-    for count, rule in ((10, "the query's own"), (5, "known positives"), (5 + 15, "equal to a positive or a better")):
+    for count, rule in (
+        (10, "the query itself, or equal to it"),
+        (5, "known positives"),
+        (5 + 15, "equal to a positive or a better"),
+    ):
         assert f"{count:12} {5:12}  {rule}" in message
     assert "70 candidates" in message and "5 positives of 5 queries; 5 have a score" in message
     assert "5 rows of 5 queries are in" in message
@@ -168,16 +172,16 @@ def test_fewer_negatives(small, tmp_path, capsys):
         few = [line for line in lines if line.startswith(("d3", "d4", "d0 Q0 e0", "d0 Q0 d1 ", "d1 Q0 d2 "))]
         file.write("\n".join(few) + "\n\n")
     flags = ["--beir", small, "--run", small / "x.run.gz", "--num_negatives", 5]
-    assert [row["query"] for row in mine(tmp_path, *flags)] == ["query 3", "query 4"]
+    assert [row["query"] for row in mine(tmp_path, *flags)] == ["number 3", "number 4"]
     message = capsys.readouterr().out
     assert f"{0:12} {4:12}  of queries without" in message and f"{1:12} {2:12}  of queries with fewer than" in message
     rows = mine(tmp_path, *flags, "--format", "labeled-list")
-    assert rows[0] == {"query": "query 0", "documents": ["text number 1", "another text 0"], "labels": [1, 0],
+    assert rows[0] == {"query": "number 0", "documents": ["text number 1", "another text 0"], "labels": [1, 0],
                        "scores": [2, 11]}  # fmt: skip
-    assert [row["query"] for row in rows] == ["query 0", "query 3", "query 4"] and len(rows[1]["documents"]) == 6
+    assert [row["query"] for row in rows] == ["number 0", "number 3", "number 4"] and len(rows[1]["documents"]) == 6
     assert f"{0:12} {3:12}  of queries with fewer than" in capsys.readouterr().out
     rows = mine(tmp_path, *flags, "--format", "labeled-pair")  # with the positives of queries without negatives
-    assert rows[0] == {"query": "query 0", "document": "text number 1", "label": 1}  # query 2 has no score
+    assert rows[0] == {"query": "number 0", "document": "text number 1", "label": 1}  # query 2 has no score
     assert [row["label"] for row in rows] == [1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0]
     assert "16 rows of 5 queries are in" in capsys.readouterr().out
 
@@ -375,9 +379,9 @@ def test_positive_rank(ranked, tmp_path, capsys):
         assert max(row["scores"][1:]) < row["scores"][0]
 
 
-def test_the_own_document_has_no_rank_and_equal_positives_are_one(tmp_path):
-    """Runs of other systems have the query's own document, mostly as the first."""
-    texts = {"q1": "own", "d1": "alpha", "d2": "beta", "d3": "alpha", "d8": "gamma"}
+def test_the_query_itself_has_no_rank_and_equal_positives_are_one(tmp_path):
+    """Runs of other systems have the query itself, mostly as the first. Other documents with its id are candidates."""
+    texts = {"q1": "A\tQuery of one's own", "d1": "alpha", "d2": "beta", "d3": "alpha", "d8": "gamma"}
     write_jsonl(tmp_path / "c/corpus.jsonl", [{"_id": name, "text": text} for name, text in texts.items()])
     write_jsonl(tmp_path / "c/queries.jsonl", [{"_id": "q1", "text": "query"}])
     (tmp_path / "c/qrels").mkdir()
@@ -390,6 +394,11 @@ def test_the_own_document_has_no_rank_and_equal_positives_are_one(tmp_path):
     assert [(row["document"], row["label"], row["score"]) for row in rows] == [("alpha", 1, 0.8), ("beta", 0, 0.6)]
     (row,) = mine(tmp_path, *flags, "--format", "lists")
     assert row["pos"] == ["alpha"] and row["neg"] == ["beta"]
+    write_jsonl(tmp_path / "c/corpus.jsonl", [{"_id": name, "text": text[:6]} for name, text in texts.items()])
+    with pytest.raises(script.UserError, match="no row is left"):  # the first positive has rank 2
+        mine(tmp_path, *flags, "--positive_rank", 1)
+    (row,) = mine(tmp_path, *flags, "--positive_rank", 2)
+    assert row["negative_1"] == "A\tQuer"
 
 
 def test_lists_have_all_positives_and_negatives_of_a_query(ranked, tmp_path):
@@ -439,7 +448,7 @@ def test_errors(small, tmp_path, capsys, monkeypatch):
         ([*common, "--pairs", "x.csv"], "requires --run, and one of --pairs, --beir, or"),
         ([*corpus, "--beir", small, "--qrels", "x"], "requires --run, and one of --pairs, --beir, or"),
         (corpus, "requires --run, and one of --pairs, --beir, or"),
-        (["--run", "x", "--pairs", "x.csv", "--columns", "query"], "--columns: takes two names"),
+        (["--run", "x", "--pairs", "x.csv", "--columns", "query"], "--pairs requires --columns: those of query and"),
         ([*corpus, "--qrels", "x", "--queries=y"], "--queries: given twice; list all values after one flag"),
         ([*common, "--rnage_max", "5"], "unrecognized arguments: --rnage_max 5"),
         ([*common, "--relative_margin", "nan"], "--relative_margin nan: must be finite"),
