@@ -601,16 +601,9 @@ def check_exists(name):
 PAIR = ["query_id", "doc_id"]  # columns that identify a row of a ranking or of judgments
 JUDGMENT_NAMES = [  # of the columns of query, document and grade, in small letters and without what separates words
     ("queryid", "qid", "query", "topicid", "topic"),
-    ("corpusid", "documentid", "docid", "docno", "document", "doc", "passageid", "pid"),
+    ("corpusid", "documentid", "docid", "docno", "document", "doc", "passageid", "pid", "positivecorpusids"),
     ("score", "relevance", "rel", "grade", "label"),
 ]
-UNREAD = ("top_ranked", "instruction")  # parts of a collection: all documents are ranked, and texts as they are
-
-
-def name_unread(source, names):
-    """Print what of a source is not read."""
-    if names and os.environ.get("RANK", "0") == "0":
-        print(f"{source}: not read: {', '.join(names)}", file=sys.stderr)
 
 
 def as_texts(column, name, ids=False):
