@@ -236,7 +236,7 @@ def test_roles_of_columns_are_printed(name, flags, reranker, capsys):
     given = [*flags, "--model_name_or_path", flags[3] if name == "train_bi_encoder" else reranker]
     train(name, *given, "--columns", "q", "d", "n")
     found = "" if name == "train_bi_encoder" else ', {"loss": "listwise_ce"}'
-    assert f"40 rows of 1 file (query: q, positive: d, negative: n){found}\n" in capsys.readouterr().out
+    assert f"40 rows of 1 file(s) (query: q, positive: d, negative: n){found}\n" in capsys.readouterr().out
     loss = ["--loss", "CoSENTLoss"] if name == "train_bi_encoder" else []
     train(name, *given, "--label_column", "label", *loss, "--output_dir", "labels")
     found = found.replace("listwise_ce", "bce")
