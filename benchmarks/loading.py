@@ -28,9 +28,9 @@ def ours(source, args):
     import train_bi_encoder as script
 
     flags = ["--model_name_or_path", "none", "--train_data", source, "--columns", "question", "answer",
-             "--shuffle_buffer", args.buffer, "--batch_size", BATCH]  # fmt: skip
+             "--shuffle_buffer", args.buffer, "--batch_size", BATCH, "--max_steps", 1,
+             *["--streaming"] * ("stream" in args.side)]  # fmt: skip
     options = script.parse_args(list(map(str, flags)))
-    options.streaming = "stream" in args.side
 
     def start(state=None):
         batches = script.row_batches([script.Source(source, 0, options)], [1], options, state)
@@ -105,7 +105,7 @@ def main():
             for side in sides:
                 command = [sys.executable, __file__, "--side", side, "--source", f"{folder}/rows.parquet",
                            "--rows", args.rows, "--buffer", args.buffer]  # fmt: skip
-                done = subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True)
+                done = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True)
                 runs[side].append(json.loads(done.stdout.splitlines()[-1]))
                 print(f"round {turn + 1}, {side}: {runs[side][-1]}", file=sys.stderr)
     print("| side | rows/s | seconds to resume in the middle | rows lost | rows read twice |\n|---|---|---|---|---|")

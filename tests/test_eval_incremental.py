@@ -699,7 +699,7 @@ def test_one_line_errors(evaluate, beir, bert, reranker, tmp_path, monkeypatch, 
         (["--metrics", "AP", "RBP(p=0.8)"], "--metrics RBP(p=0.8): "),
         (["--beri", "x"], "unrecognized arguments: --beri"),
         (["--beir", "x", "--top_k", "5", "--beir", "y"], "--beir: given twice; list all values after one flag"),
-        (["--top_k", "0"], "--top_k 0: must be finite, and above 0"),
+        (["--top_k", "0"], "--top_k 0: must be finite, above 0"),
         (["--queries", "q.jsonl", "--qrels", "r.tsv"], "--corpus, --queries and --qrels belong together"),
         (["--corpus", "c.jsonl"], "--corpus, --queries and --qrels belong together"),
         (["--corpus", "c.jsonl", "--beir", "b"], "--beir, --corpus, --pairs, --annotate: give only one of them"),
@@ -1029,8 +1029,8 @@ def test_names_of_collections(evaluate, two_collections, tmp_path, capsys, monke
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("query_prompt: no", "--query_prompt false: not a text: give"),
-        ("query_prompt: None", "--query_prompt None: not a text: give"),
+        ("query_prompt: no", "--query_prompt false: give"),
+        ("query_prompt: None", "--query_prompt None: give"),
     ],
 )
 def test_what_a_file_of_flags_cannot_mean(text, message, tmp_path, capsys):
