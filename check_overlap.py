@@ -735,12 +735,6 @@ def collections_of(name, split):
 # ---- command line
 
 
-def exit_now(status):
-    """End the process: pyarrow threads that still read ahead can hang or abort a normal exit (apache/arrow 45214)."""
-    sys.stdout.flush()
-    os._exit(status)
-
-
 if __name__ == "__main__":
     status = 0
     try:
@@ -750,4 +744,5 @@ if __name__ == "__main__":
         status = 1
     except KeyboardInterrupt:
         status = 130
-    exit_now(status)
+    sys.stdout.flush()
+    os._exit(status)  # pyarrow threads that still read ahead can hang or abort a normal exit (apache/arrow 45214)

@@ -71,8 +71,7 @@ class Results:
 
 
 def read_calls(folders):
-    """Return metrics.json of each folder, and that folder, with the collections in the order of the first call; raise
-    UserError if their names, queries, judgments or corpora differ."""
+    """Return metrics.json of each folder, collections in one order; raise UserError if they do not compare."""
     calls = []
     for folder in dict.fromkeys(map(Path, folders)):
         try:
@@ -143,8 +142,7 @@ def compare_rankings(rankings, number):
 
 
 def page_data(calls, rankings):
-    """Return what the script of the page reads: queries that the rankings, one or two, differ most on by the first
-    measure that they have for each query, then those of the lowest values; and documents of these queries."""
+    """Return what the script of the page reads: queries that two rankings differ on most, or one is worst at."""
     measure = next((name for name in rankings[0].tables[0] if name in rankings[-1].tables[0]), None)
     collections = calls[0]["collections"]
     queries = []
@@ -185,8 +183,7 @@ def read_passages(call, number):
 
 
 def read_ranks(path, queries):
-    """Return {query id: {document id: rank}} of a run file; equal scores rank by document id, descending, as they are
-    measured."""
+    """Return {query id: {document id: rank}} of a run file; ties rank by document id, descending, as measured."""
     ranks = {query["_id"]: {} for query in queries}
     with open(path, encoding="utf-8") as file:
         line = file.readline()
@@ -202,8 +199,7 @@ def read_ranks(path, queries):
 
 
 def find_documents(grades, ranks, texts):
-    """Return the number of relevant documents of a query, and the documents to show: the first of each ranking, and
-    relevant ones that none has there. By document id: its grade, its rank in each ranking, its text."""
+    """Return how many documents are relevant, and those to show: the first of each ranking, then missed ones."""
     shown = dict.fromkeys(document for found in ranks for document in list(found)[:DEPTH])
     relevant = [document for document, grade in grades.items() if grade > 0]
     missed = [document for document in sorted(relevant, key=grades.get, reverse=True) if document not in shown]
@@ -234,24 +230,21 @@ PAGE = r"""<!doctype html>
 <meta name="viewport" content="width=device-width">
 <title>$title</title>
 <style>
-:root { --quiet: #5c636b; --line: #dfe3e8; --mark: #ffedb0; --relevant: #eaf6ee; }
 body { max-width: 76rem; margin: auto; padding: 1rem; font: 15px/1.45 system-ui, sans-serif; overflow-wrap: anywhere; }
 h1, h2 { font-size: 1.3rem; margin: 1rem 0 .3rem; }
 h3, p { font-size: 1rem; margin: .3rem 0; }
 table { border-spacing: 0; font-size: .85rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 td { padding: .3rem .7rem 0 0; vertical-align: top; }
 tr:first-child { font-weight: bold; }
-tr + tr:has(td:empty:first-child), .quiet { color: var(--quiet); font-size: .85rem; }
+tr + tr:has(td:empty:first-child), .quiet { color: #5c636b; font-size: .85rem; }
 main > details > summary { padding: .6rem 0; font-weight: bold; }
-.query { border-top: 1px solid var(--line); }
+.query { border-top: 1px solid #dfe3e8; }
 .query > summary { display: grid; grid-template-columns: max-content 1fr; gap: 1rem; padding: .4rem 0; }
-.columns { display: grid; grid-auto-flow: column; grid-auto-columns: minmax(0, 1fr); gap: 1.5rem; }
-@media (max-width: 40rem) { .columns { grid-auto-flow: row; } }
-article { display: grid; grid-template-columns: 2rem 1fr; padding: .4rem; border-top: 1px solid var(--line); }
-.relevant { background: var(--relevant); }
+.columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(18rem, 1fr)); gap: 1.5rem; }
+article { display: grid; grid-template-columns: 2rem 1fr; padding: .4rem; border-top: 1px solid #dfe3e8; }
+.relevant { background: #eaf6ee; }
 .text { white-space: pre-line; list-style: none; }
 :not([open]) > .text { display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 4; overflow: hidden; }
-mark { background: var(--mark); color: inherit; }
 </style>
 <h1>$title</h1>
 $calls
@@ -260,7 +253,7 @@ $table
 </table></div>
 <p class="quiet">Brackets: 95 % bootstrap intervals. Under them: the difference from the first ranking, and the p-value
 (0.0002 at least) of a paired randomization test. Above 20,000 queries both are normal approximations.</p>
-<p class="quiet" id="about"></p><nav id="groups" style="display: grid"></nav>
+<p class="quiet">Click a text to read on. <span id="about"></span></p>
 <main></main>
 <script type="application/json" id="data">$data</script>
 <script>
@@ -313,8 +306,6 @@ function addDocuments(box, query) {
 function addGroup(title, queries) {
   const group = add(document.querySelector("main"), "details", "");
   group.open = true;  // for the browser's own search
-  group.id = "group" + group.parentElement.childElementCount;
-  add(document.getElementById("groups"), "a", "", queries.length + " queries: " + title).href = "#" + group.id;
   add(group, "summary", "", queries.length + " queries: " + title);
   for (const query of queries) {
     const box = add(group, "details", "query");
@@ -337,9 +328,8 @@ if (second) {
   addGroup("both fail (0), best rank of a relevant document first", failed.sort((a, b) => best(a) - best(b)));
   addGroup("equal, lowest first", equal.filter((query) => query.values[0] !== 0));
 } else addGroup(first + ", lowest " + data.measure + " first", data.queries);
-document.getElementById("about").textContent = data.queries.length + " of " + data.total + " queries, sorted by " +
-  data.measure + (second ? ", largest difference first. Two numbers are those of " + first + " → " + second : "") +
-  ". Rank –: not in the ranking. Click a text to read on; words of the query are marked in it.";
+document.getElementById("about").textContent = data.queries.length + " of " + data.total + " queries, by " +
+  data.measure + (second ? " of " + first + " → " + second : "") + ". Rank –: not in the ranking.";
 </script>
 """
 
@@ -364,14 +354,12 @@ def paired_randomization_p(samples, others):
 
 
 def table_of(summaries, names):
-    """Return a DataFrame of statistics: a row for each ranking, and a column for each measure or, for several
-    collections, for each of them and their mean, of the first measure, whose name the columns' axis has."""
+    """Return a DataFrame of statistics: a row a ranking, a column a measure or, of several, a collection."""
     rows = next(iter(summaries.values()))
     if len(summaries) == 1:
         return pd.DataFrame(rows, names)
     measure = next(iter(rows[0]))
-    cells = pd.DataFrame(summaries, names)  # of statistics of all measures
-    return cells.map(lambda cell: cell[measure]).rename_axis(columns=measure)
+    return pd.DataFrame(summaries, names).map(lambda cell: cell[measure]).rename_axis(columns=measure)
 
 
 def table_lines(table):

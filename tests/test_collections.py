@@ -371,18 +371,6 @@ def test_too_many_negatives_are_named(capsys):
         mine("--beir", "c", "--split", "test", "--num_negatives", "4", "--format", "n-tuple")
 
 
-@pytest.mark.parametrize("lowest, temperature", [(-0.5, 0.05), (-8.0, 1)])
-def test_the_temperature_fits_all_scores(capsys, lowest, temperature):
-    """Positives of a reranker may have logits within 1 while those of negatives are far below."""
-    layout_beir(Path("c"))
-    lines = [f"{query} Q0 {name} 1 {0.9 if (query, name) in JUDGMENTS else lowest} x\n"
-             for query in QUERIES for name in DOCUMENTS]  # fmt: skip
-    Path("run.trec").write_text("".join(lines))
-    flags = ["--beir", "c", "--split", "test", "--run", "run.trec", "--num_negatives", "1"]
-    mine_negatives.main(mine_negatives.parse_args(flags))
-    assert f'"teacher_temperature": {temperature}}}' in capsys.readouterr().out
-
-
 def test_only_what_the_cache_wrote_is_listed_and_removed(evaluate, capsys):
     """A folder of results may have a model.json, too; a damaged one has no sizes."""
     layout_beir(Path("c"))

@@ -173,7 +173,7 @@ def test_questions_that_are_also_answers(evaluate, tmp_path):
     mined = [json.loads(line) for line in (tmp_path / "mined.jsonl").read_text().splitlines()]
     assert len(mined) == 6
     for row in mined:
-        texts = [script.fold_text(row[name]) for name in ("query", "negative_1", "negative_2")]
+        texts = [script.fold(row[name]) for name in ("query", "negative_1", "negative_2")]
         assert len(set(texts)) == 3
 
 
