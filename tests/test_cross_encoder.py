@@ -360,7 +360,7 @@ def test_drawn_negatives_differ_in_more_than_white_space_or_case():
 
 
 TIE = pytest.param([1, 1, 0], False, marks=pytest.mark.xfail(
-    strict=True, reason="half of the draws are another document of the highest label, which makes a bad row"))  # fmt: skip
+    strict=True, reason="half of the draws are another document of the highest label: a bad row"))  # fmt: skip
 
 
 @pytest.mark.parametrize("labels, is_refused", [([0, 1, 0], True), ([1, 0, 0], False), ([2, 1, 0], False), TIE])
