@@ -12,9 +12,9 @@ demo: .venv/installed
 		--train_data '$(DEMO)/train/stdlib-*.parquet' '$(DEMO)/train/packages-*.parquet' \
 		--eval_data '$(DEMO)/heldout/*.parquet' --batch_size 2048 --learning_rate 0.005 --num_train_epochs 4 \
 		--output_dir runs/demo --resume
-	$(EVALUATE) --pairs '$(DEMO)/heldout/*.parquet' --output_dir runs/demo/eval
-	$(EVALUATE) --pairs '$(DEMO)/heldout/*.parquet' --output_dir runs/demo/eval
-	$(EVALUATE) --pairs '$(DEMO)/*/*.parquet' --top_k 3 --query "read a gzip file" "remove duplicates but keep the order" "parse command line arguments"
+	$(EVALUATE) --pairs '$(DEMO)/heldout/*.parquet' --columns docstring code --output_dir runs/demo/eval
+	$(EVALUATE) --pairs '$(DEMO)/heldout/*.parquet' --columns docstring code --output_dir runs/demo/eval
+	$(EVALUATE) --pairs '$(DEMO)/*/*.parquet' --columns docstring code --top_k 3 --query "read a gzip file" "remove duplicates but keep the order" "parse command line arguments"
 
 test: .venv/installed-dev
 	$(BIN)/ruff check .

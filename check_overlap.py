@@ -601,16 +601,9 @@ def check_exists(name):
 PAIR = ["query_id", "doc_id"]  # columns that identify a row of a ranking or of judgments
 JUDGMENT_NAMES = [  # of the columns of query, document and grade, in small letters and without what separates words
     ("queryid", "qid", "query", "topicid", "topic"),
-    ("corpusid", "documentid", "docid", "docno", "document", "doc", "passageid", "pid"),
+    ("corpusid", "documentid", "docid", "docno", "document", "doc", "passageid", "pid", "positivecorpusids"),
     ("score", "relevance", "rel", "grade", "label"),
 ]
-UNREAD = ("top_ranked", "instruction")  # parts of a collection: all documents are ranked, and texts as they are
-
-
-def name_unread(source, names):
-    """Print what of a source is not read."""
-    if names and os.environ.get("RANK", "0") == "0":
-        print(f"{source}: not read: {', '.join(names)}", file=sys.stderr)
 
 
 def as_texts(column, name, ids=False):
@@ -637,23 +630,20 @@ def read_qrels(*sources):
 
 
 def judgment_columns(names):
-    """Return the names of the columns of query, document and grade (without one, all are relevant) among those of a
-    table; None if these are no such names, as those of a first line that is no header."""
+    """Return the names of the columns of query, document and grade among those of a table; without grades, all are
+    relevant, as in NanoBEIR, whose first form has lists of them. None: unknown, as a first line that is no header."""
     plain = {re.sub(r"[^a-z]", "", name.lower()): name for name in names}
-    found = [next((plain[name] for name in known if name in plain), None) for known in JUDGMENT_NAMES]
-    return list(filter(None, found)) if found[0] and found[1] and (found[2] or len(names) == 2) else None
+    query, document, grade = (next((plain[part] for part in known if part in plain), None) for known in JUDGMENT_NAMES)
+    may_lack_grades = len(names) == 2 or "positivecorpusids" in plain
+    return [query, document, grade][: 2 + bool(grade)] if query and document and (grade or may_lack_grades) else None
 
 
 def table_of_judgments(file):
     """Return a DataFrame (query_id, doc_id, score) of a file with names of columns."""
-    names = open_files([file]).column_names
-    if "positive-corpus-ids" in names:  # lists, beside the ranking of BM25: NanoBEIR's first form
-        names = ["query-id", "positive-corpus-ids"]
-    else:
-        columns = judgment_columns(names)
-        if not columns:
-            raise UserError(f"its columns must be query-id, corpus-id and score, not {', '.join(names)}")
-        names = columns
+    columns = open_files([file]).column_names
+    names = judgment_columns(columns)
+    if not names:
+        raise UserError(f"its columns must be query-id, corpus-id and score, not {', '.join(columns)}")
     table = open_files([file], streaming=False, columns=names, ids=names[:2])[:]
     table.validate(full=True)
     frame = table.to_pandas().set_axis([*PAIR, "score"][: len(names)], axis=1).explode("doc_id")
@@ -696,7 +686,6 @@ def find_splits(name):
         judgments = defaultdict(list)  # {split: files}
         for file in filter(file_suffix, map(str, sorted(Path(name, "qrels").glob("*")))):
             judgments[Path(file).name.partition(".")[0]].append(file)
-        name_unread(name, [part for part in os.listdir(name) if part.startswith(UNREAD)])
         return [{"all": [f"{name}/corpus.jsonl"]}, {"all": [f"{name}/queries.jsonl"]}, judgments]
     source = name
     prefix = ""
@@ -710,7 +699,6 @@ def find_splits(name):
         if languages:
             raise UserError(f"give one of its languages, as {source}:{languages[0]}: {', '.join(languages)}")
         raise UserError("neither a file corpus.jsonl nor configurations corpus and queries")
-    name_unread(name, [config for config in configs if config.removeprefix(prefix).startswith(UNREAD)])
     judged = [config for config in ("qrels", "default", "relevance") if f"{prefix}{config}" in configs]
     parts = [(source, f"{prefix}{config}") for config in ("corpus", "queries", *judged[:1])]
     if not judged:  # those of BEIR lie in a repository of their own

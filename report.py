@@ -17,9 +17,10 @@ import csv
 import json
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from html import escape
+from itertools import chain
 from pathlib import Path
 from string import Template
 
@@ -62,7 +63,7 @@ def main(args):
 
 
 @dataclass
-class Ranking:
+class Results:
     name: str
     folders: list[Path]  # of each collection, with run.trec and per_query.csv
     tables: list[pd.DataFrame]  # per_query.csv, by query id
@@ -70,33 +71,36 @@ class Ranking:
 
 
 def read_calls(folders):
-    """Return metrics.json of each folder, and that folder; raise UserError if their queries or judgments differ, and
-    warn if their corpora do."""
+    """Return metrics.json of each folder, and that folder, with the collections in the order of the first call; raise
+    UserError if their names, queries, judgments or corpora differ."""
     calls = []
-    sizes = {}  # {collection: its queries and documents, as bi-encoders have counted them}
     for folder in dict.fromkeys(map(Path, folders)):
         try:
             call = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
-            digests = [part["judgments"] for part in call["collections"]]
+            hashes = {part["name"]: (part["judgments"], part["corpus"]) for part in call["collections"]}
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"{folder}: not the --output_dir of an evaluation by this edition: {error}") from None
-        calls.append(call | {"folder": folder, "digests": digests})
-        if digests != calls[0]["digests"]:
-            raise UserError(f"{folder}: has other collections, queries or judgments than {calls[0]['folder']}")
-        for result in [result for result in call["results"] if "texts" in result]:
-            size = result["texts"]["total"]
-            if size != sizes.setdefault(result["collection"], size):
-                print(f"warning: {folder}: has another corpus: values do not compare", file=sys.stderr)
+        calls.append(call | {"folder": folder, "hashes": hashes})
+        first = calls[0]["hashes"]
+        if hashes.keys() != first.keys():
+            raise UserError(f"{folder}: has the collections {', '.join(hashes)}, not {', '.join(first)}")
+        for name, parts in hashes.items():
+            for what, part, other in zip(("other queries or judgments", "another corpus"), parts, first[name]):
+                if part != other:
+                    raise UserError(f"{folder}: has {what} of {name} than {calls[0]['folder']}: do not compare")
+        order = list(first)
+        call["collections"].sort(key=lambda part: order.index(part["name"]))
+        call["results"].sort(key=lambda result: order.index(result["collection"]))
     return calls
 
 
 def read_rankings(calls, chosen):
-    """Return the Rankings of all calls, or those of chosen names; a name that repeats becomes FOLDER/NAME."""
-    rankings = {}  # {path: Ranking}
+    """Return the Results of all calls, or those of chosen names; a name that repeats becomes FOLDER/NAME."""
+    rankings = {}  # {path: Results}
     for call in calls:
         for result in call["results"]:
             path = str(call["folder"] / result["name"])
-            ranking = rankings.setdefault(path, Ranking(result["name"], [], [], []))
+            ranking = rankings.setdefault(path, Results(result["name"], [], [], []))
             ranking.folders.append(call["folder"] / result["folder"])
             table = pd.read_csv(ranking.folders[-1] / "per_query.csv", dtype={"query": str}, na_filter=False)
             ranking.tables.append(table.set_index("query"))
@@ -153,7 +157,7 @@ def page_data(calls, rankings):
     for number in range(len(collections)):
         own = [query for query in queries if query["collection"] == number]
         ranks = [read_ranks(ranking.folders[number] / "run.trec", own) for ranking in rankings]
-        texts = {row["_id"]: row["text"] for call in calls for row in read_jsonl(call, number, "documents.jsonl")}
+        texts = dict(chain.from_iterable(read_passages(call, number).items() for call in calls))
         for query in own:
             query |= find_documents(query.pop("judgments"), [found[query["_id"]] for found in ranks], texts)
     return {
@@ -170,6 +174,14 @@ def read_jsonl(call, number, name):
     """Yield the rows of a JSON Lines file of a collection."""
     with open(call["folder"] / call["collections"][number]["folder"] / name, encoding="utf-8") as file:
         yield from map(json.loads, file)
+
+
+def read_passages(call, number):
+    """Return {document id: text} of a collection; of several passages of an id the texts one below the other."""
+    passages = defaultdict(list)
+    for row in read_jsonl(call, number, "documents.jsonl"):
+        passages[row["_id"]].append(row["text"])
+    return {document: "\n\n".join(texts) for document, texts in passages.items()}
 
 
 def read_ranks(path, queries):

@@ -63,14 +63,14 @@ def bytes_of_token(kind, options, layers, period, length):
     return depths[period] + (depths[2 * period] - depths[period]) * (layers / period - 1)
 
 
-def defaults_on(memory, kept, weights, matrices, length, pairs=256):
+def defaults_on(memory, kept, weights, matrices, length, most, pairs=256):
     """Return "tokens: graphs of micro-batches, GB" of a batch on a device with so many bytes: docs/gpu.md."""
-    fitting = (memory - 16 * weights) / 4 / (kept + 2 * matrices / 1024)
-    tokens = 2 ** int(math.log2(min(max(fitting, 512), 32_768)))
-    micro_batches = 2 * math.ceil(pairs / (tokens // length))
+    fitting = (memory - 16 * weights - 2 * matrices - 1024 * kept) / 4 / kept
+    tokens = 2 ** int(math.log2(min(max(fitting, 512), most)))
+    micro_batches = math.ceil(2 * pairs * length / tokens)  # of both roles
     graphs = math.ceil((0.6 * memory - 12 * weights - 2 * matrices) / (tokens * kept))
     graphs = max(0, min(graphs, micro_batches))
-    peak = 16 * weights + 2 * matrices + max(1, graphs) * tokens * kept
+    peak = 16 * weights + 2 * matrices + max(1, graphs) * min(tokens, 2 * pairs * length) * kept
     return f"{tokens:,}: {graphs} of {micro_batches}, {peak / 1e9:.0f}"
 
 
@@ -89,7 +89,8 @@ def main():
         weights = sum(weight.numel() for weight in model.parameters())
         matrices = sum(part.weight.numel() for part in model.modules() if isinstance(part, torch.nn.Linear))
         kept = bytes_of_token(kind, options, layers, period, args.length)
-        cells = [defaults_on(gb * 1e9, kept, weights, matrices, args.length) for gb in devices]
+        most = 2**15 if "MPNet" in kind else 2**17  # passes with padding, or without
+        cells = [defaults_on(gb * 1e9, kept, weights, matrices, args.length, most) for gb in devices]
         cells = [f"{weights / 1e6:,.0f} M", f"{matrices / 1e6:,.0f} M", f"{kept / 1e6:.2f}",
                  f"{kept / layers / model.config.hidden_size:.0f}", *cells]  # fmt: skip
         print(f"| {name} | {' | '.join(cells)} |", flush=True)

@@ -7,8 +7,8 @@
     python benchmarks/eval_editions.py ../fifth memory MODEL_FOLDER --beir SCIFACT
 
 waiting: a first evaluation of --texts texts of about 64 tokens on a device that takes --pass_ms for a pass of 32,768
-tokens: the model's forward pass is replaced by a wait. The tokenizer is real. Prints the share of the time between the
-first and the last lookup in which no pass runs, with each number of workers.
+tokens, one after the other, while the host goes on until it asks for what they computed. The tokenizer is real. Prints
+the share of the time between the first and the last lookup in which no pass runs, with each number of workers.
 
 numbers: measures, rankings and per-query values of each collection, of --pairs those of 50,000 queries, and the rows
 mined from its ranking by `mine_negatives.py`: equal to the byte, or the largest difference.
@@ -18,6 +18,7 @@ memory: peak memory and seconds of evaluating five copies of the model, and the 
 
 import argparse
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -57,16 +58,29 @@ def run_waiting(checkout, pass_ms, flags):
     script = sys.modules["eval_incremental"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     gpu = torch.device("cuda")
-    passes = []
+    passes = []  # (begin, end) of each on the device
+    ends = {}  # {id of a Lookup: end of its last pass}
     spans = []
     retrieve = script.retrieve
+    finish = script.finish
+    compute = script.CachedEncoder.compute
+    # A GPU computes a chunk while the one before is stored.
+    source = inspect.getsource(script.cached_vectors).replace('encoder.accelerator.device.type == "cuda"', "True")
+    exec(compile(source, "cached_vectors", "exec"), vars(script))
 
     def forward(self, features, role):
-        started = time.perf_counter()
-        texts = len(features["input_ids"])
-        time.sleep(pass_ms / 1000)
-        passes.append((started, time.perf_counter(), texts))
-        return torch.ones(texts, self.model.get_embedding_dimension())
+        begin = max([time.perf_counter(), *(end for _, end in passes[-1:])])
+        passes.append((begin, begin + pass_ms / 1000))
+        return torch.ones(len(features["input_ids"]), self.model.get_embedding_dimension())
+
+    def timed_compute(self, lookup, *given):
+        compute(self, lookup, *given)
+        if passes:
+            ends[id(lookup)] = passes[-1][1]
+
+    def waiting_finish(encoder, lookup, *given):
+        time.sleep(max(0, ends.pop(id(lookup), 0) - time.perf_counter()))
+        return finish(encoder, lookup, *given)
 
     def timed_retrieve(*args):
         started = time.perf_counter()
@@ -77,10 +91,12 @@ def run_waiting(checkout, pass_ms, flags):
     split_features = script.split_features  # cuts as on a GPU
     script.split_features = lambda features, tokens, _, *more: split_features(features, tokens, gpu, *more)
     script.CachedEncoder.forward = forward
+    script.CachedEncoder.compute = timed_compute
+    script.finish = waiting_finish
     script.retrieve = timed_retrieve
     script.main(script.parse_args(flags))
     begin, end = spans[0]
-    working = sum(done - started for started, done, _ in passes)
+    working = sum(done - started for started, done in passes)
     figures = {"passes": len(passes), "seconds": end - begin, "waiting": 1 - working / (end - begin)}
     figures |= {"before the first": passes[0][0] - begin, "after the last": end - passes[-1][1]}
     waits = [later[0] - earlier[1] for earlier, later in zip(passes, passes[1:])]

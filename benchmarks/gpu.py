@@ -40,7 +40,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from gpu_check import CUDA, DEVICE, TRAINERS, check_kernel, compare, train, wait_for_resume, words_of
+from gpu_check import CUDA, DEVICE, LOGGED, TRAINERS, check_kernel, compare, train, wait_for_resume, words_of
 from sentence_transformers import SentenceTransformer, cross_encoder, sentence_transformer
 
 import eval_incremental
@@ -64,7 +64,7 @@ def ours(args, model, rows, flags=(), kind="bi", gigabytes=None):
     """The rates of a trainer: defaults but for `flags`; gigabytes: of a smaller GPU."""
 
     def is_enough(ends):
-        return len(ends) > WARM_STEPS + 1 and ends[-1] - ends[WARM_STEPS - 1] > args.side_seconds
+        return len(ends) > 1 and ends[-1] - ends[0] > args.side_seconds
 
     total_memory = TRAINERS[kind].total_memory
     if CUDA and gigabytes:
@@ -75,11 +75,11 @@ def ours(args, model, rows, flags=(), kind="bi", gigabytes=None):
     with mock.patch.object(TRAINERS[kind], "total_memory", total_memory):
         name = "reranker" if kind == "cross" else model
         records, ends, passes, printed = train(args, kind, name, rows, flags, is_enough)
-    records, elapsed = records[WARM_STEPS:], ends[-1] - ends[WARM_STEPS - 1]
-    seconds = np.array([rows / line["rows_per_second"] for line in records])
+    records, elapsed = records[1:], ends[-1] - ends[0]
+    seconds = np.array([rows * LOGGED / line["rows_per_second"] for line in records])
     tokens = sum(seconds * [line["tokens_per_second"] for line in records])
-    found, kept = np.mean(passes[WARM_STEPS:], axis=0)
-    return rates(args, model, rows * len(records), tokens, elapsed) | {
+    found, kept = np.mean(passes[LOGGED:], axis=0)
+    return rates(args, model, rows * LOGGED * len(records), tokens, elapsed) | {
         "waiting": sum(seconds * [line["data_wait_fraction"] for line in records]) / elapsed,
         "padding": np.mean([line["padding_fraction"] for line in records]),
         "passes": found,

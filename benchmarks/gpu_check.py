@@ -30,6 +30,7 @@ import train_cross_encoder
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 COLUMNS = ["docstring", "code"]
+LOGGED = 5  # steps of a line of metrics.jsonl, each of which waits for the device; by default 10
 TRAINERS = {"bi": train_bi_encoder, "cross": train_cross_encoder}
 
 
@@ -201,7 +202,17 @@ def train(args, kind, model, rows, flags, is_enough):
 def words_of(args, model, rows, *flags):
     """Return the command line of a trainer."""
     words = ["--model_name_or_path", args.models[model], "--train_data", args.source, "--columns", *COLUMNS]
-    words += ["--batch_size", rows, "--max_length", args.max_length, "--eval_rows", 0, "--logging_steps", 1, *flags]
+    words += [
+        "--batch_size",
+        rows,
+        "--max_length",
+        args.max_length,
+        "--eval_rows",
+        0,
+        "--logging_steps",
+        LOGGED,
+        *flags,
+    ]
     return [*map(str, words)]
 
 
@@ -209,7 +220,7 @@ def compare(args, model, rows, flags=()):
     """Losses and gradient norms of concatenated texts against padded ones, without dropout."""
     found = []
     for attention in ([], ["--attn_implementation", "sdpa"]):
-        given = [*flags, "--dropout", 0, "--warmup_ratio", 0, *attention]
+        given = [*flags, "--dropout", 0, "--warmup_ratio", 0, "--logging_steps", 1, *attention]
         records, *_, printed = train(args, "bi", model, rows, given, lambda ends: len(ends) == 6)
         found.append(np.array([[line["loss"], line["grad_norm"]] for line in records]))
         assert ("without padding" in printed) != bool(attention), "texts are padded"
@@ -222,7 +233,7 @@ def check_resume(args):
     """Fill args.resumed with whether a run under --full_determinism that is killed and resumed repeats a whole one."""
 
     def launch(name, *more):
-        flags = ["--max_steps", 40, "--save_steps", 10, "--full_determinism", "true"]
+        flags = ["--max_steps", 40, "--save_steps", 10, "--logging_steps", 1, "--full_determinism", "true"]
         words = words_of(args, "22M", 8 if args.tiny else 256, *flags, "--output_dir", f"{args.folder}/{name}", *more)
         with open(f"{args.folder}/{name}.log", "w") as log:
             return subprocess.Popen([sys.executable, train_bi_encoder.__file__, *words], stdout=log, stderr=log)

@@ -28,9 +28,9 @@ def ours(source, args):
     import train_bi_encoder as script
 
     flags = ["--model_name_or_path", "none", "--train_data", source, "--columns", "question", "answer",
-             "--shuffle_buffer", args.buffer, "--batch_size", BATCH]  # fmt: skip
+             "--shuffle_buffer", args.buffer, "--batch_size", BATCH, "--max_steps", 1,
+             *["--streaming"] * ("stream" in args.side)]  # fmt: skip
     options = script.parse_args(list(map(str, flags)))
-    options.streaming = "stream" in args.side
 
     def start(state=None):
         batches = script.row_batches([script.Source(source, 0, options)], [1], options, state)
@@ -95,17 +95,17 @@ def main():
     args = parser.parse_args()
     if args.side:
         return measure(args)
-    from memory import generate
+    from memory import write_rows
 
     sides = ("evenstep, mapped", "datasets, mapped", "evenstep, stream", "datasets, stream")
     runs = {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as folder:
-        generate(f"{folder}/rows.parquet", args.rows)
+        write_rows(f"{folder}/rows.parquet", args.rows)
         for turn in range(args.rounds):
             for side in sides:
                 command = [sys.executable, __file__, "--side", side, "--source", f"{folder}/rows.parquet",
                            "--rows", args.rows, "--buffer", args.buffer]  # fmt: skip
-                done = subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True)
+                done = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True)
                 runs[side].append(json.loads(done.stdout.splitlines()[-1]))
                 print(f"round {turn + 1}, {side}: {runs[side][-1]}", file=sys.stderr)
     print("| side | rows/s | seconds to resume in the middle | rows lost | rows read twice |\n|---|---|---|---|---|")

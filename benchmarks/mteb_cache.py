@@ -1,6 +1,6 @@
 """Embedding caches in mteb when a model has changed: docs/recipes/mteb.md against mteb's CachedEmbeddingWrapper.
 
-    pip install --no-deps --target MTEB_FOLDER mteb==2.26.0 polars==2.1.0 polars-runtime-32==2.1.0
+    pip install --no-deps --target MTEB_FOLDER mteb==2.26.24 polars==2.1.0 polars-runtime-32==2.1.0
     PYTHONPATH=MTEB_FOLDER python benchmarks/mteb_cache.py MODEL_FOLDER BEIR_FOLDER
 
 A copy of the model is evaluated on 300 test queries and 300 documents, cut to 200 characters: by sentence-transformers

@@ -63,7 +63,8 @@ def open_batches(args, workers):
     import torch
 
     script = load_script(args.script)
-    flags = ["--train_data", f"{args.folder}/rows.parquet", "--eval_rows", 0, "--model_name_or_path", args.model]
+    flags = ["--train_data", f"{args.folder}/rows.parquet", "--columns", "question", "answer", "--eval_rows", 0]
+    flags += ["--model_name_or_path", args.model, "--output_dir", f"{args.folder}/none"]
     flags += ["--max_length", args.max_length, "--batch_size", args.batch_size, "--micro_batch_tokens", 16_384]
     flags = script.parse_args([*map(str, flags), "--dataloader_num_workers", str(workers)])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on a GPU batches are pinned, too

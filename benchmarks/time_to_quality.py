@@ -93,7 +93,7 @@ def run_seed(args, seed, steps):
     options = ["--columns", *args.columns, "--peer", args.peer, "--side", seed, "--steps", steps, *ordered]
     seconds.append(timed(__file__, args.model, source, *common, *options, "--folder", folder / "trainer"))
     models = [folder / "trainer/model", folder / "evenstep/model"]
-    test = ["--beir", args.beir] if args.beir else ["--pairs", args.pairs]
+    test = ["--beir", args.beir] if args.beir else ["--pairs", args.pairs, "--columns", *args.columns[:2]]
     test += ["--max_length", args.max_length] if args.max_length else []
     test += ["--model_name_or_path", *models, "--cache_dir", folder / "cache", "--output_dir", folder / "eval"]
     timed(ROOT / "eval_incremental.py", *test, ACCELERATE_MIXED_PRECISION=args.eval_precision)

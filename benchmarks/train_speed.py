@@ -1,12 +1,14 @@
-"""Training speed against SentenceTransformerTrainer: same rows, model, batch, loss, precision and threads, in turns.
+"""Training speed against the trainers of sentence-transformers: same rows, model, batch, loss and threads, in turns.
 
-    python benchmarks/train_speed.py MODEL_FOLDER SOURCE [--columns docstring code] [--rows 256] [--rounds 2]
-        [--mixed_precision bf16]
+    python benchmarks/train_speed.py MODEL_FOLDER SOURCE [--rows 256] [--rounds 2] [--cached 16] [--cached_tokens 1024]
+    python benchmarks/train_speed.py MODEL_FOLDER SOURCE --cross_encoder [--rows 256] [--rounds 1]
 
-Every side trains one epoch over the same rows in a process of its own: ours, the trainer with its plain loss, the
-trainer with its cached loss, in mini-batches of so many texts or tokens. Rates are rows over the seconds of all
-steps but the first, medians over the rounds; ratios are within a round. The mean loss is printed to show that all
-do the same work. Writes train_speed.json.
+Every side trains one epoch over the same rows in a process of its own. Bi-encoders: train_bi_encoder.py, and
+SentenceTransformerTrainer with its plain loss and with its cached one, in mini-batches of so many texts or tokens.
+--cross_encoder: binary cross-entropy of labelled pairs, half of them with the document of another row, by
+train_cross_encoder.py, by CrossEncoderTrainer, and by the latter with a batch accumulated from --accumulate smaller
+ones, which pad less. Rates are rows over the seconds of all steps but the first, medians over the rounds; ratios are
+within a round. The mean loss shows that all do the same work. Writes train_speed.json.
 """
 
 import argparse
@@ -22,11 +24,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def ours(model, rows, args, folder):
-    """(rows a second, mean loss) of train_bi_encoder.py."""
-    command = [sys.executable, ROOT / "train_bi_encoder.py", "--model_name_or_path", model, "--train_data", rows,
-               "--batch_size", args.batch_size, "--max_length", args.max_length, "--eval_rows", 0,
+def ours(args, rows, columns, folder):
+    """Return (rows a second, mean loss) of our trainer."""
+    script = f"train_{'cross' if args.cross_encoder else 'bi'}_encoder.py"
+    command = [sys.executable, ROOT / script, "--model_name_or_path", args.model, "--train_data", rows, "--columns",
+               *columns, "--batch_size", args.batch_size, "--max_length", args.max_length, "--eval_rows", 0,
                "--logging_steps", 1, "--output_dir", folder, "--save_steps", 0]  # fmt: skip
+    command += ["--label_column", "label"] if args.cross_encoder else []
     environment = {**os.environ, "ACCELERATE_MIXED_PRECISION": args.mixed_precision}  # as `accelerate launch` does
     subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr, env=environment)
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
@@ -34,11 +38,11 @@ def ours(model, rows, args, folder):
     return (len(lines) - 1) * args.batch_size / seconds, statistics.mean(line["loss"] for line in lines)
 
 
-def peer(model, rows, args, folder, options):
-    """(rows a second, mean loss) of SentenceTransformerTrainer, with its cached loss if that has options."""
-    command = [sys.executable, __file__, model, rows, "--peer", json.dumps(options), "--output", folder,
-               "--batch_size", args.batch_size, "--max_length", args.max_length,
-               "--mixed_precision", args.mixed_precision]  # fmt: skip
+def peer(args, rows, folder, options):
+    """Return the same of the library's trainer; options: of its cached loss, or {"accumulate": batches}."""
+    command = [sys.executable, __file__, args.model, rows, "--peer", json.dumps(options), "--output", folder,
+               "--batch_size", args.batch_size, "--max_length", args.max_length, "--mixed_precision",
+               args.mixed_precision, *["--cross_encoder"] * args.cross_encoder]  # fmt: skip
     done = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True)
     return tuple(json.loads(done.stdout.splitlines()[-1]))
 
@@ -46,12 +50,7 @@ def peer(model, rows, args, folder, options):
 def train_peer(args):
     """In a process of its own: train one epoch and print [rows a second, mean loss]."""
     from datasets import load_dataset
-    from sentence_transformers import (
-        SentenceTransformer,
-        SentenceTransformerTrainer,
-        SentenceTransformerTrainingArguments,
-    )
-    from sentence_transformers.sentence_transformer import losses
+    from sentence_transformers import cross_encoder, sentence_transformer
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
@@ -60,38 +59,60 @@ def train_peer(args):
         def on_step_end(self, *_, **__):
             self.ends.append(time.perf_counter())
 
-    model = SentenceTransformer(args.model, device="cpu")
+    options = json.loads(args.peer)
+    accumulate = options.pop("accumulate", 1)
+    package = cross_encoder if args.cross_encoder else sentence_transformer
+    prefix = "CrossEncoder" if args.cross_encoder else "SentenceTransformer"
+    if args.cross_encoder:
+        model = cross_encoder.CrossEncoder(args.model, device="cpu", num_labels=1)
+        loss = cross_encoder.losses.BinaryCrossEntropyLoss(model)
+    else:
+        model = sentence_transformer.SentenceTransformer(args.model, device="cpu")
+        name = f"{'Cached' if options else ''}MultipleNegativesRankingLoss"
+        loss = getattr(sentence_transformer.losses, name)(model, **options)
     model.max_seq_length = args.max_length
-    loss = losses.MultipleNegativesRankingLoss(model)
-    if options := json.loads(args.peer):
-        loss = losses.CachedMultipleNegativesRankingLoss(model, **options)
-    settings = SentenceTransformerTrainingArguments(
-        args.output, num_train_epochs=1, per_device_train_batch_size=args.batch_size, use_cpu=True, report_to="none",
-        learning_rate=2e-5, warmup_ratio=0.1, logging_steps=1, save_strategy="no", disable_tqdm=True,
-        bf16=args.mixed_precision == "bf16",
+    settings = getattr(package, f"{prefix}TrainingArguments")(
+        args.output, num_train_epochs=1, per_device_train_batch_size=args.batch_size // accumulate, use_cpu=True,
+        gradient_accumulation_steps=accumulate, report_to="none", learning_rate=2e-5, warmup_ratio=0.1,
+        logging_steps=1, save_strategy="no", disable_tqdm=True, bf16=args.mixed_precision == "bf16",
     )  # fmt: skip
     rows = load_dataset("parquet", data_files=args.source, split="train", cache_dir=args.output)
     clock = Clock()
-    trainer = SentenceTransformerTrainer(model, settings, train_dataset=rows, loss=loss, callbacks=[clock])
+    trainer = getattr(package, f"{prefix}Trainer")(model, settings, train_dataset=rows, loss=loss, callbacks=[clock])
     trainer.train()
-    losses_seen = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     rate = (len(clock.ends) - 1) * args.batch_size / (clock.ends[-1] - clock.ends[0])
-    print(json.dumps([rate, statistics.mean(losses_seen)]))
+    print(json.dumps([rate, statistics.mean(losses)]))
+
+
+def write_rows(args, path):
+    """Write the first rows of the source, labelled for a cross-encoder; return the columns of their texts."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(args.source, columns=args.columns).slice(0, args.rows)
+    if args.cross_encoder:
+        queries, documents = table.to_pydict().values()
+        labels = [float(i % 2) for i in range(len(queries))]
+        documents = [documents[i] if label else documents[i - 2] for i, label in enumerate(labels)]
+        table = pa.table({"query": queries, "document": documents, "label": labels})
+    pq.write_table(table, path)
+    return table.column_names[:2] if args.cross_encoder else table.column_names
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("source")
+    parser.add_argument("source", help="Parquet file")
+    parser.add_argument("--cross_encoder", action="store_true")
     parser.add_argument("--columns", nargs="+", default=["docstring", "code"])
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--batch_size", type=int, default=64)
     parser.add_argument("--max_length", type=int, default=256)
-    parser.add_argument(
-        "--cached", type=int, nargs="*", default=[8], help="mini-batch sizes of the cached loss to try"
-    )
-    parser.add_argument("--cached_tokens", type=int, nargs="*", default=[1024, 2048, 4096], help="the same, in tokens")
+    parser.add_argument("--cached", type=int, nargs="*", default=[16], help="mini-batch sizes of the cached loss")
+    parser.add_argument("--cached_tokens", type=int, nargs="*", default=[1024], help="the same, in tokens")
+    parser.add_argument("--accumulate", type=int, nargs="*", default=[8], help="batches of a cross-encoder's step")
     parser.add_argument("--mixed_precision", default="no", choices=["no", "bf16"], help="of all sides")
     parser.add_argument("--output", default="train_speed.json")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
@@ -99,35 +120,30 @@ def main():
     if args.peer is not None:
         return train_peer(args)
 
-    import pyarrow.parquet as pq
-
     os.environ["HF_HUB_OFFLINE"] = "1"
+    options = [{"accumulate": count} for count in args.accumulate]
+    if not args.cross_encoder:
+        options = [{"mini_batch_size": size} for size in args.cached]
+        options += [{"mini_batch_num_tokens": tokens} for tokens in args.cached_tokens]
     with tempfile.TemporaryDirectory() as folder:
         rows = f"{folder}/rows.parquet"
-        pq.write_table(pq.read_table(args.source, columns=args.columns).slice(0, args.rows), rows)
-        sides = {"evenstep": lambda out: ours(args.model, rows, args, out)}
-        sides["trainer, plain loss"] = lambda out: peer(args.model, rows, args, out, {})
-        cached = [{"mini_batch_size": size} for size in args.cached]
-        for options in cached + [{"mini_batch_num_tokens": tokens} for tokens in args.cached_tokens]:
-            name = f"trainer, cached loss, {json.dumps(options)}"
-            sides[name] = lambda out, options=options: peer(args.model, rows, args, out, options)
+        columns = write_rows(args, rows)
+        sides = {"evenstep": lambda out: ours(args, rows, columns, out)}
+        for chosen in [{}, *options]:
+            name = f"the library's trainer, {json.dumps(chosen) if chosen else 'plain'}"
+            sides[name] = lambda out, chosen=chosen: peer(args, rows, out, chosen)
         measured = {name: [] for name in sides}
         for turn in range(args.rounds):
             for number, (name, run) in enumerate(sides.items()):
                 measured[name].append(run(f"{folder}/{turn}-{number}"))
                 print(f"round {turn + 1}, {name}: {measured[name][-1][0]:.2f} rows/s", file=sys.stderr)
-    table = []
-    for name, runs in measured.items():
-        ratios = [mine[0] / run[0] for mine, run in zip(measured["evenstep"], runs)]
-        rate = statistics.median(rate for rate, _ in runs)
-        faster = statistics.median(ratios)
-        table.append({"side": name, "rows_per_second": rate, "evenstep_is_faster_by": faster, "mean_loss": runs[0][1]})
-        table[-1]["runs"] = runs
-    Path(args.output).write_text(json.dumps({"arguments": vars(args), "table": table}, indent=1))
     print("| side | rows/s | Evenstep, times as fast | mean loss |\n|---|---|---|---|")
-    for line in table:
-        faster = "" if line["side"] == "evenstep" else f"{line['evenstep_is_faster_by']:.2f}x"
-        print(f"| {line['side']} | {line['rows_per_second']:.2f} | {faster} | {line['mean_loss']:.3f} |")
+    for name, runs in measured.items():
+        rate = statistics.median(rate for rate, _ in runs)
+        ratios = [mine[0] / run[0] for mine, run in zip(measured["evenstep"], runs)]
+        faster = f"{statistics.median(ratios):.2f}x ({', '.join(f'{ratio:.2f}' for ratio in ratios)})"
+        print(f"| {name} | {rate:.2f} | {'' if name == 'evenstep' else faster} | {runs[0][1]:.3f} |")
+    Path(args.output).write_text(json.dumps({"arguments": vars(args), "runs": measured}, indent=1))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ OWN = {"main", "Args", "check_flags", "forward_backward", "margin_mse", "kl", "m
        "open_evaluators", "open_beir", "fit_micro_batches", "resolve_source_args", "parse_args",
        "FORMATS"}  # fmt: skip
 # The scripts other than the trainers have a common version of these.
-TOOLS = {"flag", "user_errors", "print_error", "make_parser"}
+TOOLS = {"user_errors", "print_error"}
 
 
 def read_scripts():

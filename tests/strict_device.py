@@ -20,6 +20,7 @@ background threads.
 Not simulated: rounding, streams, NCCL's timing and order, kernels that lack a dtype, inference mode.
 """
 
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -184,6 +185,19 @@ def compatible(input: torch.Tensor, from_: torch.Tensor) -> bool:
     return isinstance(input, OnDevice) == isinstance(from_, OnDevice)
 
 
+class NoStream:
+    """A stream of the device, or an event in one: all operations end at once, but a wait is counted."""
+
+    def wait_stream(self, _):
+        pass
+
+    def record_event(self):
+        return self
+
+    def synchronize(self):
+        StrictDevice.active.count("event")
+
+
 class StrictDevice(TorchDispatchMode):
     active = None
 
@@ -207,6 +221,9 @@ class StrictDevice(TorchDispatchMode):
             (cuda, "is_initialized", lambda: True), (cuda, "device_count", lambda: 1),
             (cuda, "current_device", lambda: 0), (cuda, "set_device", lambda *_: None),
             (cuda, "synchronize", lambda *_: self.count("synchronize")), (cuda, "empty_cache", lambda: None),
+            (cuda, "Stream", NoStream), (cuda, "current_stream", lambda *_: NoStream()),
+            (cuda, "stream", lambda _: contextlib.nullcontext()),
+            (cuda, "get_device_name", lambda *_: "simulated"),
             (cuda, "get_device_capability", lambda *_: (9, 0)), (cuda, "get_device_properties", lambda *_: properties),
             (cuda, "is_bf16_supported", lambda *_, **__: True), (cuda, "manual_seed_all", lambda *_: None),
             (cuda, "manual_seed", lambda *_: None), (cuda.amp.common, "amp_definitely_not_available", lambda: False),

@@ -48,17 +48,6 @@ def annotate(tmp_path, capsys):
     return run
 
 
-def test_sources_of_other_columns(annotate, reranker, tmp_path, monkeypatch):
-    """One Parquet file has one schema: found out before anything is scored."""
-    for name, number in (("a", 1), ("b", 0.5)):
-        row = {"query": "q", "positive": "p", "negatives": ["n"], "number": number}
-        write_jsonl(tmp_path / f"{name}.jsonl", [row])
-    monkeypatch.setattr(script.CachedScorer, "score_pairs", None)
-    flags = ["--cross_encoder", reranker, "--annotate", tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    with pytest.raises(script.UserError, match="^--annotate .*b.jsonl: other columns than .*a.jsonl: give --output"):
-        annotate("x", *flags, output="scored.parquet")
-
-
 def read_jsonl(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -110,7 +99,7 @@ def test_scores_are_those_of_encode(annotate, data, bert, tmp_path, similarity, 
 
 
 def test_formats_and_sources(annotate, data, reranker, tmp_path):
-    """JSON Lines and Parquet, in either direction; files, a glob, a folder; several sources follow each other."""
+    """JSON Lines and Parquet, in either direction; files, a glob; several sources follow each other."""
     annotate(data, "--cross_encoder", reranker)
     expected = read_jsonl(tmp_path / "scored.jsonl")
     annotate(data, "--cross_encoder", reranker, output="scored.parquet")
@@ -124,7 +113,7 @@ def test_formats_and_sources(annotate, data, reranker, tmp_path):
     for part in range(2):
         rows = pa.Table.from_pylist(read_jsonl(data)[20 * part : 20 * part + 20])
         pq.write_table(rows.drop_columns(["meta"]), tmp_path / f"parts/{part}.parquet")
-    for name, source in (("glob", [tmp_path / "parts/*.parquet"]), ("folder", [tmp_path / "parts"]),
+    for name, source in (("glob", [tmp_path / "parts/*.parquet"]),
                          ("two", [tmp_path / "parts/0.parquet", tmp_path / "parts/1.parquet"])):  # fmt: skip
         shown = annotate(data, "--cross_encoder", reranker, "--annotate", *source, output=f"{name}.jsonl")
         assert ": 0 of " in "\n" + shown

@@ -104,7 +104,9 @@ def test_equal_texts_of_held_out_rows_are_one(static, evaluate, rows):
           "--output_dir", "out")  # fmt: skip
     names = {"nDCG@10": "ndcg@10", "RR@10": "mrr@10", "Success@1": "accuracy@1", "R@10": "recall@10"}
     first = metrics("out")[0]
-    found = evaluate("--pairs", "rows.jsonl", "--model_name_or_path", static, "--metrics", *names)["metrics"]
+    found = evaluate(
+        "--pairs", "rows.jsonl", "--columns", "q", "d", "--model_name_or_path", static, "--metrics", *names
+    )["metrics"]
     assert first["step"] == 0
     for name, measure in names.items():
         assert first[f"held_out_cosine_{measure}"] == pytest.approx(found[name]["mean"], abs=1e-4), name
@@ -234,7 +236,7 @@ def test_roles_of_columns_are_printed(name, flags, reranker, capsys):
     given = [*flags, "--model_name_or_path", flags[3] if name == "train_bi_encoder" else reranker]
     train(name, *given, "--columns", "q", "d", "n")
     found = "" if name == "train_bi_encoder" else ', {"loss": "listwise_ce"}'
-    assert f"40 rows of 1 file (query: q, positive: d, negative: n){found}\n" in capsys.readouterr().out
+    assert f"40 rows of 1 file(s) (query: q, positive: d, negative: n){found}\n" in capsys.readouterr().out
     loss = ["--loss", "CoSENTLoss"] if name == "train_bi_encoder" else []
     train(name, *given, "--label_column", "label", *loss, "--output_dir", "labels")
     found = found.replace("listwise_ce", "bce")

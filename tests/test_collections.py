@@ -125,6 +125,54 @@ def test_grades_of_another_name(evaluate, name, suffix):
     assert mine("--beir", "c", "--split", "test") == MINED
 
 
+ORDERS = {
+    "swapped.tsv": "corpus-id\tquery-id\tscore\n{d}\t{q}\t{g}\n",
+    "first.tsv": "score\tcorpus-id\tquery-id\n{g}\t{d}\t{q}\n",
+    "names.tsv": "PID\tqid\trel\n{d}\t{q}\t{g}\n",
+    "more.tsv": "date\tcorpus_id\tquery_id\tgrade\tnote\ntoday\t{d}\t{q}\t{g}\t\n",
+    "spaces.txt": "docno topic relevance\n{d} {q} {g}\n",
+    "trec.txt": "{q} 0 {d} {g}\n",
+    "none.tsv": "{q}\t{d}\t{g}\n",
+    "comma.csv": "query-id,corpus-id,score\n{q},{d},{g}\n",
+    "swapped.csv": 'score,"corpus-id",query-id\n{g},"{d}",{q}\n',
+    "zipped.csv.gz": "corpus-id,query-id,score\n{d},{q},{g}\n",
+    "swapped.jsonl": '{{"corpus-id": "{d}", "score": {g}, "query-id": "{q}"}}\n',
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_columns_of_judgments_go_by_their_names(evaluate, name):
+    """Ids are numbers that queries and documents share: exchanged, they would measure 0."""
+    numbers = {"d0": "02", "d1": "1", "d2": "01", "d3": "4"}, {"q1": "01", "q2": "2"}
+    folder = Path("c")
+    write_texts(folder, documents={numbers[0][d]: text for d, text in DOCUMENTS.items()},
+                queries={numbers[1][q]: text for q, text in QUERIES.items()})  # fmt: skip
+    *header, line = ORDERS[name].splitlines(keepends=True)
+    judged = [*((*pair, 1) for pair in JUDGMENTS), ("q1", "d1", 0)]
+    lines = [line.format(q=numbers[1][q], d=numbers[0][d], g=grade) for q, d, grade in judged]
+    data = "".join([*header, *lines]).encode()
+    Path(name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    for read in (script.read_qrels, mine_negatives.read_qrels):
+        found = read(name).itertuples(index=False, name=None)
+        assert sorted(found) == sorted((numbers[1][q], numbers[0][d], grade) for q, d, grade in judged)
+    files = ["--corpus", folder / "corpus.jsonl", "--queries", folder / "queries.jsonl", "--qrels", name]
+    got = evaluate(*files, "--metrics", "R@4", "NumRel")["metrics"]
+    assert got["R@4"]["mean"] == got["NumRel"]["mean"] == 1
+
+
+@pytest.mark.parametrize("header", ["doc,question,score", "x,y", "query-id,corpus-id,score,relevance2,rating"[:26]])
+def test_unknown_names_of_columns_are_refused(header):
+    values = ",".join("1" for _ in header.split(","))
+    Path("q.csv").write_text(f"{header}\n{values}\n")
+    Path("q.tsv").write_text(f"{header}\n{values}\n".replace(",", "\t"))
+    if header.startswith("query-id"):
+        assert len(script.read_qrels("q.csv")) == 1
+        return
+    for name in ("q.csv", "q.tsv"):
+        with pytest.raises(script.UserError, match="query-id, corpus-id and score|fields per line"):
+            script.read_qrels(name)
+
+
 def test_judgments_without_a_column_of_grades(evaluate):
     """If they have further columns, one of these may be meant; of several names, the usual one counts."""
     write_texts(Path("c"))
@@ -133,7 +181,7 @@ def test_judgments_without_a_column_of_grades(evaluate):
     assert evaluate("--beir", "c", "--metrics", "R@4")["metrics"]["R@4"]["mean"] == 1.0
     write_jsonl(Path("c/qrels/test.jsonl"), [{"rating" if key == "score" else key: row[key] for key in row
                                               if key != "label"} for row in rows])  # fmt: skip
-    said = "has no column of grades: name it score; the columns are query-id, corpus-id, rating"
+    said = "its columns must be query-id, corpus-id and score, not query-id, corpus-id, rating"
     with pytest.raises(script.UserError, match=said):
         evaluate("--beir", "c", "--metrics", "R@4", output="other")
     with pytest.raises(mine_negatives.UserError, match=said):
@@ -173,14 +221,17 @@ def test_a_collection_without_judgments(evaluate):
             read("--beir", "c")
 
 
-def test_candidates_are_not_read_without_a_word(evaluate, capsys):
-    candidates = [{"query-id": "q1", "corpus-ids": ["d1", "d3"]}]
-    write_configurations(Path("hub"), tables() | {"top_ranked": candidates}, "test")
+def test_what_is_not_read_is_named_once(evaluate, capsys):
+    """Columns of texts, such as instructions, without which two queries may be the same."""
     layout_beir(Path("root"))
-    write_jsonl(Path("root/top_ranked/test.jsonl"), candidates)
-    for name in ("hub", "root"):
-        evaluate("--beir", name)
-        assert f"warning: {name}: all documents are ranked, not only those of top_ranked" in capsys.readouterr().err
+    rows = [{"_id": name, "text": text, "instruction": "x", "number": 1} for name, text in QUERIES.items()]
+    write_jsonl(Path("root/queries.jsonl"), rows)
+    for read in (lambda: evaluate("--beir", "root"), lambda: mine("--beir", "root", "--split", "test")):
+        read()
+        said = "root/queries.jsonl: not read: instruction (--corpus_columns, --query_columns)\n"
+        assert capsys.readouterr().err.count(said) == 1
+    evaluate("--beir", "root", "--query_columns", "_id", "text", "instruction")
+    assert "instruction" not in capsys.readouterr().err
 
 
 def test_a_column_of_another_name(evaluate):
@@ -220,18 +271,16 @@ def test_a_run_without_a_judged_document(evaluate, capsys):
     )
     assert evaluate("--beir", "c", "--run", "run.trec")["metrics"]["nDCG@10"]["mean"] == 0
     shown = capsys.readouterr().err
-    assert re.search("warning: .*4 lines of run.trec have no judged document, such as 'doc1'; check the ids", shown)
+    assert "warning: c: 2 ranked documents are not in the corpus" in shown
 
 
-def test_a_pair_that_is_judged_twice(evaluate, capsys):
+def test_a_pair_that_is_judged_twice(evaluate):
+    """The last judgment counts."""
     write_texts(Path("c"))
-    write_tsv(Path("c/qrels/test.tsv"), [*JUDGMENTS, *JUDGMENTS])  # equal grades are no conflict
-    evaluate("--beir", "c")
-    assert "judged again" not in capsys.readouterr().err
+    write_tsv(Path("c/qrels/test.tsv"), JUDGMENTS)
     with open("c/qrels/test.tsv", "a") as file:
         file.write("q1\td0\t0\n")
     got = evaluate("--beir", "c", "--metrics", "NumRel")
-    assert "warning: c: 1 pairs are judged again, by another grade; the last one counts" in capsys.readouterr().err
     assert got["metrics"]["NumRel"]["mean"] == 0.5
 
 
@@ -306,16 +355,6 @@ def test_bm25_finds_nothing_for_a_query(capsys):
 # ------------------------------------------------------------------------------------------------------ the cache
 
 
-def test_the_number_of_removed_blocks(evaluate, rows):
-    """It is at most the number of blocks that were stored."""
-    write_texts(Path("c"), documents={f"d{i}": row["code"][:80] for i, row in enumerate(rows)})
-    write_tsv(Path("c/qrels/test.tsv"), [("q1", "d0"), ("q2", "d2")])
-    got = evaluate("--beir", "c", "--corpus_chunk_size", 16, "--cache_size_limit", 0.00002)
-    (warning,) = [text for text in got["warnings"] if "of the oldest blocks were removed" in text]
-    blocks = 2 + len(rows) / 16
-    assert 0 < int(warning.split()[0].replace(",", "")) <= blocks
-
-
 def test_hits_are_as_many_as_asked(evaluate, rows, reranker, capsys):
     write_jsonl(Path("c.jsonl"), [{"_id": f"d{i}", "text": row["code"]} for i, row in enumerate(rows[:80])])
     for flags, expected in (([], 10), (["--top_k", 50], 50), (["--cross_encoder", reranker, "--rerank_k", 30], 10)):
@@ -342,3 +381,44 @@ def test_the_temperature_fits_all_scores(capsys, lowest, temperature):
     flags = ["--beir", "c", "--split", "test", "--run", "run.trec", "--num_negatives", "1"]
     mine_negatives.main(mine_negatives.parse_args(flags))
     assert f'"teacher_temperature": {temperature}}}' in capsys.readouterr().out
+
+
+def test_only_what_the_cache_wrote_is_listed_and_removed(evaluate, capsys):
+    """A folder of results may have a model.json, too; a damaged one has no sizes."""
+    layout_beir(Path("c"))
+    evaluate("--beir", "c", "--cache_dir", "runs")
+    (cache,) = [path.parent for path in Path("runs").glob("*/cache.db")]
+    for name in ("experiment1", "0" * 32, "deadbeef" * 4):
+        Path("runs", name).mkdir()
+        Path("runs", name, "model.json").write_text('{"model": "mine", "bytes": 0}')
+    Path("runs/experiment1/cache.db").write_bytes(b"")  # of another program
+    Path("runs/experiment1/weights.bin").write_bytes(b"x")
+    for flags in (
+        ["--cache_info"],
+        ["--cache_clear", "experiment1"],
+        ["--cache_clear", "mine"],
+        ["--cache_clear", "000000"],
+    ):
+        flags += ["--cache_dir", "runs"]
+        if "--cache_info" in flags:
+            script.main(script.parse_args(flags))
+        else:
+            with pytest.raises(script.UserError, match="no such model"):
+                script.main(script.parse_args(flags))
+    assert "1 caches in runs\n" in capsys.readouterr().out and Path("runs/experiment1/weights.bin").exists()
+    script.main(script.parse_args(["--cache_dir", "runs", "--cache_clear", cache.name[:8]]))
+    assert not cache.exists() and len(list(Path("runs").iterdir())) == 3
+
+
+def test_a_limit_holds_for_what_is_cached_already(rows):
+    """Also where nothing is added: it is a way to free a disk."""
+    cache = script.EmbeddingCache("cache", "model", 64, "float32")
+    for first in range(0, 160, 16):
+        texts = pa.array([f"{number}" for number in range(first, first + 16)], pa.large_string())
+        cache.store(script.text_hashes(texts), cache.pack(script.np.ones((16, 64), script.np.float32)))
+    before = cache.volume()
+    cache.close()
+    limit = before * 0.6 / 1e9
+    cache = script.EmbeddingCache("cache", "model", 64, "float32", limit)
+    assert 0 < cache.volume() <= limit * 1e9 < before and 0 < len(cache.cache) < 10
+    cache.close()

@@ -217,7 +217,7 @@ def test_what_is_refused_can_be_trained_on(name, static, capsys):
     expected = case.rows or [[row["a"], [row["b"]], []] for row in PAIRS]
     assert len(found) == case.count and found[-len(expected) :] == expected
     train("train_bi_encoder", *words, "--output_dir", "run")
-    counts = [line for line in capsys.readouterr().out.splitlines() if " rows of 1 file" in line]
+    counts = [line for line in capsys.readouterr().out.splitlines() if " rows of 1 file(s)" in line]
     assert len(counts) == len(sources) or "0.jsonl" in str(case.files)
     assert json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])["step"] == 1
 

@@ -583,7 +583,6 @@ def test_each_source_is_always_within_a_row_of_its_share(weights, rows):
             assert abs(count - total * rows * weight / sum(weights)) < 1 + 1e-9, (total, drawn)
 
 
-@pytest.mark.xfail(strict=True, reason="apportion gives more rows than a batch has: the surplus is never trained on")
 def test_a_resume_that_mixes_in_another_way_loses_no_row():
     """--accept_changes allows it: from batches of one source to mixed ones."""
     files = [write(f"{number}.jsonl", table(100, 100 * number)) for number in range(4)]

@@ -410,7 +410,7 @@ def test_pairs_and_comparison(evaluate, corpus, bert, tmp_path, capsys):
     second = got["models"][1]["metrics"]["nDCG@10"]
     assert second["difference"] == pytest.approx(second["mean"] - got["models"][0]["metrics"]["nDCG@10"]["mean"])
     assert 0 < second["p"] <= 1 and got["models"][2]["metrics"]["nDCG@10"]["mean"] > 0.2  # the texts share words
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {".lock"} | {
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
         "metrics.json", "queries.jsonl", "documents.jsonl", "st", "second", "BM25"}  # fmt: skip
     assert (tmp_path / "out/BM25/run.trec").exists()
     shown = capsys.readouterr().out
@@ -433,7 +433,7 @@ def test_pairs_and_a_collection_of_them_give_the_same_numbers(evaluate, rows, tm
     (tmp_path / "beir/qrels/train.tsv").write_text("".join(lines))
     found = []
     for dtype in ([], ["--cache_dtype", "float32"]):
-        found.append(evaluate("--pairs", tmp_path / "pairs.jsonl", *extra, *dtype))
+        found.append(evaluate("--pairs", tmp_path / "pairs.jsonl", "--columns", "q", "d", *extra, *dtype))
         found.append(evaluate("--beir", tmp_path / "beir", "--split", "train", *extra, *dtype))
     assert found[0]["metrics"] == found[1]["metrics"] == found[2]["metrics"] == found[3]["metrics"]
     distinct = len({pair["d"] for pair in pairs[:90]}) + len({pair["q"] for pair in pairs[:130]})
@@ -446,7 +446,7 @@ def test_documents_of_pairs_are_distinct(evaluate, tmp_path):
     write_jsonl(tmp_path / "pairs.jsonl", pairs)
     for size in (3, 1):  # with 1, a chunk is empty
         flags = ["--metrics", "R@2", "--top_k", 2, "--corpus_chunk_size", size]
-        got = evaluate("--pairs", tmp_path / "pairs.jsonl", *flags)
+        got = evaluate("--pairs", tmp_path / "pairs.jsonl", "--columns", "q", "d", *flags)
         assert got["queries"] == 2 and got["texts"]["total"] == 4 and got["metrics"]["R@2"]["mean"] == 1.0
         assert all(
             set(found) == {script.text_id("def a(): 1"), script.text_id("class B")}
@@ -459,14 +459,14 @@ def test_a_run_of_other_pairs(evaluate, bert, tmp_path):
     for name in "ab":
         write_jsonl(tmp_path / f"{name}.jsonl", [{"q": f"{name} {n}", "d": f"text {name} {n}"} for n in range(5)])
     first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    got = evaluate("--pairs", first, second, "--model_name_or_path", bert, output="ranked")
+    got = evaluate("--pairs", first, second, "--columns", "q", "d", "--model_name_or_path", bert, output="ranked")
     run = ["--run", tmp_path / "ranked/run.trec"]
     for order in ([first, second], [second, first]):
-        again = evaluate("--pairs", *order, *run)
+        again = evaluate("--pairs", *order, "--columns", "q", "d", *run)
         assert again["metrics"]["nDCG@10"]["mean"] == got["metrics"]["nDCG@10"]["mean"]
     write_jsonl(tmp_path / "c.jsonl", [{"q": "other", "d": "text"}])
     with pytest.raises(script.UserError, match="--run .*run.trec: contains none of the judged queries"):
-        evaluate("--pairs", tmp_path / "c.jsonl", *run)
+        evaluate("--pairs", tmp_path / "c.jsonl", "--columns", "q", "d", *run)
 
 
 def test_a_search_of_pairs_has_each_answer_once(evaluate, tmp_path):
@@ -474,7 +474,17 @@ def test_a_search_of_pairs_has_each_answer_once(evaluate, tmp_path):
         {"q": f"question {n}", "d": text} for n, text in enumerate(["the same", "the same", "", "other", "a third"])
     ]
     write_jsonl(tmp_path / "pairs.jsonl", rows)
-    evaluate("--pairs", tmp_path / "pairs.jsonl", "--query", "the same", "--output", tmp_path / "hits.jsonl")
+    evaluate(
+        "--pairs",
+        tmp_path / "pairs.jsonl",
+        "--columns",
+        "q",
+        "d",
+        "--query",
+        "the same",
+        "--output",
+        tmp_path / "hits.jsonl",
+    )
     hits = [json.loads(line) for line in (tmp_path / "hits.jsonl").read_text().splitlines()]
     assert sorted(hit["text"] for hit in hits) == ["a third", "other", "the same"]
     assert all(hit["_id"] == script.text_id(hit["text"]) for hit in hits)
@@ -570,7 +580,7 @@ def test_documents_are_dealt_evenly(tmp_path):
     write_jsonl(tmp_path / "c.jsonl", [{"_id": f"d{i}", "text": "x"} for i in range(150)])
     for size, processes, expected in ((100, 8, [19] * 7 + [17]), (40, 3, [50] * 3), (40, 1, [150])):
         settings = script.Args(corpus_chunk_size=size)
-        reader = script.TextReader([str(tmp_path / "c.jsonl")], [], ("_id", "text"), settings)
+        reader = script.open_texts([str(tmp_path / "c.jsonl")], [], ("_id", "text"), settings)
         parts = [list(reader.chunks(b"", process, processes)) for process in range(processes)]
         assert [sum(len(chunk.ids) for chunk in part) for part in parts] == expected
         assert max(len(chunk.ids) for part in parts for chunk in part) <= size
@@ -649,7 +659,7 @@ def test_the_texts_encoded_are_printed(evaluate, beir, bert, static, capsys):
     [
         (["--beir", "/nowhere"], "--beir /nowhere: no such file or folder"),
         (["--beir", "run/none"], "--beir run/none: no such file or folder"),  # not a Hub id: the folder `run` exists
-        (["--corpus", "run/none", "--query", "x"], "run/none: no such file or folder"),
+        (["--corpus", "run/none", "--query", "x"], "run/none: "),
         (["--beir", "{beir}", "--split", "dev"], "--beir {beir}: no judgments of split 'dev'; available: test"),
         (["--beir", "{beir}", "--truncate_dim", "64"], "--truncate_dim 64: the model has 32 dimensions"),
         (["--beir", "{beir}", "--max_length", "9999"], "has positions for 512 tokens: set --max_length"),
@@ -684,16 +694,21 @@ def test_one_line_errors(evaluate, beir, bert, reranker, tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--metrics", "nDGC@10"], "--metrics nDGC@10: measure not found: nDGC"),
+        (["--metrics", "nDGC@10"], "--metrics nDGC@10: unknown to ir_measures"),
         (["--metrics", "nDCG@0"], "--metrics nDCG@0: "),
         (["--metrics", "AP", "RBP(p=0.8)"], "--metrics RBP(p=0.8): "),
         (["--beri", "x"], "unrecognized arguments: --beri"),
         (["--beir", "x", "--top_k", "5", "--beir", "y"], "--beir: given twice; list all values after one flag"),
-        (["--top_k", "0"], "--top_k 0: must be finite, and above 0"),
+        (["--top_k", "0"], "--top_k 0: must be finite, above 0"),
         (["--queries", "q.jsonl", "--qrels", "r.tsv"], "--corpus, --queries and --qrels belong together"),
         (["--corpus", "c.jsonl"], "--corpus, --queries and --qrels belong together"),
         (["--corpus", "c.jsonl", "--beir", "b"], "--beir, --corpus, --pairs, --annotate: give only one of them"),
-        (["--columns", "a", "--pairs", "p.jsonl"], "--columns takes two names"),
+        (["--columns", "a", "--pairs", "p.jsonl"], "--pairs requires --columns"),
+        (["--metrics", "ndcg_cut_10"], "unknown to ir_measures, which calls it nDCG@10"),
+        (["--metrics", "mrr"], "unknown to ir_measures, which calls it RR"),
+        (["--metrics", "cosine_accuracy@1"], "unknown to ir_measures, which calls it Success@1"),
+        (["--metrics", "map@100"], "unknown to ir_measures, which calls it AP@100"),
+        (["--metrics", "rprec"], "unknown to ir_measures, which calls it Rprec"),
         (
             [
                 "--annotate",
@@ -818,7 +833,7 @@ def test_titles_missing_ids_and_columns(evaluate, beir, tmp_path):
 
 def test_pairs_without_text_and_ids_with_spaces(evaluate, tmp_path, capsys):
     write_jsonl(tmp_path / "pairs.jsonl", [{"q": "a", "d": "b"}, {"q": "", "d": "c"}, {"q": "e", "d": None}])
-    got = evaluate("--pairs", tmp_path / "pairs.jsonl", "--metrics", "R@3")
+    got = evaluate("--pairs", tmp_path / "pairs.jsonl", "--columns", "q", "d", "--metrics", "R@3")
     assert got["queries"] == 1 and got["metrics"]["R@3"]["mean"] == 1.0
     assert "2 pairs lack a text; left out" in capsys.readouterr().err
     write_jsonl(tmp_path / "c.jsonl", [{"_id": "doc one", "text": "b"}])
@@ -975,7 +990,7 @@ def two_collections(beir, tmp_path):
 
 def test_several_collections_and_models(evaluate, two_collections, bert, tmp_path, capsys, monkeypatch):
     """Each collection is measured as if alone, and counts equally in the mean; no text is encoded twice."""
-    monkeypatch.setenv("COLUMNS", "150")  # else the table may be turned
+    monkeypatch.setenv("COLUMNS", "150")
     other = tmp_path / "other"
     shutil.copytree(bert, other)
     config = json.loads((other / "1_Pooling/config.json").read_text())
@@ -985,7 +1000,7 @@ def test_several_collections_and_models(evaluate, two_collections, bert, tmp_pat
     names = [(result["collection"], result["name"]) for result in results]
     assert names == [(c.name, n) for c in two_collections for n in ("st", "other", "BM25")]
     assert results[3]["texts"] == {"total": 130, "encoded": 0, "cached": 130}  # cached from the larger collection
-    assert re.search(rf"^nDCG@10 +{two_collections[0].name} +small +mean$", shown, re.M)
+    assert re.search(rf"^nDCG@10 +st +other +BM25\n{two_collections[0].name} +0", shown, re.M) and "\nmean " in shown
     whole = json.loads((tmp_path / "out/metrics.json").read_text())
     for number, (name, mean) in enumerate(whole["means"].items()):
         parts = [result["metrics"]["AP@100"]["mean"] for result in results if result["name"] == name]
@@ -1005,19 +1020,17 @@ def test_names_of_collections(evaluate, two_collections, tmp_path, capsys, monke
     for folder, path in zip(two_collections, ("one", "mean")):
         shutil.copytree(folder, tmp_path / f"data/{path}")
     monkeypatch.chdir(tmp_path / "data/one")
-    monkeypatch.setenv("COLUMNS", "200")  # a narrow table is turned
     results = evaluate("--beir", "..//one/", "../mean")["models"]
     assert [result["collection"] for result in results] == ["one", "data_mean"]
     assert sorted(path.parent.name for path in (tmp_path / "out").rglob("run.trec")) == ["data_mean", "one"]
-    assert re.search(r"^nDCG@10 +one +data_mean +mean$", capsys.readouterr().out, re.M)
+    assert re.search(r"^one .*\n^data_mean .*\nmean ", capsys.readouterr().out, re.M)
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("query_prompt: no", "--query_prompt false: not a text: give"),
-        ("query_prompt: None", "--query_prompt None: not a text: give"),
-        ("top_k: 5\ntop_k: 6", "flags.yaml: not a file of flags: top_k is given twice"),
+        ("query_prompt: no", "--query_prompt false: give"),
+        ("query_prompt: None", "--query_prompt None: give"),
     ],
 )
 def test_what_a_file_of_flags_cannot_mean(text, message, tmp_path, capsys):

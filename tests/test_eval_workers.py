@@ -1,6 +1,7 @@
 """Worker processes of the evaluator: the same vectors with any number, none for what is cached, none left behind."""
 
 import os
+import shutil
 import signal
 import time
 
@@ -51,20 +52,29 @@ def test_any_number_of_workers_stores_the_same_bytes(model, repeating, rows, eva
         assert found[0][0] == {"total": 123, "encoded": len(distinct), "cached": 123 - len(distinct)}
 
 
-def test_no_worker_starts_for_what_is_cached_or_for_one_query(repeating, evaluate, bert, beir, tmp_path, monkeypatch):
+def test_workers_start_once_and_not_for_what_is_cached_or_for_one_query(repeating, evaluate, tmp_path, monkeypatch):
     started = []
-    loader = torch.utils.data.DataLoader
+    make_pool = script.ProcessPoolExecutor
 
-    def count(*words, **options):
-        started.append(options["num_workers"])
-        return loader(*words, **options)
+    def count(workers, *words, **options):
+        started.append(workers)
+        return make_pool(workers, *words, **options)
 
-    monkeypatch.setattr(torch.utils.data, "DataLoader", count)
+    monkeypatch.setattr(script, "ProcessPoolExecutor", count)
     evaluate(*repeating, "--dataloader_num_workers", 2)
-    assert started == [2]  # for the corpus; three queries are one request
+    assert started == [2]  # for all chunks of the corpus; three queries are few
     evaluate(*repeating, "--dataloader_num_workers", 2)
     evaluate(*repeating[:2], "--query", "a file", "--dataloader_num_workers", 2)
     assert started == [2]
+    for name in "ab":
+        shutil.copytree(tmp_path, tmp_path / name, ignore=shutil.ignore_patterns("cache", "out", "a", "b"))
+        (tmp_path / name / "c.jsonl").rename(tmp_path / name / "corpus.jsonl")
+        (tmp_path / name / "q.jsonl").rename(tmp_path / name / "queries.jsonl")
+        (tmp_path / name / "qrels").mkdir()
+        (tmp_path / name / "qrels.tsv").rename(tmp_path / name / "qrels/test.tsv")
+    more = ["--document_prompt", "x ", "--dataloader_num_workers", 2]
+    evaluate("--beir", tmp_path / "a", tmp_path / "b", *more, output="two")
+    assert started == [2, 2]  # one call
 
 
 class Slow(torch.utils.data.Dataset):
@@ -101,13 +111,13 @@ import os, signal, sys
 sys.path.insert(0, {root!r})
 import eval_incremental as script
 
-def killed(self, request, main=os.getpid()):
+def killed(self, *request, main=os.getpid()):
     if os.getpid() != main:
         os.kill(os.getpid(), signal.SIGKILL)
-    return make(self, request)
+    return make(self, *request)
 
-make = script.CachedEncoder.__getitem__
-script.CachedEncoder.__getitem__ = killed
+make = script.CachedEncoder.preprocess
+script.CachedEncoder.preprocess = killed
 with open({script!r}) as file:
     source = file.read()
 exec(compile(source[source.rindex("if __name__"):], "end", "exec"), vars(script) | {{"__name__": "__main__"}})

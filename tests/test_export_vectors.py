@@ -152,12 +152,23 @@ def test_a_faiss_index_finds_what_the_evaluator_finds(evaluate, beir, bert, tmp_
 
 
 def test_pairs_and_a_static_model(export, tmp_path, corpus, static):
-    """Pairs have no ids: the id of a document is its row number."""
-    assert export(tmp_path, static, "--pairs", corpus, "--columns", "docstring", "code") > 250
+    """Pairs have no ids: the id of a document is a hash of its text."""
+    assert export(tmp_path, static, "--pairs", f"{corpus}/*.parquet", "--columns", "docstring", "code") > 250
     table = pq.read_table(tmp_path / "vectors")
-    assert table["_id"].to_pylist() == [str(i) for i in range(len(table))]
+    texts = pq.read_table(corpus)["code"].to_pylist()
+    assert set(table["_id"].to_pylist()) == set(map(script.text_id, texts))
     metadata = json.loads((tmp_path / "vectors/_vectors.json").read_text())
-    assert metadata["columns"] == ["#", "code"] and metadata["max_length"] is None and metadata["rows"] == len(table)
+    assert metadata["columns"] == ["code"] and metadata["max_length"] is None and metadata["rows"] == len(table)
+
+
+def test_ids_that_repeat_and_empty_texts_are_counted(tmp_path, static, capsys):
+    """A store that is filled with them has one vector of an id, or refuses the others."""
+    texts = [("A", "one"), ("B", "two"), ("A", "three"), ("E", ""), ("A", "four")]
+    write_jsonl(tmp_path / "c.jsonl", [{"_id": name, "text": text} for name, text in texts])
+    flags = flags_for(tmp_path, static, "--corpus", tmp_path / "c.jsonl", "--corpus_chunk_size", 2)
+    script.main(script.parse_args(list(map(str, flags))))
+    said = capsys.readouterr().err
+    assert "c.jsonl: 2 rows repeat an id" in said and "c.jsonl: 1 documents are empty" in said
 
 
 # -------------------------------------------------------------------------------------------------- incremental

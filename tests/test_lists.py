@@ -128,18 +128,15 @@ def test_a_list_that_is_drawn_from_begins_with_its_best():
     graded[2]["y"] = [0, 0, 1, 0]
     read = [row for epoch in epochs(9, name, graded, *flags, "kl") for row in epoch]
     assert len(read) == 36 and {row["documents"][0] for row in read} == {"c"}
-    with pytest.raises(ValueError, match="a list must begin with a document of the highest label: .* 'query 2'"):
+    with pytest.raises(ValueError, match="a list must begin with its only document of the highest label .*'query 2'"):
         epochs(1, name, graded, *flags, "listwise_ce")
 
 
-@pytest.mark.xfail(strict=True, reason="choose_documents draws another positive: the row is then a bad one, by chance")
-@pytest.mark.parametrize("loss", ["listwise_ce", "ranknet"])
-def test_no_other_positive_is_drawn_as_a_negative(loss):
-    """Of labels 1, 1, 0, the second may not be drawn: the row would sometimes have no negative, and be a bad one."""
-    flags = ["--columns", "q", "list", "--num_negatives", 1, "--label_column", "y", "--loss", loss]
-    rows = [{"q": f"query {i}", "list": ["b", "c", "a"], "y": [1, 1, 0]} for i in range(4)]
-    read = [row for epoch in epochs(9, "train_cross_encoder", rows, *flags) for row in epoch]
-    assert len(read) == 36 and {(*row["documents"], *row["labels"]) for row in read} == {("b", "a", 1, 0)}
+def test_a_listed_negative_that_is_the_positive_is_left_out():
+    """As in the bi-encoder, whose masks take texts that differ in white space or case as one."""
+    rows = [{"q": f"query {i}", "pos": "a text", "neg": "A  text\n", "more": "b"} for i in range(4)]
+    read = epochs(1, "train_cross_encoder", rows, "--columns", "q", "pos", "neg", "more")[0]
+    assert [row["documents"] for row in read] == [["a text", "b"]] * 4
 
 
 def test_draws_depend_only_on_seed_and_epoch():
@@ -236,34 +233,18 @@ FLAGS = {
     "--columns query_text positive_document_ids negative_document_ids "
     f"--corpus {FORMATS}/tevatron_corpus.jsonl --corpus_columns docid document_text",
 }
-FLAGS["scores"] = f"{FLAGS['flagembedding']} --label_column pos_scores neg_scores --loss kl {' '.join(TEACHER)}"
-
-
-def train_two_steps(name, output, model, *more):
-    """Return the losses of metrics.jsonl."""
-    flags = ["--max_steps", 2, "--eval_rows", 2, "--batch_size", 4, "--logging_steps", 1, "--learning_rate", 1e-3,
-             "--model_name_or_path", model, "--output_dir", output, "--num_negatives", 2]  # fmt: skip
-    train(name, *flags, *more)
-    return [line["loss"] for line in metrics(output) if "loss" in line]
 
 
 @BOTH
 def test_each_format_gives_the_same_rows(name):
     """With the same draws, also from lists of ids; title and text are joined."""
-    found = [epochs(3, name, None, *FLAGS[format].split(), "--num_negatives", 2) for format in list(FLAGS)[:2]]
+    found = [epochs(3, name, None, *flags.split(), "--num_negatives", 2) for flags in FLAGS.values()]
     assert found[0] == found[1]
     for line in map(json.loads, (FORMATS / "flagembedding.jsonl").read_text().splitlines()):
         for epoch in map(by_query, found[0]):
             positive, *negatives = epoch[line["query"]]
             assert positive in line["pos"] and set(negatives) <= set(line["neg"])
             assert len(negatives) == min(2, len(line["neg"]))
-
-
-@pytest.mark.parametrize("name, format", list(zip(TRAINERS, ["tevatron_ids", "scores"])))
-def test_each_format_trains(name, format, bert, tmp_path):
-    first, second = train_two_steps(name, tmp_path / "out", bert, *FLAGS[format].split())
-    assert 0 < first < 9 and 0 < second < 9 and first != second
-    assert (tmp_path / "out/model/model.safetensors").exists()
 
 
 def test_nested_passages_are_refused():
@@ -277,8 +258,10 @@ def test_nested_passages_are_refused():
 
 def test_other_losses_refuse_different_numbers_of_documents(bert, tmp_path):
     """Refused in one line; with equally many documents in all rows, the loss trains."""
-    flags = [*FLAGS["flagembedding"].split(), "--loss", "TripletLoss"]
+    flags = [*FLAGS["flagembedding"].split(), "--loss", "TripletLoss", "--max_steps", 2, "--eval_rows", 2]
+    flags += ["--batch_size", 4, "--model_name_or_path", bert, "--output_dir", tmp_path / "out", "--num_negatives"]
     expected = "^--loss TripletLoss requires equally many documents and labels in all rows$"
     with pytest.raises(importlib.import_module("train_bi_encoder").UserError, match=expected):
-        train_two_steps("train_bi_encoder", tmp_path / "out", bert, *flags)
-    assert len(train_two_steps("train_bi_encoder", tmp_path / "equal", bert, *flags, "--num_negatives", 1)) == 2
+        train("train_bi_encoder", *flags, 2)
+    train("train_bi_encoder", *flags, 1, "--output_dir", tmp_path / "equal")
+    assert metrics(tmp_path / "equal")[-1]["step"] == 2

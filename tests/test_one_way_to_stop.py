@@ -142,7 +142,7 @@ def test_what_all_processes_find_is_printed_once(rows, bert, tmp_path, busy, los
     """A bad row, on which all agree, or a loss that each finds to be unusable. Once a process has ended, the others
     are ended: under `make chaos` by the launcher, by a SIGTERM that a training process takes for a wish to stop."""
     given, _, message = bad_row(tmp_path, rows, 0)
-    message = "--loss CoSENTLoss without --label_column: " if loss == "CoSENTLoss" else message
+    message = "--loss CoSENTLoss, these columns and labels: " if loss == "CoSENTLoss" else message
     flags = ["--model_name_or_path", bert, "--columns", "docstring", "code", "--batch_size", 16, "--eval_rows", 0,
              "--max_steps", 30, "--max_length", 32, "--shuffle_buffer", 0, "--loss", loss]  # fmt: skip
     flags += ["--output_dir", tmp_path / "out", *given]

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 from conftest import ROOT, launch, read_run, write_jsonl
 
+import eval_incremental as evaluator
 import report as script
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-headless-shell") or shutil.which("google-chrome")
@@ -204,12 +205,10 @@ def test_errors(evaluate, tmp_path, bert):
         file.write("q0\td5\t1\n")
     evaluate(*flags, "--run", tmp_path / "rotated.run", output="other")
     (tmp_path / "qrels.tsv").write_text((tmp_path / "qrels.tsv").read_text().removesuffix("q0\td5\t1\n"))
-    evaluate(*flags, "--run", tmp_path / "rotated.run", "--keep_same_id", output="kept")
     (tmp_path / "old").mkdir()
     (tmp_path / "old/metrics.json").write_text('{"results": []}')
     for folders, message in (
-        (["other"], "other: has other collections, queries or judgments than .*out$"),
-        (["kept"], "kept: has other collections, queries or judgments than .*out$"),
+        (["other"], "other: has other queries or judgments of documents.jsonl than .*out: do"),
         (["old"], "old: not the --output_dir of an evaluation by this edition: 'collections'"),
         (["missing"], "missing: not the --output_dir of an evaluation by this edition: .*No such file"),
         (["p5"], "no measure in common: evaluate them with the same --metrics"),
@@ -222,19 +221,65 @@ def test_errors(evaluate, tmp_path, bert):
     assert "3 queries are in" in done.stdout and (tmp_path / "new/page/report.html").exists()
 
 
-def test_another_corpus_is_said(evaluate, tmp_path, bert, capsys):
-    """Rankings of the same queries and judgments compare only within one corpus."""
+def test_results_of_another_corpus_are_refused(evaluate, tmp_path, bert):
+    """Rankings of the same queries and judgments compare only within one corpus, whatever has ranked it."""
     flags = write_collection(tmp_path)
     evaluate(*flags, "--model_name_or_path", bert)
     evaluate(*flags, "--bm25", output="words")
     page_data(tmp_path / "out", tmp_path / "words")
-    assert "warning" not in capsys.readouterr().err
     documents = (tmp_path / "documents.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "documents.jsonl").write_text("".join([*documents[:35], documents[39]]))
-    evaluate(*flags, "--model_name_or_path", bert, output="fewer")
-    capsys.readouterr()
-    page_data(tmp_path / "out", tmp_path / "words", tmp_path / "fewer")
-    assert f"warning: {tmp_path}/fewer: has another corpus: values do not compare" in capsys.readouterr().err
+    for name, changed in (("fewer", documents[1:]), ("other", [documents[0].replace("text", "next"), *documents[1:]])):
+        (tmp_path / "documents.jsonl").write_text("".join(changed))
+        evaluate(*flags, "--bm25", output=name)
+        with pytest.raises(script.UserError, match=f"{name}: has another corpus of documents.jsonl than .*/out: do"):
+            page_data(tmp_path / "out", tmp_path / "words", tmp_path / name)
+    (tmp_path / "documents.jsonl").write_text("".join(documents[::-1]))  # the same, in another order
+    evaluate(*flags, "--bm25", output="turned")
+    page_data(tmp_path / "out", tmp_path / "turned")
+
+
+def test_collections_are_matched_by_name(evaluate, tmp_path):
+    """Two versions of a corpus with the same queries and judgments, in one order and in the other."""
+    for name in ("V1", "V2"):
+        (tmp_path / name / "qrels").mkdir(parents=True)
+        write_collection(tmp_path / name)
+        (tmp_path / name / "documents.jsonl").rename(tmp_path / name / "corpus.jsonl")
+        (tmp_path / name / "qrels.tsv").rename(tmp_path / name / "qrels/test.tsv")
+    documents = (tmp_path / "V2/corpus.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "V2/corpus.jsonl").write_text("".join(documents[3:]))
+    evaluate("--beir", tmp_path / "V1", tmp_path / "V2", "--bm25", output="monday")
+    evaluate("--beir", tmp_path / "V2", tmp_path / "V1", "--bm25", output="today")
+    calls = script.read_calls([tmp_path / "monday", tmp_path / "today"])
+    rankings = script.read_rankings(calls, [])
+    for number in range(3):
+        rows = [row["nDCG@10"] for row in script.compare_rankings(rankings, number)]
+        assert rows[0]["mean"] == rows[2]["mean"] and rows[1]["mean"] == rows[3]["mean"] and rows[2]["difference"] == 0
+    evaluate("--beir", tmp_path / "V1", "--bm25", output="one")
+    with pytest.raises(script.UserError, match="one: has the collections V1, not V1, V2"):
+        script.read_calls([tmp_path / "monday", tmp_path / "one"])
+
+
+def test_the_page_shows_all_passages_of_an_id(evaluate, tmp_path):
+    """One that explains nothing may be the first."""
+    texts = [("A", "Minutes of a meeting."), ("A", "Mix flour, water and yeast."), ("B", "A third text.")]
+    write_jsonl(tmp_path / "c.jsonl", [{"_id": name, "text": text} for name, text in texts])
+    write_jsonl(tmp_path / "q.jsonl", [{"_id": "q", "text": "flour and yeast"}])
+    (tmp_path / "r.txt").write_text("q 0 A 1\n")
+    evaluate("--bm25", "--corpus", tmp_path / "c.jsonl", "--queries", tmp_path / "q.jsonl", "--qrels",
+             tmp_path / "r.txt")  # fmt: skip
+    (query,) = page_data(tmp_path / "out")["queries"]
+    (text,) = [hit["text"] for hit in query["documents"] if hit["_id"] == "A"]
+    assert text == "Minutes of a meeting.\n\nMix flour, water and yeast."
+
+
+def test_no_report_of_earlier_results_stays(evaluate, tmp_path):
+    """The same command again, after a run file has changed; a call that fails then leaves no results, either."""
+    flags = [*write_collection(tmp_path), "--run", tmp_path / "rotated.run", "--output_dir", tmp_path / "again"]
+    evaluator.main(evaluator.parse_args(list(map(str, flags))))
+    page_data(tmp_path / "again")
+    assert {"table.md", "table.tex", "report.html"} <= {path.name for path in (tmp_path / "again").iterdir()}
+    evaluator.main(evaluator.parse_args(list(map(str, flags))))
+    assert not {"table.md", "table.tex", "report.html"} & {path.name for path in (tmp_path / "again").iterdir()}
 
 
 class Tab:
@@ -377,18 +422,18 @@ def test_page_without_a_value_for_each_query(evaluate, tmp_path):
 
 
 def test_tables(evaluate, tmp_path, capsys, monkeypatch):
-    """A row for each ranking; in a narrow terminal, for each measure."""
+    """A row for each measure, in parts if the terminal is narrow."""
     flags = write_collection(tmp_path)
     (tmp_path / "rotated.run").rename(tmp_path / "a_b.run")
     flags += ["--run", tmp_path / "a_b.run", tmp_path / "reversed.run"]
     monkeypatch.setenv("COLUMNS", "115")
     evaluate(*flags)
     wide = capsys.readouterr().out
-    assert re.search(r"^ +nDCG@10 +RR@10 +R@100 +AP@100\na_b.run +0.\d{4} \[", wide, re.M)
-    monkeypatch.setenv("COLUMNS", "80")
+    assert re.search(r"^ +a_b.run +reversed.run\nnDCG@10 +0.\d{4} \[", wide, re.M)
+    monkeypatch.setenv("COLUMNS", "60")
     evaluate(*flags)
     narrow = capsys.readouterr().out
-    assert re.search(r"^ +a_b.run +reversed.run\nnDCG@10 +0.\d{4} \[", narrow, re.M)
+    assert re.search(r"^ +a_b.run +\\\nnDCG@10 +0.\d{4} \[", narrow, re.M)
     page_data(tmp_path / "out")
     values = sorted(re.findall(r"[\[+-]*\d\.\d{4}", wide))
     for text in (narrow, *((tmp_path / "out" / name).read_text() for name in ("table.md", "table.tex"))):
@@ -406,12 +451,12 @@ def test_a_row_for_each_collection(evaluate, tmp_path, capsys, monkeypatch):
         write_collection(folder)
         (folder / "documents.jsonl").rename(folder / "corpus.jsonl")
         (folder / "qrels.tsv").rename(folder / "qrels/test.tsv")
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", "90")
     folders = sorted(tmp_path.glob("collection*"))
     evaluate("--beir", *folders, "--bm25")
     shown = capsys.readouterr().out
     assert re.search(r"^nDCG@10 +st +BM25\ncollection00 +0.\d{4} \[", shown, re.M) and "\nmean  " in shown
-    assert max(map(len, shown[shown.index("nDCG@10") : shown.index("\nmean")].splitlines())) <= 80
+    assert max(map(len, shown[shown.index("nDCG@10") : shown.index("\nmean")].splitlines())) <= 90
     data = page_data(tmp_path / "out")
     for name, start in (("table.md", r"\| "), ("table.tex", "")):
         rows = re.findall(rf"^{start}(collection\d\d|mean) ", (tmp_path / "out" / name).read_text(), re.M)

@@ -89,15 +89,6 @@ def test_a_run_file_in_any_order_and_in_parts(evaluate, beir, run_file, tmp_path
     assert (tmp_path / "out/run.trec").read_text() == written
 
 
-def test_a_ranking_that_has_no_space_on_the_disk():
-    ranking = script.RankingFile("x", ["q"])
-    with (
-        open("/dev/full", "wb", buffering=0) as ranking.file,
-        pytest.raises(script.UserError, match="a ranking, in .*TMPDIR.*No space left"),
-    ):
-        ranking.add(script.pd.DataFrame({"query": [0], "document": [0], "score": [1.0]}))
-
-
 def test_a_given_run_without_reranking(evaluate, beir, run_file, tmp_path, capsys):
     got = evaluate("--beir", beir, "--run", run_file, "--metrics", "RR", "R@1000")
     message = capsys.readouterr().err
@@ -115,20 +106,17 @@ def test_a_run_file_whose_scores_do_not_fall(score, evaluate, beir, tmp_path, ca
     lines = [f"q{i} Q0 d{i + j} {j} {j if score == 'rank' else 1} x\n" for i in range(60) for j in range(3)]
     (tmp_path / "x.trec").write_text("".join(lines))
     evaluate("--beir", beir, "--run", tmp_path / "x.trec", "--metrics", "RR")
-    said = f"warning: --run {tmp_path}/x.trec: no score falls, but the highest ranks first: are they distances?\n"
-    assert capsys.readouterr().err.count(said) == 1
-    (tmp_path / "y.trec").write_text("".join([*lines[:-3], "q59 Q0 d1 1 9 x\n", "q59 Q0 d2 2 8 x\n"]))
-    evaluate("--beir", beir, "--run", tmp_path / "y.trec", "--metrics", "RR")
-    assert "no score falls" not in capsys.readouterr().err
+    assert "warning" not in capsys.readouterr().err
 
 
-def test_a_query_without_a_relevant_document(evaluate, beir, run_file, tmp_path, capsys):
-    """It counts as 0, as in trec_eval, with a warning."""
+def test_a_query_without_a_relevant_document(evaluate, beir, run_file, tmp_path):
+    """It counts as 0, as in trec_eval."""
     shutil.copytree(beir, tmp_path / "beir")
     path = tmp_path / "beir/qrels/test.tsv"
     path.write_text(path.read_text().replace("q3\td3\t1", "q3\td3\t0"))
-    evaluate("--beir", tmp_path / "beir", "--run", run_file, "--metrics", "RR")
-    assert "beir: 1 judged queries have no relevant document; they count as 0" in capsys.readouterr().err
+    got = evaluate("--beir", tmp_path / "beir", "--run", run_file, "--metrics", "RR")
+    values = script.pd.read_csv(tmp_path / "out/per_query.csv", index_col="query")["RR"]
+    assert values["q3"] == 0 and got["metrics"]["RR"]["mean"] == pytest.approx(values.sum() / 60)
 
 
 @pytest.mark.skipif(not DL19.is_dir(), reason=f"needs the passages of TREC DL 2019 in {DL19}")
@@ -321,7 +309,18 @@ def test_bm25_alone_requires_no_model(beir, reranker, tmp_path):
 
 def test_an_error_of_bm25_on_two_processes(tmp_path):
     write_jsonl(tmp_path / "p.jsonl", [{"q": "a", "d": "?"}])
-    result = launch(SCRIPT, "--pairs", tmp_path / "p.jsonl", "--bm25", processes=2, cwd=tmp_path, check=False)
+    result = launch(
+        SCRIPT,
+        "--pairs",
+        tmp_path / "p.jsonl",
+        "--columns",
+        "q",
+        "d",
+        "--bm25",
+        processes=2,
+        cwd=tmp_path,
+        check=False,
+    )
     lines = [line for line in result.stderr.splitlines() if "rror" in line]
     assert result.returncode == 1 and lines[0].startswith("error: --bm25 requires the package bm25s, and words in")
 
@@ -329,7 +328,7 @@ def test_an_error_of_bm25_on_two_processes(tmp_path):
 def test_fusion_equals_a_loop(evaluate, beir, bert, reranker, run_file, tmp_path):
     """Of three rankings, of which one has other depths and queries; and then it is reranked as they are."""
     pytest.importorskip("bm25s")
-    flags = ["--beir", beir, "--run", run_file, "--model_name_or_path", bert, "--bm25", "--fuse", "--top_k", 30]
+    flags = ["--beir", beir, "--run", run_file, "--model_name_or_path", bert, "--bm25", "--fuse", "rrf", "--top_k", 30]
     results = evaluate(*flags, "--metrics", "RR@10", "R@30", "--cross_encoder", reranker, "--rerank_k", 10)["models"]
     names = ["first.trec", bert.name, "BM25", "fused"]
     assert [result["name"] for result in results] == names + [f"{name}+{reranker.name}" for name in names]
@@ -352,8 +351,8 @@ def test_fusion_equals_a_loop(evaluate, beir, bert, reranker, run_file, tmp_path
 
 
 def test_fusion_by_standardized_scores(evaluate, beir, bert, run_file, tmp_path):
-    """A document counts in each ranking by its distance from the last one, in standard deviations; a ranking of equal
-    scores counts for nothing."""
+    """A document counts in each ranking by 1 and its distance from the last one, in standard deviations, so that what
+    was found counts more than what was not."""
     (tmp_path / "flat.run").write_text(
         "".join(f"q{query} Q0 d{query + n} 1 7 x\n" for query in range(60) for n in (1, 2))
     )
@@ -367,7 +366,7 @@ def test_fusion_by_standardized_scores(evaluate, beir, bert, run_file, tmp_path)
             scores = [score for _, score in runs[name].get(query, [])]
             deviation = statistics.pstdev(scores) if len(scores) > 1 else 0
             for document, score in runs[name].get(query, []):
-                distance = (score - min(scores)) / deviation if deviation else 0
+                distance = 1 + ((score - min(scores)) / deviation if deviation else 0)
                 expected[document] = expected.get(document, 0) + distance
         best = sorted(expected.values(), reverse=True)[:100]  # as deep as the deepest
         assert [score for _, score in found] == pytest.approx(best, rel=1e-5, abs=1e-6)
@@ -377,9 +376,26 @@ def test_fusion_by_standardized_scores(evaluate, beir, bert, run_file, tmp_path)
 
 
 @pytest.mark.parametrize("method", ["rrf", "zscore"])
+def test_a_single_hit_counts_more_than_what_was_not_found(method, evaluate, beir, tmp_path):
+    """Of one ranking, whose scores have no deviation, and beyond the depth of the other one."""
+    lines = [f"q0 Q0 d{n} {n} {9 - n} x\n" for n in (1, 2, 3)]
+    (tmp_path / "dense.run").write_text("".join(lines))
+    (tmp_path / "word.run").write_text("q0 Q0 d9 1 3.3 x\n")
+    runs = [tmp_path / "dense.run", tmp_path / "word.run"]
+    evaluate("--beir", beir, "--run", *runs, "--fuse", method, "--metrics", "RR@10")
+    found = read_run(tmp_path / "out/fused/run.trec")["q0"]
+    assert [document for document, _ in found][-1 if method == "zscore" else 1] == "d9" and len(found) == 4
+    assert all(score > 0 for _, score in found)
+    with open(runs[1], "a") as file:
+        file.write("q0 Q0 d3 2 3.3 x\n")  # found by both, though the lowest of both
+    evaluate("--beir", beir, "--run", *runs, "--fuse", method, "--metrics", "RR@10", output="both")
+    found = [document for document, _ in read_run(tmp_path / "both/fused/run.trec")["q0"]]
+    assert found.index("d3") < found.index("d9") and (method == "zscore" or found[0] == "d3")
+
+
+@pytest.mark.parametrize("method", ["rrf", "zscore"])
 def test_fusion_of_a_reranked_run_file(evaluate, beir, bert, reranker, tmp_path, capsys, method):
-    """Standardized are the scores of the reranker; a document that it has not scored counts as its lowest. By ranks,
-    documents count as they rank."""
+    """A document that the reranker has not scored is not in its ranking."""
     flags = ["--beir", beir, "--top_k", 30, "--metrics", "RR@10"]
     evaluate(*flags, "--model_name_or_path", bert, "--cross_encoder", reranker, "--rerank_k", 8)
     names = [bert.name, f"{bert.name}+{reranker.name}"]
@@ -397,7 +413,7 @@ def test_fusion_of_a_reranked_run_file(evaluate, beir, bert, reranker, tmp_path,
             for rank, (document, score) in enumerate(ranked, start=1):
                 part = 1 / (60 + rank)
                 if method == "zscore":
-                    part = max(0, score - min(scores)) / statistics.pstdev(scores)
+                    part = 1 + (score - min(scores)) / statistics.pstdev(scores)
                 expected[document] = expected.get(document, 0) + part
         assert dict(found) == pytest.approx(expected, rel=1e-5, abs=1e-6)
         assert [score for _, score in found] == sorted((score for _, score in found), reverse=True)
@@ -420,7 +436,7 @@ def test_the_baseline_is_the_first_of_the_command_line(evaluate, beir, bert, run
 
 def test_fusion_equals_ranx(evaluate, beir, bert, run_file, tmp_path):
     ranx = pytest.importorskip("ranx", reason="needs the package ranx")
-    evaluate("--beir", beir, "--run", run_file, "--model_name_or_path", bert, "--fuse", "--top_k", 30)
+    evaluate("--beir", beir, "--run", run_file, "--model_name_or_path", bert, "--fuse", "rrf", "--top_k", 30)
     runs = [read_run(tmp_path / "out" / name / "run.trec") for name in ("first.trec", bert.name)]
     theirs = ranx.fuse([ranx.Run({query: dict(found) for query, found in run.items()}) for run in runs], method="rrf")
     for query, found in read_run(tmp_path / "out/fused/run.trec").items():
@@ -441,12 +457,50 @@ def test_length_of_pairs(evaluate, beir, run_file, reranker):
 def test_usage(capsys):
     two = "--fuse requires two rankings"
     for flags, message in (
-        (["--beir", "b", "--fuse", "--model_name_or_path", "m"], two),
-        (["--beir", "b", "--fuse", "--bm25"], two),
-        (["--beir", "b", "--fuse", "--run", "r"], two),
+        (["--beir", "b", "--fuse", "rrf", "--model_name_or_path", "m"], two),
+        (["--beir", "b", "--fuse", "rrf", "--bm25"], two),
+        (["--beir", "b", "--fuse", "rrf", "--run", "r"], two),
         (["--beir", "b", "--rerank_k", "0"], "--rerank_k 0: must be finite, and above 0"),
         (["--beir", "b", "--run", "r", "--query", "q"], "--query takes one --model_name_or_path, and none of --run"),
     ):
         with pytest.raises(SystemExit):
             script.parse_args(flags)
         assert message in capsys.readouterr().err
+
+
+def scores_by_text(reranker, query, texts):
+    """Return {text: score} by the library."""
+    from sentence_transformers import CrossEncoder
+    from torch.nn import Identity
+
+    model = CrossEncoder(str(reranker), device="cpu", activation_fn=Identity())
+    return dict(zip(texts, model.predict([(query, text) for text in texts]).tolist()))
+
+
+def test_a_hit_has_the_passage_and_the_score_of_one_text(evaluate, rows, reranker, tmp_path, capsys):
+    """Of passages of one id, the reranker's best one, whichever the bi-encoder has found; and there are no more hits
+    than were scored."""
+    texts = {f"d{n}": [row["code"][:80] for row in rows[3 * n : 3 * n + 3]] for n in range(6)}
+    passages = [{"_id": name, "text": text} for name, part in texts.items() for text in part]
+    write_jsonl(tmp_path / "c.jsonl", passages)
+    flags = ["--corpus", tmp_path / "c.jsonl", "--query", "open a file", "--cross_encoder", reranker]
+    evaluate(*flags, "--rerank_k", 4, "--top_k", 6, "--output", tmp_path / "hits.jsonl")
+    hits = [json.loads(line) for line in (tmp_path / "hits.jsonl").read_text().splitlines()]
+    assert len(hits) == 4 and [hit["score"] for hit in hits] == sorted((hit["score"] for hit in hits), reverse=True)
+    for hit in hits:
+        scores = scores_by_text(reranker, "open a file", [text.strip() for text in texts[hit["_id"]]])
+        assert hit["text"] == max(scores, key=scores.get) and hit["score"] == pytest.approx(
+            max(scores.values()), abs=1e-4
+        )
+
+
+def test_a_document_that_is_not_in_the_corpus_has_no_score(evaluate, beir, reranker, tmp_path, capsys):
+    """It is not in the reranked ranking, which is as deep as --rerank_k."""
+    names = ["zz", "d1", "d2", "d3", "d4"]
+    lines = [f"q0 Q0 {name} {rank} {9 - rank} x\n" for rank, name in enumerate(names)]
+    (tmp_path / "x.run").write_text("".join(lines))
+    flags = ["--beir", beir, "--run", tmp_path / "x.run", "--cross_encoder", reranker, "--rerank_k", 3]
+    evaluate(*flags, "--metrics", "RR@10")
+    found = read_run(tmp_path / "out" / f"x.run+{reranker.name}" / "run.trec")["q0"]
+    assert {document for document, _ in found} == {"d1", "d2"}
+    assert "1 ranked documents are not in the corpus" in capsys.readouterr().err

@@ -1,11 +1,15 @@
-"""A document with the id of the query is left out, as in BEIR: in search, BM25, run files and reranking."""
+"""The query itself, a document with its id and a text that contains its text, is left out, unless it is judged
+relevant: in search, BM25, run files, reranking and mining. Another document with its id is ranked."""
+
+import json
 
 import numpy as np
 import pytest
 from conftest import read_run, write_jsonl
 from test_eval_incremental import read_qrels
 
-LEFT_OUT = "queries share their id with a document, which is left out"
+import eval_incremental as script
+import mine_negatives
 
 
 def write_collection(folder, texts, judgments):
@@ -45,56 +49,55 @@ def sixty(tmp_path_factory, rows):
 
 @pytest.mark.parametrize("extra", [(), ("--streaming",), ("--top_k", 10, "--corpus_chunk_size", 1)])
 def test_four_documents_that_are_the_queries(evaluate, four, tmp_path, capsys, extra):
+    """Whatever stands before the query's text, as a title, and however it is spaced and written."""
     metrics = "--metrics", "nDCG@10", "RR@10"
+    documents = [json.loads(line) for line in (four / "corpus.jsonl").read_text().splitlines()]
+    changed = [row | {"title": "A title", "text": row["text"].upper().replace(" ", "\n ")} for row in documents]
+    write_jsonl(four / "corpus.jsonl", changed)
     got = evaluate("--beir", four, *metrics, *extra)
     assert got["metrics"]["nDCG@10"]["mean"] == got["metrics"]["RR@10"]["mean"] == 1.0
-    assert (
-        got["same_id_left_out"] == 4
-        and f"warning: four: 4 {LEFT_OUT}; --keep_same_id keeps it" in capsys.readouterr().err
-    )
+    assert "warning" not in capsys.readouterr().err
     for query, found in read_run(tmp_path / "out/run.trec").items():
         assert query not in found and len(found) == 3 and np.isfinite(list(found.values())).all()
-    got = evaluate("--beir", four, *metrics, *extra, "--keep_same_id")
-    assert got["metrics"]["nDCG@10"]["mean"] == pytest.approx(1 / np.log2(3))
-    assert got["same_id_left_out"] == 0 and LEFT_OUT not in capsys.readouterr().err
-    assert all(list(found)[0] == query for query, found in read_run(tmp_path / "out/run.trec").items())
 
 
-def test_pytrec_eval_without_identical_ids_agrees(evaluate, sixty, tmp_path, capsys):
-    """As BEIR's ignore_identical_ids: the document is removed from the ranking, but not from the judgments."""
+def test_pytrec_eval_without_identical_ids_agrees(evaluate, sixty, tmp_path):
+    """As BEIR's ignore_identical_ids, but where it is judged relevant: the document is removed from the ranking, not
+    from the judgments."""
     import pytrec_eval
 
     names = {"nDCG@10": "ndcg_cut_10", "RR": "recip_rank", "R@20": "recall_20", "AP": "map"}
     flags = "--beir", sixty, "--metrics", *names
-    evaluate(*flags, "--keep_same_id", "--top_k", 41, output="all")
-    run = read_run(tmp_path / "all/run.trec")
-    assert all(found.pop(query) > 0.999 for query, found in run.items())
+    records = [json.loads(line) for line in (sixty / "queries.jsonl").read_text().splitlines()]
+    write_jsonl(tmp_path / "q.jsonl", [row | {"_id": f"q{row['_id']}"} for row in records])  # of other ids
+    (tmp_path / "r.tsv").write_text("".join(f"q{row['_id']}\td0\t0\n" for row in records))
+    files = ["--corpus", sixty / "corpus.jsonl", "--queries", tmp_path / "q.jsonl", "--qrels", tmp_path / "r.tsv"]
+    evaluate(*files, "--metrics", *names, "--top_k", 41, output="all")
+    run = {query[1:]: found for query, found in read_run(tmp_path / "all/run.trec").items()}
+    for number, (query, found) in enumerate(run.items()):
+        assert found[query] > 0.999
+        if number % 10:  # every tenth is judged
+            found.pop(query)
     qrels = read_qrels(sixty / "qrels/test.tsv")
     each = pytrec_eval.RelevanceEvaluator(qrels, set(names.values())).evaluate(run)
     got = evaluate(*flags, "--top_k", 40)
     for name, theirs in names.items():
         assert got["metrics"][name]["mean"] == pytest.approx(np.mean([v[theirs] for v in each.values()]), abs=1e-6)
-    assert read_run(tmp_path / "out/run.trec") == run  # still 40 documents for each query
-    assert "6 of these are judged relevant" in capsys.readouterr().err
+    assert read_run(tmp_path / "out/run.trec") == run
 
 
-def test_run_files_and_reranking(evaluate, four, reranker, tmp_path, capsys):
+def test_run_files_and_reranking(evaluate, four, reranker, tmp_path):
     """Two queries have a line with their own id, which for one of them is the only line."""
     lines = ["a0 Q0 a0 1 9 x", "a0 Q0 b0 2 8 x", "a0 Q0 a1 3 7 x", "a1 Q0 a1 1 5 x", "b0 Q0 b1 1 5 x"]
     (tmp_path / "x.run").write_text("\n".join(lines) + "\n")
     flags = "--beir", four, "--run", tmp_path / "x.run", "--metrics", "RR@10"
     got = evaluate(*flags)
-    assert got["metrics"]["RR@10"]["mean"] == (1 / 2 + 0 + 1 + 0) / 4 and got["same_id_left_out"] == 2
+    assert got["metrics"]["RR@10"]["mean"] == (1 / 2 + 0 + 1 + 0) / 4
     assert read_run(tmp_path / "out/run.trec") == {"a0": {"b0": 8, "a1": 7}, "b0": {"b1": 5}}
-    message = capsys.readouterr().err
-    assert f"2 {LEFT_OUT}" in message and "1 judged queries are not in" in message  # b1
-    before, after = evaluate(*flags, "--cross_encoder", reranker)["models"]
-    assert after["pairs"]["total"] == 3 and before["same_id_left_out"] == after["same_id_left_out"] == 2
+    after = evaluate(*flags, "--cross_encoder", reranker)["models"][1]
+    assert after["pairs"]["total"] == 3
     found = read_run(tmp_path / "out" / after["name"] / "run.trec")
     assert {query: set(documents) for query, documents in found.items()} == {"a0": {"b0", "a1"}, "b0": {"b1"}}
-    kept = evaluate(*flags, "--cross_encoder", reranker, "--keep_same_id")["models"]
-    assert kept[0]["metrics"]["RR@10"]["mean"] == (1 / 3 + 0 + 1 + 0) / 4
-    assert kept[1]["pairs"] == {"total": 5, "scored": 2, "cached": 3}
     (tmp_path / "x.run").write_text(lines[0] + "\n")  # no other line: not reported as unknown ids
     assert evaluate(*flags)["metrics"]["RR@10"]["mean"] == 0
 
@@ -102,7 +105,7 @@ def test_run_files_and_reranking(evaluate, four, reranker, tmp_path, capsys):
 def test_search_bm25_and_reranking_leave_it_out(evaluate, four, reranker, tmp_path):
     for result in evaluate("--beir", four, "--cross_encoder", reranker, "--bm25")["models"]:
         run = read_run(tmp_path / "out" / result["name"] / "run.trec")
-        assert result["same_id_left_out"] == 4 and not any(query in found for query, found in run.items())
+        assert len(run) == 4 and not any(query in found for query, found in run.items())
 
 
 def test_bm25_still_ranks_top_k(evaluate, tmp_path):
@@ -116,18 +119,62 @@ def test_bm25_still_ranks_top_k(evaluate, tmp_path):
     assert names == ["out_BM25", "BM25"]
 
 
-def test_row_numbers_are_not_ids(evaluate, tmp_path, rows):
-    """In --pairs, and in tables with row numbers as ids, document i is relevant to query i and is not left out."""
-    write_jsonl(tmp_path / "p.jsonl", [{"q": row["docstring"], "d": row["docstring"] + " x"} for row in rows[:20]])
-    (tmp_path / "qrels.tsv").write_text("".join(f"{i}\t{i}\t1\n" for i in range(20)))
+def test_another_document_with_the_id_of_the_query_is_ranked(evaluate, tmp_path, rows):
+    """Numbers that coincide, and an FAQ whose questions and answers share ids: by ids alone, it measures 0."""
+    faq = [{"_id": f"{n}", "text": row["docstring"]} for n, row in enumerate(rows[:20])]
+    write_jsonl(tmp_path / "faq/queries.jsonl", faq)
+    answers = [{"_id": f"{n}", "text": row["docstring"][1:] + " answer"} for n, row in enumerate(rows[:20])]
+    write_jsonl(tmp_path / "faq/corpus.jsonl", answers)
+    (tmp_path / "faq/qrels").mkdir()
+    for judged in ({n: n for n in range(20)}, {n: 19 - n for n in range(20)}):  # itself; another
+        lines = [f"{query}\t{document}\t1\n" for query, document in judged.items()]
+        (tmp_path / "faq/qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines))
+        got = evaluate("--beir", tmp_path / "faq", "--bm25", "--metrics", "R@1", "R@20")["models"]
+        for result in got:
+            found = read_run(tmp_path / "out" / result["name"] / "run.trec")
+            assert all(query in found[query] for query in found)
+        assert got[0]["metrics"]["R@20"]["mean"] == 1
+        runs = ["--run", tmp_path / "out/BM25/run.trec"]
+        again = evaluate("--beir", tmp_path / "faq", *runs, "--metrics", "R@1", "R@20", output="again")
+        assert again["metrics"]["R@20"]["mean"] == got[1]["metrics"]["R@20"]["mean"]
+
+
+def test_row_numbers_are_ids(evaluate, tmp_path, rows):
+    """The document of the same row is ranked, unless it contains the query."""
+    write_jsonl(tmp_path / "p.jsonl", [{"q": row["docstring"], "d": row["docstring"][1:]} for row in rows[:20]])
+    (tmp_path / "qrels.tsv").write_text("".join(f"{i}\t{(i + 1) % 20}\t1\n" for i in range(20)))
     table = ["--corpus", tmp_path / "p.jsonl", "--queries", tmp_path / "p.jsonl", "--corpus_columns", "#", "d",
              "--query_columns", "#", "q", "--qrels", tmp_path / "qrels.tsv"]  # fmt: skip
-    for flags in (["--pairs", tmp_path / "p.jsonl"], table):
-        got = evaluate(*flags, "--bm25")
-        for result in got["models"]:
-            assert result["same_id_left_out"] == 0 and result["metrics"]["R@100"]["mean"] > 0.9
-        again = evaluate(*flags, "--bm25", "--keep_same_id", output="again")
-        assert [result["metrics"] for result in again["models"]] == [result["metrics"] for result in got["models"]]
+    evaluate(*table)
+    assert all(query in found for query, found in read_run(tmp_path / "out/run.trec").items())
+
+
+def test_questions_that_are_also_answers(evaluate, tmp_path):
+    """Of pairs, ids are hashes of the texts, white space and case folded: the question itself is neither ranked nor
+    mined, unless it is its own judged answer."""
+    questions = ["how to cook rice", "how do I cook rice", "what is a cactus", "What is  a cactus? A plant"]
+    pairs = [{"q": questions[n], "d": questions[n ^ 1]} for n in range(4)]
+    pairs += [{"q": "HOW to cook\nrice ", "d": "cook it"}, {"q": "tea", "d": "tea"}]
+    write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    flags = ["--pairs", tmp_path / "pairs.jsonl", "--columns", "q", "d"]
+    got = evaluate(*flags, "--bm25", "--metrics", "R@10")["models"]
+    assert got[0]["queries"] == 5 and got[0]["metrics"]["R@10"]["mean"] == 1
+    tea = script.text_id("Tea")
+    for result in got:
+        found = read_run(tmp_path / "out" / result["name"] / "run.trec")
+        assert all((query in documents) == (query == tea) for query, documents in found.items())
+    (tmp_path / "x.run").write_text(  # of another system: all questions, the question itself first
+        "".join(f"{script.text_id(q)} Q0 {script.text_id(d)} 1 {9 - n} x\n" for q in [*questions, "tea"]
+                for n, d in enumerate([q, *questions, "tea"]))
+    )  # fmt: skip
+    rows = [*flags, "--run", tmp_path / "x.run", "--num_negatives", "2", "--format", "n-tuple", "--overwrite"]
+    rows += ["--output", tmp_path / "mined.jsonl"]
+    mine_negatives.main(mine_negatives.parse_args([str(word) for word in rows]))
+    mined = [json.loads(line) for line in (tmp_path / "mined.jsonl").read_text().splitlines()]
+    assert len(mined) == 6
+    for row in mined:
+        texts = [script.fold_text(row[name]) for name in ("query", "negative_1", "negative_2")]
+        assert len(set(texts)) == 3
 
 
 def test_ids_do_not_matter_to_an_ad_hoc_search(evaluate, tmp_path, capsys):

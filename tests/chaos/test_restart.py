@@ -1,4 +1,4 @@
-"""A run whose launcher restarts it after a process was killed; without a launcher: tests/chaos/test_kills.py."""
+"""A run whose launcher restarts it after a process was killed; without a launcher: test_kills.py."""
 
 import os
 import signal
@@ -7,6 +7,7 @@ import sys
 import time
 
 import psutil
+import pytest
 from conftest import ROOT, launch, metrics
 
 SCRIPT = ROOT / "train_bi_encoder.py"
@@ -23,6 +24,7 @@ def kill_a_worker(launcher, output):
     return (output / "metrics.jsonl").read_text().splitlines()
 
 
+@pytest.mark.chaos
 def test_torchrun_restarts_from_the_newest_checkpoint(tmp_path, corpus, bert):
     output, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
     flags = ["--model_name_or_path", bert, "--train_data", f"{corpus}/*.parquet", "--batch_size", 16,
