@@ -330,7 +330,7 @@ def test_fusion_equals_a_loop(evaluate, beir, bert, reranker, run_file, tmp_path
     pytest.importorskip("bm25s")
     flags = ["--beir", beir, "--run", run_file, "--model_name_or_path", bert, "--bm25", "--fuse", "rrf", "--top_k", 30]
     results = evaluate(*flags, "--metrics", "RR@10", "R@30", "--cross_encoder", reranker, "--rerank_k", 10)["models"]
-    names = ["first.trec", bert.name, "BM25", "fused"]
+    names = [bert.name, "first.trec", "BM25", "fused"]
     assert [result["name"] for result in results] == names + [f"{name}+{reranker.name}" for name in names]
     assert {"mean", "low", "high", "difference", "p"} == set(results[3]["metrics"]["RR@10"])
     runs = {name: read_run(tmp_path / "out" / name / "run.trec") for name in names}
