@@ -201,7 +201,6 @@ def test_usage(data, tmp_path, capsys):
     model = ["--cross_encoder", "m"]
     for more, message in (
         ([*model, "--output", tmp_path / "old.jsonl"], "old.jsonl: it exists"),
-        ([*model, "--output", tmp_path / "x.csv"], "x.csv: must end in .jsonl or .parquet"),
         ([*model, "--columns", "query"], "--annotate requires --output, and --columns"),
         ([*model, "--beir", "b"], "--beir, --corpus, --pairs, --annotate: give only one of them"),
         ([*model, "--model_name_or_path", "b"], "takes a --cross_encoder or a --model_name_or_path"),

