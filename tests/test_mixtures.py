@@ -195,7 +195,7 @@ def test_the_start_says_in_which_flags_a_source_differs(sources):
     """Among them its prompts, which are not saved with the model."""
     own = open_data(sources, *entries(sources, "train_bi_encoder"), more=["--mix_by", "batch"]).sources
     run = script.Args(query_prompt="", document_prompt="")
-    assert [script.describe_source(source, run).partition(")")[2] for source in own] == [
+    assert [script.describe_source(source, run).rpartition(")")[2] for source in own] == [
         "",
         ', {"label_column": ["score"], "loss": "CoSENTLoss"}',
         ', {"query_prompt": "topic of: ", "loss_kwargs": {"in_batch": false}}',

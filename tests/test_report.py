@@ -189,10 +189,10 @@ def test_rankings_of_several_calls(evaluate, tmp_path, bert):
     for data in (together, apart):
         data["queries"].sort(key=lambda query: query["_id"])
     assert together == apart
-    assert page_data(*folders)["rankings"] == ["reversed.run", f"{tmp_path}/second/{bert.name}"]
+    assert page_data(*folders)["rankings"] == [f"{tmp_path}/second/{bert.name}", "reversed.run"]
     page_data(*folders, rankings=[f"{tmp_path}/first/{bert.name}"])
     with pytest.raises(
-        script.UserError, match="--rankings st: no such ranking; there are reversed.run, .*second/st, rot"
+        script.UserError, match="--rankings st: no such ranking; there are .*second/st, reversed.run, "
     ):
         page_data(*folders, rankings=["st"])
 

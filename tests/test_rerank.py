@@ -453,7 +453,7 @@ def test_usage(capsys):
         (["--beir", "b", "--fuse", "rrf", "--model_name_or_path", "m"], two),
         (["--beir", "b", "--fuse", "rrf", "--bm25"], two),
         (["--beir", "b", "--fuse", "rrf", "--run", "r"], two),
-        (["--beir", "b", "--rerank_k", "0"], "--rerank_k 0: must be finite, and above 0"),
+        (["--beir", "b", "--rerank_k", "0"], "--rerank_k 0: must be finite, above 0"),
         (["--beir", "b", "--run", "r", "--query", "q"], "--query takes one --model_name_or_path, and none of --run"),
     ):
         with pytest.raises(SystemExit):

@@ -114,16 +114,21 @@ def test_a_conversion_of_a_bucket(bucket, rows):
 
 
 REFUSED = [
-    (script, "--train_data x --columns a b --model_name_or_path y --output_dir s3://bucket/run"),
     (eval_incremental, "--beir x --bm25 --output_dir s3://bucket/run"),
     (eval_incremental, "--beir x --bm25 --cache_dir s3://bucket/cache"),
-    (eval_incremental, "--pairs x --model_name_or_path y --export_vectors s3://bucket/vectors"),
+    (eval_incremental, "--corpus x --model_name_or_path y --export_vectors s3://bucket/vectors"),
     (eval_incremental, "--annotate x --columns a b --cross_encoder y --output s3://bucket/x.jsonl"),
     (mine_negatives, "--beir x --run y --output s3://bucket/mined.jsonl"),
     (prepare_corpus, "--output_dir s3://bucket/demo"),
     (prepare_corpus, "x.csv --length_report --model_name_or_path y --output_dir s3://bucket/report"),
     (prepare_corpus, "x.csv --output_dir s3://bucket/pairs"),
 ]
+
+
+def test_a_run_is_written_locally():
+    with pytest.raises(script.UserError, match="^--output_dir s3://bucket/run: must be a local folder$"):
+        script.lock_output("s3://bucket/run")
+    assert not os.listdir()
 
 
 @pytest.mark.parametrize("module, words", REFUSED, ids=lambda value: str(value).split()[-1])

@@ -330,7 +330,7 @@ def test_ids_that_begin_with_zeros_in_another_file(suffix):
     lookup = script.TextLookup([f"*.{suffix}"], ["_id", "text"])
     assert lookup.texts(["1", "007", "7"]) == ["text 1", "text 007", "text 7"]
     args = eval_incremental.Args(corpus=[f"*.{suffix}"], model_name_or_path=["x"])
-    (chunk,) = eval_incremental.TextReader(args.corpus, [], ("_id", "text"), args).chunks()
+    (chunk,) = eval_incremental.open_texts(args.corpus, ["_id", "text"], "corpus", args).chunks()
     assert chunk.ids.to_pylist() == ["1", "2", "007", "7"]
     texts = mine_negatives.read_texts("corpus", [f"*.{suffix}"], [])
     assert texts.index.tolist() == ["1", "2", "007", "7"]
