@@ -17,26 +17,29 @@ import os
 os.environ["ACCELERATE_MIXED_PRECISION"] = {mixed!r}
 import eval_incremental as script
 
+def say(*words):  # in one piece: a worker process says its passes on the same pipe
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
 split = script.split_features
 def recorded(features, *given):
     for positions, part in split(features, *given):
         shape = part["input_ids"].shape
-        print("pass", len(positions), *shape, given[0], "cu_seq_lens_q" in part, "attention_mask" in part)
+        say("pass", len(positions), *shape, given[0], "cu_seq_lens_q" in part, "attention_mask" in part)
         yield positions, part
 script.split_features = recorded
 finish = script.finish
 def finished(encoder, lookup, in_flight):
-    print("finished", lookup.chunk.role, lookup.chunk.first, sum(len(own) for own, _ in lookup.outputs))
+    say("finished", lookup.chunk.role, lookup.chunk.first, sum(len(own) for own, _ in lookup.outputs))
     return finish(encoder, lookup, in_flight)
 script.finish = finished
 compute = script.CachedEncoder.compute
 def computed(self, lookup, indices, micro_batches):
-    print("launched", lookup.chunk.role, lookup.chunk.first)
+    say("launched", lookup.chunk.role, lookup.chunk.first)
     return compute(self, lookup, indices, micro_batches)
 script.CachedEncoder.compute = computed
 with StrictDevice(mixed={mixed!r}) as device:
     script.main(script.parse_args(sys.argv[1:]))
-print("reports", json.dumps(device.reports), flush=True)
+say("reports", json.dumps(device.reports))
 os._exit(0)
 """
 
