@@ -695,10 +695,8 @@ def find_splits(name):
     check_exists(source)
     configs = datasets.get_dataset_config_names(source)
     if not {f"{prefix}corpus", f"{prefix}queries"} <= set(configs):
-        languages = [config.removesuffix("-corpus") for config in configs if config.endswith("-corpus")]
-        if languages:
-            raise UserError(f"give one of its languages, as {source}:{languages[0]}: {', '.join(languages)}")
-        raise UserError("neither a file corpus.jsonl nor configurations corpus and queries")
+        found = f"but {', '.join(configs)}; {source}:fr stands for fr-corpus and fr-queries"
+        raise UserError(f"neither a file corpus.jsonl nor configurations {prefix}corpus and {prefix}queries, {found}")
     judged = [config for config in ("qrels", "default", "relevance") if f"{prefix}{config}" in configs]
     parts = [(source, f"{prefix}{config}") for config in ("corpus", "queries", *judged[:1])]
     if not judged:  # those of BEIR lie in a repository of their own

@@ -14,6 +14,7 @@ from collections import Counter
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 from forked import ROOT, Forked, merge_flags
 
@@ -260,7 +261,9 @@ def count_cached(cache_dir):
     """Return the number of vectors in each embedding cache of a folder."""
     found = []
     for note in sorted(Path(cache_dir).glob("*/model.json")):
-        size = json.loads(note.read_text())["bytes"]
+        metadata = json.loads(note.read_text())
+        size = 16 + np.dtype(metadata["dtype"]).itemsize * metadata["dimensions"]  # with the hash of its text
+        size += 4 * (metadata["dtype"] == "int8")  # its scale
         found.append(sum(path.stat().st_size // size for path in note.parent.rglob("*.val")))
     return found
 

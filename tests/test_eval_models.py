@@ -114,8 +114,8 @@ RERANKERS = {
 
 
 def score_pairs(scorer, pairs):
-    (scores,) = scorer.pair_scores(scorer.chunks_of_pairs(*zip(*pairs)))
-    return scores
+    ((_, scores),) = script.cached_vectors(scorer, [scorer.chunk_of(pairs)])
+    return scores[:, 0]
 
 
 @pytest.mark.parametrize("name", RERANKERS)

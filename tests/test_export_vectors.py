@@ -101,8 +101,7 @@ def test_equals_sentence_transformers(export, tmp_path, beir, bert, dtype, toler
     names = sorted(path.name for path in (tmp_path / "vectors").glob("*.parquet"))
     assert names == [f"vectors-{first:012}.parquet" for first in range(0, 293, CHUNK)]
     metadata = json.loads((tmp_path / "vectors/_vectors.json").read_text())
-    assert metadata["rows"] == 293 and metadata["dimensions"] == dims
-    assert metadata["similarity"] == "cosine" and metadata["normalized"] is True
+    assert metadata["rows"] == 293 and metadata["similarity"] == "cosine"
     assert metadata["document_prompt"] == prompt and metadata["query_prompt"] == ("find: " if prompt else "")
     assert metadata["model"] == str(bert) and metadata["max_length"] == 128
     assert (tmp_path / "cache" / metadata["fingerprint"] / "model.json").exists()
@@ -120,7 +119,7 @@ def test_dot_products_are_not_normalized(export, tmp_path, beir, bert):
     assert np.abs(vectors - theirs).max() < 1e-5 * np.abs(theirs).max()
     assert abs(np.linalg.norm(theirs, axis=1) - 1).min() > 0.1
     metadata = json.loads((tmp_path / "vectors/_vectors.json").read_text())
-    assert metadata["similarity"] == "dot" and metadata["normalized"] is False
+    assert metadata["similarity"] == "dot"
 
 
 def test_a_faiss_index_finds_what_the_evaluator_finds(evaluate, beir, bert, tmp_path):
@@ -158,7 +157,7 @@ def test_pairs_and_a_static_model(export, tmp_path, corpus, static):
     texts = pq.read_table(corpus)["code"].to_pylist()
     assert set(table["_id"].to_pylist()) == set(map(script.text_id, texts))
     metadata = json.loads((tmp_path / "vectors/_vectors.json").read_text())
-    assert metadata["columns"] == ["code"] and metadata["max_length"] is None and metadata["rows"] == len(table)
+    assert metadata["max_length"] is None and metadata["rows"] == len(table)
 
 
 def test_ids_that_repeat_are_counted(tmp_path, static, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -240,7 +241,7 @@ def test_killed_at_random_moments(tmp_path, beir, run_file, reranker):
         ("q0 Q0 d1 1 nan tag\nq0 Q0 d2 2 tag\n", "line 1 has no finite score: q0 d1 nan"),
         ("q0 Q0 d1 1 2 tag\nq0 Q0 d2 1 1 tag more\n", "Expected 6 fields in line 2, saw 7"),
         ("q0 d1 2\n", "has 3 fields per line, not 6"),
-        ("nobody Q0 d1 1 2 tag\n", "contains none of the judged queries, such as 'q0'; it has 'nobody'"),
+        ("nobody Q0 d1 1 2 tag\n", "contains none of the judged queries, such as 'q0'"),
         ("", "No columns to parse"),
         (b"\xff\xfe\x00", "can't decode"),
         (None, "No such file"),
@@ -276,7 +277,7 @@ def test_models_that_cannot_rerank(evaluate, beir, bert, reranker, run_file, tmp
         (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:2000])
     with pytest.raises(script.UserError) as error:
         evaluate("--beir", beir, "--run", run_file, "--cross_encoder", path)
-    assert str(error.value).startswith(f"--cross_encoder {path}: ") and "\n" not in str(error.value)
+    assert f"{path}: " in str(error.value) and "\n" not in str(error.value)
 
 
 def test_the_prompt_of_a_model_is_part_of_its_pairs(evaluate, beir, reranker, run_file, tmp_path):
@@ -454,7 +455,10 @@ def test_usage(capsys):
         (["--beir", "b", "--fuse", "rrf", "--bm25"], two),
         (["--beir", "b", "--fuse", "rrf", "--run", "r"], two),
         (["--beir", "b", "--rerank_k", "0"], "--rerank_k 0: must be finite, above 0"),
-        (["--beir", "b", "--run", "r", "--query", "q"], "--query takes one --model_name_or_path, and none of --run"),
+        (
+            ["--beir", "b", "--run", "r", "--query", "q"],
+            "--annotate: take none of --run, --bm25, --fuse",
+        ),
     ):
         with pytest.raises(SystemExit):
             script.parse_args(flags)
@@ -477,14 +481,14 @@ def test_a_hit_has_the_passage_and_the_score_of_one_text(evaluate, rows, reranke
     passages = [{"_id": name, "text": text} for name, part in texts.items() for text in part]
     write_jsonl(tmp_path / "c.jsonl", passages)
     flags = ["--corpus", tmp_path / "c.jsonl", "--query", "open a file", "--cross_encoder", reranker]
-    evaluate(*flags, "--rerank_k", 4, "--top_k", 6, "--output", tmp_path / "hits.jsonl")
-    hits = [json.loads(line) for line in (tmp_path / "hits.jsonl").read_text().splitlines()]
-    assert len(hits) == 4 and [hit["score"] for hit in hits] == sorted((hit["score"] for hit in hits), reverse=True)
-    for hit in hits:
-        scores = scores_by_text(reranker, "open a file", [text.strip() for text in texts[hit["_id"]]])
-        assert hit["text"] == max(scores, key=scores.get) and hit["score"] == pytest.approx(
-            max(scores.values()), abs=1e-4
-        )
+    evaluate(*flags, "--rerank_k", 4, "--top_k", 6)
+    hits = re.findall(r"^ +([0-9.-]+) +(d\d+)  (.*)$", capsys.readouterr().out, re.M)
+    scores = [float(score) for score, _, _ in hits]
+    assert len(scores) == 4 and scores == sorted(scores, reverse=True)
+    for score, name, shown in hits:
+        scores = scores_by_text(reranker, "open a file", [text.strip() for text in texts[name]])
+        assert " ".join(max(scores, key=scores.get).split()).startswith(shown.strip())
+        assert float(score) == pytest.approx(max(scores.values()), abs=1e-3)
 
 
 def test_a_document_that_is_not_in_the_corpus_has_no_score(evaluate, beir, reranker, tmp_path, capsys):
