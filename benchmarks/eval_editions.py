@@ -179,10 +179,8 @@ def write_pairs(pattern, folder, queries):
 
 
 def difference(one, two):
-    """Describe how two files differ: a run file, a table of values, or rows of texts."""
-    if one.read_bytes().replace(b"\t", b" ") == two.read_bytes().replace(
-        b"\t", b" "
-    ):  # tabs are of the seventh edition
+    """Describe how two files differ: a run file (tabs are spaces), a table of values, or rows of texts."""
+    if one.read_bytes().replace(b"\t", b" ") == two.read_bytes().replace(b"\t", b" "):
         return f"equal bytes, {one.read_bytes().count(10):,} lines"
     if one.suffix == ".trec":
         names = ["query", "q0", "document", "rank", "score", "run"]
