@@ -214,6 +214,7 @@ SIDES = [  # (what, side, its options), those that decide most first
     ("evenstep", ours, {"model": "110M", "rows": 1024}),
     ("peer, cached loss, same kernel", peer, {"model": "110M", "rows": 1024, "tokens": 65_536}),
     ("peer, cached loss, same kernel", peer, {"model": "110M", "rows": 1024, "tokens": 16_384}),
+    ("peer, plain loss, same kernel", peer, {"model": "110M", "rows": 1024}),  # may not fit
     ("evenstep", ours, {"model": "22M", "rows": 256}),
     ("peer, plain loss, same kernel", peer, {"model": "22M", "rows": 256}),
     ("bare pass", bare, {"model": "110M", "tokens": 65_536}),
