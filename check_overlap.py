@@ -36,7 +36,7 @@ import re
 import sys
 import unicodedata
 import warnings
-from collections import defaultdict, deque
+from collections import defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -419,7 +419,7 @@ def reason_of(error):
         return str(error)
     reason = error.details() if isinstance(error, datasets.table.CastError) else str(error).strip() or repr(error)
     template = next((said for kind, said in REASONS.items() if isinstance(error, kind)), "{}")
-    if re.search("Couldn't cast|exist in schema|not in the dataset", reason):  # other types, or columns
+    if re.search("Couldn't cast|exist in schema", reason):  # other types, or columns
         template = REASONS[pa.ArrowInvalid]
     return template.format(" ".join(reason.split())[:500])
 
@@ -440,7 +440,7 @@ def user_errors(name, *expected):
 
 # ---- files (same in train_bi_encoder.py)
 
-REWRITE = "rewrite it by prepare_corpus.py"
+REWRITE = "rewrite it by prepare_corpus.py SOURCE --output_dir DIR"
 CSV = {"keep_default_na": False, "na_values": [""], "index_col": False}  # only an empty cell is missing
 # By default pyarrow reads up to 1 GiB of a Parquet file ahead, and keeps what it has read.
 PARQUET = {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
@@ -528,7 +528,9 @@ def check_quotes(file):
     with fsspec.open(file, "rt", compression="infer", encoding="utf-8", errors="replace", newline="") as lines:
         reader = csv.reader(islice(lines, QUOTED_LINES), strict=True)
         try:
-            deque(reader, maxlen=0)
+            width = len(next(reader, []))
+            if any(0 < len(row) < width for row in reader):
+                raise UserError(f"{file}: line {reader.line_num} lacks fields: quote line breaks, or {REWRITE}")
         except csv.Error as error:
             if reader.line_num < QUOTED_LINES:  # else a field goes on
                 raise UserError(f"{file}: line {reader.line_num}: {error}: double the quotes of a text") from error

@@ -1,6 +1,5 @@
 """Parts of a step, each compared with a naive loop or a library: partition, micro-batches, losses, measures."""
 
-import importlib
 import json
 import math
 import re
@@ -9,17 +8,14 @@ from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
-import ir_measures
 import numpy as np
 import pyarrow as pa
 import pytest
-import scipy.stats
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from conftest import ROOT, TRAINERS, metrics, write_jsonl
-from forked import merge_flags
-from sentence_transformers import CrossEncoder, SentenceTransformer
+from conftest import ROOT, metrics, train, write_jsonl
+from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses
 
 import train_bi_encoder as script
@@ -61,6 +57,7 @@ def test_micro_batches_respect_max_tokens_and_a_longer_text_is_alone():
     assert sorted(chain.from_iterable(cuts)) == list(range(203))
     assert cuts[0] == [200]  # 500 tokens, more than max_tokens
     assert all(len(cut) * lengths[cut].max() <= 256 for cut in cuts[1:])
+    assert all(len(cut) * lengths[cut].max() - lengths[cut].sum() <= 4 for cut in cuts)  # padding
     assert lengths[list(chain.from_iterable(cuts))].tolist() == sorted(lengths, reverse=True)
     assert script.cut(lengths[:0], 256, 4) == []
     few = np.array([250] + [1] * 1000)  # a long text and many short ones never share a micro-batch
@@ -68,40 +65,13 @@ def test_micro_batches_respect_max_tokens_and_a_longer_text_is_alone():
     assert len(script.cut(np.full(100, 10), 256, 4)) <= 5  # not smaller than necessary
 
 
-@pytest.mark.parametrize("max_tokens", [256, 2048, 16384])
-@pytest.mark.parametrize("share", [8, 64])
-def test_micro_batches_have_little_padding_and_are_few(max_tokens, share):
-    """At most 1/share of `max_tokens` is padding, and there are no more than if each were filled."""
-    lengths = np.random.default_rng(1).gamma(2, 30, 1500).astype(int).clip(3, 256)
-    cuts = script.cut(lengths, max_tokens, max_tokens / share)
-    for positions in cuts:
-        assert len(positions) * lengths[positions[0]] - lengths[positions].sum() <= max_tokens / share
-    filled = script.fill(lengths, max_tokens, max_tokens / share)
-    assert len(cuts) == len(filled)
-    for positions, following in zip(filled, filled[1:]):  # no two neighbours would fit into one
-        joined = lengths[[*positions, *following[:1]]]
-        padded = joined[0] * len(joined)
-        assert padded > max_tokens or padded - joined.sum() > max_tokens / share
-
-
-@pytest.mark.parametrize("factor", [1.1, 2.0, 3.5])
-def test_micro_batches_are_equally_large(factor):
-    """None is left with a few texts: a GPU takes as long to launch it as thousands of tokens."""
-    lengths = np.random.default_rng(3).integers(10, 90, 2000)
-    max_tokens = int(lengths.sum() / factor)
-    sizes = [lengths[positions].sum() for positions in script.spread(lengths, max_tokens)]
-    assert len(sizes) == math.ceil(lengths.sum() / max_tokens) and max(sizes) <= max_tokens
-    assert min(sizes) > 0.99 * max(sizes)
-
-
 def test_micro_batches_of_a_gpu_are_fewer_and_fuller():
     """There, launching a pass takes as long as thousands of tokens: up to an eighth of a micro-batch is padding."""
     lengths = np.random.default_rng(2).gamma(2, 20, 300).astype(int).clip(3, 200)
     mask = (np.arange(200) < lengths[:, None]).astype(int)
     features = {"input_ids": mask, "attention_mask": mask}
-    of_cpu, of_gpu = (
-        list(script.split_features(features, 4096, torch.device(name), needs_mask=True)) for name in ("cpu", "cuda")
-    )
+    devices = torch.device("cpu"), torch.device("cuda")
+    of_cpu, of_gpu = (list(script.split_features(features, 4096, device, needs_mask=True)) for device in devices)
     assert sorted(chain.from_iterable(positions for positions, _ in of_gpu)) == list(range(300))
     assert len(of_gpu) < 0.75 * len(of_cpu), (len(of_gpu), len(of_cpu))
     for positions, part in of_gpu:
@@ -197,14 +167,6 @@ def loss_of(embeddings, hashes, labels=None, similarity="cosine", dims=(), loss=
     return script.make_loss(args, model)(embeddings, whole)
 
 
-@pytest.mark.parametrize("columns", [2, 3])
-def test_infonce_equals_that_of_sentence_transformers(columns):
-    given = embeddings(9, columns)
-    reference = losses.MultipleNegativesRankingLoss(None, scale=20.0).compute_loss_from_embeddings(given, None)
-    found = loss_of(given, torch.arange(columns * 9).view(columns, 9))
-    assert found.item() == pytest.approx(reference.item(), abs=1e-6)
-
-
 def losses_of_the_library():
     """Return {class of --loss: (texts of a row that it reads, how it compares them, its labels)}: the table of
     docs/training.md."""
@@ -244,9 +206,8 @@ def test_losses_of_the_library_are_its_own(bert, name):
         whole = script.WholeBatch(torch.arange(len(parts) * 8).view(-1, 8), given_labels, torch.arange(8), 0)
         return script.make_loss(args, model)(parts, whole).item()
 
-    found = getattr(losses, name)(model).compute_loss_from_embeddings(
-        given, values if count > 2 else values.squeeze(1)
-    )
+    labels = values if count > 2 else values.squeeze(1)
+    found = getattr(losses, name)(model).compute_loss_from_embeddings(given, labels)
     expected = float(sum(found.values()) if isinstance(found, dict) else found)
     assert loss(given) == pytest.approx(expected, rel=1e-9)
     changed = loss([3 * part for part in given]) != pytest.approx(expected, rel=1e-5)
@@ -268,38 +229,26 @@ def test_teacher_losses_equal_those_of_sentence_transformers(bert, own, theirs, 
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-STUDENTS = {"train_bi_encoder": "static", "train_cross_encoder": "reranker"}
-
-
 @pytest.mark.parametrize("loss", ["kl", "margin_mse"])
-@pytest.mark.parametrize("name", TRAINERS)
-def test_a_model_distilled_into_itself_stays(name, loss, rows, request, in_an_empty_folder, capsys):
-    """The loss of a model's own cosines with the same temperature, or of its logits, is 0; of other temperatures it is
-    not. Without a temperature of the teacher, the flags are refused, with advice for both."""
-    folder, trainer = str(request.getfixturevalue(STUDENTS[name])), importlib.import_module(name)
+def test_a_model_distilled_into_itself_stays(loss, rows, static, in_an_empty_folder, capsys):
+    """The loss of a model's own cosines with the same temperature is 0; of another temperature it is not. Without a
+    temperature of the teacher, the flags are refused, with advice for cosines and logits."""
     codes = [row["code"][:60] for row in rows[:10]]
     texts = [[row["docstring"][:60], *codes[i : i + 3]] for i, row in enumerate(rows[:8])]
-    if name == "train_bi_encoder":
-        model = SentenceTransformer(folder, device="cpu")
-        scores = [model.similarity(model.encode(row[:1]), model.encode(row[1:]))[0] for row in texts]
-    else:
-        model = CrossEncoder(folder, device="cpu", activation_fn=torch.nn.Identity(), max_length=128)
-        scores = [model.predict([(row[0], text) for text in row[1:]]) for row in texts]
+    model = SentenceTransformer(str(static), device="cpu")
+    scores = [model.similarity(model.encode(row[:1]), model.encode(row[1:]))[0] for row in texts]
     write_jsonl(Path("x.jsonl"), [dict(zip("abcdy", [*row, y.tolist()])) for row, y in zip(texts, scores)])
     flags = ["--train_data", "x.jsonl", "--columns", *"abcd", "--label_column", "y", "--loss", loss,
-             "--model_name_or_path", folder,
-             "--eval_rows", 0, "--batch_size", 8, "--max_steps", 1, "--dropout", 0]  # fmt: skip
+             "--model_name_or_path", static, "--eval_rows", 0, "--batch_size", 8, "--max_steps", 1]  # fmt: skip
 
-    def loss_of_step(teacher_temperature):
-        output = f"{teacher_temperature}"
-        kwargs = json.dumps({"teacher_temperature": teacher_temperature})
-        trainer.main(trainer.parse_args(merge_flags([*flags, "--loss_kwargs", kwargs, "--output_dir", output])))
-        return metrics(output)[0]["loss"]
+    def loss_of_step(temperature):
+        kwargs = json.dumps({"teacher_temperature": temperature})
+        train("train_bi_encoder", *flags, "--loss_kwargs", kwargs, "--output_dir", f"{temperature}")
+        return metrics(f"{temperature}")[0]["loss"]
 
-    same, other = (0.05, 1) if name == "train_bi_encoder" else (1, 20)
-    assert loss_of_step(same) < 1e-6 and loss_of_step(other) > 1e-3
+    assert loss_of_step(0.05) < 1e-6 and loss_of_step(1) > 1e-3
     with pytest.raises(SystemExit):
-        trainer.parse_args(merge_flags(flags))
+        train("train_bi_encoder", *flags)
     error = capsys.readouterr().err
     assert '--loss_kwargs must have "teacher_temperature": 1 for logits; for cosines' in error
 
@@ -312,64 +261,14 @@ def test_a_loss_of_the_library_that_reads_no_labels(loss, static):
         script.make_loss(parse("--loss", loss, "--label_column", "y"), model)
 
 
-@pytest.mark.parametrize("kind", ["bert", "static"])
-def test_held_out_measures_equal_those_of_libraries(kind, rows, request):
-    """Compared with ir_measures and SciPy. Equal texts are one, and each positive of a query is relevant: in the
-    static case, documents 7 and 40 and query 40 are the same text, and queries 3 and 4."""
-    folder = str(request.getfixturevalue(kind))
-    model = SentenceTransformer(folder, device="cpu")
-    texts = np.array([[row["docstring"], row["code"]] for row in rows[:150]], object)
-    queries, documents = (model.encode(column.tolist(), normalize_embeddings=True) for column in texts.T)
-    scores = queries @ documents.T
-    clear = np.abs(scores - scores.diagonal()[:, None]) + np.eye(150) > 1e-5  # else ranks depend on rounding
-    kept = np.flatnonzero(clear.all(1))[:60]
-    texts, queries, documents = texts[kept], queries[kept], documents[kept]
-    if kind == "static":
-        texts[40], queries[40], documents[40] = texts[7, 1], documents[7], documents[7]
-        texts[4, 0], queries[4] = texts[3, 0], queries[3]
-    scores = (queries @ documents.T).astype(float)
-    run, qrels = {}, {}
-    for (query, document), row in zip(texts, scores):
-        qrels.setdefault(query, {})[document] = 1
-        run[query] = dict(zip(texts[:, 1], row.tolist()))
-    measures = {"ndcg@10": ir_measures.nDCG @ 10, "mrr@10": ir_measures.RR @ 10, "accuracy@1": ir_measures.P @ 1,
-                "precision@10": ir_measures.P @ 10, "recall@10": ir_measures.R @ 10}  # fmt: skip
-    found = ir_measures.calc_aggregate(measures.values(), qrels, run)
-
-    labels = [len(text) % 9 / 9 for text in texts[:, 1]]
-    args = parse("--query_prompt", "", "--document_prompt", "", model=folder)
-    model = script.load_model(args)
-    args = script.resolve_args(args, model, Accelerator(cpu=True))
-
-    def evaluate(*more, labels=None):
-        """Return the measures of the rows, with `more` documents each."""
-        rows = [script.Row(query, [document, *more], [], {script.SOURCE: 0}) for query, document in texts]
-        for row, label in zip(rows, labels or []):
-            row.labels = [label]
-        data = SimpleNamespace(held_out=[(SimpleNamespace(args=args), rows)])
-        evaluators = script.open_evaluators(data, model, args)
-        assert list(evaluators) == ["held_out_spearman_cosine" if labels else "held_out_cosine_ndcg@10"]
-        return script.evaluate(model, evaluators, Accelerator(cpu=True))
-
-    measured = evaluate()
-    assert measured.pop("held_out_cosine_map@10") > 0
-    expected = {f"held_out_cosine_{name}": found[measure] for name, measure in measures.items()}
-    assert measured == pytest.approx(expected, abs=1e-9)
-    pair = scores.diagonal(), labels
-    expected = {
-        "held_out_spearman_cosine": scipy.stats.spearmanr(*pair)[0],
-        "held_out_pearson_cosine": scipy.stats.pearsonr(*pair)[0],
-    }
-    # nearly equal scores may swap ranks
-    assert evaluate(labels=labels) == pytest.approx(expected, abs=3e-3)
-    assert evaluate("a hard negative", labels=labels) == pytest.approx(expected, abs=3e-3)  # labels: of the first
-
-
-def test_other_losses_refuse_rows_with_fewer_labels():
-    labels = torch.rand(7, 2, dtype=torch.float64)
-    labels[4, 1] = torch.nan  # missing
-    with pytest.raises(script.UserError, match="^--loss CoSENTLoss requires equally many documents and labels in"):
-        loss_of(embeddings(7, 2), torch.arange(14).view(2, 7), labels, loss="CoSENTLoss")
+def test_held_out_labels_are_of_the_first_document(static):
+    """Also beside a hard negative. tests/test_asked.py compares measures of pairs with those of the evaluator."""
+    rows = [script.Row(f"q{i}", [f"d{i}", "a hard negative"], [i / 4], {script.SOURCE: 0}) for i in range(5)]
+    data = SimpleNamespace(held_out=[(SimpleNamespace(args=parse()), rows)])
+    evaluators = script.open_evaluators(data, SentenceTransformer(str(static), device="cpu"), parse())
+    ((evaluator, _),) = evaluators.values()
+    assert list(evaluators) == ["held_out_spearman_cosine"]
+    assert (evaluator.sentences2, evaluator.scores) == ([f"d{i}" for i in range(5)], [i / 4 for i in range(5)])
 
 
 def test_matryoshka_is_the_sum_over_truncated_embeddings():
