@@ -406,7 +406,7 @@ REASONS = {  # {type of an error: what is said of it}; of any other its own text
     pd.errors.ParserWarning: "line 2 has more fields than the header: check the separator, and quote texts with it",
     pd.errors.ParserError: "{}: check the separator, and quote texts with it",
     datasets.table.CastError: "not all rows have the same columns: {}; prepare_corpus.py rewrites irregular rows",
-    pa.ArrowInvalid: "{}; prepare_corpus.py rewrites irregular rows",
+    pa.ArrowInvalid: "{}; if rows differ, prepare_corpus.py rewrites them",
     Timeout: "another run is writing to it",
 }
 
@@ -419,7 +419,7 @@ def reason_of(error):
         return str(error)
     reason = error.details() if isinstance(error, datasets.table.CastError) else str(error).strip() or repr(error)
     template = next((said for kind, said in REASONS.items() if isinstance(error, kind)), "{}")
-    if re.search("Couldn't cast|exist in schema", reason):  # other types, or columns
+    if re.search("Couldn't cast|exist in schema|not in the dataset", reason):  # other types, or columns
         template = REASONS[pa.ArrowInvalid]
     return template.format(" ".join(reason.split())[:500])
 

@@ -171,11 +171,12 @@ def gather(outputs, slots, shape, accelerator):
 
 
 def infonce(embeddings, whole, temperature=0.05):
-    """Return InfoNCE of C (B, D) tensors. Masked: documents that any row has as the positive of an equal query."""
+    """Return InfoNCE of C (B, D) tensors. Masked: an equal query, and what any row has as the positive of one."""
     queries, *documents = whole.hashes.to(embeddings[0].device)
     equal_queries = (queries[:, None] == queries).float()  # (B, B)
     equal_texts = (documents[0][:, None] == torch.cat(documents)).float()  # (B, (C - 1) B)
-    masked = (equal_queries @ equal_texts > 0).fill_diagonal_(False)
+    masked = (equal_queries @ equal_texts > 0) | (queries[:, None] == torch.cat(documents))
+    masked.fill_diagonal_(False)
     scores = embeddings[0] @ torch.cat(embeddings[1:]).T / temperature
     return -scores.masked_fill(masked, -torch.inf).log_softmax(1).diagonal().mean()
 

@@ -110,7 +110,7 @@ def read_batch(rows, size, num_negatives, step, extra, args):
     wanted = min(num_negatives, len(pool) - max(map(len, listed.values()), default=0))  # fewer of a small batch
     for row in texts:
         if len(row) == 2:
-            others = [document for key, document in pool.items() if key not in listed[fold(row[0])]]
+            others = [pool[key] for key in pool if key not in (listed[fold(row[0])] | {fold(row[0])})]
             row += random.sample(others, wanted)
     labels = [[1.0] + [0.0] * (len(row) - 2) for row in texts]
     return Batch(texts, torch.tensor(labels), step, extra)  # an error if rows have unequally many documents

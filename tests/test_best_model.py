@@ -29,8 +29,8 @@ def saved_weights(folder):
 
 
 def final_state(output):
-    """Return what a resumed run must reproduce: metrics and final weights."""
-    return lines(output), saved_weights(output / "model")
+    """Return what a resumed run must reproduce: metrics, final weights and the checkpoints that are left."""
+    return lines(output), saved_weights(output / "model"), kept_steps(output)
 
 
 def naive_best(found, name):
@@ -61,19 +61,16 @@ def settings(tmp_path_factory, rows, bert):
     write_jsonl(folder / "train_cross_encoder.jsonl", lists * 3 + turned * 5)
     common = ["--model_name_or_path", bert, "--max_steps", STEPS, "--shuffle_buffer", 0, "--logging_steps", 1,
               "--max_length", 32, "--micro_batch_tokens", 600, "--lr_scheduler_type", "constant", "--warmup_ratio", 0,
-              "--save_steps", 5, "--save_total_limit", 1]  # fmt: skip
+              "--save_steps", 5, "--save_total_limit", 1, "--eval_steps", 2]  # fmt: skip
     own = {
-        "train_bi_encoder": ["--columns", "docstring", "code", "--batch_size", 16,
-                             "--eval_data", folder / "held_out.jsonl", "--eval_rows", 32,
-                             "--learning_rate", 0.005, "--eval_steps", 2],
-        "train_cross_encoder": ["--columns", "q", "d", "n", "--batch_size", 8,
-                                "--eval_data", folder / "lists.jsonl", "--eval_rows", 16,
-                                "--learning_rate", 2e-3, "--eval_steps", 2, "--dropout", 0],
+        "train_bi_encoder": ["--columns", "docstring", "code", "--batch_size", 16, "--learning_rate", 0.005,
+                             "--eval_data", folder / "held_out.jsonl", "--eval_rows", 32],
+        "train_cross_encoder": ["--columns", "q", "d", "n", "--batch_size", 8, "--learning_rate", 2e-3, "--dropout", 0,
+                                "--eval_data", folder / "lists.jsonl", "--eval_rows", 16],
     }  # fmt: skip
-    return {
-        name: [*common, *flags, "--train_data", folder / f"{name}.jsonl", "--metric_for_best_model", MEASURES[name]]
-        for name, flags in own.items()
-    }
+    for name, flags in own.items():
+        flags += [*common, "--train_data", folder / f"{name}.jsonl", "--metric_for_best_model", MEASURES[name]]
+    return own
 
 
 @pytest.fixture(scope="module")
@@ -102,16 +99,14 @@ def test_the_saved_model_is_that_of_the_best_evaluation(undisturbed, name):
     assert saved.equal(weights(output / f"checkpoints/step_{best:08}"))
     assert not saved.equal(weights(output / f"checkpoints/step_{STEPS:08}"))
     assert found[0].keys() == {"step"} | ALL_MEASURES[name]
-    card = (output / "model/README.md").read_text()
-    assert f"\nTrained for {best} steps by `" in card
+    assert f"\nTrained for {best} steps by `" in (output / "model/README.md").read_text()
 
 
 STOPPED = [("train_bi_encoder", 2, signal.SIGTERM, 5), ("train_cross_encoder", 1, signal.SIGKILL, 10)]
+STOPPED = few_or_all(STOPPED, TRAINERS, [1, 2], [signal.SIGKILL, signal.SIGTERM], [5, 11])
 
 
-@pytest.mark.parametrize(
-    "name, processes, number, step", few_or_all(STOPPED, TRAINERS, [1, 2], [signal.SIGKILL, signal.SIGTERM], [5, 11])
-)
+@pytest.mark.parametrize("name, processes, number, step", STOPPED)
 def test_stopped_and_resumed(undisturbed, settings, tmp_path, name, processes, number, step):
     """Stopped before or after the best step, whose checkpoint outlives later ones."""
     script, flags = ROOT / f"{name}.py", [*settings[name], "--output_dir", tmp_path]
@@ -120,7 +115,6 @@ def test_stopped_and_resumed(undisturbed, settings, tmp_path, name, processes, n
     assert not (tmp_path / "model").exists() and step <= metrics(tmp_path)[-1]["step"] < STEPS
     launch(script, *flags, "--resume", processes=processes)
     assert final_state(tmp_path) == final_state(undisturbed(name, processes))
-    assert kept_steps(tmp_path) == kept_steps(undisturbed(name, processes))
 
 
 def test_patience(undisturbed, settings, tmp_path):
@@ -128,17 +122,15 @@ def test_patience(undisturbed, settings, tmp_path):
     name = "train_bi_encoder"
     flags = [*settings[name], "--output_dir", tmp_path, "--early_stopping_patience", 3]
     train(name, *flags)
-    best, measured = naive_best(lines(undisturbed(name)), name)
+    whole = lines(undisturbed(name))
+    best, measured = naive_best(whole, name)
     last = measured[measured.index(best) + 3]
-    assert last < STEPS and lines(tmp_path) == [line for line in lines(undisturbed(name)) if line["step"] <= last]
-    assert kept_steps(tmp_path) == [best, last]
+    found = final_state(tmp_path)
     expected = saved_weights(undisturbed(name) / "model")
-    assert saved_weights(tmp_path / "model") == expected
-    before = metrics(tmp_path)
+    assert last < STEPS and found == ([line for line in whole if line["step"] <= last], expected, [best, last])
     shutil.rmtree(tmp_path / "model")
     train(name, *flags, "--resume")
-    assert metrics(tmp_path) == before and saved_weights(tmp_path / "model") == expected
-    assert kept_steps(tmp_path) == [best, last]
+    assert final_state(tmp_path) == found
 
 
 DIFFERENT_MEASURES = """
@@ -182,17 +174,13 @@ def test_unknown_measures(settings, tmp_path):
     assert {*str(caught.value).partition("choose one of ")[2].split(", ")} == {"step", *ALL_MEASURES[name]}
 
 
-@pytest.mark.parametrize("change", ["damaged", "gone"])
-def test_a_best_checkpoint_that_cannot_be_read(undisturbed, settings, tmp_path, change):
+def test_a_best_checkpoint_that_cannot_be_read(undisturbed, settings, tmp_path):
     """Reported in one line; model/ is not written. What the line says writes that of the last step."""
     name, output = "train_bi_encoder", tmp_path / "out"
     shutil.copytree(undisturbed(name), output)
     best, _ = naive_best(lines(output), name)
     path = output / f"checkpoints/step_{best:08}"
-    if change == "damaged":
-        (path / "model.safetensors").write_bytes(saved_weights(path)[:-1] + b"x")
-    else:
-        shutil.rmtree(path)
+    (path / "model.safetensors").write_bytes(saved_weights(path)[:-1] + b"x")
     shutil.rmtree(output / "model")
     flags = [*settings[name], "--output_dir", output, "--resume"]
     with pytest.raises(ValueError, match=f"^{path}: damaged or gone; model/ is not written: --resume --acc") as error:
@@ -204,23 +192,18 @@ def test_a_best_checkpoint_that_cannot_be_read(undisturbed, settings, tmp_path, 
 
 
 def test_best_evaluation():
-    """Step 0 and records without the measure are ignored; of equal values the first is best; NaN is worst. Patience
-    counts the evaluations after the best."""
+    """Step 0 and records without the measure are ignored; of equal values the first is best; NaN is worst."""
     script = importlib.import_module("train_bi_encoder")
 
-    def best(records, measure="a", patience=1):
+    def best(*values, measure="loss", patience=1):
         args = script.Args(metric_for_best_model=measure, early_stopping_patience=patience)
+        records = [{"step": step, "loss": value} for step, value in enumerate(values)]
+        records = [{"step": record["step"], "other": 9.0} if record["loss"] is None else record for record in records]
         return script.Log(args, SimpleNamespace(is_main_process=True), records, []).find_best()
 
-    def records(*values):
-        return [{"step": step, "a": value, "other": 5.0, "loss": value} for step, value in enumerate(values)]
-
-    assert best(records(9.0, 1.0, 3.0, 2.0)) == (2, True)
-    assert best(records(9.0, 1.0, 3.0, 2.0), patience=2) == best(records(9.0, 1.0, 3.0, 2.0), patience=0) == (2, False)
-    assert best(records(0.0, 1.0, 3.0, 1.0), "loss") == (2, True)  # more is better, whatever the name
-    assert best(records(0.0, 1.0, 3.0, 3.0)) == (2, True)
-    assert best([*records(0.0, 3.0), {"step": 2, "other": 9.0}, {"step": 3, "a": 2.0}]) == (1, True)
-    assert best([*records(0.0, 3.0), {"step": 2, "other": 9.0}]) == (1, False)
-    assert best(records(0.0, math.nan, 3.0, math.nan)) == (2, True)
-    assert best(records(0.0, math.nan)) == (1, False)
-    assert best(records(9.0)) == best(records(1.0, 2.0), None) == (0, False)
+    assert best(9.0, 1.0, 3.0, 2.0) == (2, True)  # more is better, whatever the name
+    assert best(9.0, 1.0, 3.0, 2.0, patience=2) == best(9.0, 1.0, 3.0, 2.0, patience=0) == (2, False)
+    assert best(0.0, 1.0, 3.0, 3.0) == best(0.0, math.nan, 3.0, math.nan) == (2, True)
+    assert best(0.0, 3.0, None, 2.0) == (1, True)
+    assert best(0.0, 3.0, None) == best(0.0, math.nan) == (1, False)
+    assert best(9.0) == best(1.0, 2.0, measure=None) == (0, False)

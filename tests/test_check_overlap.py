@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 import unicodedata
 from pathlib import Path
 
@@ -32,11 +33,14 @@ def write_beir(name, queries, documents, judged=None):
     rows = [(key, *((None, cell) if isinstance(cell, str) else cell)) for key, cell in documents.items()]
     write_jsonl(folder / "corpus.jsonl", [{"_id": key, "title": title, "text": text} for key, title, text in rows])
     (folder / "qrels").mkdir()
-    lines = [f"{key}\td\t1\n" for key in (queries if judged is None else judged)]
+    lines = [f"{key}\td\t1\n" for key in judged or queries]
     (folder / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines))
 
 
-# ---- the same as a loop over sets
+def check_texts(texts, *more):
+    """Return the findings of rows of one text each in the folder c."""
+    write_jsonl(Path("row.jsonl"), [{"text": text} for text in texts])
+    return check("--train_data", "row.jsonl", "--beir", "c", *more)
 
 
 def words_of(text):
@@ -76,23 +80,8 @@ def expected_findings(rows, texts, size, min_share):
 
 def random_text(dice, length):
     """Return a text of up to `length` of few words, so that n-grams repeat, with case, punctuation and scripts."""
-    words = [
-        "red",
-        "Red",
-        "RED",
-        "blue",
-        "café",
-        "café",
-        "Straße",
-        "STRASSE",
-        "हिन्दी",
-        "ｆｕｌｌ",
-        "full",
-        "東京",
-        "x_y",
-        "it's",
-        "don’t",
-    ]
+    words = ["red", "Red", "RED", "blue", "café", "café", "Straße", "STRASSE", "हिन्दी", "ｆｕｌｌ", "full", "東京",
+             "x_y", "it's", "don’t"]  # fmt: skip
     marks = [" ", "  ", ", ", "\n", " - ", "\t", "… ", "\u00a0", "\u200b ", "\u200b"]
     return "".join(dice.choice(words) + dice.choice(marks) for _ in range(dice.randrange(length)))
 
@@ -116,9 +105,8 @@ def test_findings_equal_those_of_a_loop(size, min_share):
     pq.write_table(pa.Table.from_pylist(records, schema), "rows.parquet")
     rows = [[text for text in [record["a"], *record["b"]] if text is not None] for record in records]
     expected = expected_findings(rows, texts, size, min_share)
-    flags = ["--train_data", "rows.parquet", "--beir", "small", "--ngram", size, "--min_share", min_share,
-             "--columns", "a", "b"]  # fmt: skip
-    findings = check(*flags)
+    flags = ["--beir", "small", "--ngram", size, "--min_share", min_share, "--columns", "a", "b"]
+    findings = check("--train_data", "rows.parquet", *flags)
     found = {(line["row"], line["type"], line["id"]): (line["kind"], line["share"]) for line in findings}
     assert len(found) == len(findings) and found == expected
     kinds = [kind for kind, _ in found.values()]
@@ -127,16 +115,11 @@ def test_findings_equal_those_of_a_loop(size, min_share):
     assert all(line["row_text"] in rows[line["row"]] for line in findings)
 
 
-# ---- what is found
-
-
 def find_copy(copy, text=LONG, **flags):
     """Return (kind, share) of a text in a row that is a copy; None if it is not found."""
-    write_beir(f"c{len(list(Path().iterdir()))}", {"q": text}, {"d": "another"})
-    folder = max(Path().glob("c*"), key=lambda path: int(path.name[1:]))
-    write_jsonl(Path("row.jsonl"), [{"text": copy}])
-    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
-    findings = check("--train_data", "row.jsonl", "--beir", folder, *words)
+    shutil.rmtree("c", ignore_errors=True)
+    write_beir("c", {"q": text}, {"d": "another"})
+    findings = check_texts([copy], *(word for name, value in flags.items() for word in (f"--{name}", value)))
     assert len(findings) <= 1
     return (findings[0]["kind"], round(findings[0]["share"], 3)) if findings else None
 
@@ -165,51 +148,44 @@ def test_invisible_characters():
     text = LONG.replace("jumps", "jumpe\u0301s")
     invisible = "\u00ad\u200b\u200c\u200d\u2060\ufeff\u061c\u202a\u034f\ufe0f\u180e\u3164\U000e0001\U000e0101"
     for char in invisible:
-        copy = (
-            text.replace("quick", f"qu{char}ick").replace("e\u0301s", f"e{char}\u0301s").replace("dog", f"dog {char}")
-        )
+        copy = text.replace("quick", f"qu{char}ick").replace("\u0301s", f"{char}\u0301s").replace("dog", f"dog {char}")
         assert words(copy) == words(text), ascii(char)
     copy = text.replace("quick", "\u00adqu\u00adick\u200b")
     assert find_copy(copy, text) == find_copy(text, copy) == ("verbatim", 1)
 
 
-@pytest.mark.parametrize("text, copy", [
-    ("istanbul şehrinde en iyi restoranlar", "İSTANBUL ŞEHRİNDE EN İYİ RESTORANLAR"),
-    ("kırmızı ışık İstanbul’da", "KIRMIZI IŞIK İSTANBUL’DA"),
-    ("Δεΐ τὸν ἄνδρα", "ΔΕΪ́ ΤῸΝ ἌΝΔΡΑ"),
-    ("Straße ﬁnden™", "STRASSE FINDENTM"),
-])  # fmt: skip
-def test_capitals(text, copy):
-    """Turkish ones have a dot or none, Greek ones are decomposed."""
-    assert words(copy) == words(text) != words(text.replace("n", "m").replace("ν", "μ"))
+CAPITALS = {  # Turkish ones have a dot or none, Greek ones are decomposed
+    "kırmızı ışık İstanbul’da en iyi": "KIRMIZI IŞIK İSTANBUL’DA EN İYİ",
+    "Δεΐ τὸν ἄνδρα": "ΔΕΪ́ ΤῸΝ ἌΝΔΡΑ",
+    "Straße ﬁnden™": "STRASSE FINDENTM",
+}
+
+
+@pytest.mark.parametrize("text", CAPITALS)
+def test_capitals(text):
+    assert words(CAPITALS[text]) == words(text) != words(text.replace("n", "m").replace("ν", "μ"))
 
 
 def test_texts_without_words_are_not_found():
     write_beir("c", {"q0": "?!", "q1": "good words", "q2": ""}, {"d0": "", "d1": ("", " "), "d2": ("Title.", "")})
-    write_jsonl(Path("row.jsonl"), [{"text": text} for text in ("", " ", "...", "?!", None, "title", "good\nwords")])
-    found = [(line["row"], line["id"], line["text"]) for line in check("--train_data", "row.jsonl", "--beir", "c")]
-    assert found == [(6, "q1", "good words")]
+    found = check_texts(["", " ", "...", "?!", None, "title", "good\nwords"])
+    assert [(line["row"], line["id"], line["text"]) for line in found] == [(6, "q1", "good words")]
 
 
 def test_documents_are_found_without_their_titles():
     write_beir("c", {"q": "none"}, {"d": ("A title that is rather long, of eleven words or even more", LONG)})
-    write_jsonl(Path("row.jsonl"), [{"text": LONG}, {"text": f"A title. {LONG}"}])
-    assert [line["kind"] for line in check("--train_data", "row.jsonl", "--beir", "c")] == ["verbatim", "inside"]
+    assert [line["kind"] for line in check_texts([LONG, f"A title. {LONG}"])] == ["verbatim", "inside"]
 
 
 def test_only_judged_queries_are_searched_for(capsys):
     """Those of the train split may well be in training data."""
     write_beir("c", {"q0": "first query", "q1": "second query"}, {"d": "nothing"}, judged=["q1"])
-    write_jsonl(Path("row.jsonl"), [{"text": "First query"}, {"text": "Second query"}, {"text": "second, query"}])
-    assert [line["id"] for line in check("--train_data", "row.jsonl", "--beir", "c")] == ["q1", "q1"]
+    assert [line["id"] for line in check_texts(["First query", "Second query", "second, query"])] == ["q1", "q1"]
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["c, query: 1 of 1 texts in 2 rows", "c, document: 0 of 1 texts in 0 rows"]
     Path("c/qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\nq9\td\t1\n")
     with pytest.raises(script.UserError, match="^--beir c: --split test judges none of its queries$"):
-        check("--train_data", "row.jsonl", "--beir", "c")
-
-
-# ---- sources and outputs
+        check_texts(["x"])
 
 
 @pytest.mark.parametrize("layout", [layout_mteb_jsonl, layout_mteb_id, layout_nano_bm25])
@@ -237,10 +213,8 @@ def test_pairs_and_several_sources(capsys):
 
 
 JUDGED = {
-    "header.tsv": "qid\tdocid\tscore\nq1\td\t1\n",
     "any_order.tsv": "score\tcorpus-id\tquery-id\n1\td\tq1\n",
     "comma.csv": "query-id,corpus-id,score\nq1,d,1\n",
-    "none.tsv": "q1\td\t1\n",
     "trec.txt": "q1 0 d 1\n",
     "rows.jsonl": '{"query-id": "q1", "corpus-id": "d", "score": 1}\n',
 }
@@ -251,32 +225,9 @@ def test_judgments_that_the_evaluator_reads(name):
     """By a header in any order, without one, as TREC's, as a table (field: castorini/eval#21)."""
     write_beir("c", {"q0": "first query", "q1": "second query"}, {"d": "nothing"})
     Path("c/qrels/test.tsv").rename("c/qrels/train.tsv")
-    stem, _, suffix = name.partition(".")
-    Path(f"c/qrels/test.{suffix}").write_text(JUDGED[name])
-    write_jsonl(Path("row.jsonl"), [{"text": "First query"}, {"text": "Second query"}])
-    assert [line["id"] for line in check("--train_data", "row.jsonl", "--beir", "c")] == ["q1"]
-
-
-@pytest.mark.parametrize("kind", ["fixed", "masked", "large"])
-def test_lists_that_are_null_in_some_rows(kind):
-    """Null lists of a fixed size, and others, may have values; rows are numbered alike. (pyarrow 24 does not write
-    them to Parquet.)"""
-    texts = pa.array([f"text {place}" for place in range(6000)])
-    is_null = pa.array([row % 3 == 1 for row in range(3000)])
-    if kind == "fixed":
-        lists = pa.FixedSizeListArray.from_arrays(texts, 2, mask=is_null)
-    else:
-        array, size = (pa.LargeListArray, pa.int64()) if kind == "large" else (pa.ListArray, pa.int32())
-        lists = array.from_arrays(pa.array(range(0, 6001, 2), size), texts, mask=is_null)
-    table = pa.table({"t": lists})
-    with pa.ipc.new_stream("a.arrow", table.schema) as writer:
-        writer.write_table(table)
-    rows = range(2990, 3000)
-    write_jsonl(Path("pairs.jsonl"), [{"q": f"text {2 * row}", "d": f"text {2 * row + 1}"} for row in rows])
-    pairs = ["--pairs", "pairs.jsonl", "--pair_columns", "q", "d"]
-    found = check("--train_data", "a.arrow", "--columns", "t", *pairs)
-    expected = {(row, f"text {place}") for row in rows if row % 3 != 1 for place in (2 * row, 2 * row + 1)}
-    assert {(line["row"], line["text"]) for line in found} == expected
+    Path("c/qrels", name).write_text(JUDGED[name])
+    Path("c/qrels", name).rename(f"c/qrels/test{Path(name).suffix}")
+    assert [line["id"] for line in check_texts(["First query", "Second query"])] == ["q1"]
 
 
 def test_output_has_the_rows_without_queries():
@@ -296,42 +247,25 @@ def test_output_has_the_rows_without_queries():
 def test_errors_are_one_line():
     write_beir("c", {"q": "a query"}, {"d": "a document"})
     write_jsonl(Path("a.jsonl"), [{"text": "x", "n": 1, "s": {"a": "b"}}])
-    write_jsonl(Path("b.jsonl"), [{"text": "x", "m": 1}])
-    common = ["--beir", "c", "--train_data"]
-    pairs = ["--train_data", "b.jsonl", "--pairs", "b.jsonl", "--pair_columns"]
-    for flags, message in [
-        ([*common, "none.jsonl"], "--train_data none.jsonl: "),
-        ([*common, "."], "--train_data .: name its files: './*.parquet'; prepare_corpus.py reads folders"),
-        (
-            [*common, "a.jsonl", "--columns", "texts"],
-            "--train_data a.jsonl: Column name ['texts'] not in the dataset. ",
-        ),
-        (
-            [*common, "a.jsonl", "--columns", "n"],
-            "--train_data a.jsonl: column 'n' holds int64, not texts: rewrite it",
-        ),
-        (
-            [*common, "a.jsonl", "--columns", "s"],
-            "--train_data a.jsonl: column 's' has struct<a: string>, not texts, ",
-        ),
-        (["--train_data", "a.jsonl", "--beir", "d"], "--beir d: "),
-        ([*common, "a.jsonl", "--split", "dev"], "--beir c: no judgments of split 'dev'; avail"),
-        ([*pairs, "text", "x"], "--pairs b.jsonl: Column name ['x'] not in the dataset. "),
-        ([*pairs, "text", "m"], "--pairs b.jsonl: column 'm' holds int64, not texts: rewrite it by prepare_corpus.py"),
-    ]:
+    for flags, message in {
+        "--train_data . --beir c": "--train_data .: name its files: './*.parquet'; prepare_corpus.py reads folders",
+        "--train_data a.jsonl --beir c --columns z": "--train_data a.jsonl: Column name ['z'] not in the dataset. ",
+        "--train_data a.jsonl --beir c --columns n": "--train_data a.jsonl: column 'n' holds int64, not texts",
+        "--train_data a.jsonl --beir c --columns s": "--train_data a.jsonl: column 's' has struct<a: string>, not tex",
+        "--train_data a.jsonl --beir d": "--beir d: ",
+        "--train_data a.jsonl --beir c --split dev": "--beir c: no judgments of split 'dev'; avail",
+        "--train_data a.jsonl --pairs a.jsonl --pair_columns text n":
+            "--pairs a.jsonl: column 'n' holds int64, not texts: rewrite it by prepare_corpus.py",
+    }.items():  # fmt: skip
         with pytest.raises(script.UserError) as error:
-            check(*flags)
+            check(*flags.split())
         assert str(error.value).startswith(message) and "\n" not in str(error.value), error.value
-    Path("overlap.jsonl").touch()
-    with pytest.raises(script.UserError, match="^overlap.jsonl: exists; choose another file, or set --overwrite$"):
-        script.main(script.parse_args([*common, "b.jsonl", "--columns", "text"]))
 
 
 @pytest.mark.parametrize("flags, message", [
     ("--train_data a --columns b", "requires --beir or --pairs"),
     ("--train_data a --beir c", "the following arguments are required: --columns"),
     ("--train_data a --columns b --pairs c --pair_columns x", "--pairs requires two --pair_columns"),
-    ("--train_data a --columns b --pairs c", "--pairs requires two --pair_columns"),
     ("--train_data a b --columns b --beir c --output x.parquet", "--output has the rows of one --train_data"),
     ("--train_data a --columns b --beir c --min_share 80", "--min_share above 0 and at most 1"),
     ("--train_data a --columns b --beir c --ngram 0", "--ngram must be 1 or more"),
@@ -345,15 +279,15 @@ def test_wrong_flags(flags, message, capsys):
 
 
 def test_from_the_command_line(tmp_path, beir, corpus):
-    """On the queries and documents of the fixtures, which are the rows themselves."""
+    """On the queries and documents of the fixtures, which are the rows themselves. No output is overwritten."""
     flags = ["--train_data", f"{corpus}/*.parquet", "--columns", "docstring", "code", "--beir", beir]
     flags += ["--output", "clean.parquet"]
     done = launch(ROOT / "check_overlap.py", *flags, cwd=tmp_path)
     queries, documents, *_ = done.stdout.splitlines()
     found, rows = re.search(r", query: (60 of 60) texts in (\d+) rows$", queries).groups()
     assert "document: 293 of 293 texts" in documents
-    assert int(rows) + pq.read_metadata("clean.parquet").num_rows == sum(
-        pq.read_metadata(path).num_rows for path in corpus.iterdir()
-    )
+    whole = sum(pq.read_metadata(path).num_rows for path in corpus.iterdir())
+    assert int(rows) + pq.read_metadata("clean.parquet").num_rows == whole
     done = launch(ROOT / "check_overlap.py", *flags, cwd=tmp_path, check=False)
-    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: overlap.jsonl: exists")
+    line = "error: overlap.jsonl: exists; choose another file, or set --overwrite"
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == line

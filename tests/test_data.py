@@ -1,18 +1,16 @@
 """Reading, order, hold-out, mixing and resume of the data, each compared with a plain list of rows."""
 
 import csv
-import http.server
+import io
 import json
 import os
 import re
-import shutil
-import threading
 import time
 from collections import Counter
-from functools import partial
 from itertools import combinations, islice
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import datasets
 import fsspec
@@ -55,10 +53,8 @@ def open_data(**changed):
 
 def table(count, first=0):
     """Return rows of texts that are difficult in text formats: quotes, tabs, line breaks, accents, leading spaces."""
-    return [
-        {"a": f'row {i}: "quoted", ça\nand\r\nmore', "b": f" positive {i}\ttab\u2028{'x' * (i % 17)}"}
-        for i in range(first, first + count)
-    ]
+    return [{"a": f'row {i}: "quoted", ça\nand\r\nmore', "b": f" positive {i}\ttab\u2028{'x' * (i % 17)}"}
+            for i in range(first, first + count)]  # fmt: skip
 
 
 def write(path, rows):
@@ -71,16 +67,21 @@ def write(path, rows):
         with (pa.ipc.new_file if "file" in name else pa.ipc.new_stream)(name, arrow.schema) as writer:
             writer.write_table(arrow, max_chunksize=37)
     else:
-        with fsspec.open(name, "wt", compression="infer", encoding="utf-8", newline="") as file:
-            if "json" in name:
-                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            elif ".txt" in name:
-                file.writelines(row["text"] + "\n" for row in rows)
-            else:
-                options = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None} if ".tsv" in name else {}
-                writer = csv.DictWriter(file, rows[0].keys(), **options)
-                writer.writeheader()
-                writer.writerows(rows)
+        file = io.StringIO(newline="")
+        if "json" in name:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        elif ".txt" in name:
+            file.writelines(row["text"] + "\n" for row in rows)
+        else:
+            options = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None} if ".tsv" in name else {}
+            writer = csv.DictWriter(file, rows[0].keys(), **options)
+            writer.writeheader()
+            writer.writerows(rows)
+        data = file.getvalue().encode()
+        # As from `cat a.gz b.gz`: a reader that stops after the first frame would lose rows silently.
+        for mode, part in (("wb", data[: len(data) // 2]), ("ab", data[len(data) // 2 :])):
+            with fsspec.open(name, mode, compression="infer") as frame:
+                frame.write(part)
     return name
 
 
@@ -115,8 +116,6 @@ def shards(tmp_path_factory):
     return f"{folder}/*.parquet"
 
 
-# ---------------------------------------------------------------------------------------------------------- formats
-
 SUFFIXES = ["parquet", "stream.arrow", "file.arrow", "json", "jsonl.gz", "jsonl.zst", "ndjson", "csv", "csv.gz", "tsv",
             "tsv.zst"]  # fmt: skip
 
@@ -146,18 +145,17 @@ configs:
 @both_kinds
 def test_globs_saved_folders_and_configurations(streaming, tmp_path):
     """The files of a folder are named by the user; only what save_to_disk and the Hub's layout list is read alone."""
-    Path("folder").mkdir()
-    for number in range(3):
-        write(f"folder/{number}.jsonl", table(20, 20 * number))
+    for name, rows in {"folder/0.jsonl": table(20), "folder/1.jsonl": table(20, 20), "folder/2.jsonl": table(20, 40),
+                       "configs/x.jsonl": table(5), "configs/z.csv": table(9), "configs/y/0.parquet": table(7),
+                       "configs/y/1.parquet": table(7, 7)}.items():  # fmt: skip
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        write(name, rows)
+    Path("configs/README.md").write_text(CONFIGS)
     datasets.Dataset.from_list(table(90)).save_to_disk("saved")
     datasets.load_from_disk("saved").map(lambda row: {"a": row["b"]}).shuffle(seed=0)
     assert len(list(Path("saved").glob("cache-*.arrow"))) == 2
     rows = {"train": datasets.Dataset.from_list(table(70)), "test": datasets.Dataset.from_list(table(20))}
     datasets.DatasetDict(rows).save_to_disk("splits")
-    Path("configs/y").mkdir(parents=True)
-    Path("configs/README.md").write_text(CONFIGS)
-    write("configs/x.jsonl", table(5)), write("configs/z.csv", table(9))
-    write("configs/y/0.parquet", table(7)), write("configs/y/1.parquet", table(7, 7))
     for name, count in {
         "./folder/*.jsonl": 60, f"{tmp_path}/folder/[12].jsonl": -20, "saved": 90, "splits": 70, "splits/test": 20,
         "./configs:one:train": 5, "configs:two:train": 14, f"{tmp_path}/configs:two:dev": 9,
@@ -165,10 +163,10 @@ def test_globs_saved_folders_and_configurations(streaming, tmp_path):
         expected = table(40, 20) if count < 0 else table(count)
         assert texts(open_source(streaming, name, shuffle_buffer=0), len(expected)) == expected, name
     wrong = {"configs:two:test": "'test'.*train, dev", "configs:three:train": "configs:three.*one.*two",
-             "folder": "folder: name its files: 'folder/\\*.parquet'; prepare_corpus.py reads folders$"}  # fmt: skip
+             "configs": r"^configs: .*\['one', 'two'\]"}  # fmt: skip
     for name, hint in wrong.items():
         with pytest.raises(script.UserError, match=hint):
-            open_data(train_data=[name], streaming=streaming)
+            open_source(streaming, name)
 
 
 @both_kinds
@@ -180,19 +178,7 @@ def test_text_lines_with_the_column_named_twice(streaming, suffix):
 
 
 @both_kinds
-@pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_several_compressed_frames_in_one_file(streaming, suffix):
-    """As from `cat a.gz b.gz`: a reader that stops after the first frame would lose rows silently."""
-    parts = [write(f"{i}.jsonl.{suffix}", table(60, 60 * i)) for i in range(3)]
-    Path(f"all.jsonl.{suffix}").write_bytes(b"".join(Path(part).read_bytes() for part in parts))
-    source = open_source(streaming, f"all.jsonl.{suffix}", shuffle_buffer=0)
-    assert numbers(source.take(181)) == [*range(180), 0]
-
-
-@pytest.mark.parametrize(
-    "suffix, streaming",
-    list(zip(["parquet", "stream.arrow", "jsonl", "csv", "csv"], [False, True, True, False, True])),
-)
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
 def test_labels(streaming, suffix):
     """A label is a number or a list of numbers; a list in a CSV file is JSON."""
     for label in (lambda i: i / 8, lambda i: [i / 8, 1.0]):
@@ -209,22 +195,11 @@ def test_labels(streaming, suffix):
 def test_hub_ids(monkeypatch):
     """ID, and ID:config:split, where config may be empty."""
     files = {split: [f"hf://datasets/o/n@abc/{split}.parquet"] for split in ("train", "dev")}
-    requested, builder = [], SimpleNamespace(config=SimpleNamespace(data_files=files))
-    monkeypatch.setattr(
-        script.datasets, "load_dataset_builder", lambda path, name: requested.append((path, name)) or builder
-    )
+    builder = mock.Mock(return_value=SimpleNamespace(config=SimpleNamespace(data_files=files)))
+    monkeypatch.setattr(script.datasets, "load_dataset_builder", builder)
     for source, split in {"o/n": "train", "o/n:cfg:dev": "dev", "o/n::dev": "dev"}.items():
         assert script.list_files(source) == files[split]
-    assert requested == [("o/n", None), ("o/n", "cfg"), ("o/n", None)]
-
-
-def test_a_changed_file_is_read_again():
-    for first in (0, 100):
-        source = open_source(False, write("part.jsonl", table(20, first)), shuffle_buffer=0)
-        assert numbers(source.take(20)) == list(range(first, first + 20))
-
-
-# ------------------------------------------------------------------------------------------- columns of other types
+    assert [call.kwargs["name"] for call in builder.call_args_list] == [None, "cfg", None]
 
 
 @both_kinds
@@ -235,21 +210,15 @@ def test_a_column_that_is_null_in_the_first_chunk(streaming):
     file = write("x.jsonl", rows)
     assert numbers(open_source(streaming, file, shuffle_buffer=0).take(220)) == list(range(220))
     skipping = {"columns": ["a", "note"], "on_bad_row": "skip", "shuffle_buffer": 0}
-    source = open_source(streaming, file, **skipping)
-    found, skipped = read(source, 220)
+    found, skipped = read(open_source(streaming, file, **skipping), 220)
     assert [row.cells["a"] for row in found] == [f"row {i}: z" for i in range(200, 220)] and skipped == 200
 
 
 VALUES = {  # {what a column holds: (its values, what is said)}
-    "texts and numbers": (["a text", 3], "column 'b' has extension<arrow.json>, not texts, numbers or lists of them"),
-    "texts and lists": (
-        ["a text", ["y"]],
-        "column 'b' has extension<arrow.json>, not texts, numbers or lists of them",
-    ),
-    "objects": ([{"x": "y"}], "column 'b' has struct<x: string>, not texts, numbers or lists of them"),
-    "numbers": ([5], "'b' holds int, not texts: choose other columns"),
-    "booleans": ([True], "'b' holds float, not texts: choose other columns"),
-    "nested lists": ([[["one", "two"]]], "'b' holds list, not texts: choose other columns"),
+    "texts and numbers": (["a text", 3], "has extension<arrow.json>, not texts, numbers or lists of them"),
+    "objects": ([{"x": "y"}], "has struct<x: string>, not texts, numbers or lists of them"),
+    "numbers": ([5], "holds int, not texts: choose other columns"),
+    "nested lists": ([[["one", "two"]]], "holds list, not texts: choose other columns"),
 }
 
 
@@ -259,11 +228,8 @@ def test_a_column_without_texts(streaming, kind):
     """Refused, also under --on_bad_row skip, as the column is wrong, not the row; never converted to text."""
     values, line = VALUES[kind]
     file = write("x.jsonl", [{"a": f"row {i}: ", "b": value} for i, value in enumerate(values)])
-    with pytest.raises(
-        script.UserError, match=f"^x.jsonl: {re.escape(line)}.*: rewrite it by|, rewrite it by"
-    ) as error:
+    with pytest.raises(script.UserError, match=f"^x.jsonl: .*'b' {re.escape(line)}.* rewrite it by prepare_corpus.py"):
         read(open_source(streaming, file, on_bad_row="skip"), 1)
-    assert "prepare_corpus.py" in str(error.value)
 
 
 STRINGS = {  # {kind: Arrow types of the texts of two Parquet files}
@@ -275,8 +241,7 @@ STRINGS = {  # {kind: Arrow types of the texts of two Parquet files}
 
 @pytest.mark.parametrize("kind", STRINGS)
 def test_files_of_several_string_types(kind):
-    """As pandas 2 and 3, polars and pyarrow write them: read as from one table, also where a batch has rows of two
-    windows, or of two epochs."""
+    """Read as from one table, also where a batch has rows of two windows, or of two epochs."""
     expected = table(60)
     for number, string in enumerate(STRINGS[kind]):
         rows = expected[30 * number : 30 * number + 30]
@@ -293,19 +258,6 @@ def test_files_of_several_string_types(kind):
             for first in range(0, 240, 60):  # an epoch
                 epoch = found[first : first + 60]
                 assert (sorted(epoch, key=expected.index) if buffer else epoch) == expected
-
-
-@both_kinds
-@pytest.mark.parametrize("suffix", ["csv", "csv.gz"])
-def test_quotes_that_do_not_match(streaming, suffix):
-    """A field that begins with a stray quote would hold all rows up to the next one: refused with its line."""
-    lines = [f"question {i},answer {i}\n" for i in range(40)]
-    for number in (5, 30):
-        lines[number] = f'question {number},"answer {number} of the corpus\n'
-    with fsspec.open(f"x.{suffix}", "wt", compression="infer") as file:
-        file.writelines(["a,b\n", *lines])
-    with pytest.raises(script.UserError, match=rf"x.{suffix}: line 32: .*: double the quotes of a text$"):
-        open_source(streaming, f"x.{suffix}").take(1)
 
 
 def test_fields_of_several_lines_that_end_beyond_the_lines_checked(monkeypatch):
@@ -329,16 +281,14 @@ def test_labels_that_are_not_finite_numbers(streaming):
             read(open_source(streaming, file, label_column=["score"], shuffle_buffer=0), 4)
 
 
-# ------------------------------------------------------------------------------------------------------------ order
-
-
 @both_kinds
-@pytest.mark.parametrize("buffer", [1, 60, 197, 10_000])
+@pytest.mark.parametrize("buffer", [0, 1, 60, 197, 10_000])
 def test_each_epoch_contains_every_row_once_in_a_new_order(shards, streaming, buffer):
+    """Without a buffer, in the order of the files."""
     order = numbers(open_source(streaming, shards, shuffle_buffer=buffer).take(3 * 197))
     epochs = [order[i : i + 197] for i in range(0, len(order), 197)]
-    assert all(sorted(epoch) == list(range(197)) for epoch in epochs)
-    if not streaming or buffer > 1:  # with a buffer of one row, a stream shuffles only its shards
+    assert all((sorted(epoch) if buffer else epoch) == list(range(197)) for epoch in epochs)
+    if buffer > streaming:  # with a buffer of one row, a stream shuffles only its shards
         assert all(one != other for one, other in combinations([list(range(197)), *epochs], 2))
 
 
@@ -352,11 +302,6 @@ def test_the_order_depends_on_the_seed_and_the_source_number(shards, streaming):
     assert order(0) != order(0, seed=1)
 
 
-def test_without_a_shuffle_buffer_rows_keep_the_order_of_the_files(shards):
-    for streaming in (False, True):
-        assert numbers(open_source(streaming, shards, shuffle_buffer=0).take(400)) == [i % 197 for i in range(400)]
-
-
 def test_rows_of_a_mapped_batch_are_far_apart(monkeypatch):
     monkeypatch.setattr(script, "BLOCK", 100)
     file = write("large.parquet", table(10_000, 1000))
@@ -368,79 +313,42 @@ def test_rows_of_a_mapped_batch_are_far_apart(monkeypatch):
         assert np.median(np.diff(batch)) > 3  # neighbours in the file are rarely in one batch
 
 
-# --------------------------------------------------------------------------------------------------- edited sources
-
 EDITS = {
     "filter": (lambda rows: rows.with_format(None).filter(lambda row: len(row["b"]) % 2), None),
-    "shuffle": (lambda rows: rows.shuffle(seed=3), range(200)),
     "sort": (lambda rows: rows.sort("b", reverse=True), range(200)),
     "select": (lambda rows: rows.select(range(3, 200, 5)), range(3, 200, 5)),
-    "no format": (lambda rows: rows.select(range(7)).with_format(None), range(7)),
+    "no format": (lambda rows: rows.select(range(27)).with_format(None), range(27)),
 }
 
 
-@pytest.fixture
-def edited(monkeypatch):
-    """Return a function that edits open_source, and returns the numbers of the rows that remain, in their order."""
-
-    def edit(name):
-        change, _ = EDITS[name]
-        real = script.open_source
-        monkeypatch.setattr(script, "open_source", lambda files, args: change(real(files, args)))
-        return numbers(script.open_source(script.list_files("x.parquet"), options()).with_format("arrow")[:])
-
-    write("x.parquet", table(200))
-    return edit
-
-
 @pytest.mark.parametrize("edit", EDITS)
-def test_the_rows_of_an_edited_source(edited, edit):
-    """After .filter, .shuffle, .sort or .select exactly the remaining rows are trained on, or held out."""
-    expected = edited(edit)
-    assert EDITS[edit][1] is None or sorted(expected) == list(EDITS[edit][1])
+def test_the_rows_of_an_edited_source(edit, monkeypatch):
+    """After .filter, .sort or .select exactly the remaining rows are trained on, or held out, also after a resume."""
+    write("x.parquet", table(200))
+    change, kept = EDITS[edit]
+    real = script.open_source
+    monkeypatch.setattr(script, "open_source", lambda files, args: change(real(files, args)))
+    expected = numbers(script.open_source(script.list_files("x.parquet"), options()).with_format("arrow")[:])
     size = len(expected)
-    assert 0 < size < 200 or expected != list(range(200))
+    assert sorted(expected) == list(kept) if kept else 0 < size < 200
     assert numbers(open_source(False, "x.parquet", shuffle_buffer=0).take(size)) == expected
     source = open_source(False, "x.parquet", shuffle_buffer=20)
     held_out = numbers(source.hold_out(5))
     epochs = [numbers(source.take(size - 5)) for _ in range(2)]
     assert all(sorted([*held_out, *epoch]) == sorted(expected) for epoch in epochs) and epochs[0] != epochs[1]
 
+    def open_batches(state):
+        source = open_source(False, "x.parquet", shuffle_buffer=20, batch_size=4)
+        source.hold_out(5)
+        return script.row_batches([source], [1], source.args, state)
 
-def test_a_run_on_an_edited_source_is_resumed(edited, static, monkeypatch):
-    """The rows of each step are those of a run that was not stopped, and no others."""
-    expected = edited("filter")
-    flags = ["--train_data", "x.parquet", "--columns", "a", "b", "--model_name_or_path", str(static),
-             "--max_steps", "9", "--batch_size", "4", "--save_steps", "5", "--eval_rows", "3",
-             "--shuffle_buffer", "20"]  # fmt: skip
-    seen = []
-    real = script.read_rows
-
-    def record(table, sources, lookups, step):
-        seen.append((step, sorted(numbers(table))))
-        return real(table, sources, lookups, step)
-
-    monkeypatch.setattr(script, "read_rows", record)
-    script.main(script.parse_args([*flags, "--output_dir", "out"]))
-    whole = seen[:10]
-    weights = Path("out/model/model.safetensors").read_bytes()
-    assert {number for _, rows in whole for number in rows} <= set(expected)
-    for folder in ("out/model", "out/checkpoints/step_00000009"):
-        shutil.rmtree(folder)
-    seen.clear()
-    script.main(script.parse_args([*flags, "--output_dir", "out", "--resume"]))
-    assert seen[:5] == [whole[0], *whole[6:10]]  # the first: held-out rows
-    assert Path("out/model/model.safetensors").read_bytes() == weights
-
-
-# --------------------------------------------------------------------------------------------------------- hold-out
+    assert_resumes(open_batches, 40, (1, 6, 17))
 
 
 @both_kinds
 @pytest.mark.parametrize("held_out", [1, 101, 120])
 def test_held_out_rows_are_never_trained_on(shards, streaming, held_out):
-    """Fewer rows than the first file has, exactly as many, and more. Of a stream, the first ones are held out, of its
-    first file alone."""
+    """As many as the first file has, fewer or more. Of a stream, the first ones of its first file are held out."""
     source = open_source(streaming, shards, shuffle_buffer=60)
     kept = numbers(source.hold_out(held_out))
     count = min(held_out, 101) if streaming else held_out
@@ -449,27 +357,8 @@ def test_held_out_rows_are_never_trained_on(shards, streaming, held_out):
         assert sorted([*kept, *epoch]) == list(range(197))
 
 
-@both_kinds
-def test_held_out_rows_are_as_many_of_each_source(shards, streaming):
-    """Whatever their weights."""
-    other = write("other.jsonl", table(100, 1000))
-    given = {"mixing_weights": [3, 1], "eval_rows": 40, "streaming": streaming}
-    data, args = open_data(train_data=[shards, other], shuffle_buffer=60, batch_size=50, **given)
-    assert [source.name for source, _ in data.held_out] == [shards, other]
-    kept = [numbers(rows) for _, rows in data.held_out]
-    assert [sum(number < 1000 for number in kept[0]), sum(number >= 1000 for number in kept[1])] == [20, 20]
-    trained = {number for rows, _ in islice(batches_of(data, args), 10) for number in numbers(rows)}
-    assert len(trained) > 250 and not trained & {*kept[0], *kept[1]}
-
-
-def test_held_out_by_default(shards):
-    """A tenth of the training rows, at most 1,000, or of several sources a share of 1,000 of each; all rows of
-    --eval_data if it is given, at most 1,000."""
-    assert len(held_out(open_data(train_data=[shards])[0])) == 19
-    large = write("large.parquet", table(20_000))
-    assert len(held_out(open_data(train_data=[large])[0])) == 1000
-    data, _ = open_data(train_data=[shards, large])
-    assert [(source.name, len(rows)) for source, rows in data.held_out] == [(shards, 19), (large, 500)]
+def test_all_rows_of_eval_data_are_held_out_by_default(shards):
+    """At most 1,000. Of training rows: tests/test_held_out.py."""
     data, _ = open_data(train_data=[shards], eval_data=[write("other.jsonl", table(100, 1000))])
     assert numbers(held_out(data)) == list(range(1000, 1100)) and len(data.sources[0]) == 197
     assert open_data(train_data=[shards], eval_rows=0)[0].held_out == []
@@ -488,9 +377,6 @@ def test_bad_rows_among_the_held_out_ones():
     assert len(held_out(data)) == 7 and data.skipped == 1
     with pytest.raises(script.UserError, match="x.jsonl: 'b' has no text in the row .*row 23: "):
         open_data(train_data=["x.jsonl"], eval_rows=8)
-
-
-# ---------------------------------------------------------------------------------------------------------- batches
 
 
 def batches_of(data, args, state=None):
@@ -606,17 +492,11 @@ def test_length_window_groups_rows_by_length_and_loses_none():
         source = open_source(False, file, length_window=window, batch_size=8, shuffle_buffer=40)
         return [rows for rows, _ in islice(script.row_batches([source], [1], source.args), 30)]
 
-    def lengths(batch):
-        return batch[script.LENGTH].to_numpy()
-
-    def spread(batch):
-        return np.ptp(lengths(batch))
-
     plain, grouped = batches(1), batches(10)
     assert sorted(number for batch in grouped for number in numbers(batch)) == list(range(240))
-    assert np.mean(list(map(spread, grouped))) < 0.3 * np.mean(list(map(spread, plain)))
-    longest = [np.argmax([max(lengths(batch)) for batch in grouped[i : i + 10]]) for i in (0, 10, 20)]
-    assert len(set(longest)) > 1
+    lengths = [np.array([batch[script.LENGTH].to_numpy() for batch in found]) for found in (plain, grouped)]  # (30, 8)
+    assert np.ptp(lengths[1], axis=1).mean() < 0.3 * np.ptp(lengths[0], axis=1).mean()
+    assert len(set(lengths[1].max(1).reshape(3, 10).argmax(1))) > 1
 
 
 def test_rows_per_epoch_is_a_fresh_sample_each_epoch(shards):
@@ -649,23 +529,6 @@ def test_shares_without_weights(streaming, shares):
 
 
 @both_kinds
-def test_urls(streaming, tmp_path, monkeypatch):
-    """A URL gives the rows and the fingerprint of the local file."""
-    monkeypatch.setattr(script.datasets.config, "HF_HUB_OFFLINE", False)
-    write("x.parquet", table(60))
-    handler = partial(http.server.SimpleHTTPRequestHandler, directory=os.getcwd())
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        url = f"http://127.0.0.1:{server.server_address[1]}/x.parquet"
-        remote, local = open_source(streaming, url), open_source(streaming, "x.parquet")
-        assert remote.take(60).equals(local.take(60))
-        assert script.data_fingerprint(remote.files) == script.data_fingerprint(local.files)
-    finally:
-        server.shutdown()
-
-
-@both_kinds
 def test_an_arrow_file_with_wrong_offsets(streaming):
     """A reader that does not validate them would access memory at random and crash."""
     write("x.arrow", table(60))
@@ -684,11 +547,8 @@ def test_a_large_parquet_file_is_streamed_in_constant_memory(tmp_path):
             texts = [f"{row} {blocks[row % 249_000 :][:250].hex()}" for row in range(first, first + 20_000)]
             writer.write_table(pa.table([texts], schema=schema))
     assert os.path.getsize(tmp_path / "x.parquet") > 200e6
-    seen = []
-    before, windows = pa.total_allocated_bytes(), script.open_files([str(tmp_path / "x.parquet")]).iter(5000)
-    next(windows)
-    time.sleep(0.3)
-    assert pa.total_allocated_bytes() - before < 120e6  # about 70 MB measured
-    for _ in windows:
-        seen.append(int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) / 1000)
-    assert len(seen) == 79 and max(seen[40:]) < max(seen[:10]) + 60  # MB
+    before, allocated = pa.total_allocated_bytes(), []
+    for number, _ in enumerate(script.open_files([str(tmp_path / "x.parquet")]).iter(5000)):
+        time.sleep(0.3 * (number == 0))
+        allocated.append(pa.total_allocated_bytes() - before)
+    assert len(allocated) == 80 and max(allocated) < 120e6  # about 70 MB measured

@@ -5,12 +5,11 @@ import json
 import re
 import shutil
 
-import pandas as pd
 import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from conftest import ROOT, TRAINERS, launch, metrics, read_run, train, weights, write_jsonl
+from conftest import ROOT, TRAINERS, launch, metrics, train, weights, write_jsonl
 from safetensors.torch import load_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.cross_encoder.modules import LogitScore
@@ -165,26 +164,16 @@ def resume_from_step_3(name, output, flags):
 PROMPTS = ["--query_prompt", "query: ", "--document_prompt", "code: "]
 
 
-SIDES = [("BertModel", "right"), ("XLMRobertaModel", "left"), ("ModernBertModel", "left"), ("T5EncoderModel", "right"),
-         ("Qwen3Model", "left"), ("Qwen3Model", "right"), ("GemmaModel", "left")]  # fmt: skip
+# BERT counts positions from padding on the left, in any batch.
+SIDES = [("BertModel", "right"), ("ModernBertModel", "left"), ("Qwen3Model", "left"), ("Qwen3Model", "right")]
 
 
-@pytest.mark.parametrize("name, side", SIDES)  # BERT counts positions from padding on the left, in any batch
-def test_embeddings_equal_those_of_the_library(name, side, rows, bert, tmp_path):
-    """By each pooling, with prompts, truncated texts and padding on both sides; also after saving."""
+@pytest.mark.parametrize("name, side", SIDES)
+def test_embeddings_equal_those_of_the_library(name, side, bert, tmp_path):
+    """By each pooling, with prompts, truncated texts and padding on both sides."""
     folder = make(name, tmp_path / "model", bert, side)
-    texts = [row["code"][: 20 + number] for number, row in enumerate(rows[:30])] + [row["code"] for row in rows[:5]]
     for pooling in ("mean", "cls", "lasttoken"):
-        flags = ["--pooling", pooling, "--max_length", "60", *PROMPTS]
-        check("train_bi_encoder", folder, *flags)
-        _, args, model = load("train_bi_encoder", folder, *flags)
-        model.eval()
-        found = embed(model, texts, args)
-        model.save_pretrained(str(tmp_path / pooling))
-        saved = SentenceTransformer(str(tmp_path / pooling), device="cpu")
-        assert saved.tokenizer.padding_side == side
-        expected = torch.from_numpy(saved.encode_query(texts))
-        assert (found - expected).norm() < 1e-5 * expected.norm()
+        check("train_bi_encoder", folder, "--pooling", pooling, "--max_length", "60", *PROMPTS)
 
 
 def test_an_end_token_that_only_the_tokenizer_knows(tmp_path):
@@ -211,16 +200,11 @@ def test_a_missing_end_token_is_refused(corpus, tmp_path):
 
 
 def test_chat_templates_are_refused(corpus, tmp_path):
-    """By the bi-encoder's trainer, of a model that was saved to put texts into one; and one without a place for
-    pairs."""
+    """By the bi-encoder's trainer, of a model that was saved to put texts into one."""
     folder = make_decoder(tmp_path / "chat", chat=CHAT)
     SentenceTransformer(str(folder), device="cpu").save_pretrained(str(tmp_path / "model"))
     with pytest.raises(train_bi_encoder.UserError, match="chat template"):
         train("train_bi_encoder", *flags_of(corpus, tmp_path / "model", tmp_path / "refused"))
-    chat = "{% for m in messages %}{% if m['role'] != 'user' %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
-    reranker = make_decoder(tmp_path / "lm", "Qwen3ForCausalLM", chat=chat)
-    with pytest.raises(train_cross_encoder.UserError, match="lm: its input must contain query and document"):
-        load("train_cross_encoder", reranker)
 
 
 def test_a_chat_model_embeds_plain_texts(corpus, tmp_path):
@@ -230,9 +214,8 @@ def test_a_chat_model_embeds_plain_texts(corpus, tmp_path):
     flags = flags_of(corpus, model, tmp_path / "out", "--pooling", "lasttoken", "--max_steps", 1)
     train("train_bi_encoder", *flags)
     saved = SentenceTransformer(str(tmp_path / "out/model"), device="cpu")
-    assert saved.preprocess(["ab"])["input_ids"].tolist() == [
-        [*saved.tokenizer.convert_tokens_to_ids(["a", "b"]), 257]
-    ]
+    (ids,) = saved.preprocess(["ab"])["input_ids"].tolist()
+    assert ids == [*saved.tokenizer.convert_tokens_to_ids(["a", "b"]), 257]
 
 
 def test_the_models_own_prompts_are_the_default(corpus, bert, tmp_path):
@@ -319,16 +302,10 @@ def yes_no(tmp_path_factory):
     return folders
 
 
-@pytest.mark.parametrize(
-    "kind, flags",
-    [
-        ("plain", ["--template", TEMPLATE]),
-        ("plain", ["--template", TEMPLATE, "--query_prompt", "Judge. "]),
-        ("chat", []),
-        ("chat", ["--query_prompt", "Judge."]),
-        ("chat", ["--template", TEMPLATE]),
-    ],
-)
+@pytest.mark.parametrize("kind, flags", [
+    ("plain", ["--template", TEMPLATE, "--query_prompt", "Judge. "]), ("chat", []),
+    ("chat", ["--query_prompt", "Judge."]), ("chat", ["--template", TEMPLATE]),
+])  # fmt: skip
 def test_yes_no_scores_equal_those_of_the_library(kind, flags, yes_no, rows, tmp_path):
     """Also of truncated pairs and after saving; only the last token's logits are computed."""
     check("train_cross_encoder", yes_no[kind], *flags)
@@ -346,33 +323,6 @@ def test_yes_no_scores_equal_those_of_the_library(kind, flags, yes_no, rows, tmp
     assert found == pytest.approx(expected.tolist(), rel=1e-5, abs=1e-5) and expected.std() > 0.1
     if "--query_prompt" in flags:
         assert found != pytest.approx(saved.predict(pairs, prompt="").tolist())
-
-
-def test_a_yes_no_reranker_trains_resumes_and_reranks(yes_no, corpus, beir, evaluate, tmp_path):
-    """With a chat template: a resume to the bit; scores in the evaluator."""
-    name = "train_cross_encoder"
-    flags = flags_of(corpus, yes_no["chat"], tmp_path / "one", "--max_length", 160)
-    train(name, *flags)
-    expected = weights(tmp_path / "one/model")
-    resume_from_step_3(name, tmp_path / "one", flags)
-    assert torch.equal(weights(tmp_path / "one/model"), expected)
-
-    model = tmp_path / "one/model"
-    evaluate("--beir", beir, "--cross_encoder", model, "--rerank_k", 5, "--run", make_run(beir, tmp_path))
-    (path,) = (tmp_path / "out").glob("**/*one*/run.trec")
-    documents = pd.read_json(beir / "corpus.jsonl", lines=True, dtype=str).set_index("_id")["text"]
-    queries = pd.read_json(beir / "queries.jsonl", lines=True, dtype=str).set_index("_id")["text"]
-    found = read_run(path)["q3"]
-    predict = CrossEncoder(str(model), device="cpu", activation_fn=torch.nn.Identity()).predict
-    expected = predict([(queries["q3"], documents[document]) for document in found])
-    assert list(found.values()) == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-4) and len(found) == 5
-
-
-def make_run(beir, folder):
-    """Write a ranking of five documents for each query."""
-    lines = [f"q{q} Q0 d{(q + n) % 60} {n} {-n} x\n" for q in range(60) for n in range(5)]
-    (folder / "any.run").write_text("".join(lines))
-    return folder / "any.run"
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -435,10 +385,8 @@ def test_half_precision_weights_under_adapters(name, tmp_path):
     kind = "Qwen3Model" if name == "train_bi_encoder" else "Qwen3ForCausalLM"
     base = make_decoder(tmp_path / "base", kind, chat=CHAT)
     getattr(transformers, kind).from_pretrained(base).bfloat16().save_pretrained(base)
-    assert {weight.dtype for weight in load(name, base, "--lora_rank", "4")[2].parameters()} == {
-        torch.bfloat16,
-        torch.float32,
-    }
+    dtypes = {weight.dtype for weight in load(name, base, "--lora_rank", "4")[2].parameters()}
+    assert dtypes == {torch.bfloat16, torch.float32}
     check(name, base, "--lora_rank", "4", tolerance=0.02)
 
 
@@ -454,24 +402,21 @@ def test_adapters_under_fsdp2(corpus, tmp_path):
 
 ANY_ROLE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>\n{% endfor %}"
 ONE_TURN = "<user>{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+REFUSING = "{% for m in messages %}{% if m['role'] != 'user' %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
 USER_ONLY = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}<answer>"
 
 
-@pytest.mark.parametrize(
-    "chat, flags, is_refused",
-    [
-        (None, [], True),  # how to sortdef sort(x)
-        (None, ["--template", "Query: {query} Document: {document}"], True),
-        (None, ["--template", TEMPLATE], False),
-        (ANY_ROLE, [], True),
-        (ANY_ROLE, ["--template", TEMPLATE], False),
-        (ANY_ROLE + "<assistant>", [], False),
-        (ONE_TURN + "<end>", [], True),
-        (ONE_TURN + "<end><assistant>", [], False),
-        (USER_ONLY, [], True),
-        (CHAT, [], False),
-    ],
-)
+@pytest.mark.parametrize("chat, flags, is_refused", [
+    (None, [], True),  # how to sortdef sort(x)
+    (None, ["--template", "Query: {query} Document: {document}"], True),
+    (ANY_ROLE, [], True),
+    (ANY_ROLE, ["--template", TEMPLATE], False),
+    (ANY_ROLE + "<assistant>", [], False),
+    (ONE_TURN + "<end>", [], True),
+    (ONE_TURN + "<end><assistant>", [], False),
+    (USER_ONLY, [], True),
+    (REFUSING, [], True),
+])  # fmt: skip
 def test_a_yes_no_reranker_must_be_asked(chat, flags, is_refused, tmp_path):
     """The input of a causal model contains query and document and ends where the answer begins, or it is refused; what
     --template has made is accepted without it."""
@@ -484,7 +429,7 @@ def test_a_yes_no_reranker_must_be_asked(chat, flags, is_refused, tmp_path):
         load("train_cross_encoder", tmp_path / "saved")
 
 
-@pytest.mark.parametrize("missing", [("no",), ("yes",), ("yes", "no")])
+@pytest.mark.parametrize("missing", [("no",), ("yes", "no")])
 def test_a_yes_no_reranker_must_know_both_words(missing, yes_no, tmp_path):
     """A word that it lacks would be <unk>; with both, all scores would be 0."""
     folder = shutil.copytree(yes_no["chat"], tmp_path / "model")
@@ -501,7 +446,7 @@ def test_a_yes_no_reranker_must_know_both_words(missing, yes_no, tmp_path):
         load("train_cross_encoder", folder)
 
 
-@pytest.mark.parametrize("ids, is_refused", [((261, 261), True), ((261, None), False), ((97, 98), False)])
+@pytest.mark.parametrize("ids, is_refused", [((261, 261), True), ((261, None), False)])
 def test_the_words_of_a_saved_reranker(ids, is_refused, yes_no, tmp_path):
     model = CrossEncoder(str(yes_no["chat"]), device="cpu")
     model[1] = LogitScore(*ids)

@@ -1,5 +1,4 @@
-"""What an edited script may rely on: weights that only some texts need, tensors of one's own in checkpoints, the step,
-and the traceback of one's own errors."""
+"""What an edited script may rely on: weights that few texts need, tensors of its own, the step, and tracebacks."""
 
 import importlib
 import shutil
@@ -56,8 +55,7 @@ def tensors(output, step, name):
 
 @pytest.fixture(scope="module")
 def edited(tmp_path_factory, rows, bert):
-    """(edited script, flags): of six batches the fourth alone has a text with [MASK], in its longest row, which the
-    first process reads."""
+    """(edited script, flags): of six batches the fourth has a text with [MASK], which the first process gets."""
     folder = tmp_path_factory.mktemp("edited")
     short = [{name: text[:60] for name, text in row.items()} for row in rows[:48]]
     short[27] = {"docstring": rows[27]["docstring"], "code": "[MASK] " + "a long text " * 20}
@@ -99,33 +97,28 @@ def test_stopped_and_resumed_on_two_processes(edited, tmp_path, monkeypatch):
     assert missing == {"0.head.weight", "0.head.bias", "0.model.pooler.dense.weight", "0.model.pooler.dense.bias"}
 
 
-# ---- the step
-
-
 @pytest.mark.parametrize("name", TRAINERS)
 def test_rows_batches_and_losses_get_their_step(name, corpus, bert, tmp_path, monkeypatch):
     """Though they are prepared ahead; with two batches a step, and after a resume. Held-out rows have step 0."""
     script = importlib.import_module(name)
-    read_row, local_rows, make_loss = script.read_row, script.local_rows, script.make_loss
-    forward_backward = script.forward_backward
-    read, of_batch, seen, of_loss = {}, {}, [], []
+    of_row, of_rows, of_batch, of_loss = [], [], [], []  # steps
 
-    def recorded_row(cells, step, args, random=None):
-        read.setdefault((cells[script.SOURCE], cells[script.NUMBER]), step)  # a cross-encoder reads negatives again
-        return read_row(cells, step, args, random)
+    def recorded_row(cells, step, *args, real=script.read_row):
+        of_row.append(step)
+        return real(cells, step, *args)
 
-    def recorded_rows(table, local, step, *args):
-        rows, skipped = local_rows(table, local, step, *args)
-        steps = {read[row.cells[script.SOURCE], row.cells[script.NUMBER]] for row in rows}
-        of_batch.setdefault(step, set()).update(steps)
-        return rows, skipped
+    def recorded_rows(table, local, step, *args, real=script.local_rows):
+        before = len(of_row)
+        found = real(table, local, step, *args)
+        of_rows.append({step, *of_row[before:]})
+        return found
 
-    def recorded_step(model, batch, *args):
-        seen.append({batch.step} | of_batch[batch.step])
-        return forward_backward(model, batch, *args)
+    def recorded_step(model, batch, *args, real=script.forward_backward):
+        of_batch.append(batch.step)
+        return real(model, batch, *args)
 
-    def recorded_loss(*args):
-        loss = make_loss(*args)
+    def recorded_loss(*args, real=script.make_loss):
+        loss = real(*args)
         return lambda outputs, whole: of_loss.append(whole.step) or loss(outputs, whole)
 
     monkeypatch.setattr(script, "read_row", recorded_row)
@@ -133,36 +126,16 @@ def test_rows_batches_and_losses_get_their_step(name, corpus, bert, tmp_path, mo
     monkeypatch.setattr(script, "forward_backward", recorded_step)
     monkeypatch.setattr(script, "make_loss", recorded_loss)
     flags = ["--train_data", f"{corpus}/*", "--model_name_or_path", bert, *FLAGS, "--gradient_accumulation_steps", 2,
-             "--max_steps", 5, "--save_steps", 3, "--output_dir", tmp_path, "--eval_rows", 5]  # fmt: skip
-    if name == "train_cross_encoder":
-        flags += ["--num_negatives", 1]
+             "--max_steps", 5, "--save_steps", 3, "--output_dir", tmp_path, "--eval_rows", 5,
+             *["--num_negatives", 1] * (name == "train_cross_encoder")]  # fmt: skip
     train(name, *flags)
-    assert list(read.values())[:5] == [0] * 5 and max(read.values()) >= 4
+    assert of_row[:5] == [0] * 5 and len(of_rows) >= 10
     expected = [number // 2 for number in range(10)]
-    assert seen == [{step} for step in expected] and of_loss == expected
+    assert of_batch == of_loss == expected and of_rows[:10] == [{step} for step in expected]
     shutil.rmtree(tmp_path / "checkpoints/step_00000005")
+    of_rows.clear()
     train(name, *flags, "--resume")
-    assert seen[10:] == [{step} for step in expected[6:]] and of_loss[10:] == expected[6:]
-
-
-# ---- bugs
-
-
-def test_errors_of_code_keep_their_type():
-    """An error of a file, or of the types that are named, becomes a UserError; one of code does not."""
-    script = importlib.import_module("train_bi_encoder")
-    for kind in (KeyError, IndexError, TypeError, AttributeError, NameError):
-        with pytest.raises(kind, match="^'?attention_mask'?$") as raised, script.user_errors("--flag"):
-            raise kind("attention_mask")
-        assert not isinstance(raised.value, script.UserError)
-        with (
-            pytest.raises(script.UserError, match="^--flag: (there is no ')?attention_mask"),
-            script.user_errors("--flag", kind),
-        ):
-            raise kind("attention_mask")
-    for kind in (ValueError, OSError, RuntimeError):
-        with pytest.raises(script.UserError, match="^--flag: no such file"), script.user_errors("--flag"):
-            raise kind("no such file")
+    assert of_batch[10:] == of_loss[10:] == expected[6:] and of_rows[:4] == [{step} for step in expected[6:]]
 
 
 @pytest.mark.parametrize("place", ["read_row", "open_source", "apply_training_flags", "encode", "make_batch"])

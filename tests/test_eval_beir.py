@@ -1,6 +1,5 @@
 """--eval_beir: the trainers' measures on small collections equal those of eval_incremental.py for the saved models."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import pytest
 from conftest import launch, metrics, train, write_jsonl
 
 import train_bi_encoder as script
-import train_cross_encoder
 
 NAMES = {"nDCG@10": "ndcg@10", "RR@10": "mrr@10", "Success@1": "accuracy@1", "R@10": "recall@10"}
 
@@ -74,14 +72,6 @@ def test_measures_equal_those_of_the_evaluator(evaluate, collections, corpus, be
     assert [means(result) for result in without] != [pytest.approx(part, abs=1e-6) for part in parts]
 
 
-def test_a_cross_encoder_refuses_a_folder(collections, corpus, reranker, tmp_path):
-    """It reranks collections in the layout of NanoBEIR, which list candidates: tests/test_hub.py."""
-    flags = flags_for(corpus, reranker, tmp_path / "run", "--num_negatives", 2, "--eval_beir", collections[0])
-    refused = rf"^--eval_beir {collections[0]} \(eval_incremental.py reads more layouts\): .*'queries' not found"
-    with pytest.raises(train_cross_encoder.UserError, match=refused):
-        train("train_cross_encoder", *flags)
-
-
 def test_collections_of_the_same_name(collections, corpus, bert, tmp_path):
     """Refused, as their measures would be one; also one that has the name of the held-out rows."""
     folders = [tmp_path / "a/held_out", tmp_path / "b/same", tmp_path / "c/same"]
@@ -126,14 +116,3 @@ def test_a_missing_collection(collections, corpus, bert, tmp_path):
         with pytest.raises(script.UserError) as error:
             train("train_bi_encoder", *flags_for(corpus, bert, tmp_path / split, *more))
         assert str(error.value).startswith(f"--eval_beir {collection} ") and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("similarity", ["cosine", "dot"])
-def test_names_of_measures_tell_the_similarity(similarity, evaluate, collections, corpus, bert, tmp_path):
-    config = shutil.copytree(bert, tmp_path / "model") / "config_sentence_transformers.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"similarity_fn_name": similarity}))
-    more = ["--eval_rows", 20, "--eval_beir", collections[0], "--max_steps", 1]
-    train("train_bi_encoder", *flags_for(corpus, tmp_path / "model", tmp_path / "run", *more))
-    shown = [f"{name}_{similarity}_ndcg@10" for name in ("held_out", "one")]
-    assert set(shown) < metrics(tmp_path / "run")[0].keys()
-    assert script.SentenceTransformer(str(tmp_path / "run/model")).similarity_fn_name == similarity

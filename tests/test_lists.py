@@ -23,9 +23,6 @@ def small_blocks(monkeypatch, in_an_empty_folder):
         monkeypatch.setattr(importlib.import_module(name), "BLOCK", 4)
 
 
-# ------------------------------------------------------------------------------------------------------------ draws
-
-
 def row(i, least=0):
     """Return a row of 1 to 3 positives and `least` to `least` + 4 negatives, with the scores of score()."""
     lists = {"pos": [f"positive {i} {j}" for j in range(1 + i % 3)],
@@ -90,13 +87,10 @@ def test_one_positive_and_up_to_num_negatives_are_drawn(name, limit):
 @BOTH
 def test_negatives_of_several_columns(name):
     """Of columns of texts, the first are used; from columns of lists, texts are drawn with their scores."""
-    flags = ["--columns", "q", "pos", "neg", "more", "--num_negatives", 1]
-    texts = [{"q": f"query {i}", "pos": "a", "neg": "b", "more": "c"} for i in range(4)]
-    assert all(row["documents"] == ["a", "b"] for epoch in epochs(3, name, texts, *flags) for row in epoch)
-    scored = [*flags, "--loss", "kl", "--label_column", "scores"]
-    labelled = [row | {"scores": [3, 2, 1]} for row in texts]
-    read = epochs(1, name, labelled, *scored)[0]
-    assert len(read) == 4 and all((row["documents"], row["labels"]) == (["a", "b"], [3, 2]) for row in read)
+    scored = ["--columns", "q", "pos", "neg", "more", "--num_negatives", 1, "--loss", "kl", "--label_column", "scores"]
+    texts = [{"q": f"query {i}", "pos": "a", "neg": "b", "more": "c", "scores": [3, 2, 1]} for i in range(4)]
+    read = sum(epochs(3, name, texts, *scored), [])
+    assert len(read) == 12 and all((row["documents"], row["labels"]) == (["a", "b"], [3, 2]) for row in read)
     lists = [{"q": f"query {i}", "pos": ["a"], "neg": ["b"], "more": ["c", "d"], "scores": [4, 3, 2, 1]}
              for i in range(4)]  # fmt: skip
     drawn = {(*row["documents"], *row["labels"]) for epoch in epochs(9, name, lists, *scored) for row in epoch}
@@ -104,39 +98,24 @@ def test_negatives_of_several_columns(name):
 
 
 @BOTH
-@pytest.mark.parametrize("loss", ["margin_mse", "kl"])
-def test_fewer_labels_than_documents_are_refused_before_any_is_left_out(name, loss):
+def test_fewer_labels_than_documents_are_refused_before_any_is_left_out(name):
     """Margins of three documents are as many as the scores of the two that --num_negatives keeps."""
-    flags = ["--num_negatives", 1, "--label_column", "y", "--loss", loss]
     texts = [{"q": f"query {i}", "a": "positive", "b": "near", "c": "far", "y": [2, 5]} for i in range(4)]
     lists = [{"q": row["q"], "list": ["positive", "near", "far"], "y": [2, 5]} for row in texts]
-    for rows, columns in ((texts, ["q", "a", "b", "c"]), (lists, ["q", "list"])):
-        module, args, data = open_data(name, rows, "--columns", *columns, *flags)
+    for rows, columns, loss in ((texts, "qabc", "margin_mse"), (lists, ["q", "list"], "kl")):
+        flags = ["--columns", *columns, "--num_negatives", 1, "--label_column", "y", "--loss", loss]
+        module, args, data = open_data(name, rows, *flags)
         with pytest.raises(module.UserError, match="'y' has missing, extra or non-finite numbers"):
             read(module, data.sources[0].take(4), data)
 
 
-def test_a_list_that_is_drawn_from_begins_with_its_best():
-    """By its labels; it is kept, and drawn is from the others. A teacher may score a negative higher."""
-    name, flags = (
-        "train_cross_encoder",
-        ["--columns", "q", "list", "--num_negatives", 1, "--label_column", "y", "--loss"],
-    )
-    graded = [{"q": f"query {i}", "list": ["c", "a", "b", "d"], "y": [1, 0, 0, 0]} for i in range(4)]
-    read = [row for epoch in epochs(9, name, graded, *flags, "listwise_ce") for row in epoch]
-    assert {(*row["documents"], *row["labels"]) for row in read} == {("c", text, 1, 0) for text in "abd"}
-    graded[2]["y"] = [0, 0, 1, 0]
-    read = [row for epoch in epochs(9, name, graded, *flags, "kl") for row in epoch]
+def test_a_list_that_is_drawn_from_keeps_its_first():
+    """Of a teacher's scores, too, which may be higher for a negative. tests/test_cross_encoder.py: of other labels."""
+    flags = ["--columns", "q", "list", "--num_negatives", 1, "--label_column", "y", "--loss", "kl"]
+    graded = [{"q": f"query {i}", "list": ["c", "a", "b", "d"], "y": [1, 0, i // 3, 0]} for i in range(4)]
+    read = [row for epoch in epochs(9, "train_cross_encoder", graded, *flags) for row in epoch]
     assert len(read) == 36 and {row["documents"][0] for row in read} == {"c"}
-    with pytest.raises(ValueError, match="a list must begin with its only document of the highest label .*'query 2'"):
-        epochs(1, name, graded, *flags, "listwise_ce")
-
-
-def test_a_listed_negative_that_is_the_positive_is_left_out():
-    """As in the bi-encoder, whose masks take texts that differ in white space or case as one."""
-    rows = [{"q": f"query {i}", "pos": "a text", "neg": "A  text\n", "more": "b"} for i in range(4)]
-    read = epochs(1, "train_cross_encoder", rows, "--columns", "q", "pos", "neg", "more")[0]
-    assert [row["documents"] for row in read] == [["a text", "b"]] * 4
+    assert {row["documents"][1] for row in read} == {*"abd"}
 
 
 def test_draws_depend_only_on_seed_and_epoch():
@@ -209,29 +188,10 @@ def test_bad_rows(name, cells, reason, place):
         read(module, data.sources[0].take(9), data)
 
 
-@BOTH
-@pytest.mark.parametrize("empty, label", [(None, None), ("", 2), (" \n", None)])
-def test_negatives_without_a_text_are_left_out(name, empty, label):
-    """With their labels, there or absent; what remains is drawn from, with the labels of its own."""
-    flags = ["--loss", "kl", "--label_column", "y", "--columns", "q"]
-    lists = [{"q": f"query {i}", "pos": ["a"], "neg": ["b", empty, "c"], "y": [4, 3, label, 1]} for i in range(4)]
-    drawn = [row for epoch in epochs(9, name, lists, *flags, "pos", "neg", "--num_negatives", 1) for row in epoch]
-    assert len(drawn) == 36
-    assert {(*row["documents"], *row["labels"]) for row in drawn} == {("a", "b", 4, 3), ("a", "c", 4, 1)}
-    texts = [{"q": f"query {i}", "pos": "a", "neg": empty, "more": "c", "y": [4, label, 2]} for i in range(4)]
-    texts[0] |= {"neg": "b", "y": [4, 3, 2]}
-    found = epochs(1, name, texts, *flags, "pos", "neg", "more")[0]
-    assert by_query(found) == {f"query {i}": ["a", *["b"] * (i == 0), "c"] for i in range(4)}
-    assert all(row["labels"] == [4, *[3] * (len(row["documents"]) == 3), 2] for row in found)
-
-
-# ------------------------------------------------------------------------------------------- formats of other projects
-
 FLAGS = {
     "flagembedding": f"--train_data {FORMATS}/flagembedding.jsonl --columns query pos neg",
-    "tevatron_ids": f"--train_data {FORMATS}/tevatron_ids.jsonl "
-    "--columns query_text positive_document_ids negative_document_ids "
-    f"--corpus {FORMATS}/tevatron_corpus.jsonl --corpus_columns docid document_text",
+    "tevatron_ids": f"--train_data {FORMATS}/tevatron_ids.jsonl --corpus {FORMATS}/tevatron_corpus.jsonl "
+    "--columns query_text positive_document_ids negative_document_ids --corpus_columns docid document_text",
 }
 
 
@@ -245,15 +205,6 @@ def test_each_format_gives_the_same_rows(name):
             positive, *negatives = epoch[line["query"]]
             assert positive in line["pos"] and set(negatives) <= set(line["neg"])
             assert len(negatives) == min(2, len(line["neg"]))
-
-
-def test_nested_passages_are_refused():
-    """The column is wrong, not its rows: none is skipped."""
-    flags = ["--train_data", FORMATS / "tevatron_passages.jsonl", "--on_bad_row", "skip", "--columns", "query"]
-    module = importlib.import_module("train_bi_encoder")
-    refused = "passages.jsonl: column 'positive_passages' has list<.*prepare_corpus.py$"
-    with pytest.raises(module.UserError, match=refused):
-        open_data("train_bi_encoder", None, *flags, "positive_passages", "negative_passages")
 
 
 def test_other_losses_refuse_different_numbers_of_documents(bert, tmp_path):

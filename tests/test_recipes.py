@@ -1,5 +1,4 @@
-"""Each page of docs/recipes applies to a copy of its script, runs once with its own command, and does what it
-describes."""
+"""Each page of docs/recipes applies to a copy of its script, runs by its own command, and does what it describes."""
 
 import json
 import math
@@ -53,10 +52,8 @@ def test_recipe(name, tmp_path, rows, corpus, bert, beir):
         table, changed = f"`{TRAINER}`", tmp_path / TRAINER
         shutil.copy(ROOT / TRAINER, tmp_path)
         subprocess.run([*APPLY[0], PAGES[name]], cwd=tmp_path, check=True)
-        (before, rest), (after, same) = (
-            path.read_text().split("# ==== the path of a batch") for path in (ROOT / TRAINER, changed)
-        )
-        assert before != after and rest == same
+        parts = [path.read_text().split("# ==== the path of a batch") for path in (ROOT / TRAINER, changed)]
+        assert parts[0][0] != parts[1][0] and parts[0][1] == parts[1][1]
     else:  # a file of its own
         lines = [line for line in blocks["python"].splitlines() if line]
         table, changed = "a file", tmp_path / re.search(r"Save this as `(.+)`", text)[1]
@@ -70,11 +67,10 @@ def test_recipe(name, tmp_path, rows, corpus, bert, beir):
         shutil.copytree(source, tmp_path / target)
     if SETUPS[name]:
         SETUPS[name](tmp_path, rows)
-    if command == changed.name and "diff" not in blocks:
-        if name != "mteb":  # whose test has tasks of its own
-            run_file(command, tmp_path, *flags)
-    else:
+    if command != changed.name or "diff" in blocks:
         launch(changed if "diff" in blocks else ROOT / command, *flags, cwd=tmp_path)
+    elif name != "mteb":  # whose test has tasks of its own
+        run_file(command, tmp_path, *flags)
     CHECKS[name](tmp_path, rows)
 
 
@@ -158,9 +154,6 @@ def saved_weights(folder, step):
     return {name.removeprefix("0.model."): tensor for name, tensor in tensors.items()}
 
 
-# ---- own_loss
-
-
 def setup_own_loss(folder, rows):
     """Write rows that have texts in common, with zero to two negatives each."""
     docs, codes = ([row[name] for row in rows] for name in ("docstring", "code"))
@@ -188,12 +181,8 @@ def check_own_loss(folder, rows):
     assert logged(folder)[0] == pytest.approx(total / len(queries), rel=1e-5)
 
 
-# ---- learned_temperature
-
-
 def check_learned_temperature(folder, rows):
-    """The first step is autograd's over the whole batch in one pass, and changes the scale by the learning rate;
-    checkpoints have it, the saved model has not."""
+    """The first step is autograd's over the batch, and changes the scale, which checkpoints have, not the model."""
     model = load(folder / "model")
     log_scale = torch.tensor(math.log(1 / 0.07), requires_grad=True)
     queries, documents, _ = next(batches(folder))
@@ -208,11 +197,8 @@ def check_learned_temperature(folder, rows):
     assert "log_scale" not in load_file(folder / "runs/recipe/model/model.safetensors")
 
 
-# ---- guide
-
-
 def setup_guide(folder, rows):
-    """Write a guide: the model with a seed of its own, and weights that are large enough to tell texts apart."""
+    """Write a guide: the model with other weights, which are large enough to tell texts apart."""
     model = load(folder / "model")
     torch.manual_seed(1)
     for parameter in model.parameters():
@@ -242,12 +228,8 @@ def check_guide(folder, rows):
     assert logged(folder)[0] == pytest.approx(np.mean(both), rel=1e-5)
 
 
-# ---- queue
-
-
 def check_queue(folder, rows):
-    """Losses equal a loop over the batches, whose queue has the positives of earlier steps, embedded by the weights of
-    their step; the checkpoint has it."""
+    """Losses equal a loop whose queue has the positives of earlier steps, embedded by the weights of their step."""
     model = load(folder / "model")
     queue = []  # (text, embedding)
     for step, ((queries, documents, _), loss) in enumerate(zip(islice(batches(folder), 4), logged(folder))):
@@ -269,9 +251,6 @@ def check_queue(folder, rows):
     assert torch.allclose(saved["queue"], torch.stack([vector for _, vector in queue]), atol=1e-5)
 
 
-# ---- optimizer
-
-
 def check_optimizer(folder, rows):
     """Linear layers change by matrices with singular values near the learning rate times 0.2 sqrt(longer side), word
     embeddings by AdamW's first step: the learning rate times the gradient's sign. Checkpoints have both states."""
@@ -288,9 +267,6 @@ def check_optimizer(folder, rows):
     assert with_momentum == {*linear} and f"0.model.{words}.exp_avg" in states
 
 
-# ---- sql
-
-
 def setup_sql(folder, rows):
     with closing(sqlite3.connect(folder / "pairs.sqlite")) as database:
         database.execute("CREATE TABLE pairs (id INTEGER PRIMARY KEY, docstring TEXT, code TEXT)")
@@ -299,8 +275,7 @@ def setup_sql(folder, rows):
 
 
 def check_sql(folder, rows):
-    """The first loss equals that on a file of the same rows; a stream has the same rows; a resume would refuse a
-    changed database."""
+    """The loss and a stream are those of a file of the same rows; a resume would refuse a changed database."""
     pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
     model = load(folder / "model")
     queries, documents, _ = next(batches(folder, "rows.parquet"))
@@ -316,9 +291,6 @@ def check_sql(folder, rows):
         database.execute("UPDATE pairs SET code = upper(code) WHERE id = 300")  # as long as before
         database.commit()
     assert changed["data_fingerprint"]([path]) != before
-
-
-# ---- splade
 
 
 def setup_splade(folder, rows):
@@ -346,9 +318,6 @@ def check_splade(folder, rows):
     assert_reciprocal_ranks(logged(folder, "held_out_dot_mrr@10")[-1], scores)
 
 
-# ---- colbert
-
-
 def setup_colbert(folder, rows):
     """Write a model that reads queries and documents differently: a length of queries, words skipped in documents."""
     torch.manual_seed(0)  # for the projection
@@ -371,13 +340,11 @@ def check_colbert(folder, rows):
     assert max(map(len, parts[0])) == 8 < max(map(len, parts[1]))
     loss = F.cross_entropy(model.similarity(*parts), torch.arange(len(queries)))
     assert_first_step(folder, loss, model.parameters())
-
     trained = MultiVectorEncoder(str(folder / "runs/recipe/model"), device="cpu")
     texts = held_out(folder)
     embeddings = trained.encode_query(texts[0]), trained.encode_document(texts[1])
     scores = trained.similarity(*embeddings) / 10  # of scores near 10
     assert_reciprocal_ranks(logged(folder, "held_out_maxsim_mrr@10")[-1], scores)
-
     changed = runpy.run_path(str(folder / TRAINER))
     opposite = [-query.abs() for query in embeddings[0]], [text.abs() for text in embeddings[1]]  # padding would win
     columns = [torch.nn.utils.rnn.pad_sequence(column, batch_first=True) for column in opposite]
@@ -389,9 +356,6 @@ def check_colbert(folder, rows):
     model.save_pretrained(str(folder / "expanded"))
     with pytest.raises(changed["UserError"], match="without query expansion"):
         changed["load_model"](changed["Args"](model_name_or_path=str(folder / "expanded")))
-
-
-# ---- teacher_embeddings
 
 
 def setup_teacher_embeddings(folder, rows):
@@ -416,9 +380,6 @@ def check_teacher_embeddings(folder, rows):
     assert changed["make_loss"](args, model)(embeddings, whole).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-# ---- ema
-
-
 def check_ema(folder, rows):
     """The saved model is the average of the weights up to the best step, which gives the evaluation of that step."""
     name = "held_out_cosine_mrr@10"
@@ -434,9 +395,6 @@ def check_ema(folder, rows):
     assert max((saved[name] - tensor).abs().max() for name, tensor in trained.items()) > 1e-3
     model = load(folder / "runs/recipe/model")
     assert_reciprocal_ranks(scores[best], util.cos_sim(*(model.encode(texts) for texts in held_out(folder))))
-
-
-# ---- two_encoders
 
 
 def setup_two_encoders(folder, rows):
@@ -464,9 +422,6 @@ def check_two_encoders(folder, rows):
     queries, documents = held_out(folder)
     scores = util.cos_sim(model.encode_query(queries), model.encode_document(documents))
     assert_reciprocal_ranks(logged(folder, "held_out_cosine_mrr@10")[-1], scores)
-
-
-# ---- clusters, dev_set, passages, measure
 
 
 def read_lines(path):
@@ -498,7 +453,7 @@ def check_dev_set(folder, rows):
 
 
 def check_passages(folder, rows):
-    """Passages overlap and are whole; a document ranks once, by its best passage, and by what stands at its end."""
+    """Passages overlap and are whole. That a document ranks once: tests/test_eval_incremental.py."""
     texts = {row["_id"]: row["text"].split() for row in read_lines(folder / "beir/corpus.jsonl")}
     passages = defaultdict(list)
     for row in read_lines(folder / "passages/corpus.jsonl"):
@@ -507,10 +462,6 @@ def check_passages(folder, rows):
     for document, parts in passages.items():
         assert parts[0] + list(chain.from_iterable(part[20:] for part in parts[1:])) == texts[document]
         assert all(one[-20:] == two[:20] for one, two in pairwise(parts)) and max(map(len, parts)) <= 60
-    flags = ["--model_name_or_path", "model", "--max_length", 32, "--beir", "passages", "--top_k", 100]
-    launch(ROOT / "eval_incremental.py", *flags, "--cache_dir", "cache", "--output_dir", "runs/eval", cwd=folder)
-    found = [tuple(line.split()[:3:2]) for line in (folder / "runs/eval/run.trec").read_text().splitlines()]
-    assert len(found) == len(set(found)) == 60 * 100
 
 
 def setup_measure(folder, rows):
@@ -540,12 +491,8 @@ def check_measure(folder, rows):
     assert 0 < value["low"] < value["mean"] < value["high"] < 1
 
 
-# ---- mteb
-
-
 def check_mteb(folder, rows):
-    """A second evaluation encodes nothing; scores and vectors are those of sentence-transformers, with its prompts; a
-    changed model in the same folder is encoded anew."""
+    """Scores and vectors are the library's; a second evaluation encodes nothing, that of a changed model all."""
     mteb = pytest.importorskip("mteb")
     from mteb.abstasks.retrieval import AbsTaskRetrieval
 
@@ -567,8 +514,7 @@ def check_mteb(folder, rows):
             self.dataset = {"default": {"test": part}}
             self.data_loaded = True
 
-    path = folder / "model"
-    scores = []
+    path, scores = folder / "model", []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mteb, "get_tasks", lambda tasks: [Functions() for name in tasks])
         for expected in ((353, 353), (0, 353), (353, 353)):
@@ -578,7 +524,6 @@ def check_mteb(folder, rows):
                     own[0].auto_model.embeddings.word_embeddings.weight.mul_(1 + 4 * len(scores)).add_(1)
                 own.save_pretrained(str(path))
             found = run_file("mteb_cached.py", folder, str(path), "Functions")
-            model = found["model"]
             meter = found["encoder"].meter
             assert (meter["new"], meter["total"]) == expected
             results = [found["result"], mteb.evaluate(own, Functions(), cache=None)]
@@ -588,11 +533,9 @@ def check_mteb(folder, rows):
             scores.append(values[0]["ndcg_at_10"])
             texts = read_records("queries.jsonl")["text"][:5]
             for name in ("encode", "encode_query", "encode_document"):
-                assert getattr(model, name)(texts) == pytest.approx(getattr(own, name)(texts), abs=1e-6)
+                assert getattr(found["model"], name)(texts) == pytest.approx(getattr(own, name)(texts), abs=1e-6)
     assert scores[0] == scores[1] != scores[2]
 
-
-# ---- flags of the library's losses
 
 FLAGS = re.findall(r"^\|.+\| `(--loss .+)` \|$", (ROOT / "docs/recipes/README.md").read_text(), re.M)
 
@@ -608,10 +551,8 @@ def test_flags_of_a_loss(flags, bert):
     whole = train_bi_encoder.WholeBatch(torch.arange(18).view(3, 6), torch.zeros(6, 1), torch.arange(4), 0)
     parts = [whole, replace(whole, own_rows=torch.arange(4, 6))]
     found = sum(train_bi_encoder.make_loss(args, model)(columns, part) for part in parts)
-    kind = getattr(losses, args.loss)
-    expected, plain = (
-        kind(model, **kwargs).compute_loss_from_embeddings(columns, None) for kwargs in (args.loss_kwargs, {})
-    )
+    kinds = [getattr(losses, args.loss)(model, **kwargs) for kwargs in (args.loss_kwargs, {})]
+    expected, plain = (kind.compute_loss_from_embeddings(columns, None) for kind in kinds)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6) and abs(expected - plain) > 0.01
 
 

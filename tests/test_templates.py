@@ -33,8 +33,7 @@ TWO_ENCODERS = """    encoders = [SentenceTransformer(args.model_name_or_path, d
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, rows, bert):
-    """Folder with two models with prompts and without dropout, rows of three texts in two files, and an epoch of a
-    third."""
+    """Folder with two models with prompts and without dropout, and rows of three texts in two files."""
     folder = tmp_path_factory.mktemp("templates")
     shutil.copytree(bert, folder / "bi_encoder")
     torch.manual_seed(0)
@@ -84,6 +83,15 @@ def assert_equal_runs(output, expected):
         assert [line[name] for line in found] == pytest.approx([line[name] for line in expected], rel=1e-5)
 
 
+def assert_equal_on_three_processes(script, kind, folder, output, *more):
+    """Compare the metrics of three steps on 1 and 3 processes, whose outputs are in output/1 and output/3."""
+    for processes in (1, 3):
+        given = [output / str(processes), *more, "--max_steps", 3, "--warmup_ratio", 0]
+        launch(script, *flags(kind, folder, *given), processes=processes)
+    for line, expected in zip(metrics(output / "3"), metrics(output / "1"), strict=True):
+        assert line == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.fixture(scope="module")
 def trained(folder, tmp_path_factory):
     """Return a function that runs a trainer on one process, once for each setting, and returns its folder."""
@@ -100,34 +108,26 @@ def trained(folder, tmp_path_factory):
 
 
 @pytest.mark.parametrize("processes, max_tokens", [(1, 10**6), (2, 0)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_losses_and_norms_equal_the_trainers(folder, trained, tmp_path, kind, processes, max_tokens):
+@pytest.mark.parametrize("kind, loss", [(KINDS[0], []), (KINDS[1], []), (KINDS[1], ["--loss", "bce"])])
+def test_losses_and_norms_equal_the_trainers(folder, trained, tmp_path, kind, loss, processes, max_tokens):
     """On 1 and 2 processes, which do not divide the batch; with and without gradient cache."""
-    more = ["--max_graph_tokens", max_tokens]
+    more = [*loss, "--max_graph_tokens", max_tokens]
     launch(ROOT / f"templates/{kind}.py", *flags(kind, folder, tmp_path / "out", *more), processes=processes)
-    assert_equal_runs(tmp_path / "out", trained(kind))
-
-
-def test_bce_equals_the_trainers(folder, trained, tmp_path):
-    """On 2 processes without gradient cache; the saved model predicts probabilities."""
-    more = flags("cross_encoder", folder, tmp_path / "out", "--loss", "bce", "--max_graph_tokens", 10**6)
-    launch(ROOT / "templates/cross_encoder.py", *more, processes=2)
-    assert_equal_runs(tmp_path / "out", trained("cross_encoder", "--loss", "bce"))
-    assert isinstance(CrossEncoder(str(tmp_path / "out/model"), device="cpu").activation_fn, torch.nn.Sigmoid)
+    assert_equal_runs(tmp_path / "out", trained(kind, *loss))
+    if loss:  # the saved model predicts probabilities
+        model = CrossEncoder(str(tmp_path / "out/model"), device="cpu")
+        assert isinstance(model.activation_fn, torch.nn.Sigmoid)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_streamed_with_held_out_rows(folder, trained, tmp_path, kind):
-    """On 2 processes without gradient cache. The first rows are held out, and measured as by the trainer, before and
-    after; the others are trained on."""
+    """On 2 processes. The first rows are held out, and measured as by the trainer; the others are trained on."""
     more = ["--streaming", "--eval_rows", 60, "--eval_steps", STEPS]
     launch(ROOT / f"templates/{kind}.py", *flags(kind, folder, tmp_path / "out", *more), processes=2)
-    output = trained(kind, *more)
-    assert_equal_runs(tmp_path / "out", output)
-    found, expected = (
-        [line[MEASURES[kind]] for line in metrics(path) if MEASURES[kind] in line]
-        for path in (tmp_path / "out", output)
-    )
+    outputs = tmp_path / "out", trained(kind, *more)
+    assert_equal_runs(*outputs)
+    name = MEASURES[kind]
+    found, expected = ([line[name] for line in metrics(path) if name in line] for path in outputs)
     assert found == pytest.approx(expected, abs=1e-6) and len(found) == 2
 
 
@@ -148,8 +148,7 @@ def test_killed_and_resumed(folder, bert, reranker, tmp_path, kind, way, process
     process.send(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL and not (tmp_path / "out/model").exists()
     launch(script, *common, "--resume", processes=processes)
-    found, expected = metrics(tmp_path / "out"), metrics(whole)
-    assert found == expected and len(found) == 18
+    assert metrics(tmp_path / "out") == metrics(whole) and len(metrics(whole)) == 18
     one, two = ((path / "model/model.safetensors").read_bytes() for path in (tmp_path / "out", whole))
     assert one == two
 
@@ -157,13 +156,8 @@ def test_killed_and_resumed(folder, bert, reranker, tmp_path, kind, way, process
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_without_a_text(folder, tmp_path, kind):
     """A batch of one row has no query, or no pair, for some of three processes; nor have held-out rows."""
-    for processes in (1, 3):
-        more = ["--batch_size", 1, "--eval_rows", 1, "--max_steps", 3, "--warmup_ratio", 0]
-        output = tmp_path / f"{processes}"
-        launch(ROOT / f"templates/{kind}.py", *flags(kind, folder, output, *more), processes=processes)
-    one, three = (metrics(tmp_path / f"{processes}") for processes in (1, 3))
-    for line, expected in zip(three, one, strict=True):
-        assert line == pytest.approx(expected, rel=1e-5)
+    script = ROOT / f"templates/{kind}.py"
+    assert_equal_on_three_processes(script, kind, folder, tmp_path, "--batch_size", 1, "--eval_rows", 1)
 
 
 def test_two_encoders(folder, tmp_path):
@@ -174,13 +168,8 @@ def test_two_encoders(folder, tmp_path):
     assert text.count(line) == 1 and "Router.for_query_document" in text
     text = text.replace("\n\n\n", "\nfrom sentence_transformers.base.modules import Router\n\n\n", 1)
     (tmp_path / "mine.py").write_text(text.replace(line, TWO_ENCODERS))
-    for processes in (1, 3):
-        more = ["--batch_size", 2, "--max_steps", 3, "--warmup_ratio", 0, "--eval_rows", 9]
-        output = tmp_path / f"{processes}"
-        launch(tmp_path / "mine.py", *flags("bi_encoder", folder, output, *more), processes=processes)
-    one, three = (metrics(tmp_path / f"{processes}") for processes in (1, 3))
-    for line, expected in zip(three, one, strict=True):
-        assert line == pytest.approx(expected, rel=1e-5)
+    more = ["--batch_size", 2, "--eval_rows", 9]
+    assert_equal_on_three_processes(tmp_path / "mine.py", "bi_encoder", folder, tmp_path, *more)
     new, old = (SentenceTransformer(str(path), device="cpu") for path in (tmp_path / "3/model", folder / "bi_encoder"))
     encoders = new.encode_query, new.encode_document, old.encode_query
     found = torch.stack([encode(["a text"], prompt="", convert_to_tensor=True)[0] for encode in encoders])
