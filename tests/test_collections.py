@@ -216,9 +216,6 @@ def test_what_is_not_read_is_named_once(evaluate, capsys):
     assert "instruction" not in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------------------------------ runs and grades
-
-
 def test_ids_with_spaces_survive_a_run_file(evaluate, tmp_path):
     """Also leading ones, and beside ids that differ in white space alone."""
     documents = {"d 0": "red apple", "d_0": "blue car", " d 0": "deep sea"}
@@ -290,9 +287,6 @@ def test_bm25_finds_nothing_for_a_query(capsys):
     write_tsv(Path("c/qrels/test.tsv"), [*JUDGMENTS, ("q3", "d4"), ("q4", "d1")])
     script.main(script.parse_args(["--beir", "c", "--bm25", "--output_dir", "out"]))
     assert "warning: c: 2 queries share no word with a document" in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------------------------------------ the cache
 
 
 def test_only_what_the_cache_wrote_is_listed_and_removed(evaluate, capsys):

@@ -121,9 +121,6 @@ def test_an_error_in_a_script_loses_no_ranking(evaluate, beir, tmp_path):
     assert (tmp_path / "out/run.trec").exists()
 
 
-# ----------------------------------------------------------------------------------------- where results come from
-
-
 def test_provenance(evaluate, beir, tmp_path):
     evaluate("--beir", beir)
     made = json.loads((tmp_path / "out/metrics.json").read_text())["provenance"]

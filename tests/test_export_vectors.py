@@ -58,9 +58,6 @@ def documents(beir):
     return read_jsonl(beir / "corpus.jsonl")
 
 
-# ------------------------------------------------------------------------------------------------------ correctness
-
-
 PROMPTS = ("--truncate_dim", "16", "--query_prompt", "find: ", "--document_prompt", "code: ")
 
 
@@ -147,9 +144,6 @@ def test_ids_that_repeat_are_counted(tmp_path, static, capsys):
     assert "c.jsonl: 2 rows repeat an id" in said
 
 
-# -------------------------------------------------------------------------------------------------- incremental
-
-
 def test_two_processes_give_the_bytes_of_one(tmp_path, beir, bert):
     for processes in (1, 2):
         done = launch(SCRIPT, *flags_for(tmp_path / str(processes), bert, "--beir", beir), processes=processes)
@@ -217,9 +211,6 @@ def test_again_and_after_a_change(export, tmp_path, beir, bert):
     with pytest.raises(script.UserError, match="no id in column"):
         export(tmp_path, bert, "--beir", folder)
     assert not vectors.exists()
-
-
-# ---------------------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize("flags", [["--model_name_or_path", "a", "b"], ["--run", "r"]])

@@ -89,11 +89,7 @@ def hub(tmp_path_factory):
     )
 
     # each split has its own documents and queries
-    collections = {
-        "zeta-alpha-ai/NanoX": {"train": 5},
-        NANO_ID: NANO,
-        "mteb/own-splits": {"dev": 2, "test": 6},
-    }
+    collections = {"zeta-alpha-ai/NanoX": {"train": 5}, NANO_ID: NANO, "mteb/own-splits": {"dev": 2, "test": 6}}
     for name, splits in collections.items():
         for number, (split, count) in enumerate(splits.items()):
             documents, queries, judgments = make_rows(count, 100 * number)

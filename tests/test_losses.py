@@ -27,9 +27,6 @@ def parse(*flags, model="x"):
     return script.parse_args(["--train_data", "x", *columns, "--model_name_or_path", model, *flags])
 
 
-# ------------------------------------------------------------------------------------- partition and micro-batches
-
-
 @pytest.mark.parametrize("processes", [1, 2, 3, 8])
 def test_partition_balances_count_and_length(processes):
     """Each process reads its own rows of a batch; together they read each once."""
@@ -145,9 +142,6 @@ def test_equal_texts_have_equal_hashes(bert):
         numbers = torch.tensor(numbers).T
         equal = hashes.flatten()[:, None] == hashes.flatten()
         assert torch.equal(equal, numbers.flatten()[:, None] == numbers.flatten())
-
-
-# ----------------------------------------------------------------------------------------------------------- losses
 
 
 def embeddings(count, columns, dimensions=8):

@@ -1,10 +1,8 @@
 """Two processes that write to one output folder at once: each result is that of one of them, and whole."""
 
 import json
-import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from conftest import ROOT, launch, read_run
@@ -68,32 +66,3 @@ def test_two_evaluations_in_one_folder(beir, bert, static, tmp_path):
     launch(ROOT / "eval_incremental.py", *alone, "--output_dir", tmp_path / "alone")
     assert read_run(output / "run.trec") == read_run(tmp_path / "alone/run.trec")
     assert f"--output_dir {output}: contains the results of" in runs[statuses.index(1)].read("stderr")
-
-
-WRITER = """
-import sys
-from types import SimpleNamespace
-sys.path.insert(0, {root!r})
-import mine_negatives
-mine_negatives.write_rows([{{"row": 3}}], SimpleNamespace(output={path!r}))
-"""
-
-
-def test_two_miners_of_one_file(tmp_path):
-    """The last one to end replaces the whole file of the other."""
-    from types import SimpleNamespace
-
-    import mine_negatives
-
-    path, driver = tmp_path / "mined.jsonl", tmp_path / "driver.py"
-    driver.write_text(WRITER.format(root=str(ROOT), path=str(path)))
-
-    def rows():
-        yield {"row": 1}
-        launch(driver)
-        assert path.read_text() == '{"row": 3}\n'
-        yield {"row": 2}
-
-    assert mine_negatives.write_rows(rows(), SimpleNamespace(output=str(path))) == 2
-    assert path.read_text() == '{"row": 1}\n{"row": 2}\n'
-    assert os.listdir(tmp_path).count("mined.jsonl") == 1 and not list(Path(tmp_path).glob("*.part"))

@@ -137,9 +137,6 @@ def test_equal_texts_keep_their_order_and_an_id_may_occur_twice(evaluate, tmp_pa
     assert [d for d in found if d != "d2"] == ["d0", "d1", "d3", "d4", "d5"] and found.count("d2") == 1
 
 
-# ---------------------------------------------------------------------------------------- several processes, kills
-
-
 def flags_for(beir, run_file, reranker, folder):
     """Return the flags of a reranking with all of its files in `folder`."""
     return ["--run", run_file, "--cross_encoder", reranker, "--beir", beir, "--cache_dir", folder / "cache",
@@ -177,9 +174,6 @@ def test_killed_at_random_moments(tmp_path, beir, run_file, reranker):
     name = "out/first.trec+" + reranker.name + "/run.trec"
     assert (killed / name).read_bytes() == (undisturbed / name).read_bytes()
     assert 59 * 20 < log.stat().st_size <= 59 * 20 + 2 * 97
-
-
-# ---------------------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize("content, reason", [

@@ -68,14 +68,6 @@ def test_sources_in_a_bucket(bucket, name, way):
     assert script.data_fingerprint(remote.files) == script.data_fingerprint(expected.files)
 
 
-def test_a_folder_without_tables(bucket):
-    fs, _ = bucket
-    fs.pipe("bucket/other/README.md", b"not a table")
-    for name in ("s3://bucket/other", "s3://bucket/none", "s3://none/none"):
-        with pytest.raises(script.UserError, match=f"^{name}: "):
-            script.Source(name, 0, options())
-
-
 @both_ways
 def test_a_run_on_a_bucket_is_resumed(bucket, static, way):
     """Its metrics are those of a run that was not stopped, and of one on the files on disk."""
@@ -95,33 +87,15 @@ def test_a_run_on_a_bucket_is_resumed(bucket, static, way):
     assert found[0] == found[1] == found[2] and len(found[0]) == 21
 
 
-def test_a_conversion_of_a_bucket(bucket, rows):
-    """Of a folder, which the trainers refuse, and of a glob; a table of Delta Lake is refused there, too."""
-    fs, _ = bucket
-    fs.pipe("bucket/pairs/note.md", b"not a table")
-    for number, source in enumerate(("s3://bucket/pairs", "s3://bucket/pairs/*.parquet")):
-        flags = [source, "--output_dir", f"made{number}", "--columns", "code", "docstring"]
-        prepare_corpus.main(prepare_corpus.parse_args(flags))
-        table = script.Source(f"made{number}/*.arrow", 0, options(shuffle_buffer=0)).take(120)
-        assert table.select(["docstring", "code"]).to_pylist() == rows[:120]
-    fs.pipe("bucket/delta/_delta_log/0.json", b"{}")
-    fs.copy("bucket/pairs/0.parquet", "bucket/delta/lang=de/0.parquet")
-    with pytest.raises(prepare_corpus.UserError, match="^s3://bucket/delta: a table of Delta Lake, "):
-        prepare_corpus.main(prepare_corpus.parse_args(["s3://bucket/delta", "--output_dir", "x"]))
-
-
 # ---- without a server
 
 
 REFUSED = [
     (eval_incremental, "--beir x --bm25 --output_dir s3://bucket/run"),
-    (eval_incremental, "--beir x --bm25 --cache_dir s3://bucket/cache"),
     (eval_incremental, "--corpus x --model_name_or_path y --export_vectors s3://bucket/vectors"),
     (eval_incremental, "--annotate x --columns a b --cross_encoder y --output s3://bucket/x.jsonl"),
     (mine_negatives, "--beir x --run y --output s3://bucket/mined.jsonl"),
-    (prepare_corpus, "--output_dir s3://bucket/demo"),
     (prepare_corpus, "x.csv --length_report --model_name_or_path y --output_dir s3://bucket/report"),
-    (prepare_corpus, "x.csv --output_dir s3://bucket/pairs"),
 ]
 
 
