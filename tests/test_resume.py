@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import threading
 import time
 
 import pytest
@@ -188,15 +187,6 @@ def test_other_signals_stop_a_run_unless_they_are_ignored(settings, tmp_path, mo
         assert (tmp_path / "ignored/model").exists() and signal.getsignal(number) == signal.SIG_IGN
     finally:
         signal.signal(number, signal.SIG_DFL)
-
-
-def test_main_in_a_thread(settings, tmp_path):
-    """Without signals, which only the main thread receives."""
-    flags = [*settings["mapped"], "--eval_rows", 0, "--max_steps", 1, "--batch_size", 8, "--output_dir", tmp_path]
-    thread = threading.Thread(target=train, args=["train_bi_encoder", *flags])
-    thread.start()
-    thread.join()
-    assert (tmp_path / "model").exists()
 
 
 def move_tensors(checkpoint, spaces):
