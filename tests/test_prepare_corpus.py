@@ -441,6 +441,8 @@ KINDS = {
     "fixed": pa.array([["a", "b"], None], pa.list_(pa.string(), 2)),
     "larges": pa.array([["a"], None], pa.large_list(pa.large_string())),
 }
+if int(pa.__version__.split(".")[0]) < 26:  # does not read a null of fixed size from Parquet
+    KINDS.pop("fixed")
 
 
 def test_other_types_of_texts_and_lists(tmp_path, capsys):
