@@ -346,7 +346,7 @@ def paired_randomization_p(samples, others):
     if len(differences) < 2 or not differences.any():
         return 1.0
     if len(differences) > NORMAL_ABOVE:
-        return float(2 * norm.sf(abs(differences.sum()) / np.linalg.norm(differences)))
+        return 2 * norm.sf(abs(differences.sum()) / np.linalg.norm(differences))
     batch = max(1, 2**22 // len(differences))
     options = {"permutation_type": "samples", "vectorized": True, "n_resamples": 9999}
     options["random_state"] = np.random.default_rng(0)

@@ -109,9 +109,9 @@ def read_batch(rows, size, num_negatives, step, extra, args):
     random = Random(args.seed + step)  # the same on all processes
     wanted = min(num_negatives, len(pool) - max(map(len, listed.values()), default=0))  # fewer of a small batch
     for row in texts:
-        if len(row) == 2:
-            others = [pool[key] for key in pool if key not in (listed[fold(row[0])] | {fold(row[0])})]
-            row += random.sample(others, wanted)
+        known = listed[fold(row[0])] | {fold(row[0])}
+        others = [pool[key] for key in pool if key not in known]
+        row += random.sample(others, wanted) if len(row) == 2 else []
     labels = [[1.0] + [0.0] * (len(row) - 2) for row in texts]
     return Batch(texts, torch.tensor(labels), step, extra)  # an error if rows have unequally many documents
 
