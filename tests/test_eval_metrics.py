@@ -39,6 +39,15 @@ def metric(tmp_path):
     return path
 
 
+def test_a_script_with_the_name_of_a_measure(evaluate, beir, tmp_path):
+    """In either order, both are reported."""
+    path = tmp_path / "own.py"
+    path.write_text(ALL_FOUND.replace('"AllFound":', '"P@10":'))
+    for metrics, again in ([path, "P@10"], "P@10_P@10"), (["P@10", path], "own_P@10"):
+        found = evaluate("--beir", beir, "--metrics", *metrics, output=again)
+        assert {"P@10", again} <= found["metrics"].keys()
+
+
 def test_a_script_of_the_user(evaluate, beir, metric, bert, tmp_path, capsys):
     other = tmp_path / "other"
     shutil.copytree(bert, other)

@@ -115,6 +115,19 @@ def test_a_lost_database(tmp_path):
     check_found(cache, store(cache, generator, 50, 10).ravel(), generator)
 
 
+def test_a_checksum_is_computed_once(tmp_path, monkeypatch):
+    """A chunk in another order than it was stored in may have texts of all blocks, more than stay mapped."""
+    generator = np.random.default_rng(0)
+    stored = fill_blocks(tmp_path / "c", generator, 300)
+    cache = open_cache(tmp_path / "c")
+    digests = []
+    digest = script.xxhash.xxh3_64_digest
+    monkeypatch.setattr(script.xxhash, "xxh3_64_digest", lambda value: digests.append(1) or digest(value))
+    for _ in range(2):
+        check_found(cache, stored.ravel(), generator)
+    assert len(digests) == 300
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "a wrong bit"])
 def test_a_block_that_is_stored_again(tmp_path, damage, capsys):
     """Its texts are found one by one again, also by processes that had indexed the damaged one."""

@@ -76,7 +76,7 @@ def read_run(kind, data, rng, number):
     Path("x.run").write_bytes(data)
     queries = {f"q{n}": "t" for n in range(20)}
     qrels = pd.DataFrame(columns=["query_id", "doc_id", "relevance"])
-    run = eval_incremental.read_run("x.run", "x", eval_incremental.Collection("x", None, queries, qrels, None, []))
+    run = eval_incremental.read_run("x.run", "x", eval_incremental.Collection("x", None, None, queries, qrels))
     ranking = pd.concat(run.parts())
     found = {(row.query_id, row.doc_id): row.score for row in ranking.itertuples(index=False)}
     expected = {}  # of a document that is repeated, the best score
