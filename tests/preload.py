@@ -4,8 +4,9 @@ Tests that launch a script with `use_launcher` or as a subprocess check that it 
 """
 
 import gc
-import os
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import evaluate  # noqa: F401
@@ -28,7 +29,10 @@ import train_cross_encoder  # noqa: F401
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 1  # s, of 5, before the end of a run of a template on mixed streams
 transformers.utils.logging.disable_progress_bar()  # a bar has a lock, which a killed run could leave locked
 random = torch.get_rng_state()
-train_bi_encoder.plot_metrics([{"step": 0, "loss": 1}, {"step": 1, "loss": 1}], [], os.devnull)
+with tempfile.TemporaryDirectory() as folder:
+    metrics = [{"step": 0, "loss": 1}, {"step": 1, "loss": 1}]
+    flags = SimpleNamespace(output_dir=folder)
+    train_bi_encoder.plot_metrics(SimpleNamespace(metrics=metrics, main_measures=[], flags=flags))
 for template in Path(sentence_transformers.__file__).parent.rglob("model_card_template.md"):
     jinja2.Template(template.read_text())  # forked.py keeps it compiled
 shape = {"hidden_size": 2, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 2}

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,6 +78,31 @@ def test_micro_batches_of_a_gpu_are_fewer_and_fuller():
         assert size - (-(-lengths[positions] // 8) * 8).sum() <= 4096 / 8
 
 
+@pytest.mark.parametrize("side", [-1, 1])
+def test_a_text_without_a_token_moves_no_padding(side):
+    """As an empty one of a tokenizer without special tokens; a pass has its texts' own tokens."""
+    lengths = np.array([40, 30, 2, 0, 2])
+    mask = (np.arange(40) < lengths[:, None]).astype(int)[:, ::side]
+    features = {"input_ids": mask * 7, "attention_mask": mask}
+    for positions, part in script.split_features(features, 256, torch.device("cpu"), needs_mask=True):
+        assert (part["attention_mask"].sum(1) == lengths[positions]).all()
+        assert (part["input_ids"] == 7 * part["attention_mask"]).all()
+
+
+def test_memory_is_measured_in_both_roles(static, monkeypatch):
+    """Two encoders may differ: one of a static model takes none to speak of."""
+    passed = []
+    monkeypatch.setattr(script, "measure_micro_batch_tokens", lambda run, *_: run(2))
+    encode = script.encode
+    monkeypatch.setattr(
+        script, "encode", lambda model, role, *given: passed.append(role) or encode(model, role, *given)
+    )
+    args = parse("--query_prompt", "", "--document_prompt", "", model=str(static))
+    model = script.load_model(args)
+    script.fit_micro_batches(model, script.Progress(), replace(args, micro_batch_tokens=None), Accelerator(cpu=True))
+    assert passed == ["query", "document"]
+
+
 @pytest.mark.parametrize("longest", [90, 255, 500])
 def test_micro_batches_of_concatenated_texts(longest):
     """Whatever the longest text, they have at most so many tokens, are nearly as few as possible, and of equal size;
@@ -127,10 +153,10 @@ def test_padded_features_equal_those_of_the_tokenizer(bert, side, device, widths
 
 
 def test_equal_texts_have_equal_hashes(bert):
-    """In any column, with their prompts; the masks of InfoNCE depend on them."""
+    """In any column, whatever their prompts; the masks of InfoNCE depend on them, that of the query itself, too."""
     table = pa.table({"a": ["x", "y", "x"], "b": ["y", "z", "z"], script.SOURCE: [0, 0, 0]})
     accelerator = Accelerator(cpu=True)
-    for query, text, numbers in (("", "", [[0, 1, 0], [1, 2, 2]]), ("query: ", "text: ", [[0, 1, 0], [2, 3, 3]])):
+    for query, text in (("", ""), ("query: ", "text: ")):
         flags = ["--query_prompt", query, "--document_prompt", text]
         args = parse("--columns", "a", "b", *flags, model=str(bert))
         model = script.load_model(args)
@@ -139,7 +165,7 @@ def test_equal_texts_have_equal_hashes(bert):
         batch = script.batch_to_torch(script.make_batch(rows, 0, model, args, accelerator))
         hashes = batch.hashes[:3]
         assert (batch.hashes[3:] == -1).all() and (hashes >= 0).all()
-        numbers = torch.tensor(numbers).T
+        numbers = torch.tensor([[0, 1, 0], [1, 2, 2]]).T
         equal = hashes.flatten()[:, None] == hashes.flatten()
         assert torch.equal(equal, numbers.flatten()[:, None] == numbers.flatten())
 
@@ -255,14 +281,17 @@ def test_a_loss_of_the_library_that_reads_no_labels(loss, static):
         script.make_loss(parse("--loss", loss, "--label_column", "y"), model)
 
 
-def test_held_out_labels_are_of_the_first_document(static):
-    """Also beside a hard negative. tests/test_asked.py compares measures of pairs with those of the evaluator."""
-    rows = [script.Row(f"q{i}", [f"d{i}", "a hard negative"], [i / 4], {script.SOURCE: 0}) for i in range(5)]
+@pytest.mark.parametrize("more", [[], ["a hard negative"]])
+def test_held_out_labels_are_of_pairs(static, more):
+    """Beside a hard negative a label may be a margin: then queries search. tests/test_asked.py compares measures of
+    pairs with those of the evaluator."""
+    rows = [script.Row(f"q{i}", [f"d{i}", *more], [i / 4], {script.SOURCE: 0}) for i in range(5)]
     data = SimpleNamespace(held_out=[(SimpleNamespace(args=parse()), rows)])
     evaluators = script.open_evaluators(data, SentenceTransformer(str(static), device="cpu"), parse())
     ((evaluator, _),) = evaluators.values()
-    assert list(evaluators) == ["held_out_spearman_cosine"]
-    assert (evaluator.sentences2, evaluator.scores) == ([f"d{i}" for i in range(5)], [i / 4 for i in range(5)])
+    assert list(evaluators) == ["held_out_cosine_ndcg@10" if more else "held_out_spearman_cosine"]
+    if not more:
+        assert (evaluator.sentences2, evaluator.scores) == ([f"d{i}" for i in range(5)], [i / 4 for i in range(5)])
 
 
 def test_matryoshka_is_the_sum_over_truncated_embeddings():

@@ -250,3 +250,30 @@ def test_the_command_of_the_page(sources, bert, tmp_path, monkeypatch):
     done = launch(ROOT / trainer, file, cwd=tmp_path)
     assert "retrieval.jsonl: " in done.stdout and "query: sentence1, document: sentence2" in done.stdout
     assert metrics(tmp_path / "runs/mixture")[-1]["step"] == 3
+
+
+def test_a_bad_row_is_named_whatever_the_loss_of_its_source(sources, bert, tmp_path):
+    """The process that has it must compute no loss: that of the first source refuses the rows of another one."""
+    similarity = entries(sources, "train_bi_encoder")[1]
+    rows = [{"question": f"question {number}", "answer": f"answer {number}"} for number in range(64)]
+    write_jsonl(tmp_path / "bad.jsonl", [*rows, {"question": "the last one", "answer": ""}])
+    bad = {"path": str(tmp_path / "bad.jsonl"), "columns": ["question", "answer"], "weight": 0.7}
+    flags = ["--train_data", similarity, json.dumps(bad), "--mix_by", "batch", "--batch_size", 5, "--max_steps", 60]
+    flags += ["--model_name_or_path", bert, "--max_length", 16, "--eval_rows", 0, "--output_dir", tmp_path / "out"]
+    found = launch(ROOT / "train_bi_encoder.py", *flags, processes=2, check=False)
+    assert found.returncode == 1
+    assert "'answer' has no text in the row {'question': 'the last one'" in found.stderr
+    assert "equally many" not in found.stderr and "Traceback" not in found.stderr
+
+
+def test_gathering_of_a_loss_of_the_library_is_left_out(sources, bert, tmp_path):
+    """Embeddings are those of all processes already."""
+    flags = ["--train_data", f"{sources}/retrieval.jsonl", "--columns", "question", "answer", "--dropout", 0,
+             "--model_name_or_path", bert, "--max_length", 16, "--batch_size", 8, "--max_steps", 2, "--eval_rows", 0,
+             "--loss", "MultipleNegativesRankingLoss", "--logging_steps", 1]  # fmt: skip
+    losses = []
+    for name, kwargs in ("gathered", {"gather_across_devices": True}), ("plain", {}):
+        flags += ["--loss_kwargs", json.dumps(kwargs), "--output_dir", tmp_path / name]
+        launch(ROOT / "train_bi_encoder.py", *flags, processes=2)
+        losses.append([line["loss"] for line in metrics(tmp_path / name)])
+    assert losses[0] == losses[1] and len(losses[0]) == 2
