@@ -405,7 +405,7 @@ def test_ids_in_lists():
     rows, skipped = read("all.jsonl", lists, "--on_bad_row", "skip")
     expected = [["text 3", "text 4"], ["text 5"], ["text 7", "text 8", "text 9"], ["text 0"]]
     assert [row.documents for row in rows] == expected and skipped == 2
-    for bad, problem in ((3, "no text has its id"), (4, "'ds' has no text")):
+    for bad, problem in ((3, "an id is unknown, or has no text"), (4, "'ds' has no text")):
         with pytest.raises(script.UserError, match=f"{problem} in the row .*query 1.*_row skip"):
             read(f"{bad}.jsonl", [lists[0], lists[bad]])
 
