@@ -109,7 +109,7 @@ def main(args):
     index = make_index(parts, args)
 
     found = defaultdict(set)  # {(collection, type, "ids" or "rows"): those with findings}
-    num_kept = 0
+    counts = np.zeros(2, int)  # rows, and those that are kept
     rows_file = None
     with open(f"{args.report}.part", "w", encoding="utf-8") as report, tqdm(unit="row", delay=2) as bar:
         for source, first_row, table, texts, rows in iterate_rows(sources, args.columns):
@@ -126,7 +126,7 @@ def main(args):
                 with user_errors(f"--output {args.output}: rows of {source}"):
                     rows_file = rows_file or pq.ParquetWriter(f"{args.output}.part", table.schema)
                     rows_file.write_table(table.filter(keep))
-            num_kept += keep.sum()
+            counts += [len(table), keep.sum()]
             bar.update(len(table))
     os.replace(f"{args.report}.part", args.report)
     if rows_file:
@@ -136,9 +136,9 @@ def main(args):
     for part in parts:
         ids, rows = (len(found[part.collection, part.type, kind]) for kind in ("ids", "rows"))
         print(f"{part.collection}, {part.type}: {ids:,} of {len(part.rows):,} texts in {rows:,} rows")
-    print(f"searched {bar.n:,} rows; the findings are in {args.report}")
+    print(f"searched {counts[0]:,} rows; the findings are in {args.report}")
     if args.output:
-        print(f"{num_kept:,} rows are in {args.output}; {bar.n - num_kept:,} were left out")
+        print(f"{counts[1]:,} rows are in {args.output}; {counts[0] - counts[1]:,} were left out")
 
 
 # ---- training data

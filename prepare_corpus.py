@@ -395,8 +395,8 @@ def is_of(name, columns):
 
 
 def common_types(files, encoding, requested):
-    """Return {column: the narrowest type that fits every row of the files}; JSON files are read completely. Print what
-    is written as another type, or null in some files.
+    """Return {column: the narrowest type that fits every row of the files}; JSON and CSV are read completely. Print
+    what is written as another type, or null in some files.
 
     requested: the columns whose types matter (None: all), or fields of them; the types of the others are null."""
     types = {}
@@ -413,7 +413,7 @@ def common_types(files, encoding, requested):
                         kind = type_of(values) if isinstance(values, list) else values.type
                         found[name][kind] = None
                         types[name] = common_type(types[name], regular_type(kind))
-            if FORMATS[file_suffix(file)] != "json":
+            if FORMATS[file_suffix(file)] not in ("json", "csv"):
                 break  # the first table has the types of the file
         num_files.update(names)
     for name, kinds in found.items():
@@ -674,7 +674,7 @@ def json_rows(lines, file):
             rows = found if is_array else [found]
             yield from ({"text": row} if is_array and isinstance(row, str) else {**row} for row in rows)
         except (ValueError, TypeError):
-            raise ValueError(f"not a JSON object: {text[:80]}") from None
+            raise ValueError(f"not JSON Lines, nor an array of objects: {text[:80]}") from None
     if num_replaced:
         print_once(f"{file}: lone surrogates, halves of a character, written as U+FFFD: {num_replaced:,}")
 

@@ -104,13 +104,12 @@ def read_batch(rows, size, num_negatives, step, extra, args):
     texts = [*islice(filter(None, read), size)]
     listed = defaultdict(set)  # {query: its documents}, folded
     for query, *documents in texts:
-        listed[fold(query)].update(map(fold, documents))
+        listed[fold(query)].update(map(fold, [query, *documents]))
     pool = {fold(document): document for _, *documents in texts for document in documents}
     random = Random(args.seed + step)  # the same on all processes
-    wanted = min(num_negatives, len(pool) - max(map(len, listed.values()), default=0))  # fewer of a small batch
+    wanted = min([num_negatives, *(len(pool.keys() - known) for known in listed.values())])  # fewer of a small batch
     for row in texts:
-        known = listed[fold(row[0])] | {fold(row[0])}
-        others = [pool[key] for key in pool if key not in known]
+        others = [pool[key] for key in pool if key not in listed[fold(row[0])]]
         row += random.sample(others, wanted) if len(row) == 2 else []
     labels = [[1.0] + [0.0] * (len(row) - 2) for row in texts]
     return Batch(texts, torch.tensor(labels), step, extra)  # an error if rows have unequally many documents
@@ -218,8 +217,9 @@ def make_evaluators(rows):
     """Return {measure: evaluator}: each query of held-out rows ranks the documents of its row."""
     samples = []
     for query, positive, *negatives in rows:
-        samples.append({"query": query, "positive": positive, "negative": negatives})
-    return {"held_out_ndcg@10": CrossEncoderRerankingEvaluator(samples, name="held_out")} if rows else {}
+        if negatives:
+            samples.append({"query": query, "positive": positive, "negative": negatives})
+    return {"held_out_ndcg@10": CrossEncoderRerankingEvaluator(samples, name="held_out")} if samples else {}
 
 
 def evaluate(model, evaluators, accelerator):

@@ -137,7 +137,7 @@ REFUSED = {  # by prepare_corpus.py, too, with the line of the file
     "a quote that is not closed": "x.csv.gz: line 10: unexpected end of data: double the quotes within a quoted text",
     "CSV with more fields than the header": "x.csv: line 10 has more fields than the header: check the separator",
     "CSV with more fields from line 2": "x.csv: line 2 has more fields than the header: check the separator",
-    "broken JSON": 'x.jsonl: not a JSON object: {"a": "q"',
+    "broken JSON": 'x.jsonl: not JSON Lines, nor an array of objects: {"a": "q"',
     "CSV that is not UTF-8": "x.csv: not in UTF-8: set --encoding, such as cp1252",
     "JSON that is not UTF-8": "x.jsonl: not in UTF-8: set --encoding, such as cp1252",
 }

@@ -504,13 +504,13 @@ def test_columns_that_are_not_asked_for_may_be_of_any_type(tmp_path):
 
 
 def test_values_of_csv_are_kept_as_written(tmp_path):
-    lines = [f"{i},2024-01-01,7,007,12345678901234567890,true,{i},,NA," for i in range(1500)]
-    lines += ['0.5,"un\nknown",7b,"say ""hi"", he",5" disk,"C:\\dir\\",,,None,']
-    (tmp_path / "a.csv").write_text("n,day,x,code,long,flag,gap,none,word,void\n" + "\n".join(lines) + "\n")
+    lines = [f"{i},2024-01-01,7,007,12345678901234567890,true,{i},,NA,," for i in range(1500)]
+    lines += ['0.5,"un\nknown",7b,"say ""hi"", he",5" disk,"C:\\dir\\",,,None,,late']
+    (tmp_path / "a.csv").write_text("n,day,x,code,long,flag,gap,none,word,void,last\n" + "\n".join(lines) + "\n")
     got = convert(tmp_path, tmp_path / "a.csv")
     same = {"code": "007", "long": "12345678901234567890", "flag": "true", "none": None, "void": None, "word": "NA"}
-    assert got[0] == {"n": "0", "day": "2024-01-01", "x": "7", "gap": "0", **same}
-    last = ["0.5", "un\nknown", "7b", 'say "hi", he', '5" disk', "C:\\dir\\", None, None, "None", None]
+    assert got[0] == {"n": "0", "day": "2024-01-01", "x": "7", "gap": "0", "last": None, **same}
+    last = ["0.5", "un\nknown", "7b", 'say "hi", he', '5" disk', "C:\\dir\\", None, None, "None", None, "late"]
     assert list(got[1500].values()) == last
 
 
@@ -557,7 +557,7 @@ def test_bad_sources_are_refused_in_one_line_and_lose_nothing(tmp_path, monkeypa
         (tmp_path / name).write_bytes(data[: len(data) * 3 // 4])
         assert name in fail(good, tmp_path / name, "--output_dir", out, "--overwrite")
     invalid = write(tmp_path / "a.orc").read_bytes().replace("row 51: é".encode(), b"row 51: \xff\xff")
-    texts = {"invalid.orc": (invalid, "Invalid UTF8"), "array.json": (b"[1, 2]\n", "not a JSON object: [1, 2]"),
+    texts = {"invalid.orc": (invalid, "Invalid UTF8"), "array.json": (b"[1, 2]\n", "nor an array of objects: [1, 2]"),
              "none.json": (b"[]", "no row"), "empty.jsonl": (b"", "no row"), "only_header.csv": (b"a,b\n", "no row"),
              "a.xlsx": (b"", ""), "a.parquet.gz": (b"", "")}  # fmt: skip
     for name, (content, expected) in texts.items():

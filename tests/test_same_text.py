@@ -79,3 +79,17 @@ def test_rows_of_csv_that_are_cut_are_refused(tmp_path):
     (tmp_path / "x.csv").write_bytes(b'q,pos,neg\na,"b, c",d\nread a file,open(\rreturn text,return None,none\n')
     with pytest.raises(script.UserError, match=r"x.csv: line 3 lacks fields: quote line breaks, or rewrite it by "):
         script.open_files([str(tmp_path / "x.csv")])
+
+
+def test_a_small_source_has_negatives():
+    """Of one row in a batch that is mixed by rows: they are of the other sources; and none is listed for its query."""
+    pairs = [("q0", "d0"), ("q1", "d1"), ("q2", "d2"), ("q3", "d3"), ("q4", "d4"), ("q5", "d5"), ("q0", "d1")]
+    queries, documents = map(list, zip(*pairs))
+    numbers = {train_cross_encoder.SOURCE: [0] * 6 + [1], train_cross_encoder.NUMBER: list(range(7))}
+    table = pa.table({"q": queries, "d": documents} | numbers)
+    args = train_cross_encoder.parse_args(["--model_name_or_path", "x", "--train_data", "x", "--columns", "q", "d"])
+    sources = [SimpleNamespace(args=train_cross_encoder.resolve_source_args(args)) for _ in range(2)]
+    rows, _ = train_cross_encoder.read_rows(table, sources, [None, None], 0)
+    train_cross_encoder.draw_negatives(rows, table.to_pylist(), 0, sources, [None, None])
+    for row in (rows[0], rows[6]):
+        assert len(row.documents) == 5 and not {"d0", "d1"} & set(row.documents[1:])
