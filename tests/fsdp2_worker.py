@@ -24,11 +24,12 @@ gather, repeat, sharded, repeated = script.Checkpoints.gather_tensors, script.re
 
 
 def record_gather(checkpoints):
+    copies = gather(checkpoints)  # first: state_dict() shards again what an evaluation has left whole
     states = [checkpoints.model.state_dict()]
     states += [state for optimizer in checkpoints.optimizers for state in optimizer.state.values()]
     tensors = [tensor for state in states for tensor in state.values() if tensor.ndim]
     sharded.extend(isinstance(tensor, DTensor) and tensor.to_local().numel() < tensor.numel() for tensor in tensors)
-    return gather(checkpoints)
+    return copies
 
 
 def record_repeat(micro_batches, accelerator):

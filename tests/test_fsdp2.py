@@ -14,6 +14,8 @@ from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataPar
 from conftest import RATES, ROOT, TRAINERS, launch, metrics, weights
 from forked import launcher_environment
 from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Router
 
 SETTINGS = {
     "train_bi_encoder": ("bert", ["--gradient_accumulation_steps", 2]),
@@ -90,6 +92,16 @@ def test_fsdp2_in_bf16(runs, tmp_path):
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 
 
+def test_two_encoders_are_refused(bert):
+    """Their passes, sorted by role, would differ over processes, and gradients of one be added to the other's."""
+    script = importlib.import_module("train_bi_encoder")
+    parts = (SentenceTransformer(str(bert), device="cpu") for _ in range(2))
+    model = SentenceTransformer(modules=[Router.for_query_document(*map(list, parts))], device="cpu")
+    accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP)
+    with pytest.raises(script.UserError, match="FSDP: unsupported for a model that reads roles"):
+        script.resolve_args(script.Args(), model, accelerator)
+
+
 FSDP2 = {"fsdp_version": 2, "cpu_ram_efficient_loading": False}
 
 
@@ -98,6 +110,7 @@ FSDP2 = {"fsdp_version": 2, "cpu_ram_efficient_loading": False}
     (DistributedType.FSDP, {**FSDP2, "fsdp_version": 1}, {}),
     (DistributedType.FSDP, {**FSDP2, "cpu_ram_efficient_loading": True}, {}),
     (DistributedType.FSDP, {**FSDP2, "cpu_offload": True}, {}),
+    (DistributedType.FSDP, {**FSDP2, "activation_checkpointing": True}, {}),
     (DistributedType.FSDP, FSDP2, {"scaler": "of fp16"}),
     (DistributedType.NO, None, {"backend": DynamoBackend.INDUCTOR}),
     (DistributedType.NO, None, {"mixed_precision": "fp8"}),
