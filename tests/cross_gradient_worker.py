@@ -57,7 +57,7 @@ def gradients_of(flags, settings, accumulation=1):
     accelerator.gradient_accumulation_steps = accumulation
     args = script.resolve_args(parse(*flags), model, accelerator)
     data = script.open_data(args)
-    loss_fns = [script.make_loss(source.args) for source in data.sources]
+    loss_fns = [script.make_loss(source.args, model) for source in data.sources]
     tables = list(islice(script.row_batches(data.sources, data.weights, args), accumulation))
     for max_tokens, cache in settings:
         args = replace(args, micro_batch_tokens=max_tokens, grad_cache=cache == "true")

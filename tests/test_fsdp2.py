@@ -63,6 +63,8 @@ def test_fsdp2_equals_whole_copies(runs, script):
 
     found, expected = weights(folder / "fsdp/model"), weights(folder / "whole/model")
     assert ((found - expected).norm() / expected.norm()).item() < 1e-4
+    configs = [(folder / run / "model/config_sentence_transformers.json").read_text() for run in ("fsdp", "whole")]
+    assert configs[0] == configs[1]  # prompts, similarity and the activation that main has set
     for name in set(metrics(folder / "whole")[-1]) - RATES:
         whole, fsdp = ([line[name] for line in metrics(folder / run) if name in line] for run in ("whole", "fsdp"))
         if name in ("loss", "grad_norm"):  # the norm detects a gradient of the wrong scale
