@@ -14,12 +14,14 @@ TRAINERS = ["train_bi_encoder.py", "train_cross_encoder.py"]
 SCRIPTS = [*TRAINERS, "eval_incremental.py", "report.py", "mine_negatives.py", "check_overlap.py", "prepare_corpus.py"]
 MARK = re.compile(r"^# ==== (?:machinery|the path of a batch): from here to the end identical in (\w+\.py)\n", re.M)
 # Each script has its own version of these: the same purpose, for another kind of row, model or output.
-OWN = {"main", "Args", "check_flags", "forward_backward", "margin_mse", "kl", "make_loss", "Row", "read_row",
+OWN = {"Args", "check_flags", "forward_backward", "margin_mse", "kl", "make_loss", "Row", "read_row",
        "row_documents", "local_rows", "Batch", "make_batch", "make_micro_batches", "load_model", "resolve_args",
        "open_evaluators", "open_beir", "fit_micro_batches", "resolve_source_args", "parse_args",
        "FORMATS"}  # fmt: skip
 # The scripts other than the trainers have a common version of these.
 TOOLS = {"user_errors", "print_error"}
+# What both trainers share above the mark, while other scripts have their own.
+OF_TRAINERS = {"main"}
 
 
 def read_scripts():
@@ -58,7 +60,8 @@ def copy(texts):
             text = text.removesuffix(shared_parts(text)[2]) + below
         for name, source in definitions(text):
             is_shared = source.startswith(("def ", "class ", "@")) or name in constants
-            if name is None or name in OWN or not is_shared:
+            is_own = name in OWN or (name in OF_TRAINERS and script not in TRAINERS)
+            if name is None or is_own or not is_shared:
                 continue
             of_tools = name in TOOLS and script not in TRAINERS
             original = sources.setdefault((name, of_tools), source)

@@ -33,8 +33,8 @@ EDITS = {
             if os.environ.get("STOP_AT") == str(progress.step + 1) and is_main:
                 os.kill(os.getpid(), signal.SIGTERM)
             progress.advance(""",
-    "        # ---- save\n": """
-        torch.save(extra, f"{args.output_dir}/extra.{accelerator.process_index}.pt")
+    "    # ---- end\n": """
+    torch.save(extra, f"{args.output_dir}/extra.{accelerator.process_index}.pt")
 """,
 }
 
