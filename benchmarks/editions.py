@@ -33,6 +33,12 @@ SPEED = {  # {name: (script, flags, steps)}
     "bi-encoder": ("train_bi_encoder.py", f"{LARGE} 64 --max_length 256", 5),
     "cross-encoder": ("train_cross_encoder.py", f"{LARGE} 16 --max_length 256", 5),
 }
+MIXTURE = [  # of three tasks, with losses, columns and prompts of their own
+    '{"path":"FOLDER/rows.parquet","weight":0.5}',
+    '{"path":"FOLDER/scored.parquet","label_column":["score"],"loss":"LOSS","query_prompt":"alike:","weight":0.3}',
+    '{"path":"FOLDER/triplets.parquet","columns":["docstring","code","wrong"],"weight":0.2}',
+]
+MIXED = f"--mix_by batch --train_data {' '.join(MIXTURE)}"
 SAME = {
     "demo, static": ("train_bi_encoder.py", STATIC, 20),
     "graphs kept": ("train_bi_encoder.py", f"{SMALL} 32 --grad_cache false", 20),
@@ -53,16 +59,22 @@ SAME = {
     "cross-encoder": ("train_cross_encoder.py", f"{SMALL} 8 --num_negatives 3", 20),
     "cross-encoder, cached": ("train_cross_encoder.py", f"{SMALL} 8 --num_negatives 3 --grad_cache true", 20),
     "cross-encoder, bce": ("train_cross_encoder.py", f"{SMALL} 8 --num_negatives 1 --loss bce", 20),
+    "mixture": ("train_bi_encoder.py", f"{SMALL} 16 {MIXED.replace('LOSS', 'CoSENTLoss')}", 20),
+    "cross-encoder, mixture": ("train_cross_encoder.py", f"{SMALL} 8 {MIXED.replace('LOSS', 'mse')}", 20),
 }
 
 
-def write_rows(path):
-    """Write the rows of the demo's first files of packages, without those of which another row has a text."""
+def write_rows(folder):
+    """Write the rows of the demo's first files of packages, without those of which another row has a text; the same
+    with scores; and with the code of the row before as a negative."""
     rows = pd.concat([pd.read_parquet(file) for file in sorted(ROOT.glob(ROWS))])
     for column in ("docstring", "code"):
         folded = rows[column].str.split().str.join(" ").str.casefold()  # the seventh edition takes these as equal
         rows = rows[~folded.duplicated(keep=False)]
-    rows[["docstring", "code"]].to_parquet(path)
+    rows = rows[["docstring", "code"]].reset_index(drop=True)
+    rows.to_parquet(f"{folder}/rows.parquet")
+    rows.assign(score=rows.index % 6).to_parquet(f"{folder}/scored.parquet")
+    rows.assign(wrong=rows["code"].shift(fill_value="pass")).to_parquet(f"{folder}/triplets.parquet")
 
 
 def train(folder, script, flags, processes):
@@ -87,11 +99,13 @@ def train(folder, script, flags, processes):
     return len(seconds) / sum(seconds), usage.ru_maxrss / 1e6, numbers
 
 
-def compare(name, args, rows):
-    """Run both sides of a case in turns; print its line, and return its results."""
+def compare(name, args, folder):
+    """Run both sides of a case in turns; print its line, and return its results. folder: of write_rows."""
     script, flags, steps = (SPEED if args.kind == "speed" else SAME)[name]
-    flags = flags.replace("MODEL", str(Path(args.model).resolve())).split()
-    flags += ["--train_data", rows, "--max_steps", str(args.max_steps or steps)]
+    flags = flags.replace("MODEL", str(Path(args.model).resolve())).replace("FOLDER", folder).split()
+    flags += ["--max_steps", str(args.max_steps or steps)]
+    if "--train_data" not in flags:
+        flags += ["--train_data", f"{folder}/rows.parquet"]
     rates = []
     for number in range(args.rounds):
         order = (args.other, ROOT) if number % 2 == 0 else (ROOT, args.other)
@@ -123,9 +137,9 @@ def main():
     print("| case | rows/s, other | rows/s, this | this / other | GB, other | GB, this | difference |")
     print("|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        write_rows(f"{folder}/rows.parquet")
+        write_rows(folder)
         for name in args.only or (SPEED if args.kind == "speed" else SAME):
-            results[name] = compare(name, args, f"{folder}/rows.parquet")
+            results[name] = compare(name, args, folder)
     Path("editions.json").write_text(json.dumps({"arguments": vars(args), "results": results}, indent=1))
 
 
