@@ -6,13 +6,14 @@
 
 To change: rows -> open_source, read_row; the model, its prompts, or two encoders by Router.for_query_document ->
 load_model; weights, rates -> make_optimizer; loss -> infonce; measure -> make_evaluators; step -> main. `step`: steps
-done before. `extra`: state of your own, tensors and numbers equal on all processes, which checkpoints hold.
-A process encodes every P-th text of a batch, and computes the loss of all from all processes' embeddings; the gradient
-of its own goes back through its micro-batches (Gao et al. 2021), and gradients are summed: the same on any number of
-both, but for dropout. Left out: DDP (weights may be unused), fp16, FSDP, static models, similarities but the cosine.
+before. `extra`: state of your own, tensors and numbers equal on all processes, saved in checkpoints. A process encodes
+every P-th text of a batch, and computes the loss of all from all embeddings; the gradient of its own goes back through
+micro-batches (Gao et al. 2021), and gradients are summed: the same on any number of both but for dropout. Left out:
+DDP (weights may be unused), FSDP, fp16, static models, dot products; checks of CSV, where a stray quote joins rows.
 """
 
 import json
+import unicodedata
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from math import ceil
@@ -27,7 +28,6 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 from sentence_transformers.util import batch_to_device
 from sentence_transformers.util.distributed import distributed_evaluation
-from torch.nn.utils import clip_grad_norm_
 from transformers import HfArgumentParser
 from xxhash import xxh3_64_intdigest
 
@@ -84,8 +84,9 @@ def read_row(cells, step, args):
 
 
 def fold(text):
-    """Return what is the same of texts that differ in white space or case alone, which count as one text."""
-    return " ".join(text.split()).casefold()
+    """Return what is the same of texts that differ in Unicode form, white space or case alone, which count as one."""
+    text = text.replace("\u00ad", "").replace("\u200b", "").replace("\ufeff", "")  # as BERT's tokenizer does
+    return unicodedata.normalize("NFC", " ".join(text.split()).casefold())
 
 
 @dataclass
@@ -215,9 +216,9 @@ def make_evaluators(rows):
     """Return {measure: evaluator}: each query of held-out rows searches the positives of all."""
     relevant = {}
     for query, positive, *_ in rows:
-        relevant.setdefault(query, set()).add(positive)
-    queries = dict(zip(relevant, relevant))  # a text is its id: equal texts are one
-    documents = {texts[1]: texts[1] for texts in rows}
+        relevant.setdefault(fold(query), set()).add(fold(positive))
+    queries = {fold(texts[0]): texts[0] for texts in rows}  # by ids, the same for equal texts
+    documents = {fold(texts[1]): texts[1] for texts in rows}
     evaluator = InformationRetrievalEvaluator(queries, documents, relevant, name="held_out")
     return {"held_out_cosine_ndcg@10": evaluator} if rows else {}
 
@@ -251,7 +252,7 @@ def main(args):
     rows = mixed_rows([source.skip(share) for source, share in zip(sources, shares)], args)
     model = load_model(args).to(accelerator.device).train()
     optimizer = make_optimizer(model, args)
-    state = {"step": 0, "extra": {}, "metrics": ""}
+    state = {"step": 0, "extra": {}, "metrics": "", "args": vars(args) | {"resume": True}}
     if args.resume and checkpoint.exists():
         state = torch.load(checkpoint, map_location=accelerator.device.type, weights_only=True)
         assert state["args"] | {"output_dir": args.output_dir} == vars(args)  # else the flags have changed
@@ -277,7 +278,7 @@ def main(args):
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * factor
         loss = forward_backward(model, batch, args, accelerator)
-        norm = clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
         optimizer.step()
         optimizer.zero_grad()
         done = step + 1
@@ -286,9 +287,8 @@ def main(args):
             record |= evaluate(model, evaluators, accelerator)
         log(record)
         if accelerator.is_main_process and done % args.save_steps == 0:
-            saved = {"step": done, "extra": state["extra"], "metrics": metrics.read_text()}
+            saved = state | {"step": done, "metrics": metrics.read_text()}
             saved |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            saved["args"] = vars(args) | {"resume": True}
             torch.save(saved, output / "checkpoint.part")
             (output / "checkpoint.part").replace(checkpoint)  # a kill leaves the old one or the new one
     if accelerator.is_main_process:

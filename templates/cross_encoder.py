@@ -6,12 +6,13 @@
 
 To change: rows -> open_source, read_row; labels and negatives -> read_batch; the model and its prompt -> load_model;
 weights, rates -> make_optimizer; loss -> compute_loss; measure -> make_evaluators; step -> main. `step`: steps before.
-`extra`: state of your own, tensors and numbers equal on all processes, saved in checkpoints. A process scores every
-P-th pair, and computes the loss of the batch from all scores; the gradient of its own goes back through micro-batches
-(Gao et al. 2021), and gradients are summed: the same on any number of both but for dropout. Left out: DDP, FSDP, fp16.
+`extra`: state of your own, tensors and numbers equal on all processes. A process scores every P-th pair, and computes
+the loss from all scores; its gradient goes back through micro-batches (Gao et al. 2021), and gradients are summed: the
+same on any number of both but for dropout. Left out: DDP, FSDP, fp16, checks of CSV (a stray quote joins rows).
 """
 
 import json
+import unicodedata
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import chain, count, islice
@@ -28,7 +29,6 @@ from sentence_transformers import CrossEncoder
 from sentence_transformers.cross_encoder.evaluation import CrossEncoderRerankingEvaluator
 from sentence_transformers.util import batch_to_device
 from sentence_transformers.util.distributed import distributed_evaluation
-from torch.nn.utils import clip_grad_norm_
 from transformers import HfArgumentParser
 
 
@@ -86,8 +86,9 @@ def read_row(cells, step, args):
 
 
 def fold(text):
-    """Return what is the same of texts that differ in white space or case alone, which count as one text."""
-    return " ".join(text.split()).casefold()
+    """Return what is the same of texts that differ in Unicode form, white space or case alone, which count as one."""
+    text = text.replace("\u00ad", "").replace("\u200b", "").replace("\ufeff", "")  # as BERT's tokenizer does
+    return unicodedata.normalize("NFC", " ".join(text.split()).casefold())
 
 
 @dataclass
@@ -251,7 +252,7 @@ def main(args):
     rows = mixed_rows([source.skip(share) for source, share in zip(sources, shares)], args)
     model = load_model(args).to(accelerator.device).train()
     optimizer = make_optimizer(model, args)
-    state = {"step": 0, "extra": {}, "metrics": ""}
+    state = {"step": 0, "extra": {}, "metrics": "", "args": vars(args) | {"resume": True}}
     if args.resume and checkpoint.exists():
         state = torch.load(checkpoint, map_location=accelerator.device.type, weights_only=True)
         assert state["args"] | {"output_dir": args.output_dir} == vars(args)  # else the flags have changed
@@ -277,7 +278,7 @@ def main(args):
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * factor
         loss = forward_backward(model, batch, args, accelerator)
-        norm = clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
         optimizer.step()
         optimizer.zero_grad()
         done = step + 1
@@ -286,9 +287,8 @@ def main(args):
             record |= evaluate(model, evaluators, accelerator)
         log(record)
         if accelerator.is_main_process and done % args.save_steps == 0:
-            saved = {"step": done, "extra": state["extra"], "metrics": metrics.read_text()}
+            saved = state | {"step": done, "metrics": metrics.read_text()}
             saved |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            saved["args"] = vars(args) | {"resume": True}
             torch.save(saved, output / "checkpoint.part")
             (output / "checkpoint.part").replace(checkpoint)  # a kill leaves the old one or the new one
     if accelerator.is_main_process:

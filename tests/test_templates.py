@@ -243,3 +243,10 @@ def test_size_and_imports(kind):
     text = (ROOT / f"templates/{kind}.py").read_text()
     assert len(text.splitlines()) <= 300
     assert not any(path.stem in text.replace(kind, "") for path in ROOT.glob("*.py"))
+
+
+def test_equal_texts_are_one_in_the_search_of_held_out_rows():
+    (evaluator,) = (
+        load_template("bi_encoder").make_evaluators([("a b", "caf\u00e9"), ("A  b", "CAFE\u0301 ")]).values()
+    )
+    assert len(evaluator.queries) == len(evaluator.corpus) == 1
