@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,42 @@ def test_a_resume_mixes_by_its_own_weights(tmp_path, way):
     assert count_rows(resumed, 4)[0] == {0: 20, 1: 20}
     resumed, _ = batches(names, [1, 1, 3], state)
     assert count_rows(resumed, 10)[0] == {0: 20, 1: 20, 2: 60}
+
+
+@pytest.mark.parametrize("way", [[], ["--streaming", "--max_steps", "1"], ["--length_window", "3"]])
+def test_a_source_that_stays_continues_where_it_was(tmp_path, way):
+    """Whatever leaves, enters or moves in the list: its rows, and what is drawn from their lists."""
+    names = {name: str(tmp_path / f"{name}.jsonl") for name in "abc"}
+    for name, path in names.items():
+        rows = [{"q": f"{name} {i}", "d": [f"{name} {i} {n}" for n in range(5)], "n": []} for i in range(90)]
+        write_jsonl(Path(path), rows)
+    flags = ["--columns", *"qdn", "--eval_rows", "0", "--shuffle_buffer", "40", "--batch_size", "10", *way]
+
+    def batches_of_b(letters, count, state=None):
+        """Return (the rows of b in each of so many batches, the state after the last one)."""
+        data = open_data(tmp_path, *map(names.get, letters), more=flags)
+        batches = script.row_batches(data.sources, [1] * len(letters), data.sources[0].args, state)
+        tables, states = zip(*islice(batches, count))
+        found = []
+        for table in tables:
+            rows, _ = script.read_rows(table, data.sources, data.lookups, 0)
+            found.append([(row.query, *row.documents) for row in rows if row.query.startswith("b")])
+        return found, json.loads(json.dumps(states[-1]))
+
+    _, state = batches_of_b("ab", 6)
+    expected = sum(batches_of_b("ab", 30)[0][6:], [])  # to the second epoch
+    old = json.loads(json.dumps(state))
+    for position in old["sources"].values():
+        position.pop("number", None)  # as in the seventh edition
+    for letters, begin in (("ab", state), ("b", state), ("ba", state), ("cb", state), ("acb", state), ("ab", old)):
+        found, later = batches_of_b(letters, 30, begin)
+        found = sum(found, [])
+        if "--length_window" in way:  # which is sorted: of 10, 15 or 30 rows of b
+            assert sorted(found[:90]) == sorted(expected[:90])
+        else:
+            assert found[:100] == expected[:100] and len(expected) > 100
+        numbers = {key: position.get("number") for key, position in later["sources"].items()}
+        assert len({*numbers.values()}) == len(letters) and numbers[f"{names['b']} 0"] == 1
 
 
 def test_held_out_are_as_many_of_each_and_at_most_a_tenth(tmp_path):

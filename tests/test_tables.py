@@ -264,7 +264,7 @@ NULL_LISTS = {
 def test_the_length_of_null_lists(kind):
     """Arrow allows values below a null list: they are no texts of the row."""
     table = pa.table({"a": ["q"] * 3, "b": NULL_LISTS[kind]})
-    source = SimpleNamespace(args=options(), number=0)
+    source = SimpleNamespace(args=options(), index=0, position=script.Position())
     assert script.Source.add_numbers(source, table, 0)[script.LENGTH].to_pylist() == [4, 1, 3]
     if kind != "nested":
         texts, rows = check_overlap.row_texts(table, ["b"])
