@@ -1,5 +1,8 @@
 """Held-out rows: of a mapped source, blocks spread over it; of a stream, the first. All others are trained on."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -90,3 +93,51 @@ def test_at_most_a_tenth_of_a_source_is_held_out(tmp_path, rows, expected):
     assert [len(held_out) for _, held_out in data.held_out] == [5, 5]
     with pytest.raises(script.UserError, match="rows.parquet: no row is left to train on after --eval_rows 90000"):
         script.open_data(script.parse_args([*flags, "--eval_rows", "90000"]))
+
+
+STREAM = ["--streaming", "--max_steps", "1"]
+ONE = ["--train_data", "[b].parquet"]
+TWO = ["--train_data", "[b].parquet", "x.parquet"]
+RESUMES = {  # {what a resume changes: (flags, rows of files; then those of the resume, whether it is refused)}
+    "a grown table": ([], {"b": 1000}, [], {"b": 1100}, True),
+    "a grown table, --eval_rows": (["--eval_rows", "50"], {"b": 1000}, ["--eval_rows", "50"], {"b": 1100}, True),
+    "a new file": ([], {"b": 1000}, [], {"b": 1000, "c": 90}, True),
+    "more held-out rows": (["--eval_rows", "50"], {"b": 1000}, ["--eval_rows", "60"], {"b": 1000}, True),
+    "none, then some": (["--eval_rows", "0"], {"b": 1000}, [], {"b": 1000}, True),
+    "two sources": ([*ONE, "--eval_rows", "50"], {"b": 1000}, [*TWO, "--eval_rows", "50"], {"b": 1000}, True),
+    "a stream with another first file": (STREAM, {"b": 2000}, STREAM, {"a": 2000, "b": 2000}, True),
+    "a stream, then a table": ([*STREAM, "--eval_rows", "9"], {"b": 99}, ["--eval_rows", "9"], {"b": 99}, True),
+    "a stream with a new last file": (STREAM, {"b": 2000}, STREAM, {"b": 2000, "c": 9}, False),
+    "held-out rows of their own": ([], {"b": 1000}, ["--eval_data", "x.parquet"], {"b": 1100}, False),
+    "no held-out rows": ([], {"b": 1000}, ["--eval_rows", "0"], {"b": 1100}, False),
+    "two sources, a tenth of each": (ONE, {"b": 1000}, TWO, {"b": 1000}, False),
+    "a mended row": ([], {"b": 1000}, [], {"b": 1000}, False),
+}
+
+
+@pytest.mark.parametrize("before, rows, after, grown, is_refused", RESUMES.values(), ids=RESUMES)
+def test_no_row_that_was_trained_on_is_held_out(before, rows, after, grown, is_refused, tmp_path, monkeypatch):
+    """By a resume, not even with --accept_changes."""
+    monkeypatch.chdir(tmp_path)
+
+    def fixed(flags, rows, text):
+        for name, count in (rows | {"x": 1000}).items():
+            texts = [f"{text} {name} {number}" for number in range(count)]
+            pq.write_table(pa.table({"query": texts, "document": texts}), f"{name}.parquet")
+        source = [] if "--train_data" in flags else ["--train_data", "[abc].parquet"]
+        required = ["--model_name_or_path", "none", "--columns", "query", "document", "--accept_changes"]
+        args = script.parse_args([*required, *source, *flags])
+        return args, script.unchanging(args, SimpleNamespace(config=None), script.open_data(args))
+
+    _, unchanging = fixed(before, rows, "bad")
+    args, found = fixed(after, grown, "good")
+    saved = {"unchanging": unchanging, "progress": {"step": 3, "losses": [[1, 0.5]]}}
+    changes = []
+    if is_refused:
+        expected = "^--resume: .*held-out rows of .*set --eval_data, or --eval_rows 0, and --accept_changes$"
+        for accepts in (True, False):
+            with pytest.raises(script.UserError, match=expected):
+                script.check_changes(saved, found, replace(args, accept_changes=accepts), None)
+    else:
+        script.check_changes(saved, found, args, SimpleNamespace(print=changes.append))
+        assert changes and saved["progress"]["losses"] == []  # of a source that may have left the list
