@@ -1,5 +1,6 @@
 """Whatever goes wrong with the data of one process, all stop at the same step, save what is done, and say why once."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import time
 import pyarrow as pa
 import pytest
 import yaml
-from conftest import CHAOS, ROOT, TRAINERS, few_or_all, launch, metrics, write_jsonl
+from conftest import CHAOS, ROOT, TRAINERS, few_or_all, launch, metrics, train, write_jsonl
 from forked import Forked, launcher_environment
 
 # The last process cannot look up texts after its eighth time. Accelerate shards only on GPUs, as in fsdp2_worker.py.
@@ -34,6 +35,16 @@ def sync_step(losses, norm, batches, signals, step, accelerator, real=script.syn
         print(f"stopped after {{step}} steps {{accelerator.distributed_type.name}}\\n", end="", flush=True)
     return found
 
+def failing(loss):
+    def fail(inputs, whole, **options):
+        if is_last and whole.step > 4:
+            raise script.UserError("a loss that refuses")
+        return loss(inputs, whole, **options)
+
+    return fail
+
+if "FAILING_LOSS" in os.environ:
+    script.LOSSES |= {{name: failing(loss) for name, loss in script.LOSSES.items()}}
 script.TextLookup.hashes, script.sync_step = hashes, sync_step
 if {sharded}:
     PartialState(cpu=True)
@@ -77,14 +88,21 @@ def failing_lookup(folder, rows, last):
     )
 
 
+def failing_loss(folder, rows, last):
+    """See DRIVER."""
+    write_jsonl(folder / "rows.jsonl", rows)
+    return ["--train_data", folder / "rows.jsonl"], [[]] * (last + 1), "a loss that refuses"
+
+
 def assert_one_error(stderr, message):
     (line,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
     assert line.startswith(f"error: {message}")
 
 
-CAUSES = [bad_row, unreadable_file, failing_lookup]
+CAUSES = [bad_row, unreadable_file, failing_lookup, failing_loss]
 FEW = [("train_bi_encoder", bad_row, 2, "fsdp2"), ("train_cross_encoder", unreadable_file, 2, "ddp"),
-       ("train_bi_encoder", failing_lookup, 2, "ddp")]  # fmt: skip
+       ("train_bi_encoder", failing_lookup, 2, "ddp"), ("train_bi_encoder", failing_loss, 2, "fsdp2"),
+       ("train_cross_encoder", failing_loss, 2, "ddp")]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -92,7 +110,9 @@ FEW = [("train_bi_encoder", bad_row, 2, "fsdp2"), ("train_cross_encoder", unread
     few_or_all(FEW, TRAINERS, CAUSES, [2, 4], ["ddp", "fsdp2"]),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_all_processes_stop_together(rows, bert, tmp_path, report, name, cause, processes, kind):
+def test_all_processes_stop_together(rows, bert, tmp_path, report, monkeypatch, name, cause, processes, kind):
+    if cause is failing_loss:
+        monkeypatch.setenv("FAILING_LOSS", "1")
     given, per_rank, message = cause(tmp_path, rows, processes - 1)
     output, driver, environment = tmp_path / "out", tmp_path / "driver.py", {}
     driver.write_text(DRIVER.format(root=str(ROOT), name=name, sharded=kind == "fsdp2"))
@@ -172,3 +192,49 @@ def test_all_stop_at_a_weight_that_is_not_finite(corpus, bert, tmp_path):
         assert process.exitcode == 1
     assert_one_error(run.read("stderr"), "step 1: a weight is not finite: lower --learning_rate")
     assert "Traceback" not in run.read("stderr") and not (tmp_path / "out/checkpoints").exists()
+
+
+@pytest.mark.parametrize("name, loss", [("train_bi_encoder", "infonce"), ("train_cross_encoder", "bce")])
+def test_a_bug_in_a_loss_keeps_its_traceback(rows, bert, tmp_path, monkeypatch, name, loss):
+    """And the steps before it; `bce` is computed in each pass."""
+    script = importlib.import_module(name)
+
+    def broken(inputs, whole, real=script.LOSSES[loss], **options):
+        return real(inputs, {}["no such key"] if whole.step == 3 else whole, **options)
+
+    monkeypatch.setitem(script.LOSSES, loss, broken)
+    write_jsonl(tmp_path / "rows.jsonl", rows[:64])
+    flags = ["--model_name_or_path", bert, "--columns", "docstring", "code", "--batch_size", 8, "--eval_rows", 0,
+             "--max_length", 32, "--loss", loss, "--train_data", tmp_path / "rows.jsonl", "--logging_steps", 1,
+             "--gradient_accumulation_steps", 2, "--output_dir", tmp_path / "out"]  # fmt: skip
+    with pytest.raises(
+        script.AgreedError, match="(?s)^step 4: the loss failed\nTraceback.*broken.*KeyError: 'no such key'"
+    ):
+        train(name, *flags)
+    assert [path.name for path in (tmp_path / "out/checkpoints").iterdir()] == ["step_00000003"]
+    assert metrics(tmp_path / "out")[-1]["step"] == 3
+
+
+def test_a_row_that_a_loss_cannot_take_is_a_bad_row(rows, bert, tmp_path, capsys):
+    """One without its negative: it is named, or skipped; where lists have too few for all, the step is saved."""
+    short = [{"q": row["docstring"], "d": row["code"], "n": row["code"][::-1]} for row in rows[:64]]
+    short[40]["n"] = None
+    short[50]["n"] = short[50]["d"].upper()  # its positive is no negative
+    write_jsonl(tmp_path / "rows.jsonl", short)
+    flags = ["--model_name_or_path", bert, "--columns", *"qdn", "--batch_size", 8, "--eval_rows", 0, "--max_length",
+             32, "--loss", "MultipleNegativesRankingLoss", "--train_data", tmp_path / "rows.jsonl",
+             "--shuffle_buffer", 0, "--output_dir"]  # fmt: skip
+    expected = (
+        "rows.jsonl: --loss MultipleNegativesRankingLoss requires 1 negatives in each row: not the case in the row {"
+    )
+    with pytest.raises(ValueError, match=expected):
+        train("train_bi_encoder", *flags, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out/checkpoints").iterdir()] == ["step_00000005"]
+    train("train_bi_encoder", *flags, tmp_path / "skipped", "--on_bad_row", "skip")
+    assert "2 bad rows skipped" in capsys.readouterr().out
+    write_jsonl(
+        tmp_path / "rows.jsonl", [row | {"n": [row["n"] or "x"] * (1 + (i == 40))} for i, row in enumerate(short)]
+    )
+    with pytest.raises(ValueError, match="equally many documents and labels in all rows"):
+        train("train_bi_encoder", *flags, tmp_path / "lists")
+    assert [path.name for path in (tmp_path / "lists/checkpoints").iterdir()] == ["step_00000005"]
