@@ -15,7 +15,7 @@ SCRIPTS = [*TRAINERS, "eval_incremental.py", "report.py", "mine_negatives.py", "
 MARK = re.compile(r"^# ==== (?:machinery|the path of a batch): from here to the end identical in (\w+\.py)\n", re.M)
 # Each script has its own version of these: the same purpose, for another kind of row, model or output.
 OWN = {"Args", "check_flags", "forward_backward", "margin_mse", "kl", "make_loss", "Row", "read_row",
-       "row_documents", "local_rows", "Batch", "make_batch", "make_micro_batches", "load_model", "resolve_args",
+       "local_rows", "Batch", "make_batch", "make_micro_batches", "load_model", "resolve_args",
        "open_evaluators", "open_beir", "fit_micro_batches", "resolve_source_args", "parse_args",
        "FORMATS"}  # fmt: skip
 # The scripts other than the trainers have a common version of these.

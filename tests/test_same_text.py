@@ -1,6 +1,7 @@
 """A query whose text is a document of another row, as of pairs that are listed in both directions, is neither its own
 negative nor its own wrong answer; CSV rows that a line break has cut are refused."""
 
+import math
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -14,6 +15,59 @@ import train_bi_encoder as script
 import train_cross_encoder
 
 REQUIRED = "--model_name_or_path none --train_data none --columns a b"
+TRAINERS = pytest.mark.parametrize("trainer", [script, train_cross_encoder], ids=["bi", "cross"])
+
+
+@pytest.mark.parametrize("text, other", [
+    ("Caf\u00e9 de la gare", "CAFE\u0301\u00a0DE la gare "), ("\u0390", "\u0390".upper()), ("\uac00", "\u1100\u1161"),
+    ("zero width", "\ufeffzero wi\u200bdth"), ("hyphenated", "hyphen\u00adated"),
+])  # fmt: skip
+def test_texts_in_other_forms_are_equal(text, other):
+    """Unicode's forms C and D, case and blanks at once, and characters that show nothing."""
+    assert script.fold(text) == script.fold(other) and script.fold(text) != script.fold(text + "x")
+
+
+def read_documents(trainer, rows, *flags):
+    """Return the documents of each row, {column: value}."""
+    given = (
+        [*REQUIRED.split(), *flags]
+        if "--columns" in flags
+        else [*REQUIRED.split()[:-3], "--columns", *rows[0], *flags]
+    )
+    source = SimpleNamespace(args=trainer.resolve_source_args(trainer.parse_args(given)), name="x")
+    numbers = [{trainer.SOURCE: 0, trainer.NUMBER: f"0 {number}"} for number in range(len(rows))]
+    table = pa.Table.from_pylist([row | number for row, number in zip(rows, numbers)])
+    return [row.documents for row in trainer.read_rows(table, [source], [None, None], 0)[0]]
+
+
+@TRAINERS
+def test_a_positive_of_a_row_is_not_its_negative(trainer):
+    """From lists, whichever positive is drawn, and from columns; ids are compared as they are."""
+    lists = {"q": "a", "pos": ["first", "se\u0301cond"], "neg": ["S\u00e9cond  ", "wrong"], "more": ["FIRST"]}
+    found = read_documents(trainer, [lists] * 30) + read_documents(trainer, [lists] * 30, "--num_negatives", "1")
+    assert {positive for positive, *_ in found} == {*lists["pos"]}
+    assert all(negatives == ["wrong"] for _, *negatives in found)
+    texts = [{"q": "a", "p": "first", "n": "First", "m": "wrong"}, {"q": "a", "p": "first", "n": "x", "m": "wrong"}]
+    assert read_documents(trainer, texts, "--num_negatives", "1") == [["first", "wrong"], ["first", "x"]]
+    ids = [{"q": "a", "p": ["D1", "d2"], "n": ["d1", "d2", "D1"]}] * 9
+    assert all(negatives == ["d1"] for _, *negatives in read_documents(trainer, ids, "--corpus", "x"))
+
+
+def test_texts_of_other_ids_may_be_equal():
+    """To the positive's or the query's, of documents that are listed or drawn by a cross-encoder."""
+    texts = {"1": "a caf\u00e9", "2": "A CAFE\u0301", "3": "b", "4": "Query  0"}
+    args = train_cross_encoder.parse_args(
+        [*REQUIRED.split()[:-3], "--columns", *"qpn", "--corpus", "x", "--loss", "bce"]
+    )
+    lookup = SimpleNamespace(texts=lambda ids: list(map(texts.get, ids)))
+    data = SimpleNamespace(sources=[SimpleNamespace(args=args, name="x")], lookups=[None, lookup])
+    cells = {"q": ["query 0", "query 1", "query 2"], "p": ["1", "2", "4"], "n": [["2", "3", "4"], [], []]}
+    numbers = {train_cross_encoder.SOURCE: [0] * 3, train_cross_encoder.NUMBER: ["0 0", "0 1", "0 2"]}
+    rows, _ = train_cross_encoder.local_rows(pa.table(cells | numbers), [0, 1, 2], 0, data, args)
+    assert rows[0].documents == ["a caf\u00e9", "b"] and rows[0].labels == [1, 0]
+    assert sorted(rows[1].documents[1:]) == ["Query  0", "b"] and rows[1].labels == [1, 0, 0]
+    graded = [train_cross_encoder.Row("q", ["a", "A ", "b"], [1.0, 0.0, 0.0])]
+    assert train_cross_encoder.held_out_samples(graded, args)[0]["negative"] == ["b"]
 
 
 def test_a_query_is_not_its_own_negative():
@@ -55,6 +109,39 @@ def test_a_query_is_not_its_own_wrong_answer(bert, rows):
     measures = evaluator(model)
     assert measures[name.replace("ndcg@10", "accuracy@1")] == pytest.approx(found / len(held_out))
     assert measures[name] > found / len(held_out) > 0
+
+
+def held_out_search(rows):
+    """Return (name of the measure, evaluator) of held-out (query, document)."""
+    rows = [SimpleNamespace(query=query, documents=[document], labels=[]) for query, document in rows]
+    return script.held_out_evaluator("held_out", rows, None, SimpleNamespace(similarity_fn_name="cosine"))
+
+
+def test_twins_are_one_document_of_a_held_out_search(bert, rows):
+    """With twins that differ in case, blanks and form alone, of queries and of answers, measures stay the same."""
+    texts = [(row["docstring"], f"caf\u00e9 {number} {row['code'][:80]}") for number, row in enumerate(rows[:40])]
+    twins = [(f"{a} ", b.upper().replace("\u00c9", "E\u0301").replace(" ", "\n")) for a, b in texts]
+    model = SentenceTransformer(str(bert), device="cpu")
+    measures = []
+    for pairs in (texts, twins + texts, [*texts, *((f"please: {a}", b) for a, b in twins)]):
+        name, evaluator = held_out_search(pairs)
+        assert len(evaluator.corpus) == 40
+        measures.append(evaluator(model))
+    assert measures[0] == measures[1] and 0 < measures[0][name] < 1
+
+
+def test_ten_documents_are_ranked_beside_the_query_itself():
+    """Its answer is the eleventh document of the search, and the tenth of its ranking."""
+    vectors = {text: torch.tensor([math.cos(angle), math.sin(angle)]) for text, angle in
+               [("query", 0), *((f"d{number}", number / 20) for number in range(1, 11)), ("far", 2)]}  # fmt: skip
+    name, evaluator = held_out_search(
+        [("query", "d10"), ("far", "query"), *((f"d{n}", f"d{n}") for n in range(1, 10))]
+    )
+    evaluator.embed_inputs = lambda _, texts, **options: torch.stack([vectors[text] for text in texts])
+    evaluator.queries, evaluator.queries_ids = ["query"], ["query"]
+    evaluator.store_metrics_in_model_card_data = lambda *_: None
+    measures = evaluator(SimpleNamespace(similarity_fn_name="cosine", similarity=lambda a, b: a @ b.T))
+    assert measures[name] == pytest.approx(1 / math.log2(11)) and not any("11" in key for key in measures)
 
 
 def test_similarities_are_not_rounded_by_autocast(bert, monkeypatch):
