@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import re
 import shutil
 
@@ -159,6 +160,18 @@ def test_weights_are_float32_whatever_the_saved_dtype(bert, tmp_path):
     """The optimizer must update float32 weights, also with autocast."""
     SentenceTransformer(str(bert), device="cpu").bfloat16().save_pretrained(str(tmp_path))
     assert {parameter.dtype for parameter in load(tmp_path).parameters()} == {torch.float32}
+
+
+def test_saved_files_are_as_the_umask_says(corpus, bert, tmp_path):
+    """safetensors lets the owner alone read what it writes."""
+    before = os.umask(0o027)
+    try:
+        train("train_bi_encoder", *flags_for("train_bi_encoder", corpus, bert, tmp_path / "out", "--max_steps", 1))
+    finally:
+        os.umask(before)
+    files = [path for part in ("model", "checkpoints") for path in (tmp_path / "out" / part).rglob("*.*")]
+    files = [path for path in files if path.is_file()]
+    assert len(files) > 8 and {oct(path.stat().st_mode & 0o777) for path in files} == {"0o640"}
 
 
 def test_full_determinism(corpus, bert, tmp_path, monkeypatch):
