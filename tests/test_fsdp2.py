@@ -16,6 +16,7 @@ from forked import launcher_environment
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Router
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 SETTINGS = {
     "train_bi_encoder": ("bert", ["--gradient_accumulation_steps", 2]),
@@ -90,6 +91,19 @@ def test_fsdp2_in_bf16(runs, tmp_path):
     found, expected = ([line["loss"] for line in metrics(run) if "loss" in line]
                        for run in (tmp_path / "out", folder / "fsdp"))  # fmt: skip
     assert found == pytest.approx(expected, rel=0.02) and found != expected
+    saved = load_file(tmp_path / "out/model/model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_fsdp2_with_adapters_and_a_head_in_bfloat16(precision, corpus, reranker, tmp_path):
+    """FSDP2 requires one dtype of all that is trained."""
+    AutoModelForSequenceClassification.from_pretrained(reranker).bfloat16().save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(reranker).save_pretrained(tmp_path / "model")
+    flags = ["--train_data", f"{corpus}/*.parquet", "--columns", "docstring", "code", "--num_negatives", 2,
+             "--model_name_or_path", tmp_path / "model", "--max_steps", 2, "--batch_size", 8, "--eval_rows", 8,
+             "--eval_steps", 1, "--lora_rank", 2, "--output_dir", tmp_path / "out"]  # fmt: skip
+    launch_sharded(tmp_path, "train_cross_encoder", *flags, precision=precision)
     saved = load_file(tmp_path / "out/model/model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 

@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from test_best_model import train
 from test_decoders import TEMPLATE, make_decoder, make_encoder, score_pairs
+from test_modular_rerankers import make_reranker
 from tokenizers import Tokenizer
+from transformers import AutoModelForSequenceClassification
 
 import eval_incremental
 import prepare_corpus
@@ -172,6 +174,75 @@ def test_saved_files_are_as_the_umask_says(corpus, bert, tmp_path):
     files = [path for part in ("model", "checkpoints") for path in (tmp_path / "out" / part).rglob("*.*")]
     files = [path for path in files if path.is_file()]
     assert len(files) > 8 and {oct(path.stat().st_mode & 0o777) for path in files} == {"0o640"}
+
+
+@pytest.fixture
+def halves(bert, reranker, tmp_path):
+    """Folders of models in bfloat16: a bi-encoder, a reranker with a head, and one of several modules."""
+    SentenceTransformer(str(bert), device="cpu").bfloat16().save_pretrained(str(tmp_path / "bi"))
+    AutoModelForSequenceClassification.from_pretrained(reranker).bfloat16().save_pretrained(tmp_path / "head")
+    transformers.AutoTokenizer.from_pretrained(reranker).save_pretrained(tmp_path / "head")
+    make_reranker(tmp_path / "bi", tmp_path / "modular")
+    return tmp_path
+
+
+TRAINED = {  # beside adapters: (trainer, model, further options of peft, a weight that is trained)
+    "biases": ("train_bi_encoder", "bi", {"bias": "all"}, "LayerNorm.bias"),
+    "a module": ("train_bi_encoder", "bi", {"modules_to_save": ["word_embeddings"]}, "word_embeddings.weight"),
+    "a head": ("train_cross_encoder", "head", {}, "classifier.weight"),
+    "modules": ("train_cross_encoder", "modular", {}, "linear.weight"),
+}
+
+
+@pytest.mark.parametrize("case", TRAINED)
+@pytest.mark.parametrize("precision, processes", [("no", 1), ("bf16", 2)])
+def test_what_is_trained_beside_adapters_is_float32(case, precision, processes, corpus, halves, monkeypatch):
+    """A rate below the spacing of bfloat16 changes all of it, with evaluations between the steps, and saved weights
+    are float32. Frozen matrices remain as in the file, where a launch has autocast."""
+    name, model, options, trained = TRAINED[case]
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    adapters = ["--lora_rank", 2, "--lora_kwargs", json.dumps(options)]
+    loaded = load_by(name, halves / model, *map(str, adapters))
+    assert {weight.dtype for weight in loaded.parameters() if weight.requires_grad} == {torch.float32}
+    frozen = {weight.dtype for weight in loaded.parameters() if not weight.requires_grad and weight.ndim > 1}
+    assert frozen == {torch.float32 if precision == "no" else torch.bfloat16}
+    flags = flags_for(name, corpus, halves / model, halves / "out", "--learning_rate", 2e-5, *adapters)
+    more = ["--max_steps", 2, "--eval_rows", 8, "--eval_steps", 1, "--warmup_ratio", 0]
+    launch(ROOT / f"{name}.py", *flags, *more, processes=processes)
+    before, after = load_weights(halves / model), load_weights(halves / "out/model")
+    assert {tensor.dtype for tensor in after.values() if tensor.is_floating_point()} == {torch.float32}
+    for key in before:
+        if key.endswith(trained) and "embeddings.L" not in key:
+            changed = (after[key] != before[key].float()).float().mean()
+            assert changed > (0.1 if trained.startswith("word") else 0.9), key  # few words occur
+
+
+def load_weights(folder):
+    """Return the weights of all modules of a saved model."""
+    found = {}
+    for path in folder.rglob("model.safetensors"):
+        found |= {f"{path.parent.relative_to(folder)}/{name}": tensor for name, tensor in load_file(path).items()}
+    return found
+
+
+def test_adapters_are_merged_in_float32(corpus, halves):
+    """model/ is the model that was trained: nothing of what adapters learned is rounded to bfloat16."""
+    flags = flags_for("train_bi_encoder", corpus, halves / "bi", halves / "out", "--lora_rank", 2)
+    train("train_bi_encoder", *flags, "--learning_rate", 1e-4, "--max_steps", 4)
+    expected = load(halves / "bi", "--lora_rank", "2")
+    trained = load_file(halves / "out/checkpoints/step_00000004/model.safetensors")
+    expected.load_state_dict(trained, strict=False)
+    merged = expected[0].model.merge_and_unload().state_dict()
+    saved = load_file(halves / "out/model/model.safetensors")
+    name = "encoder.layer.1.attention.self.query.weight"
+    learned = merged[name] - load_file(halves / "bi/model.safetensors")[name].float()
+    assert 0 < learned.abs().max() < 0.01
+    assert saved[name].dtype == torch.float32 and (saved[name] - merged[name]).norm() < 1e-4 * learned.norm()
+
+
+def test_adapters_of_a_model_without_a_transformer(static):
+    with pytest.raises(train_bi_encoder.UserError, match="^--lora_rank: the model has no transformer"):
+        load(static, "--lora_rank", "2")
 
 
 def test_full_determinism(corpus, bert, tmp_path, monkeypatch):
