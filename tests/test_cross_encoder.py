@@ -598,7 +598,10 @@ def test_refused_models(bert, tmp_path):
     CrossEncoder(str(bert), device="cpu", num_labels=3).save_pretrained(str(tmp_path / "three"))
     for flags, hint in (
         (["--model_name_or_path", tmp_path / "three"], "three: .*3 scores"),
-        (["--model_name_or_path", bert, "--max_length", 2000], "positions for 512 tokens: set --max_length"),
+        (
+            ["--model_name_or_path", bert, "--max_length", 2000],
+            "positions for 512 tokens, not for 2000: lower --max_length",
+        ),
         (["--model_name_or_path", tmp_path / "none"], "--model_name_or_path .*none"),
     ):
         with pytest.raises(script.UserError, match=hint) as error:

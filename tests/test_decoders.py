@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
+import eval_incremental
 import train_bi_encoder
 import train_cross_encoder
 
@@ -180,6 +181,29 @@ def test_an_end_token_that_only_the_tokenizer_knows(tmp_path):
     """It is special, though neither bos, eos nor pad."""
     folder = make_decoder(tmp_path / "model", ending="<emb>")
     check("train_bi_encoder", folder, "--pooling", "lasttoken")
+
+
+@pytest.mark.parametrize("padding", [5, None])
+def test_the_padding_token_is_that_of_the_tokenizer(padding, corpus, tmp_path):
+    """Whatever config.json says: by it, a decoder with a head finds the last token of each pair."""
+    folder = make_decoder(tmp_path / "model", "LlamaForSequenceClassification", padding="<pad>" if padding else None)
+    config = json.loads((folder / "config.json").read_text()) | {"pad_token_id": padding, "id2label": {"0": "score"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=1, ignore_mismatched_sizes=True
+    ).save_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["pad_token_id"] == padding
+    train("train_cross_encoder", *flags_of(corpus, folder, tmp_path / "out", "--max_steps", 1))
+    expected = 256 if padding else 257
+    assert json.loads((tmp_path / "out/model/config.json").read_text())["pad_token_id"] == expected
+    pairs = list(zip(TEXTS, TEXTS[::-1]))
+    _, args, model = load("train_cross_encoder", folder)
+    scorer = eval_incremental.load_cross_encoder(str(folder), eval_incremental.Args())
+    for found in (model.eval(), scorer, CrossEncoder(str(tmp_path / "out/model"), device="cpu")):
+        with torch.no_grad():
+            alone = [found(found.preprocess([pair]))["scores"].item() for pair in pairs]
+        assert score_pairs(found, pairs, args) == pytest.approx(alone, abs=1e-5)
+    assert torch.tensor(alone).std() > 1e-3
 
 
 def test_a_missing_end_token_is_refused(corpus, tmp_path):

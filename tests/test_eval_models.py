@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from conftest import ROOT, count_cached, read_run
+from conftest import ROOT, count_cached, read_run, train
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Router, StaticEmbedding
@@ -343,6 +343,20 @@ def test_a_length_of_a_first_module_of_its_own_is_refused(rows, bert, tmp_path):
     assert encoder.encode(texts, "document") == pytest.approx(model.encode_document(texts), abs=1e-5)
     with pytest.raises(script.UserError, match="truncates by itself: leave the length out"):
         open_encoder(script.CachedEncoder, tmp_path / "model", tmp_path, max_length=8)
+
+
+def test_a_length_of_a_static_model(corpus, rows, static, tmp_path):
+    """A base that is measured at the length at which another was trained reads the same tokens."""
+    flags = ["--train_data", f"{corpus}/*.parquet", "--columns", "docstring", "code", "--model_name_or_path", static,
+             "--max_steps", 2, "--learning_rate", 1e-30, "--max_length", 8, "--output_dir", tmp_path]  # fmt: skip
+    train("train_bi_encoder", *flags)
+    texts = [row["code"] for row in rows[:20]]
+    found = []
+    for model, length in ((static, 8), (tmp_path / "model", None), (static, None)):
+        encoder = open_encoder(script.CachedEncoder, model, tmp_path, max_length=length)
+        found.append(encoder.encode(texts, "document"))
+        encoder.close()
+    assert np.abs(found[0] - found[1]).max() < 1e-6 < 1e-2 < np.abs(found[0] - found[2]).max()
 
 
 def character_model(folder):

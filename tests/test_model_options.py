@@ -15,7 +15,9 @@ from accelerate.state import AcceleratorState
 from conftest import ROOT, TRAINERS, launch, metrics, write_jsonl
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
+from sentence_transformers.sentence_transformer.modules import BoW, Pooling, WordEmbeddings
+from sentence_transformers.sentence_transformer.modules.tokenizer import WhitespaceTokenizer
 from test_best_model import train
 from test_decoders import TEMPLATE, make_decoder, make_encoder, score_pairs
 from test_modular_rerankers import make_reranker
@@ -125,7 +127,7 @@ def test_pooling_prompts_and_length(bert, static, tmp_path):
     assert load(static, "--max_length", "3")[0].tokenizer.truncation["direction"] == "right"
     with pytest.raises(train_bi_encoder.UserError, match="--pooling: the model has no pooling"):
         load(static, "--pooling", "cls")
-    with pytest.raises(train_bi_encoder.UserError, match="positions for 512 tokens: set --max_length"):
+    with pytest.raises(train_bi_encoder.UserError, match="positions for 512 tokens, not for 2000: lower --max_length"):
         load(bert, "--max_length", "2000")
 
 
@@ -162,18 +164,6 @@ def test_weights_are_float32_whatever_the_saved_dtype(bert, tmp_path):
     """The optimizer must update float32 weights, also with autocast."""
     SentenceTransformer(str(bert), device="cpu").bfloat16().save_pretrained(str(tmp_path))
     assert {parameter.dtype for parameter in load(tmp_path).parameters()} == {torch.float32}
-
-
-def test_saved_files_are_as_the_umask_says(corpus, bert, tmp_path):
-    """safetensors lets the owner alone read what it writes."""
-    before = os.umask(0o027)
-    try:
-        train("train_bi_encoder", *flags_for("train_bi_encoder", corpus, bert, tmp_path / "out", "--max_steps", 1))
-    finally:
-        os.umask(before)
-    files = [path for part in ("model", "checkpoints") for path in (tmp_path / "out" / part).rglob("*.*")]
-    files = [path for path in files if path.is_file()]
-    assert len(files) > 8 and {oct(path.stat().st_mode & 0o777) for path in files} == {"0o640"}
 
 
 @pytest.fixture
@@ -240,9 +230,90 @@ def test_adapters_are_merged_in_float32(corpus, halves):
     assert saved[name].dtype == torch.float32 and (saved[name] - merged[name]).norm() < 1e-4 * learned.norm()
 
 
+def test_saved_files_are_as_the_umask_says(corpus, bert, tmp_path):
+    """safetensors lets the owner alone read what it writes."""
+    before = os.umask(0o027)
+    try:
+        train("train_bi_encoder", *flags_for("train_bi_encoder", corpus, bert, tmp_path / "out", "--max_steps", 1))
+    finally:
+        os.umask(before)
+    files = [path for part in ("model", "checkpoints") for path in (tmp_path / "out" / part).rglob("*.*")]
+    files = [path for path in files if path.is_file()]
+    assert len(files) > 8 and {oct(path.stat().st_mode & 0o777) for path in files} == {"0o640"}
+
+
 def test_adapters_of_a_model_without_a_transformer(static):
     with pytest.raises(train_bi_encoder.UserError, match="^--lora_rank: the model has no transformer"):
         load(static, "--lora_rank", "2")
+
+
+def load_to_evaluate(folder, **flags):
+    """Return the bi-encoder that the evaluator loads."""
+    return eval_incremental.load_bi_encoder(str(folder), eval_incremental.Args(**flags))[0]
+
+
+def words(folder, *modules):
+    SentenceTransformer(modules=[*modules], device="cpu").save_pretrained(str(folder), create_model_card=False)
+
+
+VOCABULARY = ["red", "pie"]
+OTHER_KINDS = {
+    "SparseEncoder": lambda base, folder: SparseEncoder(str(base), device="cpu").save_pretrained(str(folder)),
+    "MultiVectorEncoder": lambda base, folder: MultiVectorEncoder(str(base), device="cpu").save_pretrained(
+        str(folder)
+    ),
+    "CrossEncoder": lambda base, folder: make_reranker(base, folder),
+    "WordEmbeddings": lambda base, folder: words(
+        folder, WordEmbeddings(WhitespaceTokenizer(VOCABULARY, stop_words=[]), torch.randn(2, 8)), Pooling(8)
+    ),
+    "BoW": lambda base, folder: words(folder, BoW(VOCABULARY)),
+}
+
+
+@pytest.mark.parametrize("load_model", [load, load_to_evaluate])
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_models_of_other_kinds_are_refused_by_name(kind, load_model, bert, tmp_path):
+    """sentence-transformers would pool what the transformer alone gives, or end in a traceback at the first text."""
+    base = bert
+    if kind == "SparseEncoder":
+        base = make_encoder(tmp_path / "base", "BertForMaskedLM", bert)
+    OTHER_KINDS[kind](base, tmp_path / "model")
+    with pytest.raises(ValueError, match=f"^--model_name_or_path {tmp_path}/model: .*{kind}") as error:
+        load_model(tmp_path / "model")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("load_model", [load, load_to_evaluate])
+def test_lengths_by_role(load_model, bert, tmp_path):
+    """A length that is given holds for both roles, and is saved so; without it, the model's own hold."""
+    folder = shutil.copytree(bert, tmp_path / "model")
+    options = json.loads((folder / "sentence_bert_config.json").read_text())
+    lengths = {"query_length": 6, "document_length": 12}
+    (folder / "sentence_bert_config.json").write_text(json.dumps(options | lengths))
+    for given, expected in ((None, [6, 12]), (4, [4, 4]), (64, [64, 64])):
+        if load_model is load:
+            model = load(folder, *(["--max_length", str(given)] if given else []))
+        else:
+            model = load_to_evaluate(folder, max_length=given)
+        model.save_pretrained(str(tmp_path / str(given)))
+        for found in (model, SentenceTransformer(str(tmp_path / str(given)), device="cpu")):
+            read = [found.preprocess(["a b " * 99], task=role)["input_ids"] for role in ("query", "document")]
+            assert [ids.shape[1] for ids in read] == expected, given
+    with pytest.raises(train_bi_encoder.UserError, match="^6 tokens: no room for a text"):
+        load(folder, "--query_prompt", "a b c d e f ")
+    load(folder, "--document_prompt", "a b c d e f ")
+
+
+def test_a_saved_length_beyond_the_positions(tmp_path):
+    """The evaluator measures a model as it was saved; one that is trained would be saved with its positions alone."""
+    folder = make_decoder(tmp_path / "model")
+    SentenceTransformer(str(folder), device="cpu").save_pretrained(str(folder))
+    options = json.loads((folder / "sentence_bert_config.json").read_text())
+    (folder / "sentence_bert_config.json").write_text(json.dumps(options | {"max_seq_length": 600}))
+    assert load_to_evaluate(folder).max_seq_length == 600
+    with pytest.raises(train_bi_encoder.UserError, match="own length of 600 .* 512 positions: set --max_length"):
+        load(folder)
+    assert load(folder, "--max_length", "512").max_seq_length == 512
 
 
 def test_full_determinism(corpus, bert, tmp_path, monkeypatch):
@@ -466,8 +537,20 @@ def test_positions_of_roberta(bert, tmp_path):
     tokens = model.tokenizer("word " * 1000, truncation=True, return_tensors="pt")
     assert tokens["input_ids"].shape == (1, 128)
     model.transformers_model(**tokens)
-    with pytest.raises(train_bi_encoder.UserError, match="positions for 128 tokens: set --max_length"):
+    with pytest.raises(train_bi_encoder.UserError, match="positions for 128 tokens, not for 129: lower --max_length"):
         load(tmp_path / "model", "--max_length", "129")
+
+
+@pytest.mark.parametrize("kind, limit", [("RobertaModel", 129), ("MPNetModel", 128)])
+def test_a_tokenizer_without_a_limit(kind, limit, bert, tmp_path):
+    """Texts are truncated to the positions, of which those of these models begin after the padding's."""
+    folder = make_encoder(tmp_path / "model", kind, bert)
+    edit = json.loads((folder / "tokenizer_config.json").read_text()) | {"model_max_length": 10**30}
+    (folder / "tokenizer_config.json").write_text(json.dumps(edit))
+    for model in (load(folder), load_to_evaluate(folder)):
+        assert model.max_seq_length == limit and model.encode("a " * 999).shape == (32,)
+    with pytest.raises(eval_incremental.UserError, match=f"for {limit} tokens, not for 130: lower --max_length"):
+        load_to_evaluate(folder, max_length=130)
 
 
 class Own(torch.nn.Module):
@@ -488,17 +571,18 @@ def test_a_module_of_ones_own_gets_the_attention_mask(bert):
         assert ("attention_mask" in features) == own
 
 
+@pytest.mark.parametrize("load_model", [load, load_to_evaluate])
 @pytest.mark.parametrize("kind", ["bert", "static"])
-def test_tokens_without_embeddings(kind, request, tmp_path):
+def test_tokens_without_embeddings(kind, load_model, request, tmp_path):
     """Added to the tokenizer, but not to the model: refused, as the first text that has one would end the run."""
     folder = shutil.copytree(request.getfixturevalue(kind), tmp_path / "model")
-    load(folder)
+    load_model(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_tokens(["<new>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     expected = f"{folder}: the tokenizer has 1001 tokens.* 1000 embeddings.*resize_token_embeddings"
-    with pytest.raises(train_bi_encoder.UserError, match=expected):
-        load(folder)
+    with pytest.raises(ValueError, match=expected):
+        load_model(folder)
 
 
 def test_a_token_of_images_needs_no_embedding(bert, tmp_path):

@@ -320,7 +320,7 @@ def test_length_of_pairs(evaluate, beir, run_file, reranker):
     short = ["--rerank_max_length", 20]
     whole, same, short = (evaluate(*flags, *more)["models"][1] for more in ([], ["--max_length", 20], short))
     assert whole["fingerprint"] == same["fingerprint"] != short["fingerprint"] and short["pairs"]["scored"] == 59 * 3
-    with pytest.raises(script.UserError, match="has positions for 512 tokens only, not for 9999"):
+    with pytest.raises(script.UserError, match="has positions for 512 tokens, not for 9999"):
         evaluate(*flags, "--rerank_max_length", 9999)
 
 
