@@ -604,7 +604,7 @@ PAIR = ["query_id", "doc_id"]  # columns that identify a row of a ranking or of 
 JUDGMENT_NAMES = [  # of the columns of query, document and grade, in small letters and without what separates words
     ("queryid", "qid", "query", "topicid", "topic"),
     ("corpusid", "documentid", "docid", "docno", "document", "doc", "passageid", "pid", "positivecorpusids"),
-    ("score", "relevance", "rel", "grade", "label"),
+    ("relevance", "rel", "grade", "label", "score"),  # a score may be that of the system that was judged
 ]
 
 
@@ -626,15 +626,15 @@ def read_qrels(*sources):
             frame = table_of_judgments(file)
         else:  # with or without a header
             frame = pd.concat(trec_parts(file, "qrels"))
-        if not (frame["score"] % 1 == 0).all():
-            raise UserError("a grade is not a whole number")
+        if not ((frame["score"] % 1 == 0) & (frame["score"].abs() <= 1e6)).all():  # trec_eval counts up to the highest
+            raise UserError("a grade is not a whole number, or above a million")
         return frame.astype({"score": int}).rename(columns={"score": "relevance"})
 
 
 def judgment_columns(names):
     """Return the names of the columns of query, document and grade among those of a table; without grades, all are
     relevant, as in NanoBEIR, whose first form has lists of them. None: unknown, as a first line that is no header."""
-    plain = {re.sub(r"[^a-z]", "", name.lower()): name for name in names}
+    plain = {re.sub(r"[\W_]", "", name.lower()): name for name in names}  # query1 is an id
     query, document, grade = (next((plain[part] for part in known if part in plain), None) for known in JUDGMENT_NAMES)
     may_lack_grades = len(names) == 2 or "positivecorpusids" in plain
     return [query, document, grade][: 2 + bool(grade)] if query and document and (grade or may_lack_grades) else None
@@ -674,8 +674,9 @@ def trec_parts(path, name):
                 raise UserError(f"has {fields} fields per line, not {' or '.join(map(str, columns))}")
             frame = frame[columns[fields]].set_axis([*PAIR, "score"][: len(columns[fields])], axis=1)
             scores = pd.to_numeric(frame.get("score", pd.Series(1, frame.index)), errors="coerce")
-            if not np.isfinite(scores).all():
-                line = (~np.isfinite(scores)).idxmax()
+            is_finite = scores.abs() <= np.finfo(np.float32).max  # of trec_eval
+            if not is_finite.all():
+                line = (~is_finite).idxmax()
                 found = f"line {line + 1 + bool(named)} has no finite score: {' '.join(frame.loc[line])}"
                 raise UserError(f"{found}; a header has query-id, corpus-id and score" if line == 0 else found)
             yield frame.assign(score=scores)

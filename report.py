@@ -387,7 +387,11 @@ def write_tables(lines, output):
     rows = [lines[0], ["---", *["---:"] * columns], *lines[1:]]
     rows = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows]
     (output / "table.md").write_text("".join(f"| {row} |\n" for row in rows), encoding="utf-8")
-    rows = [" & ".join(re.sub(r"([&%$#_{}])", r"\\\1", cell) for cell in line) + r" \\" for line in lines]
+    names = {"\\": "textbackslash", "^": "textasciicircum", "~": "textasciitilde", "|": "textbar"}
+    escapes = {sign: f"\\{sign}" for sign in "&%$#_{}"} | {sign: f"\\{name}{{}}" for sign, name in names.items()}
+    cells = [[cell.translate(str.maketrans(escapes)) for cell in line] for line in lines]
+    # A bracket or star at the begin of a line would belong to the line break before it.
+    rows = [re.sub(r"^[\[*]", r"{\g<0>}", " & ".join(line)) + r" \\" for line in cells]
     begin = rf"\begin{{tabular}}{{l{'r' * columns}}}"
     rows = [begin, r"\toprule", rows[0], r"\midrule", *rows[1:], r"\bottomrule", r"\end{tabular}"]
     (output / "table.tex").write_text("\n".join(rows) + "\n", encoding="utf-8")

@@ -135,7 +135,7 @@ def test_a_document_in_passages_is_one_document(evaluate, bert, tmp_path):
     for ranking in evaluate(*flags, "--metrics", "R@100", "--top_k", 100, "--bm25")["models"]:
         assert set(read_run(tmp_path / "out" / ranking["folder"] / "run.trec")["q"]) == {"A", "B"}
     (entry,) = json.loads((tmp_path / "out/metrics.json").read_text())["collections"]
-    lacking = ["1 judged queries have no text; left out"]
+    lacking = ["1 judged queries have no text; left out", "1 found ids stand for several texts; the best score counts"]
     assert entry["warnings"] == [*lacking, "1 judged documents are not in the corpus; they count as not found"]
 
 
@@ -492,12 +492,13 @@ def test_usage(flags, capsys, tmp_path, monkeypatch):
 
 def test_rankings_are_as_deep_as_required():
     def depth_of(flags):
-        return script.resolve_args(script.parse_args(flags)).top_k
+        return script.ranking_depth(script.resolve_args(script.parse_args(flags)))
 
     flags = ["--beir", "x", "--model_name_or_path", "m", "--top_k", "50"]
     assert depth_of([*flags, "--metrics", "AP@30"]) == 50
     assert depth_of([*flags, "--metrics", "AP"]) == 1000  # as trec_eval ranks
-    assert depth_of([*flags, "--rerank_k", "200"]) == 200
+    assert depth_of([*flags, "--rerank_k", "200", "--cross_encoder", "c"]) == 200
+    assert depth_of([*flags, "--metrics", "P@10", "--cross_encoder", "c"]) == 100
     assert depth_of([*flags[2:], "--corpus", "c", "--query", "q"]) == 50
     assert depth_of([*flags[2:4], "--corpus", "c", "--query", "q"]) == 10
     assert depth_of(flags[:4]) == 100
