@@ -604,7 +604,7 @@ PAIR = ["query_id", "doc_id"]  # columns that identify a row of a ranking or of 
 JUDGMENT_NAMES = [  # of the columns of query, document and grade, in small letters and without what separates words
     ("queryid", "qid", "query", "topicid", "topic"),
     ("corpusid", "documentid", "docid", "docno", "document", "doc", "passageid", "pid", "positivecorpusids"),
-    ("relevance", "rel", "grade", "label", "score"),  # a score may be that of the system that was judged
+    ("relevance", "rel", "grade", "score", "label"),  # a score beside them may be that of a system
 ]
 
 

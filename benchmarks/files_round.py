@@ -4,8 +4,8 @@
         --beir SCIFACT VASWANI --pairs 'data/python_code/heldout/*.parquet' --columns docstring code
 
 Rankings of a bi-encoder, BM25 and their fusions, and each of them reranked in float32 and in bfloat16. Prints for each
-its lines, how many of them tie with another one of their query, and in how many values of a query and a measure the
-run file, read again, or pytrec_eval on it differ.
+its lines, how many of them tie with another one of their query, how many queries have another order when the run file
+is read again, and how many values of a query and a measure differ then, and by pytrec_eval on the run file.
 """
 
 import argparse
@@ -69,6 +69,7 @@ def compare(flags, output, call=evaluate):
         values = read_values(folder)
         reread = read_values(output / "again" / copied["folder"])
         scores = read_scores(folder / "run.trec")
+        again = read_scores(output / "again" / copied["folder"] / "run.trec")
         counts = [Counter(found.values()) for found in scores.values()]
         expected = trec_eval(scores, judgments)
         yield {
@@ -76,6 +77,7 @@ def compare(flags, output, call=evaluate):
             "lines": sum(map(len, scores.values())),
             "ties": sum(count for found in counts for count in found.values() if count > 1),
             "values": len(values),
+            "queries ordered otherwise": sum(list(again[query]) != list(found) for query, found in scores.items()),
             "differ read again": sum(values[key] != reread[key] for key in values),
             "differ in trec_eval": sum(float(values[key]) != expected[key] for key in expected),
         }

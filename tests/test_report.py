@@ -276,3 +276,18 @@ def test_a_row_for_each_collection(evaluate, tmp_path, capsys, monkeypatch):
         assert rows == [*(folder.name for folder in folders), "mean"]
     assert len(data["collections"]) == 13 and {query["collection"] for query in data["queries"]} == set(range(13))
     assert "<title>13 collections</title>" in (tmp_path / "out/report.html").read_text()
+
+
+def test_names_in_latex_are_escaped(tmp_path):
+    """All that LaTeX reads otherwise, and what its line break would take for an option."""
+    script.write_tables(
+        [["", "RR@10"], ["a^b~c\\d", "1"], ["é|ü$x&y_50%#{1}", "2"], ["[x]", "3"], ["*x", "[4]"]], tmp_path
+    )
+    assert (tmp_path / "table.tex").read_text().splitlines()[2:-2] == [
+        r" & RR@10 \\",
+        r"\midrule",
+        r"a\textasciicircum{}b\textasciitilde{}c\textbackslash{}d & 1 \\",
+        r"é\textbar{}ü\$x\&y\_50\%\#\{1\} & 2 \\",
+        r"{[}x] & 3 \\",
+        r"{*}x & [4] \\",
+    ]
