@@ -148,6 +148,13 @@ def test_dependency_header(name):
     assert needed <= listed and listed - needed <= {"backports", "fsspec"}  # `datasets` needs them for .zst and URLs
 
 
+def test_header_of_the_check():
+    """It starts trainers with its own Python: `uv run` must install what they require."""
+    headers = [re.findall(r'"(.+?)"', (ROOT / name).read_text().partition("# ///\n\n")[0].partition("dependencies")[2])
+               for name in ("check_promises.py", "train_bi_encoder.py")]  # fmt: skip
+    assert {"torch>=2.9,<3", "pyyaml>=6.0.1,<7"} < set(headers[0]) < set(headers[1])
+
+
 def test_constraints():
     """Each requirement has one lowest version, which `make test-lowest` installs, and a pin in its range."""
     lines = [line for name in ("requirements", "requirements-dev") for line in (ROOT / f"{name}.txt").open()]
