@@ -4,6 +4,7 @@ The server is multiprocessing's forkserver. It starts before the first process a
 imports, a forked process is like any other: its signals, files, sockets and exit status are real.
 """
 
+import ast
 import ctypes
 import functools
 import multiprocessing
@@ -27,6 +28,9 @@ CONTEXT = multiprocessing.get_context("forkserver")
 # To compile the template of the model's card and to draw the plot takes half of a short run. Runs by a launcher or as
 # subprocesses do both.
 jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)
+# So is the syntax tree of a trainer, which each run hashes at its start.
+ast.parse = functools.cache(ast.parse)
+ast.unparse = functools.cache(ast.unparse)
 draw = Figure.savefig  # for a test of what is drawn
 Figure.savefig = lambda figure, path, **_: Path(path).touch()
 pd.DataFrame.plot = lambda *_, **__: None  # of plot_metrics
