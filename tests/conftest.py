@@ -22,6 +22,7 @@ gc.disable()  # until all is imported: it takes a sixth of that time
 # No requests to the Hub, few updates of progress bars, and one thread per process.
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_MININTERVAL": "60"}
 os.environ["OMP_NUM_THREADS"] = "1"  # two test files run at a time, on few cores
+os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"  # gloo compares each collective of all ranks: name, shapes, dtypes
 CACHE = tempfile.TemporaryDirectory(prefix="evenstep")  # for the Arrow tables of `datasets`; deleted at exit
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
 os.environ["HF_MODULES_CACHE"] = f"{CACHE.name}/modules"  # for copies of metric scripts
