@@ -13,16 +13,24 @@ or: python tests/strict_device.py SCRIPT.py '{"flash": true, "mixed": "bf16"}' F
 Refused: mixed devices, indices on the device into CPU tensors, numpy() and pin_memory() of device tensors, pinning or
 in-place writes of expanded tensors, collectives on CPU tensors or non-contiguous ones, fused optimizers with mixed
 devices or dtypes, flash attention on float32, cu_seqlens that are not int32 or do not fit, kernels without a
-deterministic form under use_deterministic_algorithms. Reported: waits of the host for the device, float32 Linear
-outside autocast, random operations, writes to pinned tensors after a non-blocking copy, device operations in
-background threads.
+deterministic form under use_deterministic_algorithms, the device in forked processes. Reported: waits of the host for
+the device, float32 Linear outside autocast, random operations, writes to pinned tensors after a non-blocking copy,
+device operations in background threads.
 `memory` is the limit of the device in bytes; live tensors beyond it raise OutOfMemoryError.
-Not simulated: rounding, streams, NCCL's timing and order, kernels that lack a dtype, inference mode.
+kind="xpu": a device that is no CUDA.
+All ends as late as CUDA allows, except with late=False. What is copied to the host with non_blocking=True is poison
+(NaN, the highest integer, the other bool) until the host waits for it. Reported: its use before; writes to pinned
+memory before the device has read it; what a stream reads, writes, or reuses once freed, before other streams are done
+with it.
+Not simulated: rounding, NCCL's timing and order, kernels that lack a dtype, inference mode, backward passes in other
+streams.
 """
 
 import contextlib
 import ctypes
+import functools
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -30,7 +38,7 @@ import tempfile
 import threading
 import types
 import weakref
-from collections import Counter
+from collections import Counter, namedtuple
 from unittest import mock
 
 GUARD = r"""
@@ -50,8 +58,9 @@ struct Hooks : at::CUDAHooksInterface {  // for at::getAccelerator, which the au
   int getNumGPUs() const override { return 1; }
 };
 struct Guard final : impl::DeviceGuardImplInterface {
-  Device d{DeviceType::CUDA, 0};
-  DeviceType type() const override { return DeviceType::CUDA; }
+  Device d;
+  explicit Guard(DeviceType type) : d(type, 0) {}
+  DeviceType type() const override { return d.type(); }
   Device exchangeDevice(Device) const override { return d; }
   Device getDevice() const override { return d; }
   void setDevice(Device) const override {}
@@ -70,12 +79,12 @@ struct Guard final : impl::DeviceGuardImplInterface {
   void synchronizeStream(const Stream&) const override {}
 };
 extern "C" void register_guard() {
-  static Guard guard;
+  static Guard guard(DeviceType::CUDA), other(DeviceType::XPU);
   using Made = std::unique_ptr<at::CUDAHooksInterface>;
   at::CUDAHooksRegistry()->Register("CUDAHooks", [](at::CUDAHooksArgs args) -> Made {
     return std::make_unique<Hooks>(args);
   });
-  impl::DeviceGuardImplRegistrar registrar(DeviceType::CUDA, &guard);
+  impl::DeviceGuardImplRegistrar registrar(DeviceType::CUDA, &guard), registrar_of_other(DeviceType::XPU, &other);
 }
 """
 
@@ -101,7 +110,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.utils._device  # noqa: E402
 import torch.utils.flop_counter  # noqa: E402, F401 - registers operations, before one is replaced
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
@@ -140,7 +149,7 @@ class OnDevice(torch.Tensor):
     def __new__(cls, data):
         return torch.Tensor._make_wrapper_subclass(
             cls, data.size(), strides=data.stride(), storage_offset=data.storage_offset(), dtype=data.dtype,
-            device=DEVICE, requires_grad=data.requires_grad)  # fmt: skip
+            device=StrictDevice.active.device, requires_grad=data.requires_grad)  # fmt: skip
 
     def __init__(self, data):
         self.on_cpu = data
@@ -160,12 +169,14 @@ class OnDevice(torch.Tensor):
         return f"OnDevice({tuple(self.shape)}, {self.dtype})"
 
     def tolist(self):
+        StrictDevice.active.use("tolist", [self])
         StrictDevice.active.count("tolist")
         return on_cpu(self.detach()).tolist()
 
     def numpy(self, *, force=False):
         if not force:
             raise TypeError("STRICT: can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu()")
+        StrictDevice.active.use("numpy", [self])
         StrictDevice.active.count("numpy")
         return on_cpu(self.detach()).numpy()
 
@@ -185,26 +196,82 @@ def compatible(input: torch.Tensor, from_: torch.Tensor) -> bool:
     return isinstance(input, OnDevice) == isinstance(from_, OnDevice)
 
 
-class NoStream:
-    """A stream of the device, or an event in one: all operations end at once, but a wait is counted."""
+class Event:
+    """A moment: `clock` has of each stream the number of the last operation before it."""
 
-    def wait_stream(self, _):
-        pass
+    def __init__(self, *_, **__):
+        self.clock, self.asked = Counter(), False
 
-    def record_event(self):
-        return self
+    def record(self, stream=None):
+        self.clock = Counter((stream or StrictDevice.active.stream()).clock)
+
+    def wait(self, stream=None):
+        (stream or StrictDevice.active.stream()).wait_event(self)
 
     def synchronize(self):
-        StrictDevice.active.count("event")
+        StrictDevice.active.count("event", self.clock)
+
+    def query(self):  # not yet; but when asked again
+        self.asked = not self.asked
+        if not self.asked:
+            StrictDevice.active.arrive(self.clock)
+        return not self.asked
+
+
+class Stream(Event):
+    """A stream of the device: its moment is now."""
+
+    def wait_event(self, other):
+        self.clock |= other.clock  # the higher number of each stream
+
+    wait_stream = wait_event
+
+    def record_event(self, event=None):
+        event = event or Event()
+        event.record(self)
+        return event
+
+
+# A copy that has not ended. values: what the host will get, or what it held when the copy to the device was asked for.
+Copy = namedtuple("Copy", "stream time host values to_host place")
+# A storage on the device. owner: the stream that reuses it once it is freed, unless in use by `recorded` ones.
+Memory = namedtuple("Memory", "owner writes uses recorded")  # uses, and those that write: {stream: (time, place)}
+
+
+def poison(tensor):
+    if tensor.dtype == torch.bool:
+        return tensor.logical_not_()
+    is_real = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.fill_(math.nan if is_real else torch.iinfo(tensor.dtype).max)
+
+
+@functools.cache
+def written_arguments(func):
+    """Return the positions and the names of the arguments that an operation writes to."""
+    kinds = [argument.alias_info for argument in func._schema.arguments]
+    written = [index for index, kind in enumerate(kinds) if kind and kind.is_write]
+    return written + [func._schema.arguments[index].name for index in written]
+
+
+@functools.cache
+def is_of_a_script(file):
+    return file != __file__ and not any(part in file for part in ("site-packages", "/lib/python", "<"))
+
+
+def address(tensor):
+    return tensor.untyped_storage().data_ptr()
 
 
 class StrictDevice(TorchDispatchMode):
     active = None
 
-    def __init__(self, flash=False, mixed="no", memory=80 * 2**30):
+    def __init__(self, flash=False, mixed="no", memory=80 * 2**30, late=True, kind="cuda"):
         super().__init__()
-        self.flash, self.mixed, self.memory = flash, mixed, memory
-        self.allocated, self.peak, self.storages = 0, 0, set()
+        self.device = torch.device(kind, 0)
+        self.flash, self.mixed, self.memory, self.late = flash, mixed, memory, late
+        self.allocated, self.peak, self.storages = 0, 0, {}  # {address of a storage: Memory}
+        self.main, self.local, self.times, self.host = Stream(), threading.local(), Counter(), Counter()
+        self.copies, self.freed, self.process = [], [], os.getpid()
         self.syncs, self.reports, self.collectives, self.randoms = Counter(), Counter(), Counter(), Counter()
         self.operations, self.thread, self.seeded, self.objects = 0, threading.get_ident(), 0, False
 
@@ -212,17 +279,24 @@ class StrictDevice(TorchDispatchMode):
 
     def __enter__(self):
         StrictDevice.active, self.patches, cuda = self, [], torch.cuda
-        self.make_tensor, self.seed = torch.tensor, torch.manual_seed
+
+        def is_cuda(*_):
+            return self.device.type == "cuda"
+
+        self.make_tensor, self.seed, self.make_list = torch.tensor, torch.manual_seed, torch.Tensor.tolist
         torch.utils._device._device_constructors()  # cached, before torch.tensor is replaced
         properties = types.SimpleNamespace(major=9, minor=0, total_memory=self.memory, multi_processor_count=132,
                                            name="simulated", warp_size=32)  # fmt: skip
         for owner, name, value in [
-            (cuda, "_lazy_init", lambda: None), (cuda, "is_available", lambda: True),
-            (cuda, "is_initialized", lambda: True), (cuda, "device_count", lambda: 1),
+            (cuda, "_lazy_init", lambda: None), (torch.xpu, "_lazy_init", lambda: None),
+            (cuda, "is_available", is_cuda), (cuda, "is_initialized", is_cuda), (cuda, "device_count", lambda: 1),
             (cuda, "current_device", lambda: 0), (cuda, "set_device", lambda *_: None),
-            (cuda, "synchronize", lambda *_: self.count("synchronize")), (cuda, "empty_cache", lambda: None),
-            (cuda, "Stream", NoStream), (cuda, "current_stream", lambda *_: NoStream()),
-            (cuda, "stream", lambda _: contextlib.nullcontext()),
+            (cuda, "synchronize", lambda *_: self.count("synchronize", self.times)),
+            (cuda, "empty_cache", lambda: None), (cuda, "Stream", Stream), (cuda, "Event", Event),
+            (cuda, "current_stream", self.stream), (cuda, "default_stream", lambda *_: self.main),
+            (cuda, "stream", self.in_stream), (cuda, "set_stream", self.set_stream),
+            (torch.Tensor, "record_stream", lambda t, stream: self.memory_of(t).recorded.append(stream)),
+            (torch.Tensor, "tolist", lambda t: self.use_host("tolist", [t]) or self.make_list(t)),
             (cuda, "get_device_name", lambda *_: "simulated"),
             (cuda, "get_device_capability", lambda *_: (9, 0)), (cuda, "get_device_properties", lambda *_: properties),
             (cuda, "is_bf16_supported", lambda *_, **__: True), (cuda, "manual_seed_all", lambda *_: None),
@@ -232,7 +306,7 @@ class StrictDevice(TorchDispatchMode):
             (torch.accelerator, "memory_allocated", lambda *_: self.allocated),
             (torch.accelerator, "max_memory_allocated", lambda *_: self.peak),
             (torch.accelerator, "reset_peak_memory_stats", lambda *_: setattr(self, "peak", self.allocated)),
-            (torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda")),
+            (torch.accelerator, "current_accelerator", lambda *_, **__: torch.device(self.device.type)),
             (dist.Logger, "set_runtime_stats_and_log", lambda _: None),  # DDP's timer of CUDA is not in a CPU build
             (torch, "tensor", self.tensor), (torch, "manual_seed", self.manual_seed),
             (torch.Tensor, "pin_memory", lambda t, *_: self.pin_memory(t)),
@@ -246,8 +320,9 @@ class StrictDevice(TorchDispatchMode):
             self.patches.append(mock.patch.object(owner, name, value))
         for name in ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier"):
             self.patches.append(mock.patch.object(dist, name, self.counted(name, getattr(dist, name))))
-        self.patches.append(mock.patch("accelerate.utils.imports.is_cuda_available", lambda *_: True))
-        self.patches.append(mock.patch("accelerate.state.is_cuda_available", lambda *_: True, create=True))
+        self.patches.append(mock.patch("accelerate.utils.imports.is_cuda_available", is_cuda))
+        self.patches.append(mock.patch("accelerate.state.is_cuda_available", is_cuda, create=True))
+        self.patches.append(mock.patch("accelerate.state.is_xpu_available", lambda *_: not is_cuda()))
         self.patch_saving()
         if self.flash:
             self.install_flash()
@@ -257,6 +332,7 @@ class StrictDevice(TorchDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *error):
+        self.arrive(self.times)
         for patch in reversed(self.patches):
             patch.stop()
         self.hook.remove()
@@ -301,7 +377,12 @@ class StrictDevice(TorchDispatchMode):
         """Count the bytes of a storage until it is freed; raise OutOfMemoryError beyond the limit."""
         if storage._cdata in self.storages or not storage.nbytes():
             return
-        self.storages.add(storage._cdata)
+        stream, place = self.stream(), self.late and self.place()
+        for uses in [uses for owner, uses in self.freed if owner is stream]:
+            self.check(f"{place} reuses freed memory and", uses)
+        self.freed = [(owner, uses) for owner, uses in self.freed if owner is not stream]
+        now = {stream: (self.times[stream], f"{place} makes it")}
+        self.storages[storage._cdata] = Memory(stream, now, dict(now), [])
         weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
         self.allocated += storage.nbytes()
         self.peak = max(self.peak, self.allocated)
@@ -311,23 +392,91 @@ class StrictDevice(TorchDispatchMode):
             )
 
     def free(self, address, size):
-        self.storages.discard(address)
+        memory = self.storages.pop(address)
         self.allocated -= size
+        uses = {stream: use for stream, use in memory.uses.items() if stream not in [memory.owner, *memory.recorded]}
+        self.freed += [(memory.owner, uses)] * bool(uses)
+
+    # ---- streams
+
+    def stream(self, *_):
+        return getattr(self.local, "stream", self.main)  # that of this thread
+
+    def set_stream(self, stream):
+        self.local.stream = stream
+
+    @contextlib.contextmanager
+    def in_stream(self, stream):
+        before, self.local.stream = self.stream(), stream or self.stream()
+        try:
+            yield
+        finally:
+            self.local.stream = before
+
+    def memory_of(self, tensor):
+        return isinstance(tensor, OnDevice) and self.storages.get(tensor.on_cpu.untyped_storage()._cdata)
+
+    def use(self, name, tensors, written=()):
+        """Add an operation to the current stream; written: ids of tensors. Report what other streams still use."""
+        stream, place = self.stream(), self.late and f"{self.place()} {name}"
+        stream.clock |= self.host
+        self.times[stream] += 1
+        stream.clock[stream] = self.times[stream]
+        for tensor in tensors if self.late else ():
+            if memory := self.memory_of(tensor):
+                self.check(place, memory.uses if id(tensor) in written else memory.writes)
+                memory.uses[stream] = self.times[stream], place
+                memory.writes.update({stream: memory.uses[stream]} if id(tensor) in written else {})
+
+    def check(self, place, uses):
+        for stream, (time, other) in uses.items():
+            if time > self.stream().clock[stream]:
+                self.reports[f"{place} does not wait for another stream: {other}"] += 1
+
+    def use_host(self, name, tensors):
+        """Report what the host uses before it has arrived."""
+        for copy in self.copies:
+            if copy.to_host and address(copy.host) in [address(t) for t in tensors if not isinstance(t, OnDevice)]:
+                self.reports[f"{self.place()} {name} uses a copy that has not arrived: {copy.place}"] += 1
+
+    def delay(self, host, to_host):
+        """Let a copy end when the host waits for it."""
+        if not host.numel():
+            return
+        host, values, stream = host.data, host.data.clone(), self.stream()
+        self.copies.append(Copy(stream, self.times[stream], host, values, to_host, self.place()))
+        if to_host:
+            poison(host)
+
+    def arrive(self, clock):
+        """End the copies before a moment that the host has waited for."""
+        self.host |= clock
+        ended = [copy for copy in self.copies if copy.time <= self.host[copy.stream]]
+        self.copies = [copy for copy in self.copies if copy.time > self.host[copy.stream]]
+        with _disable_current_modes(), torch.no_grad():
+            for copy in ended:
+                if copy.to_host:
+                    copy.host.copy_(copy.values)
+                elif not torch.allclose(copy.host, copy.values, rtol=0, atol=0, equal_nan=True):
+                    self.reports[f"{copy.place} copies from pinned memory that was written before the end"] += 1
+                if address(copy.host) in _pinned:
+                    _pinned[address(copy.host)] = False
 
     def tensor(self, data, *args, device=None, **kwargs):  # torch.tensor does not dispatch to the mode
-        if device is None or torch.device(device).type != "cuda":
+        if device is None or torch.device(device).type != self.device.type:
             return self.make_tensor(data, *args, device=device, **kwargs)
         return self.make_tensor(data, *args, device="cpu", **kwargs).to(device)
 
     def manual_seed(self, seed):
         self.seeded = 0
-        self.reports[f"{self.place()} torch.manual_seed"] += 1
+        self.randoms[f"{self.place()} torch.manual_seed"] += 1
         return self.seed(seed)
 
     def pinned(self, tensor):
         return not isinstance(tensor, OnDevice) and tensor.untyped_storage().data_ptr() in _pinned
 
     def pin_memory(self, tensor, *_):
+        self.check_process("pin_memory")
         if isinstance(tensor, OnDevice):
             refuse("cannot pin 'torch.cuda.Tensor' only dense CPU tensors can be pinned")
         if overlaps(tensor):
@@ -432,14 +581,19 @@ class StrictDevice(TorchDispatchMode):
         """Return file:line of the innermost stack frame that is in neither a library nor this file."""
         frame, place = sys._getframe(1), "a library"
         while frame:
-            file = frame.f_code.co_filename
-            if file != __file__ and "site-packages" not in file and "/lib/python" not in file and "<" not in file:
-                return f"{file.rpartition('/')[2]}:{frame.f_lineno}"
+            if is_of_a_script(frame.f_code.co_filename):
+                return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
             frame = frame.f_back
         return place
 
-    def count(self, operation):
+    def count(self, operation, clock=None):
+        """Count a wait of the host: for all of the current stream, or for what comes before a moment."""
         self.syncs[f"{self.place()} {operation}"] += 1
+        self.arrive(self.stream().clock if clock is None else clock)
+
+    def check_process(self, name):
+        if os.getpid() != self.process:
+            refuse(f"{self.place()} {name}: Cannot re-initialize CUDA in forked subprocess")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return self.run(func, args, kwargs or {})
@@ -453,15 +607,25 @@ class StrictDevice(TorchDispatchMode):
         if namespace == "c10d":
             return self.run_collective(func, name, args, kwargs, tensors)
         requested = kwargs.get("device")
-        if not any_here and (requested is None or torch.device(requested).type != "cuda") and not _pinned:
+        made_here = requested is not None and torch.device(requested).type == self.device.type
+        if not any_here and not made_here and not _pinned and not self.copies:
             return func(*args, **kwargs)
         if requested is not None and torch.device(requested).type == "meta":
             return func(*args, **kwargs)
-        to_device = any_here if requested is None else torch.device(requested).type == "cuda"
+        to_device = any_here if requested is None else made_here
         non_blocking = kwargs.get("non_blocking") or (name == "copy_.default" and len(args) > 2 and args[2])
         if requested is not None:
             kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"} | {"device": "cpu"}
         inplace = base.endswith("_") and not base.startswith("_") and args and isinstance(args[0], torch.Tensor)
+        if any_here or made_here:
+            self.check_process(name)
+        if self.late and not func.is_view:
+            self.use_host(name, tensors)
+            if any_here or made_here:
+                given = dict(enumerate(args)) | kwargs
+                writes = tree_leaves([given[key] for key in written_arguments(func) if key in given])
+                no_values = name.startswith(("empty", "new_")) or "_like." in name  # such use the shape alone
+                self.use(name, [] if no_values else tensors, set(map(id, writes)))
         if any_here:
             self.operations += 1
             if threading.get_ident() != self.thread and threading.current_thread().name.startswith("ThreadPool"):
@@ -473,9 +637,9 @@ class StrictDevice(TorchDispatchMode):
                 if not isinstance(args[0], OnDevice):
                     refuse(f"{self.place()} {name}: indices should be either on cpu or on the same device")
                 if host:
-                    self.count("index on the CPU")
+                    self.count("index on the CPU", {})
                 if "put" in name and not args[2].dim() and not isinstance(args[2], OnDevice):
-                    self.count("a number is written to indices: it is copied to the device")  # seen on an H200
+                    self.count("a number is written to indices: it is copied to the device", {})  # seen on an H200
                 if "put" in name and args[2].dim() and not isinstance(args[2], OnDevice):
                     refuse(f"{self.place()} {name}: values on the CPU")
                 if "put" in name and args[2].dtype != args[0].dtype:
@@ -490,7 +654,8 @@ class StrictDevice(TorchDispatchMode):
             masks = name in INDEXING and any(index.dtype in (torch.bool, torch.uint8) for index in indices)
             leaves_device = name in COPYING and not to_device
             if name == "_local_scalar_dense.default" or name in SIZED_BY_DATA or masks or leaves_device:
-                self.count(name + " (non-blocking to the host!)" * bool(leaves_device and non_blocking))
+                later = leaves_device and non_blocking
+                self.count(name + " (non-blocking to the host!)" * bool(later), {} if later and self.late else None)
             if torch.Tag.nondeterministic_seeded in func.tags and not name.startswith(("empty", "_scaled")):
                 self.seeded += 1
                 self.randoms[f"{self.place()} {name}"] += 1
@@ -506,10 +671,15 @@ class StrictDevice(TorchDispatchMode):
         if to_device and name in COPYING and not all(isinstance(t, OnDevice) for t in tensors):
             source = args[1] if name == "copy_.default" else args[0]
             if source.dim() and not (non_blocking and self.pinned(source)):
-                self.count("blocking copy to the device" + " (non_blocking, but not pinned)" * bool(non_blocking))
+                kind = " (non_blocking, but not pinned)" * bool(non_blocking)
+                self.count("blocking copy to the device" + kind, {} if non_blocking else None)
             elif source.dim() and non_blocking:
                 _pinned[source.untyped_storage().data_ptr()] = True
+                if self.late:
+                    self.delay(source, to_host=False)
         result = func(*tree_map(on_cpu, args), **tree_map(on_cpu, kwargs))
+        if any_here and leaves_device and non_blocking and self.late:
+            self.delay(args[0] if inplace else result, to_host=True)
         if inplace:
             return args[0]
         if base == "_amp_update_scale_":
@@ -530,6 +700,8 @@ class StrictDevice(TorchDispatchMode):
 
     def run_collective(self, func, name, args, kwargs, tensors):
         self.collectives[f"{self.place()} {name}"] += 1
+        if self.late:
+            self.use(name, tensors, set(map(id, tensors)))
         for tensor in tensors:
             if not isinstance(tensor, OnDevice) and not self.objects and "barrier" not in name:
                 refuse(f"{self.place()} {name}: No backend type associated with device type cpu (NCCL)")

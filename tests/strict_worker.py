@@ -3,13 +3,13 @@
     python tests/strict_worker.py JOBS RESULTS
 
 JOBS is a JSON file of {name: job}, run in that order. A job has "script" and "flags", and may have: "device": False,
-to run on the CPU; "mixed", "flash" and "memory", for StrictDevice; "processes"; "scale", the initial one of fp16;
-"removed", a folder to remove first. RESULTS becomes {name: result of process 0}: "error"; "metrics", the lines of
-metrics.jsonl;
-"syncs" and "reports" of StrictDevice; "waits" until the gradient of each step; "outputs", the number of forward
-passes in training; "changed", how many of --grad_cache gave another output in the second pass. The gradient of the
-first step is in gradient.npy in --output_dir. The result "simulated device" is that of refusals(). A "script" in
-templates/ has only "error" and "metrics".
+to run on the CPU; "mixed", "flash", "memory" and "kind", for StrictDevice; "processes"; "scale", the initial one of
+fp16; "removed", a folder to remove first. RESULTS becomes {name: result of process 0}: "error"; "metrics", the lines
+of metrics.jsonl; "syncs" and "reports" of StrictDevice, the latter of all processes; "waits" until the gradient of
+each step; "outputs", the number of forward passes in training; "changed", how many of --grad_cache gave another output
+in the second pass. The gradient of the first step is in gradient.npy in --output_dir. The results "simulated device"
+and "late device" are those of refusals() and late_programs.py. A "script" in templates/ has only "error", "metrics",
+"syncs" and "reports".
 """
 
 import importlib.util
@@ -19,6 +19,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from unittest import mock
@@ -27,6 +28,7 @@ import strict_device  # before torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import accelerate
+import late_programs
 import numpy as np
 import preload  # noqa: F401
 import torch
@@ -65,8 +67,8 @@ def run(job):
     if "removed" in job:
         shutil.rmtree(output / job["removed"])
     os.environ["ACCELERATE_MIXED_PRECISION"] = mixed  # as `accelerate launch` does
-    limits = {"memory": job["memory"]} if "memory" in job else {}
-    device, result = StrictDevice(job.get("flash", False), mixed, **limits), {"error": None, "waits": []}
+    options = {name: job[name] for name in ("memory", "kind") if name in job}
+    device, result = StrictDevice(job.get("flash", False), mixed, **options), {"error": None, "waits": []}
 
     def recorded(model, *given):
         found = forward(model, *given)
@@ -104,9 +106,10 @@ def run_template(job):
     mixed = job.get("mixed", "no")
     os.environ["ACCELERATE_MIXED_PRECISION"] = mixed
     cpu = mock.patch.object(torch.accelerator, "is_available", lambda: False)
-    result = {"error": None, "metrics": []}
+    device = StrictDevice(mixed=mixed)
+    result = {"error": None, "metrics": [], "syncs": device.syncs, "reports": device.reports}
     try:
-        with StrictDevice(mixed=mixed) if job.get("device", True) else cpu:
+        with device if job.get("device", True) else cpu:
             script.main(args)
         result["metrics"] = list(map(json.loads, Path(args.output_dir, "metrics.jsonl").read_text().splitlines()))
     except Exception as error:
@@ -142,34 +145,33 @@ def refusals():
 
 
 def fork(function, *args, processes=1):
-    """Call a function in forked processes; return what it returns in process 0."""
-    source, target = os.pipe()
+    """Call a function in forked processes; return what it returns in process 0, with the "reports" of all."""
+    folder = Path(tempfile.mkdtemp())
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    for rank in reversed(range(processes)):
+    for rank in range(processes):
         if os.fork():
             continue
         signal.alarm(120)
         if processes > 1:  # each the only one of its machine, because there is one simulated device
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": "0"}
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(processes)}
-        result = json.dumps(function(*args))
-        if rank == 0:
-            with os.fdopen(target, "w") as file:
-                file.write(result)
+        (folder / str(rank)).write_text(json.dumps(function(*args)))
         os._exit(0)
-    os.close(target)
-    with os.fdopen(source) as file:
-        text = file.read()
     for _ in range(processes):
         os.wait()
-    return json.loads(text) if text else {"error": "ended without a result"}
+    if len(os.listdir(folder)) < processes:
+        return {"error": "ended without a result", "reports": {}}
+    first, *others = [json.loads((folder / str(rank)).read_text()) for rank in range(processes)]
+    for other in others:
+        first["reports"] |= other["reports"]
+    return first
 
 
 if __name__ == "__main__":
     jobs = json.loads(Path(sys.argv[1]).read_text())
-    results = {"simulated device": fork(refusals)}
+    results = {"simulated device": fork(refusals), "late device": fork(late_programs.run)}
     for name, job in jobs.items():
         function = run_template if job["script"].startswith("templates/") else run
         results[name] = fork(function, job, processes=job.get("processes", 1))
