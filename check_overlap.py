@@ -612,7 +612,13 @@ def as_texts(column, name, ids=False):
     """Return a column of texts, or of `ids`, which may be whole numbers, as large_string; null where there is none."""
     if not (column.type in TEXT_TYPES or (ids and pa.types.is_integer(column.type))):
         raise UserError(f"column {name!r} holds {str(column.type)[:100]}, not texts: {REWRITE}")
-    return column.cast(pa.large_string())
+    texts = column.cast(pa.large_string())
+    # The last two are what pyarrow makes of later rows of JSON, of dates and of numbers from 2**63 on.
+    refused = r"[\t\r\n]|^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|^\d[.\d]*e\+\d+$"
+    if ids and len(found := texts.filter(pc.match_substring_regex(texts, refused))):
+        advice = f"without tabs and line breaks; of dates and numbers above 2**63 in JSON, {REWRITE}"
+        raise UserError(f"column {name!r} has the id {found[0].as_py()!r}: write another, {advice}")
+    return texts
 
 
 def read_qrels(*sources):
