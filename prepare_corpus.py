@@ -374,6 +374,8 @@ def open_tables(args):
     fields = {}
     for name, kind in types.items():
         for part, values in flatten(name, pa.array([], kind)):
+            if part in fields:
+                raise UserError(f"two columns become {part!r}: rename one, or set --columns without them")
             fields[part] = values.type
     columns = list(dict.fromkeys(args.columns or fields))
     for name in columns:
@@ -573,7 +575,7 @@ def rebatch(tables, schema):
     rest = schema.empty_table()
     for table in filter(len, tables):
         rest = pa.concat_tables([rest, table])
-        while len(rest) >= 10 * BATCH_ROWS:
+        while len(rest) >= 10 * BATCH_ROWS or rest.nbytes > 2**30:  # a column of 2**31 bytes cannot be combined
             yield rest.slice(0, 10 * BATCH_ROWS).combine_chunks()
             rest = rest.slice(10 * BATCH_ROWS)
     yield rest.combine_chunks()
@@ -606,6 +608,8 @@ def read_columns(file, encoding="utf-8-sig", names=None):
         else:
             parts = read_untyped(source, file, kind, encoding)
         for num_rows, columns in parts:
+            for name in keys.keys() & columns.keys():
+                print_once(f"column {name}: as in the folders' names, which replace those of the files")
             columns |= {key: pa.chunked_array([[value] * num_rows], pa.string()) for key, value in keys.items()}
             yield num_rows, {name: columns[name] for name in names or columns if name in columns}
 
@@ -626,6 +630,8 @@ def read_columnar(source, kind, names):
         batches = fragment.to_batches(schema, **options)
     for table in chain([schema.empty_table()], (pa.Table.from_batches([batch]) for batch in batches)):
         table.validate(full=True)  # invalid offsets or texts of a damaged file
+        if len({*table.column_names}) < table.num_columns:
+            raise ValueError(f"two columns have one name, of {', '.join(table.column_names)}: rename one")
         yield len(table), dict(zip(table.column_names, table.columns))
 
 
@@ -646,7 +652,7 @@ def read_untyped(source, file, kind, encoding):
     if kind == "json":
         rows = json_rows(lines, file)
     elif kind == "csv":
-        rows = csv_rows(lines, is_tsv=file_suffix(file) == ".tsv")
+        rows = csv_rows(lines, file)
     else:
         rows = ({"text": line.rstrip("\r\n")} for line in lines)
     while part := list(islice(rows, BATCH_ROWS)):
@@ -666,7 +672,7 @@ def json_rows(lines, file):
     num_replaced = 0
     for text in ["".join([first, *lines])] if is_array else chain([first], lines):
         try:
-            found = json.loads(text)
+            found = json.loads(text, object_pairs_hook=unique_keys)
             if "\\ud" in text.lower():  # only an escape can be half of a surrogate pair
                 clean, count = SURROGATES.subn("\ufffd", json.dumps(found, ensure_ascii=False))
                 found = json.loads(clean) if count else found
@@ -679,20 +685,35 @@ def json_rows(lines, file):
         print_once(f"{file}: lone surrogates, halves of a character, written as U+FFFD: {num_replaced:,}")
 
 
-def csv_rows(lines, is_tsv):
-    """Yield the rows of CSV, or of TSV, which has no quotes, as {column: text}; None of an empty cell."""
+def unique_keys(pairs):
+    """Return the dict of the pairs of a JSON object; raise LookupError if it has a key twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        again = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise LookupError(f"a row has the key {again!r} twice: rename one, or keep the last by jq -c . FILE > NEW")
+    return found
+
+
+def csv_rows(lines, file):
+    """Yield the rows of CSV, or of TSV, which has no quotes, as {column: text}; None of an empty cell. Print how many
+    lack fields."""
     csv.field_size_limit(2**31 - 1)  # characters of a cell
+    is_tsv = file_suffix(file) == ".tsv"
     options = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if is_tsv else {"strict": True}
     reader = csv.reader(lines, **options)
     rows = (row for row in reader if len(row) > 1 or "".join(row).strip())  # no empty lines
     try:
         names = header_names(next(rows, []))
+        num_short = 0
         for row in rows:
             if len(row) > len(names) + (row[-1] == ""):  # rows may end in a separator
                 advice = "check the separator, and quote texts that contain it"
                 raise ValueError(f"line {reader.line_num} has more fields than the header: {advice}")
+            num_short += len(row) < len(names)
             row += [""] * (len(names) - len(row))
             yield {name: cell or None for name, cell in zip(names, row)}
+        if num_short:
+            print_once(f"{file}: rows with fewer fields than the header, null in the others: {num_short:,}")
     except csv.Error as error:
         advice = 'double the quotes within a quoted text; where they are \\", see CSV in docs/training.md'
         raise ValueError(f"line {reader.line_num}: {error}: {advice}") from None
