@@ -40,7 +40,7 @@ from collections import defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 
 import datasets
@@ -399,6 +399,7 @@ class UserError(ValueError):
 
 # Errors of code, such as an edited function: they keep their traceback.
 BUGS = (KeyError, IndexError, TypeError, AttributeError, NameError)
+DIFFERS = re.compile("Couldn't cast|in schema")  # what is said of rows with other types, or columns
 REASONS = {  # {type of an error: what is said of it}; of any other its own text
     StopIteration: "contains no row",
     KeyError: "there is no {}",
@@ -419,8 +420,10 @@ def reason_of(error):
         return str(error)
     reason = error.details() if isinstance(error, datasets.table.CastError) else str(error).strip() or repr(error)
     template = next((said for kind, said in REASONS.items() if isinstance(error, kind)), "{}")
-    if re.search("Couldn't cast|exist in schema|not in the dataset", reason):  # other types, or columns
+    if DIFFERS.search(reason):
         template = REASONS[pa.ArrowInvalid]
+    if "offset overflow" in reason:
+        template = "a window has more than 2 GB in one column: lower --shuffle_buffer or --length_window"
     return template.format(" ".join(reason.split())[:500])
 
 
@@ -431,7 +434,7 @@ def user_errors(name, *expected):
     try:
         yield
     except Exception as error:
-        is_bug = isinstance(error, BUGS) and not isinstance(error, expected) and "Couldn't cast" not in str(error)
+        is_bug = isinstance(error, BUGS) and not isinstance(error, expected) and not DIFFERS.search(str(error))
         if is_bug:  # not the data's fault
             raise
         reason = reason_of(error)
@@ -455,7 +458,6 @@ FORMATS = {  # {suffix: (builder of `datasets`, its options)}
     ".txt": ("text", {"encoding": "utf-8-sig"}),
 }
 TEXT_TYPES = (pa.string(), pa.large_string())
-QUOTED_LINES = 10_000  # of a CSV file, in which quotes are checked
 
 
 def list_files(source):
@@ -498,20 +500,26 @@ def open_files(files, streaming=True, columns=None, ids=()):
         advice = f"name those of one format by a glob, or {REWRITE}"
         raise UserError(f"is not all of one format, of {' '.join(FORMATS)} (.gz and .zst, too): {advice}")
     kind, options = formats[0]
-    if options is CSV:
-        for file in files:
-            check_quotes(file)
     patterns = [file if file.startswith(("http://", "https://")) else glob.escape(file) for file in files]
     load = partial(datasets.load_dataset, kind, data_files=patterns, split="train", **options)
+    headers = set()  # of formats whose columns `datasets` does not compare
+    if kind == "csv":
+        headers = {frozenset(check_csv(file, **options)) for file in files}
+    elif kind == "arrow" or (kind == "parquet" and not columns):
+        headers = {frozenset(load(data_files=file, streaming=True).column_names) for file in patterns}
+    if len(headers) > 1:
+        raise UserError(f"not all files have the same columns: {REWRITE}")
+    features = read_features(load, kind, files, columns, ids)
     dataset = None
     if kind == "arrow" and not streaming:
         with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped in place, anything else copied
             dataset = datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in files])
     if dataset is None:
-        features = read_features(load, kind, files, columns, ids)
         load = partial(load, features=features, streaming=streaming)
         if kind == "parquet":
             load = partial(load, columns=list(features))
+        if kind == "json":  # else texts of later rows, beside a number, would be JSON, in quotes
+            load = partial(load, on_mixed_types=None)
         if not streaming:  # else a table of other files with the same names and times may be in the cache
             load = partial(load, name=data_fingerprint(files), writer_batch_size=20_000)  # few record batches to list
         dataset = load()
@@ -521,19 +529,22 @@ def open_files(files, streaming=True, columns=None, ids=()):
     return (dataset.select_columns(columns) if columns else dataset).with_format("arrow")
 
 
-def check_quotes(file):
-    """Raise UserError if a quote within the first lines of a CSV file does not match: pandas takes all rows up to the
-    next one for a part of the field."""
+def check_csv(file, sep=",", quoting=csv.QUOTE_MINIMAL, **_):
+    """Return the header of a CSV file. Raise UserError if a line lacks fields, or if a quote does not match: pandas
+    takes all rows up to the next one for a part of the field."""
     csv.field_size_limit(2**31 - 1)
-    with fsspec.open(file, "rt", compression="infer", encoding="utf-8", errors="replace", newline="") as lines:
-        reader = csv.reader(islice(lines, QUOTED_LINES), strict=True)
+    with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", errors="replace", newline="") as lines:
+        lines = tqdm(lines, f"checking {file}", unit=" lines", delay=2, disable=os.environ.get("RANK", "0") != "0")
+        reader = csv.reader(lines, delimiter=sep, quoting=quoting, strict=True)
         try:
-            width = len(next(reader, []))
-            if any(0 < len(row) < width for row in reader):
-                raise UserError(f"{file}: line {reader.line_num} lacks fields: quote line breaks, or {REWRITE}")
+            header = next(reader, [])
+            if any(0 < len(row) < len(header) for row in reader):
+                raise UserError(
+                    f"{file}: line {reader.line_num} lacks fields: check quotes and line breaks, or {REWRITE}"
+                )
         except csv.Error as error:
-            if reader.line_num < QUOTED_LINES:  # else a field goes on
-                raise UserError(f"{file}: line {reader.line_num}: {error}: double the quotes of a text") from error
+            raise UserError(f"{file}: line {reader.line_num}: {error}: double the quotes of a text") from error
+    return header
 
 
 def read_features(load, kind, files, columns, ids):
@@ -546,6 +557,9 @@ def read_features(load, kind, files, columns, ids):
     else:
         by_name = load(streaming=True, data_files=sorted(load.keywords["data_files"]))
         schema = next(by_name.with_format("arrow").iter(1)).schema
+    if missing := [name for name in columns or () if name not in schema.names]:
+        advice = f"name those (CSV has commas and a header: sed -i '1i NAME,NAME' FILE), or {REWRITE}"
+        raise UserError(f"has no column {missing}, but {str(schema.names)[:300]}: {advice}")
     if kind in ("parquet", "csv") and columns:
         schema = pa.schema([part for part in schema if part.name in columns], schema.metadata)
     types = {}

@@ -64,7 +64,8 @@ CASES = {
     "objects": Case({"x.jsonl": [{"a": {"text": row["a"]}, "b": {"id": 1, "text": row["b"]}} for row in PAIRS]},
         "x.jsonl", f"column 'a' has struct<text: string>, not {PLAIN}", "", then="a.text b.text"),
     "objects, by fields": Case({"x.jsonl": [{"a": {"text": row["a"]}, "b": row["b"]} for row in PAIRS]}, "x.jsonl",
-        r"Column name \['a.text'\] not in the dataset.*'a', 'b'.*prepare_corpus.py", "--columns a.text b",
+        r"has no column \['a.text'\], but \['a', 'b'\]: name those .*, or rewrite it by prepare_corpus.py SOURCE",
+        "--columns a.text b",
         columns="a.text b"),
     "lists of objects": Case({"x.jsonl": [{"a": row["a"], "b": row["b"], "c": [{"t": row["c"]}]} for row in THREE]},
         "x.jsonl", f"column 'c' has list<item: struct<t: string>>, not {PLAIN}", "", columns="a b c", then="a b c.t",
@@ -100,10 +101,21 @@ CASES = {
     "null throughout the first chunk": Case({"x.jsonl": LONG + [row | {"c": [row["c"]]} for row in THREE]}, "x.jsonl",
         f"Couldn't cast array of type list.* to string.*{REGULAR}", "", columns="a b c", rows=LAST, count=188),
     "a column that only later files have": Case({"0.csv": CSV, "1.csv": "a,b,c\nquery 7,text 7,wrong 7\n"}, "*.csv",
-        r"Column name \['c'\] not in the dataset.*'a', 'b'.*prepare_corpus.py", "", columns="a b c", rows=LAST,
+        "not all files have the same columns: rewrite it by prepare_corpus.py SOURCE", "", columns="a b c", rows=LAST,
         count=9),
     "a column that later CSV lacks": Case({"0.csv": "a,b,c\nq,t,w\n", "1.csv": CSV}, "*.csv",
-        f".*c. does not exist in schema'.*{REGULAR}", "", columns="a b c", count=9),
+        "not all files have the same columns: rewrite it by prepare_corpus.py SOURCE", "", columns="a b c", count=9),
+    "CSV without a header": Case({"x.csv": CSV[4:]}, "x.csv",
+        r"has no column \['a', 'b'\], but \['query 0', 'text 0'\]: name those .*sed -i '1i NAME,NAME' FILE", None,
+        ["x.csv"], {"x.csv": CSV}),
+    "a quote that opens one line and closes another": Case(
+        {"x.csv": CSV + '"query,text\nquery,text"\n'}, "x.csv",
+        ".*x.csv: line 11 lacks fields: check quotes and line breaks, or", None, ["x.csv"], {"x.csv": CSV}),
+    "a column that later Arrow lacks": Case(
+        {"0.arrow": table(a=["q"], b=["t"], c=["w"]), "1.arrow": texts(pa.string())}, "*.arrow",
+        "not all files have the same columns: rewrite it by prepare_corpus.py SOURCE", "", columns="a b c", count=9),
+    "texts beside a number in later rows": Case({"x.jsonl": LONG + [{"a": "q", "b": 7, "c": "t"}]}, "x.jsonl",
+        f".*Column\\(/b\\) changed from .*{REGULAR}", "", count=181, rows=[["q", ["7"], []]]),
     "a column that later Parquet lacks": Case(
         {"0.parquet": table(a=["q"], b=["t"], c=["w"]), "1.parquet": texts(pa.string())}, "*.parquet",
         f"No match for .*\\(c\\).*.*{REGULAR}", "", columns="a b c", count=9),
@@ -122,7 +134,8 @@ CASES = {
     "CSV with more fields from line 2": Case({"x.csv": CSV.replace(",text", ",the,text")}, "x.csv",
         "line 2 has more fields than the header: check the separator, and quote", None, ["x.csv"], {"x.csv": CSV}),
     "CSV with fewer fields than the header": Case({"x.csv": CSV.replace("a,b", "a,b,c")}, "x.csv",
-        ".*x.csv: line 2 lacks fields: quote line breaks, or rewrite it by prepare_corpus.py", "", columns="a b"),
+        ".*x.csv: line 2 lacks fields: check quotes and line breaks, or rewrite it by prepare_corpus.py", "",
+        columns="a b"),
     "quotes that do not match": Case({"x.csv": 'a,b\n"say "hi", he said",text\n' + CSV[4:]}, "x.csv",
         ".*x.csv: line 2: ',' expected after '\"': double the quotes of a text", None, ["x.csv"],
         {"x.csv": 'a,b\n"say ""hi"", he said",text\n' + CSV[4:]}, count=9),
@@ -150,6 +163,9 @@ def write(name, content):
         write_jsonl(Path(name), content)
     elif isinstance(content, pa.Table) and name.endswith(".orc"):
         pytest.importorskip("pyarrow.orc").write_table(content, name)
+    elif isinstance(content, pa.Table) and name.endswith(".arrow"):
+        with pa.ipc.new_stream(name, content.schema) as file:
+            file.write_table(content)
     elif isinstance(content, pa.Table):
         pq.write_table(content, name)
     else:
