@@ -81,12 +81,16 @@ def test_micro_batches_of_a_gpu_are_fewer_and_fuller():
 @pytest.mark.parametrize("side", [-1, 1])
 def test_a_text_without_a_token_moves_no_padding(side):
     """As an empty one of a tokenizer without special tokens; a pass has its texts' own tokens."""
-    lengths = np.array([40, 30, 2, 0, 2])
+    lengths = np.array([40, 30, 2, 0, 2, 0, 0, 0])
     mask = (np.arange(40) < lengths[:, None]).astype(int)[:, ::side]
     features = {"input_ids": mask * 7, "attention_mask": mask}
     for positions, part in script.split_features(features, 256, torch.device("cpu"), needs_mask=True):
         assert (part["attention_mask"].sum(1) == lengths[positions]).all()
         assert (part["input_ids"] == 7 * part["attention_mask"]).all()
+        assert part["input_ids"].shape[1]  # a model requires a column
+    empty = {name: array[3:4, :0] for name, array in features.items()}  # alone
+    ((_, part),) = script.split_features(empty, 256, torch.device("cpu"), needs_mask=True)
+    assert part["input_ids"].shape == (1, 1) and not part["attention_mask"].any()
 
 
 def test_memory_is_measured_in_both_roles(static, monkeypatch):
