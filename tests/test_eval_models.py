@@ -181,6 +181,11 @@ from torch import nn
 from .helper import scale
 
 
+class Options:
+    def __init__(self, factor):
+        self.factor = factor
+
+
 class Reader(nn.Module):
     def __init__(self, factor):
         super().__init__()
@@ -206,6 +211,14 @@ def helped(folder):
     modules = json.loads((folder / "modules.json").read_text())
     modules.append({"idx": 2, "name": "2", "path": "2_Reader", "type": "reader.Reader"})
     (folder / "modules.json").write_text(json.dumps(modules))
+
+
+def helped_by_an_object(folder):
+    """The same, with the option of the module in an object in a list in a dict."""
+    helped(folder)
+    keeps = "super().__init__()\n        self."
+    edit_text("reader.py", f"{keeps}factor = factor", f"{keeps}all = {{1: [Options(factor)]}}")(folder)
+    edit_text("reader.py", "* self.factor", "* self.all[1][0].factor")(folder)
 
 
 FIRST = """
@@ -299,6 +312,8 @@ CHANGES = {  # {what was changed: (the model before, the change, encoded again)}
     "code of a module": (helped, edit_text("reader.py", "return features", "return features  # changed"), ALL),
     "code that this code imports": (helped, edit_text("helper.py", "return x", "return x ** 3"), ALL),
     "an option that a module of its own keeps": (helped, lambda m: (m / "2_Reader/factor.txt").write_text("2"), ALL),
+    "an option in a list, a dict or an object of its own": (
+        helped_by_an_object, lambda m: (m / "2_Reader/factor.txt").write_text("2"), ALL),
     "a first module of its own: case": (own_first, CASED, ALL),
     "a first module of its own: side": (own_first, LEFT, ALL),
     "a first module of its own: length": (own_first, edit_text("first.py", "= 64", "= 24"), ALL),
