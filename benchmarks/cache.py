@@ -32,7 +32,7 @@ CHUNK = 4096
 
 
 def open_cache(folder, args):
-    return script.EmbeddingCache(folder / "c", "m", args.dimensions, "float16", args.limit)
+    return script.EmbeddingCache(folder / "c", args.dimensions, "float16", args.limit)
 
 
 def chunk_hashes(number):

@@ -7,14 +7,15 @@ import os
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from contextlib import closing
 from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
 from forked import ROOT, Forked, merge_flags
 
@@ -258,14 +259,13 @@ def evaluate(tmp_path, bert, capsys):
     return run
 
 
-def count_cached(cache_dir):
-    """Return the number of vectors in each embedding cache of a folder."""
+def count_cached(cache_dir, vector_bytes=128):
+    """Return the number of vectors in each embedding cache of a folder; vector_bytes: of 32 numbers."""
     found = []
-    for note in sorted(Path(cache_dir).glob("*/model.json")):
-        metadata = json.loads(note.read_text())
-        size = 16 + np.dtype(metadata["dtype"]).itemsize * metadata["dimensions"]  # with the hash of its text
-        size += 4 * (metadata["dtype"] == "int8")  # its scale
-        found.append(sum(path.stat().st_size // size for path in note.parent.rglob("*.val")))
+    for database in sorted(Path(cache_dir).glob("*/cache.db")):
+        with closing(sqlite3.connect(database)) as connection:  # files may be left by a kill
+            sizes = [size for (size,) in connection.execute("SELECT size FROM Cache")]
+        found.append(sum(size // (16 + vector_bytes) for size in sizes))  # with the hash of its text
     return found
 
 

@@ -131,7 +131,7 @@ def test_killed_and_continued(tmp_path, data, reranker):
     process.send(signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "killed/scored.jsonl").exists() and (tmp_path / "killed/scored.jsonl.part").exists()
-    (cached,) = count_cached(tmp_path / "killed/cache")
+    (cached,) = count_cached(tmp_path / "killed/cache", 4)
     driver.write_text(COUNTING_DRIVER.format(root=str(ROOT), log=str(log), pause=0))
     done = launch(driver, *flags)
     distinct = len(set(pairs_of(read_jsonl(data))))

@@ -289,34 +289,15 @@ def test_bm25_finds_nothing_for_a_query(capsys):
     assert "warning: c: 2 queries share no word with a document" in capsys.readouterr().err
 
 
-def test_only_what_the_cache_wrote_is_listed_and_removed(evaluate, capsys):
-    """A folder of results may have a model.json, too; a damaged one has no sizes."""
-    layout_beir(Path("c"))
-    evaluate("--beir", "c", "--cache_dir", "runs")
-    (cache,) = [path.parent for path in Path("runs").glob("*/cache.db")]
-    for name in ("experiment1", "0" * 32, "deadbeef" * 4):
-        Path("runs", name).mkdir()
-        Path("runs", name, "model.json").write_text('{"model": "mine", "bytes": 0}')
-    Path("runs/experiment1/cache.db").write_bytes(b"")  # of another program
-    Path("runs/experiment1/weights.bin").write_bytes(b"x")
-    script.main(script.parse_args(["--cache_dir", "runs", "--cache_info"]))
-    for name in ("experiment1", "mine", "000000"):
-        with pytest.raises(script.UserError, match="no such model"):
-            script.main(script.parse_args(["--cache_dir", "runs", "--cache_clear", name]))
-    assert "1 caches in runs\n" in capsys.readouterr().out and Path("runs/experiment1/weights.bin").exists()
-    script.main(script.parse_args(["--cache_dir", "runs", "--cache_clear", cache.name[:8]]))
-    assert not cache.exists() and len(list(Path("runs").iterdir())) == 3
-
-
 def test_a_limit_holds_for_what_is_cached_already(rows):
     """Also where nothing is added: it is a way to free a disk."""
-    cache = script.EmbeddingCache("cache", "model", 64, "float32")
+    cache = script.EmbeddingCache("cache", 64, "float32")
     for first in range(0, 160, 16):
         texts = pa.array([f"{number}" for number in range(first, first + 16)], pa.large_string())
         cache.store(script.text_hashes(texts), cache.pack(script.np.ones((16, 64), script.np.float32)))
     before = cache.volume()
     cache.close()
     limit = before * 0.6 / 1e9
-    cache = script.EmbeddingCache("cache", "model", 64, "float32", limit)
+    cache = script.EmbeddingCache("cache", 64, "float32", limit)
     assert 0 < cache.volume() <= limit * 1e9 < before and 0 < len(cache.cache) < 10
     cache.close()

@@ -77,7 +77,7 @@ def test_equals_sentence_transformers(export, tmp_path, beir, bert, dtype, toler
     assert metadata["rows"] == 293 and metadata["similarity"] == "cosine"
     assert metadata["document_prompt"] == prompt and metadata["query_prompt"] == ("find: " if prompt else "")
     assert metadata["model"] == str(bert) and metadata["max_length"] == 128
-    assert (tmp_path / "cache" / metadata["fingerprint"] / "model.json").exists()
+    assert (tmp_path / "cache" / f"{bert.name}-{metadata['fingerprint']}" / "cache.db").exists()
 
 
 def test_dot_products_are_not_normalized(export, tmp_path, beir, bert):

@@ -19,7 +19,7 @@ def random_hashes(generator, count):
 
 
 def open_cache(folder):
-    return script.EmbeddingCache(folder, "m", BYTES // 4, "float32")
+    return script.EmbeddingCache(folder, BYTES // 4, "float32")
 
 
 def rows_of(hashes):

@@ -113,7 +113,7 @@ def damage_cache(kind, data, rng, number):
     hashes = np.arange(120, dtype=np.uint64).view("V16")
     vectors = np.random.default_rng(0).standard_normal((60, 8), np.float32)
     folder = Path(f"cache{number}")
-    cache = eval_incremental.EmbeddingCache(folder, "m", 8, "float32")
+    cache = eval_incremental.EmbeddingCache(folder, 8, "float32")
     for first in range(0, 60, 20):
         cache.store(hashes[first : first + 20], cache.pack(vectors[first : first + 20]))
     cache.cache.close()
@@ -121,7 +121,7 @@ def damage_cache(kind, data, rng, number):
     file = rng.choice(sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.suffix))
     file.write_bytes(mutate(file.read_bytes(), rng) if number >= 0 else file.read_bytes())
     try:
-        cache = eval_incremental.EmbeddingCache(folder, "m", 8, "float32")
+        cache = eval_incremental.EmbeddingCache(folder, 8, "float32")
         for _ in range(2):
             rows, found = cache.lookup(hashes)
             assert (cache.unpack(rows)[found] == vectors[found]).all(), f"{file}: a wrong vector"
