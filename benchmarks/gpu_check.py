@@ -82,6 +82,13 @@ def flash(q, k, v, **options):
     return flash_varlen(*flat, bounds, bounds, length, length, **options).unflatten(0, (texts, length))
 
 
+def concatenate(model, *_):
+    """Do as concatenate_texts of the trainers does on a GPU."""
+    for module in train_bi_encoder.transformers_of(model):
+        train_bi_encoder.concatenate_inside(module)
+    return ""
+
+
 def install_attention():
     """Let `flash_attention_2` of transformers be torch's kernel; without a GPU let the trainers have the stand-in."""
     flash_utils._flash_fn, flash_utils._flash_varlen_fn = flash, flash_varlen
@@ -94,7 +101,7 @@ def install_attention():
     if not CUDA:
         torch.ops.aten._flash_attention_forward = stand_in
         torch.get_autocast_dtype = lambda _: torch.bfloat16
-        train_bi_encoder.can_concatenate = lambda *_: True
+        train_bi_encoder.concatenate_texts = concatenate
 
 
 def write_models(args):

@@ -7,6 +7,7 @@ it runs on GPUs.
 """
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,6 +66,16 @@ def record_autocast(module, _):
 script.Checkpoints.gather_tensors, script.repeat_for_fsdp = record_gather, record_repeat
 script.load_model, script.copy, torch.nn.Module.to = record_load, SimpleNamespace(deepcopy=record_copy), record_to
 torch.nn.modules.module.register_module_forward_pre_hook(record_autocast)
+
+
+def concatenate(model, *_):
+    for module in script.transformers_of(model):
+        script.concatenate_inside(module)
+    return ""
+
+
+if "CONCATENATED" in os.environ:  # as on GPUs
+    script.concatenate_texts = concatenate
 script.main(script.parse_args(sys.argv[2:]))
 print(f"{sum(sharded)} tensors were sharded, {sum(repeated)} of {len(repeated)} micro-batches had no text")
 print(f"{', '.join(calls[:2])}; {sum(autocast)} of {len(autocast)} LayerNorms ran under autocast")

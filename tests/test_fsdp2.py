@@ -24,12 +24,12 @@ SETTINGS = {
 }
 
 
-def launch_sharded(folder, script, *flags, precision="no"):
+def launch_sharded(folder, script, *flags, precision="no", **variables):
     """Run a trainer with accelerate_configs/fsdp2.yaml on two CPU processes; return what it prints."""
     config = yaml.safe_load((ROOT / "accelerate_configs/fsdp2.yaml").read_text())
     config |= {"use_cpu": True, "num_processes": 2, "mixed_precision": precision, "main_process_port": 0}
     (folder / "fsdp2.yaml").write_text(yaml.safe_dump(config))
-    environment = launcher_environment("--config_file", folder / "fsdp2.yaml")
+    environment = launcher_environment("--config_file", folder / "fsdp2.yaml") | variables
     return launch(ROOT / "tests/fsdp2_worker.py", script, *flags, processes=2, environment=environment).stdout
 
 
@@ -71,6 +71,21 @@ def test_fsdp2_equals_whole_copies(runs, script):
         if name in ("loss", "grad_norm"):  # the norm detects a gradient of the wrong scale
             assert fsdp[0] == pytest.approx(whole[0], rel=1e-5)
         assert fsdp == pytest.approx(whole, rel=0.01, abs=0.05), name
+
+
+@pytest.mark.parametrize("script", TRAINERS)
+def test_fsdp2_concatenates_inside(script, tmp_path, corpus, request):
+    """The wrapper of a sharded body gives the losses and norms of padded whole copies."""
+    model, more = SETTINGS[script]
+    flags = ["--train_data", f"{corpus}/*.parquet", "--columns", "docstring", "code", "--model_name_or_path",
+             request.getfixturevalue(model), "--max_steps", 2, "--batch_size", 15, "--eval_rows", 0, "--dropout", 0,
+             "--micro_batch_tokens", 400, "--logging_steps", 1, *more]  # fmt: skip
+    launch(ROOT / f"{script}.py", *flags, "--output_dir", tmp_path / "whole", processes=2)
+    launch_sharded(tmp_path, script, *flags, "--output_dir", tmp_path / "fsdp", CONCATENATED="1")
+    whole, fsdp = (metrics(tmp_path / run) for run in ("whole", "fsdp"))
+    for line, expected in zip(fsdp, whole, strict=True):
+        assert [line["loss"], line["grad_norm"]] == pytest.approx([expected["loss"], expected["grad_norm"]], rel=1e-4)
+        assert line["padding_fraction"] == 0 < expected["padding_fraction"]
 
 
 def test_fsdp2_resumes_bit_identically(runs, tmp_path):

@@ -1,7 +1,6 @@
 """Parts of a step, each compared with a naive loop or a library: partition, micro-batches, losses, measures."""
 
 import json
-import math
 import re
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -69,7 +68,7 @@ def test_micro_batches_of_a_gpu_are_fewer_and_fuller():
     mask = (np.arange(200) < lengths[:, None]).astype(int)
     features = {"input_ids": mask, "attention_mask": mask}
     devices = torch.device("cpu"), torch.device("cuda")
-    of_cpu, of_gpu = (list(script.split_features(features, 4096, device, needs_mask=True)) for device in devices)
+    of_cpu, of_gpu = (list(script.split_features(features, 4096, device)) for device in devices)
     assert sorted(chain.from_iterable(positions for positions, _ in of_gpu)) == list(range(300))
     assert len(of_gpu) < 0.75 * len(of_cpu), (len(of_gpu), len(of_cpu))
     for positions, part in of_gpu:
@@ -84,7 +83,7 @@ def test_a_text_without_a_token_moves_no_padding(side):
     lengths = np.array([40, 30, 2, 0, 2, 0, 0, 0])
     mask = (np.arange(40) < lengths[:, None]).astype(int)[:, ::side]
     features = {"input_ids": mask * 7, "attention_mask": mask}
-    for positions, part in script.split_features(features, 256, torch.device("cpu"), needs_mask=True):
+    for positions, part in script.split_features(features, 256, torch.device("cpu")):
         assert (part["attention_mask"].sum(1) == lengths[positions]).all()
         assert (part["input_ids"] == 7 * part["attention_mask"]).all()
         assert part["input_ids"].shape[1]  # a model requires a column
@@ -109,17 +108,31 @@ def test_memory_is_measured_in_both_roles(static, monkeypatch):
 
 @pytest.mark.parametrize("longest", [90, 255, 500])
 def test_micro_batches_of_concatenated_texts(longest):
-    """Whatever the longest text, they have at most so many tokens, are nearly as few as possible, and of equal size;
-    the longest texts come first."""
-    lengths = np.array([longest, *np.random.default_rng(0).integers(1, 90, 200)])
-    passes = script.spread(lengths, 256)
+    """Whatever the longest text, they have at most so many tokens, are nearly as few as possible, and of about equal
+    size; padded again, before and after the layers, they have at most four times the limit. The longest come first."""
+    lengths = np.array([longest, *np.random.default_rng(0).integers(1, 30, 200)])
+    mask = (np.arange(longest) < lengths[:, None]).astype(int)
+    features = {"input_ids": mask, "attention_mask": mask}
+    made = list(script.split_features(features, 256, torch.device("cuda"), concatenated=True))
+    passes = [positions for positions, _ in made]
     sizes = [lengths[positions].sum() for positions in passes]
     assert sorted(chain.from_iterable(passes)) == list(range(201))
-    assert passes[0][0] == 0 and all(np.all(np.diff(lengths[positions]) <= 0) for positions in passes)
+    assert passes[0][0] == 0 and np.all(np.diff(lengths[list(chain.from_iterable(passes))]) <= 0)
     assert sizes[0] == longest > 256 or sizes[0] <= 256
-    others = sizes[longest > 256 :]
-    assert max(others) <= 256 and min(others) > 0.9 * max(others)
-    assert len(passes) <= math.ceil(lengths.clip(max=256).sum() / 256) + 2
+    *others, last = sizes[longest > 256 :]
+    assert max(others) <= 256 and min(others) > 0.75 * max(others) and last <= 256
+    assert len(passes) <= 1.15 * lengths.clip(max=256).sum() / 256 + 1
+    for positions, part in made:
+        assert part["input_ids"].size <= 4 * max(256, longest)
+        assert np.diff(part["text_ends"]).tolist() == lengths[positions].tolist()
+        assert part["places"].tolist() == np.flatnonzero(part["attention_mask"]).tolist()
+
+
+def test_a_long_text_and_many_short_ones_are_not_padded_beyond_four_times_the_limit():
+    lengths = np.array([250] + [1] * 1000)
+    passes = script.cut(lengths, 256, 3 * 256, concatenated=True)
+    assert max(len(positions) * lengths[positions].max() for positions in passes) <= 4 * 256
+    assert len(passes) == 5  # 1,001 tokens without the long one, of which its pass has few
 
 
 @pytest.mark.parametrize("device, widths", [("cpu", [77, 72, 9, 5, 2]), ("xpu", [77, 72, 16, 8, 8])])
@@ -149,8 +162,6 @@ def test_padded_features_equal_those_of_the_tokenizer(bert, side, device, widths
             width = features["input_ids"].shape[1]
             expected = model.tokenizer([texts[i] for i in places], padding="max_length", max_length=width,
                                      truncation=True, return_tensors="pt")  # fmt: skip
-            if expected["attention_mask"].all():  # a mask that masks nothing is omitted
-                del expected["attention_mask"]
             tensors = {name for name in features if torch.is_tensor(features[name])}
             assert tensors == set(expected)
             assert all(torch.equal(features[name], expected[name]) for name in tensors)
