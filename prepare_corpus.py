@@ -947,6 +947,8 @@ def check_exists(name):
     may_be_id = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not os.path.isdir(os.path.dirname(name))
     if not (may_be_id or "://" in name or os.path.exists(name)):
         raise UserError("no such file or folder")
+    if os.path.isdir(f"{name}/checkpoints"):
+        raise UserError(f"is the folder of a run: use {name}/model")
 
 
 @lru_cache

@@ -1,0 +1,80 @@
+"""What a new user meets: mistyped flags, the folder of a run, too large a batch, the end of a run, the card."""
+
+import importlib
+import re
+import sys
+
+import pytest
+from conftest import TRAINERS, metrics, train, write_jsonl
+from sentence_transformers import SentenceTransformer
+
+import train_bi_encoder as script
+
+
+@pytest.mark.parametrize("name", [*TRAINERS, "eval_incremental", "mine_negatives"])
+def test_a_mistyped_flag(name, capsys):
+    """A short usage, and the nearest flag if one is near."""
+    parse = importlib.import_module(name).parse_args
+    near = "absolute_margin" if name == "mine_negatives" else "model_name_or_path"
+    for flag, advice in ((near.replace("e", "ee", 1), f": did you mean --{near}?"), ("xyzzy", "")):
+        with pytest.raises(SystemExit) as ended:
+            parse([f"--{flag}=7"])
+        usage, error = capsys.readouterr().err.splitlines()
+        assert ended.value.code == 2 and usage.endswith("--FLAG VALUE ...; --help lists them")
+        assert error.endswith(f"error: unrecognized arguments: --{flag}=7{advice}")
+
+
+@pytest.fixture(scope="module")
+def run(static, rows, tmp_path_factory):
+    """(its folder, what it printed) of a run at a rate that destroys the model."""
+    folder = tmp_path_factory.mktemp("run")
+    write_jsonl(folder / "few.jsonl", rows[:40])
+    flags = ["--model_name_or_path", static, "--train_data", folder / "few.jsonl", "--columns", "docstring", "code",
+             "--batch_size", 72, "--max_steps", 2, "--learning_rate", 1e4, "--logging_steps", 1, "--eval_rows", 10,
+             "--warmup_ratio", 0, "--query_prompt", "find: ", "--output_dir", folder / "out"]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        lines = []
+        patch.setattr("builtins.print", lambda *words, **_: lines.append(" ".join(map(str, words))))
+        patch.setattr(script.tqdm, "write", lines.append)
+        patch.setattr(sys, "argv", ["train_bi_encoder.py"])
+        train("train_bi_encoder", *flags)
+    return folder / "out", "\n".join(lines)
+
+
+def test_what_a_run_prints(run):
+    """That a batch repeats its rows; the losses, as there is no bar; what fell; what checkpoints take."""
+    output, printed = run
+    assert "few.jsonl: in a batch each row 2.4 times, also as a negative: lower --batch_size\n" in printed
+    lines = metrics(output)
+    assert f"step 1: {{'loss': {lines[1]['loss']:.4f}" in printed.replace("0}", "}")
+    name = "held_out_cosine_ndcg@10"
+    assert f"{name} fell from {round(lines[0][name], 4)} to {round(lines[-1][name], 4)}: see docs" in printed
+    size = sum(path.stat().st_size for path in output.glob("checkpoints/*/*"))
+    assert f"checkpoints take {size / 1e6:,.0f} MB; if you will not --resume: rm -r {output}/checkpoints" in printed
+
+
+def test_the_folder_of_a_run_is_no_model(run):
+    output, _ = run
+    for name, error in ((str(output), f"is the folder of a run: use {output}/model"), (f"{output}/model", None)):
+        found = None
+        try:
+            script.check_exists(name)
+        except script.UserError as raised:
+            found = str(raised)
+        assert found == error
+
+
+def test_the_card(run, static):
+    """Source, rows, columns, loss, measures before and after, similarity, prompts, base model, command."""
+    output, _ = run
+    card = (output / "model/README.md").read_text()
+    assert "#### " + str(output.parent / "few.jsonl") in card and "* Size: 30 training samples" in card
+    assert "* Columns: docstring and code\n" in card and "* Loss: <code>infonce {}</code>" in card
+    (first, last) = re.findall(r"^\| ([02]) +\| (0\.\d+) +\|", card, re.M)
+    name = "held_out_cosine_ndcg@10"
+    measures = [round(line[name], 4) for line in metrics(output) if name in line]
+    assert [float(first[1]), float(last[1])] == [measures[0], measures[-1]]
+    assert "**Similarity Function:** Cosine" in card
+    assert f"\nTrained for 2 steps by `train_bi_encoder.py args.yaml`, from {static}, with the prompts" in card
+    assert '`{"query": "find: ", "document": ""}`' in card
+    assert SentenceTransformer(str(output / "model"), device="cpu").prompts["query"] == "find: "
