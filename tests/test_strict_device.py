@@ -43,6 +43,7 @@ LAST = {"removed": "checkpoints/step_00000003"}
 FLASH = {"mixed": "bf16", "flash": True}
 FP16 = {"mixed": "fp16", "scale": 2.0**127}
 WAITING = f"{FEW} --max_steps 3 --logging_steps 100"
+MOBILE = "--model_name_or_path mobile --max_steps 2 --eval_rows 0 --save_steps 1"
 # {name: (flags, options of the job)} for each trainer but those of ONE; "NAME, resumed" resumes NAME.
 RUNS = {
     "long, cpu": (LONG, {"device": False}),
@@ -57,13 +58,15 @@ RUNS = {
     "grad_cache": (f"{FEW} --grad_cache true", {}),
     "dropout": (f"{FEW} --grad_cache true --micro_batch_tokens 200 --dropout 0.5 --lora_rank 2", {"mixed": "bf16"}),
     "waits": (f"{WAITING} --micro_batch_tokens 100000 --attn_implementation sdpa", {"mixed": "bf16"}),
-    "waits, not padded": (f"{WAITING} --micro_batch_tokens 100000 --max_length 5", {}),
     "waits, concatenated": (f"{WAITING} --micro_batch_tokens 100000", {"mixed": "bf16"}),
     "waits, flash": (f"{WAITING} --attn_implementation flash_attention_2", FLASH),
+    "deterministic": (f"{FEW} --full_determinism true", {"mixed": "bf16"}),
+    "mobile": (MOBILE, {"mixed": "bf16"}),
+    "mobile, padded": (f"{MOBILE} --attn_implementation sdpa", {"mixed": "bf16"}),
+    "mobile, resumed": (f"{MOBILE} --resume", {"mixed": "bf16", "removed": "checkpoints/step_00000002"}),
 }
-# Of the bi-encoder alone: both trainers resume, and scale losses, by the same functions; a cross-encoder's flash path
-# waits in each layer.
-ONE = {"long, resumed", "long, resumed in fp16", "fp16", "fp16, resumed", "waits, flash", "waits, concatenated"}
+# Of the bi-encoder alone: both trainers resume, and scale losses, by the same functions.
+ONE = {"long, resumed", "long, resumed in fp16", "fp16", "fp16, resumed", "mobile, resumed"}
 RAN = [(script, name) for script in TRAINERS for name in RUNS if script == "train_bi_encoder" or name not in ONE]
 LIMIT = 6_000_000  # bytes, of which one graph of all texts of a batch takes more
 MEMORY_RUNS = {"memory, measured": None, "memory, 16384 tokens": "16384", "memory, no limit": "512"}
@@ -76,6 +79,7 @@ def folder(tmp_path_factory, rows, bert, beir):
     """Folder with rows.jsonl (texts, labels and scores), a small collection, and models without dropout: bert/,
     reranker/, flash/, and rerankers of several modules: modular/, chat/."""
     import torch
+    import transformers
     from sentence_transformers import CrossEncoder
 
     if not shutil.which("g++"):
@@ -106,6 +110,11 @@ def folder(tmp_path_factory, rows, bert, beir):
         (folder / f"beir/{name}.jsonl").write_text("".join(lines))
     judged = "".join(f"q{i}\td{i}\t1\n" for i in range(20))
     (folder / "beir/qrels/test.tsv").write_text(f"query-id\tcorpus-id\tscore\n{judged}")
+    narrow = {"embedding_size": 32, "true_hidden_size": 32, "intra_bottleneck_size": 32, "num_attention_heads": 2}
+    kind = transformers.MobileBertForSequenceClassification
+    narrow |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_labels": 1}
+    kind(transformers.MobileBertConfig(vocab_size=1000, **narrow)).save_pretrained(folder / "mobile")
+    transformers.AutoTokenizer.from_pretrained(bert).save_pretrained(folder / "mobile")
     make_reranker(folder / "bert", folder / "modular")
     shutil.copytree(folder / "modular", folder / "modular_flash")
     (folder / "modular_flash/config.json").write_text((folder / "flash/config.json").read_text())
@@ -257,23 +266,44 @@ def test_memory_is_measured(ran):
     assert losses(ran["train_bi_encoder memory, measured"]) == pytest.approx(expected, rel=1e-5)
 
 
-# With 5 tokens all texts are equally long.
-WAITS = {"waits": 2, "waits, not padded": 1, "waits, flash": 1, "waits, concatenated": 1}
+WAITS = {"waits": 2, "waits, flash": 1, "waits, concatenated": 1}
 
 
 @pytest.mark.parametrize("script, name", [case for case in product(TRAINERS, WAITS) if case in RAN])
 def test_number_of_waits_per_step(ran, script, name):
     """While the host waits, the device runs idle. A step has one wait for loss, norm and SIGTERM, and one in each
-    forward pass with padding: transformers checks whether the mask masks anything. Concatenated texts have no mask. A
-    cross-encoder's pairs are not concatenated, because heads of classifiers read one position of each. Queries and
-    documents of a bi-encoder share one."""
+    forward pass with padding: transformers checks whether the mask masks anything. What is concatenated has no
+    mask, and workers have prepared where their tokens stand. Queries and documents of a bi-encoder share one."""
     result = ran[f"{script} {name}"]
     assert losses(result) and np.diff(result["waits"]).tolist() == [WAITS[name]] * 2
 
 
+@pytest.mark.parametrize("script", TRAINERS)
+def test_concatenated_inputs_have_the_losses_of_padded_ones(ran, script):
+    """By torch's kernel and by a package's, also where only deterministic kernels may run."""
+    expected = ran[f"{script} waits"]["metrics"][-1]
+    assert expected["padding_fraction"] > 0
+    for name in ("waits, concatenated", "waits, flash"):
+        (found,) = ran[f"{script} {name}"]["metrics"]
+        assert found["padding_fraction"] == 0 and found["loss"] == pytest.approx(expected["loss"], rel=2e-3)
+    found = ran[f"{script} deterministic"]
+    assert losses(found) == pytest.approx(losses(ran[f"{script} {next(iter(LOSSES[script]))} cpu"]), rel=0.02)
+
+
+@pytest.mark.parametrize("script", TRAINERS)
+def test_a_model_that_differs_is_padded_and_the_checkpoint_says_why(ran, folder, script):
+    """A resume pads without a trial."""
+    assert losses(ran[f"{script} mobile"]) == losses(ran[f"{script} mobile, padded"])
+    if script == "train_bi_encoder":
+        assert losses(ran[f"{script} mobile, resumed"]) == losses(ran[f"{script} mobile"])
+    output = folder / script / next(iter(LOSSES[script])) / "mobile"
+    progress = json.loads((output / "checkpoints/step_00000002/state.json").read_text())["progress"]
+    assert progress["padded"].startswith("MobileBertModel: concatenated, its last_hidden_state differs by ")
+
+
 @pytest.mark.parametrize("model, waits", [("modular", 1), ("chat", 2)])  # one in the pooling of last tokens
 def test_pairs_are_not_padded_for_a_reranker_of_several_modules(ran, model, waits):
-    """Under flash attention, pairs are concatenated, as by sentence-transformers: a step does not wait for a mask."""
+    """Under a package's flash attention, pairs are concatenated, too: a step does not wait for a mask."""
     result, expected = (ran[f"train_cross_encoder {model}, {kind}"] for kind in ("flash_attention_2", "sdpa"))
     assert losses(result) == pytest.approx(losses(expected), rel=0.02)
     assert np.diff(result["waits"]).tolist() == [waits] * 2
