@@ -314,6 +314,8 @@ def test_a_saved_length_beyond_the_positions(tmp_path):
     with pytest.raises(train_bi_encoder.UserError, match="own length of 600 .* 512 positions: set --max_length"):
         load(folder)
     assert load(folder, "--max_length", "512").max_seq_length == 512
+    (folder / "sentence_bert_config.json").write_text(json.dumps(options | {"max_seq_length": 10**30}))  # none
+    assert load(folder).max_seq_length == load_to_evaluate(folder).max_seq_length == 512
 
 
 def test_full_determinism(corpus, bert, tmp_path, monkeypatch):
