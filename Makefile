@@ -31,6 +31,7 @@ chaos: .venv/installed-dev
 		tests/test_bad_input.py::test_files_that_cannot_grow tests/test_best_model.py::test_stopped_and_resumed \
 		tests/test_resume.py::test_resumed_on_another_process_count tests/test_eval_incremental.py::test_no_pickle_is_loaded \
 		tests/test_one_way_to_stop.py tests/test_edited_script.py tests/test_check_promises.py \
+		tests/test_random_runs.py tests/test_random_states.py \
 		tests/test_eval_incremental.py::test_full_or_read_only_disk tests/test_export_vectors.py::test_full_or_read_only_disk
 
 .venv/installed: requirements.txt constraints.txt

@@ -1,0 +1,73 @@
+"""Evaluate from random states of the cache, by random settings, on the late device; run by test_random_states.py.
+
+The working directory has beir/ and static/, a model. For each line of stdin, a seed, it prints a line of JSON:
+"calls", [(flags, kind of device, processes)], their "errors" and "reports". The last one's ranking is in out/SEED.
+"""
+
+import json
+import os
+import random
+import sys
+from itertools import chain
+from pathlib import Path
+from unittest import mock
+
+import strict_device  # before torch
+import strict_worker
+import torch
+import torch._dynamo  # noqa: F401 (it inspects torch's functions, hence before they are replaced)
+
+import eval_incremental as script
+
+COMMON = "--model_name_or_path static --cache_dtype float32"
+script.FEW = 0  # workers start for any number of texts
+
+
+def run(flags, kind):
+    """Run the evaluator in this process; kind: of the device, "cpu" or one of StrictDevice."""
+    device = strict_device.StrictDevice(kind="cuda" if kind == "cpu" else kind)
+    error = None
+    try:
+        no_device = mock.patch.object(torch.accelerator, "is_available", lambda: False)
+        with no_device if kind == "cpu" else device:
+            script.main(script.parse_args(flags.split()))
+    except Exception as raised:
+        error = repr(raised)
+    return {"error": error, "reports": device.reports}
+
+
+def draw_call(rng, size, flags):
+    size = rng.choice([size, size, size, 7])
+    flags = f"{COMMON} {flags} --corpus_chunk_size {size} --micro_batch_tokens {rng.choice([16, 32, 64])} "
+    flags += f"--dataloader_num_workers {rng.choice([0, 1, 2, 3])} {rng.choice(['', '--streaming'])}"
+    return flags, rng.choice(["cuda", "cuda", "cuda", "xpu", "cpu"]), rng.choice([1, 1, 1, 2])
+
+
+def evaluate(seed):
+    """Search parts of the corpus, chunks or lines, which are cached then, and rank all of it."""
+    rng = random.Random(seed)
+    lines = Path("beir/corpus.jsonl").read_text().splitlines(keepends=True)
+    size = rng.choice([5, 10, 20, 33])
+    calls = []
+    for number in range(rng.choice([0, 1, 1, 2])):
+        step = rng.choice([size, size, 1])
+        chunks = [lines[first : first + step] for first in range(0, len(lines), step)]
+        kept = [chunk for chunk in chunks if rng.random() < 0.5] or chunks[:1]
+        if rng.random() < 0.3:
+            for chunk in kept:
+                rng.shuffle(chunk)
+        part = Path(f"part_{seed}_{number}.jsonl")
+        part.write_text("".join(chain.from_iterable(kept)))
+        calls.append(draw_call(rng, size, f"--cache_dir cache/{seed} --corpus {part} --query file"))
+    flags = f"--cache_dir cache/{seed} --beir beir --metrics nDCG@10 --top_k 50 --output_dir out/{seed}"
+    calls.append(draw_call(rng, size, flags))
+    found = [strict_worker.fork(run, flags, kind, processes=processes) for flags, kind, processes in calls]
+    kept = {name: [part[name] for part in found if part[name]] for name in ("error", "reports")}
+    return {"calls": calls, "errors": kept["error"], "reports": kept["reports"]}
+
+
+if __name__ == "__main__":
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the calls print
+    for seed in sys.stdin:
+        print(json.dumps(evaluate(int(seed))), file=answers, flush=True)
