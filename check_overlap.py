@@ -534,16 +534,14 @@ def check_csv(file, sep=",", quoting=csv.QUOTE_MINIMAL, **_):
     takes all rows up to the next one for a part of the field."""
     csv.field_size_limit(2**31 - 1)
     with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", errors="replace", newline="") as lines:
-        lines = tqdm(lines, f"checking {file}", unit=" lines", delay=2, disable=os.environ.get("RANK", "0") != "0")
         reader = csv.reader(lines, delimiter=sep, quoting=quoting, strict=True)
         try:
             header = next(reader, [])
-            if any(0 < len(row) < len(header) for row in reader):
-                raise UserError(
-                    f"{file}: line {reader.line_num} lacks fields: check quotes and line breaks, or {REWRITE}"
-                )
+            is_short = any(0 < len(row) < len(header) for row in reader)
         except csv.Error as error:
             raise UserError(f"{file}: line {reader.line_num}: {error}: double the quotes of a text") from error
+    if is_short:
+        raise UserError(f"{file}: line {reader.line_num} lacks fields: check quotes and line breaks, or {REWRITE}")
     return header
 
 
@@ -644,10 +642,10 @@ def read_qrels(*sources):
         file, *more = chain.from_iterable(map(list_files, sources))
         if more:
             raise UserError(f"has {1 + len(more)} files: give one, with all judgments")
-        if file_suffix(file) in (".parquet", ".arrow", ".jsonl", ".json", ".ndjson", ".csv"):
-            frame = table_of_judgments(file)
-        else:  # with or without a header
+        if file_suffix(file) in (None, ".tsv", ".txt"):  # with or without a header
             frame = pd.concat(trec_parts(file, "qrels"))
+        else:
+            frame = table_of_judgments(file)
         if not ((frame["score"] % 1 == 0) & (frame["score"].abs() <= 1e6)).all():  # trec_eval counts up to the highest
             raise UserError("a grade is not a whole number, or above a million")
         return frame.astype({"score": int}).rename(columns={"score": "relevance"})
@@ -672,7 +670,7 @@ def table_of_judgments(file):
     table.validate(full=True)
     frame = table.to_pandas().set_axis([*PAIR, "score"][: len(names)], axis=1).explode("doc_id")
     for name in PAIR:
-        frame[name] = as_texts(pa.array(frame[name]), name, ids=True).to_numpy(zero_copy_only=False)
+        as_texts(pa.array(frame[name]), name, ids=True)  # raises if they are no ids
     return frame.assign(score=pd.to_numeric(frame["score"]) if "score" in frame else 1)
 
 
@@ -691,10 +689,10 @@ def trec_parts(path, name):
             file.seek(0)
         by_tabs = line.count("\t") + 1 in columns  # then ids may contain spaces
         for frame in pd.read_csv(file, sep="\t" if by_tabs else r"\s+", **options):
-            fields = frame.shape[1]
-            if fields not in columns:
-                raise UserError(f"has {fields} fields per line, not {' or '.join(map(str, columns))}")
-            frame = frame[columns[fields]].set_axis([*PAIR, "score"][: len(columns[fields])], axis=1)
+            places = columns.get(frame.shape[1])
+            if not places:
+                raise UserError(f"has {frame.shape[1]} fields per line, not {' or '.join(map(str, columns))}")
+            frame = frame[places].set_axis([*PAIR, "score"][: len(places)], axis=1)
             scores = pd.to_numeric(frame.get("score", pd.Series(1, frame.index)), errors="coerce")
             is_finite = scores.abs() <= np.finfo(np.float32).max  # of trec_eval
             if not is_finite.all():
