@@ -38,7 +38,7 @@ import unicodedata
 import warnings
 from collections import defaultdict
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
@@ -108,25 +108,24 @@ def main(args):
         parts += open_beir(name, args)
     index = make_index(parts, args)
 
-    found = defaultdict(set)  # {(collection, type, "ids" or "rows"): those with findings}
-    counts = np.zeros(2, int)  # rows, and those that are kept
+    num_rows = num_kept = 0
     rows_file = None
     with open(f"{args.report}.part", "w", encoding="utf-8") as report, tqdm(unit="row", delay=2) as bar:
         for source, first_row, table, texts, rows in iterate_rows(sources, args.columns):
             keep = np.ones(len(table), bool)
-            for row, finding in find(texts, rows, parts, index, args):
-                if finding["type"] == "query" or args.also_documents:
+            for row, part, finding in find(texts, rows, parts, index, args):
+                if part.type == "query" or args.also_documents:
                     keep[row] = False
+                part.found_ids.add(finding["id"])
+                part.found_rows.add((source, first_row + row))
                 finding = {"source": source, "row": first_row + row} | finding
-                key = finding["collection"], finding["type"]
-                found[*key, "ids"].add(finding["id"])
-                found[*key, "rows"].add((source, finding["row"]))
                 report.write(json.dumps(finding, ensure_ascii=False) + "\n")
             if args.output:
                 with user_errors(f"--output {args.output}: rows of {source}"):
                     rows_file = rows_file or pq.ParquetWriter(f"{args.output}.part", table.schema)
                     rows_file.write_table(table.filter(keep))
-            counts += [len(table), keep.sum()]
+            num_rows += len(table)
+            num_kept += keep.sum()
             bar.update(len(table))
     os.replace(f"{args.report}.part", args.report)
     if rows_file:
@@ -134,11 +133,11 @@ def main(args):
         os.replace(f"{args.output}.part", args.output)
 
     for part in parts:
-        ids, rows = (len(found[part.collection, part.type, kind]) for kind in ("ids", "rows"))
-        print(f"{part.collection}, {part.type}: {ids:,} of {len(part.rows):,} texts in {rows:,} rows")
-    print(f"searched {counts[0]:,} rows; the findings are in {args.report}")
+        found = f"{len(part.found_ids):,} of {len(part.rows):,} texts in {len(part.found_rows):,} rows"
+        print(f"{part.collection}, {part.type}: {found}")
+    print(f"searched {num_rows:,} rows; the findings are in {args.report}")
     if args.output:
-        print(f"{counts[1]:,} rows are in {args.output}; {counts[0] - counts[1]:,} were left out")
+        print(f"{num_kept:,} rows are in {args.output}; {num_rows - num_kept:,} were left out")
 
 
 # ---- training data
@@ -194,6 +193,8 @@ class Part:
     dataset: datasets.Dataset
     columns: list[str]  # of the text and, if the id is not the number of the row, of the id
     rows: np.ndarray  # (n,) int: the rows of the dataset that are searched for
+    found_ids: set = field(default_factory=set)
+    found_rows: set = field(default_factory=set)  # (source, number of the row) of training data
 
     def read(self, numbers):
         """Return the ids and the texts, "" where there is none, of rows[numbers]."""
@@ -330,7 +331,7 @@ def pick_rarest(ngrams, owners, counts, min_share):
 
 
 def find(texts, rows, parts, index, args):
-    """Yield (row, finding) of (n,) texts of training data and their rows."""
+    """Yield (row, Part, finding) of (n,) texts of training data and their rows."""
     words = split_words(texts)
     numbers, candidates = find_candidates(words, rows, index, args.ngram)
     if not len(numbers):
@@ -348,7 +349,7 @@ def find(texts, rows, parts, index, args):
                 kind, share, row_place = occurrence
                 finding = {"collection": part.collection, "type": part.type, "id": str(ids[place]), "kind": kind}
                 row_text = texts[row_places[row][row_place]].as_py()
-                yield row, finding | {"share": share, "text": part_texts[place].as_py(), "row_text": row_text}
+                yield row, part, finding | {"share": share, "text": part_texts[place].as_py(), "row_text": row_text}
         first += len(part.rows)
 
 
