@@ -707,8 +707,8 @@ def csv_rows(lines, file):
         num_short = 0
         for row in rows:
             if len(row) > len(names) + (row[-1] == ""):  # rows may end in a separator
-                advice = "check the separator, and quote texts that contain it"
-                raise ValueError(f"line {reader.line_num} has more fields than the header: {advice}")
+                more = f"line {reader.line_num} has more fields than the header"
+                raise ValueError(f"{more}: check the separator, and quote texts that contain it")
             num_short += len(row) < len(names)
             row += [""] * (len(names) - len(row))
             yield {name: cell or None for name, cell in zip(names, row)}
@@ -1004,9 +1004,7 @@ def refuse_delta(files):
             folder = os.path.dirname(folder)
         fs, path = fsspec.core.url_to_fs(folder)
         if fs.isdir(f"{path}/_delta_log"):
-            advice = (
-                "write it by DeltaTable(FOLDER).to_pandas().to_parquet(FILE) of the package deltalake, and name FILE"
-            )
+            advice = "write it by DeltaTable(FOLDER).to_pandas().to_parquet(FILE), of the package deltalake"
             raise UserError(f"a table of Delta Lake, of which a log says what is deleted: {advice}")
 
 
@@ -1079,12 +1077,6 @@ def is_plain(kind):
 # ---- command line
 
 
-def exit_now(status):
-    """End the process: pyarrow threads that still read ahead can hang or abort a normal exit (apache/arrow 45214)."""
-    sys.stdout.flush()
-    os._exit(status)
-
-
 if __name__ == "__main__":
     status = 0
     try:
@@ -1094,4 +1086,5 @@ if __name__ == "__main__":
         status = 1
     except KeyboardInterrupt:
         status = 130
-    exit_now(status)
+    sys.stdout.flush()
+    os._exit(status)  # pyarrow threads that still read ahead can hang or abort a normal exit (apache/arrow 45214)
