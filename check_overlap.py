@@ -535,7 +535,8 @@ def check_csv(file, sep=",", quoting=csv.QUOTE_MINIMAL, **_):
     takes all rows up to the next one for a part of the field."""
     csv.field_size_limit(2**31 - 1)
     with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", errors="replace", newline="") as lines:
-        reader = csv.reader(lines, delimiter=sep, quoting=quoting, strict=True)
+        bar = tqdm(lines, f"checking {file}", unit=" lines", delay=2, disable=os.environ.get("RANK", "0") != "0")
+        reader = csv.reader(bar, delimiter=sep, quoting=quoting, strict=True)
         try:
             header = next(reader, [])
             is_short = any(0 < len(row) < len(header) for row in reader)
