@@ -29,10 +29,10 @@ def hashes(lookup, ids, real=script.TextLookup.hashes):
         raise OSError("Stale file handle")
     return real(lookup, ids)
 
-def sync_step(losses, norm, batches, signals, step, accelerator, real=script.sync_step):
-    found = real(losses, norm, batches, signals, step, accelerator)
+def sync_step(losses, norm, batches, signals, accelerator, real=script.sync_step):
+    found = real(losses, norm, batches, signals, accelerator)
     if found[-1]:
-        print(f"stopped after {{step}} steps {{accelerator.distributed_type.name}}\\n", end="", flush=True)
+        print(f"stopped after {{batches[0].step}} steps {{accelerator.distributed_type.name}}\\n", end="", flush=True)
     return found
 
 def failing(loss):
