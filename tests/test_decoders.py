@@ -404,13 +404,14 @@ def test_adapters_contain_all_that_is_trained(corpus, bert, tmp_path):
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_half_precision_weights_under_adapters(name, tmp_path):
-    """Frozen weights stay so; outputs are those of the library."""
+def test_half_precision_weights_under_adapters(name, tmp_path, monkeypatch):
+    """Frozen weights stay so in a launch in half precision, else all is float32; outputs are those of the library."""
     kind = "Qwen3Model" if name == "train_bi_encoder" else "Qwen3ForCausalLM"
     base = make_decoder(tmp_path / "base", kind, chat=CHAT)
     getattr(transformers, kind).from_pretrained(base).bfloat16().save_pretrained(base)
-    dtypes = {weight.dtype for weight in load(name, base, "--lora_rank", "4")[2].parameters()}
-    assert dtypes == {torch.bfloat16, torch.float32}
+    for precision, expected in (("bf16", {torch.bfloat16, torch.float32}), ("no", {torch.float32})):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+        assert {weight.dtype for weight in load(name, base, "--lora_rank", "4")[2].parameters()} == expected
     check(name, base, "--lora_rank", "4", tolerance=0.02)
 
 

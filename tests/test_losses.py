@@ -88,7 +88,7 @@ def test_a_text_without_a_token_moves_no_padding(side):
         assert (part["input_ids"] == 7 * part["attention_mask"]).all()
         assert part["input_ids"].shape[1]  # a model requires a column
     empty = {name: array[3:4, :0] for name, array in features.items()}  # alone
-    ((_, part),) = script.split_features(empty, 256, torch.device("cpu"), needs_mask=True)
+    ((_, part),) = script.split_features(empty, 256, torch.device("cpu"))
     assert part["input_ids"].shape == (1, 1) and not part["attention_mask"].any()
 
 

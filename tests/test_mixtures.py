@@ -173,7 +173,9 @@ def test_what_is_refused_of_several_sources(sources):
     with pytest.raises(script.UserError, match="give a weight to each source or to none"):
         open_data(sources, retrieval, unweighted, more=["--mix_by", "batch"])
     plain = [f"{sources}/retrieval.jsonl", f"{sources}/retrieval.jsonl"]
-    with pytest.raises(script.UserError, match="retrieval.jsonl: Column name .'other'. not in the dataset"):
+    with pytest.raises(
+        script.UserError, match=r"retrieval.jsonl: has no column \['other'\], but \['question', 'answer', 'wrong'\]"
+    ):
         open_data(sources, *plain, more=["--columns", "question", "answer", "other"])
 
 
