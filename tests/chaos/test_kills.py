@@ -281,7 +281,8 @@ def test_one_of_two_evaluators_dies(expected, tmp_path, report, beir, bert):
         seconds.append(time.monotonic() - killed)
         assert other.exitcode == 1, "the other process hangs"
         last = process.read("stderr").strip().splitlines()[-1]
-        assert "Connection closed by peer" in last or "Connection reset by peer" in last, last  # the message of gloo
+        said = ("Connection closed by peer", "Connection reset by peer", "failed to pass monitoredBarrier")  # by gloo
+        assert any(message in last for message in said), last
         process.wait()
         launch(EVALUATOR, *evaluator_flags(beir, bert, folder), processes=2)
         assert results(folder / "out") == expected(2)
