@@ -143,7 +143,7 @@ def test_two_runs_agree(files, bert, reranker, static, tmp_path, report, seed):
     killed = Forked(script, [*flags, *layout, *workers, "--output_dir", two], processes)
     kill(killed, two, rng.randrange(1, STEPS))
     launch(script, *flags, *layout, "--output_dir", two, "--resume", processes=processes)
-    assert records(two) == records(one) and data_state(two) == data_state(one)
+    assert repr(records(two)) == repr(records(one)) and data_state(two) == data_state(one)  # NaN is NaN
     one, two = ((folder / "model/model.safetensors").read_bytes() for folder in (one, two))
     assert one == two
     report(f"random settings: `{name}.py` killed and resumed", 1, "the same bytes")
