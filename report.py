@@ -4,18 +4,20 @@
     python report.py runs/monday runs/today --rankings bge BM25 --output_dir runs/compared
 
 A FOLDER is the --output_dir of a call. Rankings of several calls are compared if these had the same queries and
-judgments. Output: table.md, table.tex, and report.html, one file that needs no server and no network.
+judgments. Output: table.md, table.tex, report.html, one file that needs no server and no network, and of several sizes
+of an index index.png, quality against bytes.
 """
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["numpy>=2.2,<3", "pandas>=3.1,<4", "scipy>=1.14,<2"]
+# dependencies = ["matplotlib>=3.9,<4", "numpy>=2.2,<3", "pandas>=3.1,<4", "scipy>=1.14,<2"]
 # ///
 
 import argparse
 import csv
 import json
 import re
+import shutil
 import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from string import Template
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 from scipy.stats import norm, permutation_test
 
 NORMAL_ABOVE = 20_000  # queries, instead of drawing samples
@@ -49,14 +52,20 @@ def main(args):
     columns = [*names, "mean"] if len(names) > 1 else names
     summaries = {name: compare_rankings(rankings, number) for number, name in enumerate(columns)}
     table = table_of(summaries, [ranking.name for ranking in rankings])
+    sizes = [ranking.size for ranking in rankings]
+    if any(sizes):
+        table.insert(0, "bytes", [size or "" for size in sizes])
     output = Path(args.output_dir or args.folders[0])
     output.mkdir(parents=True, exist_ok=True)
-    lines = table_lines(table.T if len(names) > 1 else table)
+    lines = table_lines(table.T if len(names) > 1 and len(rankings) < 3 else table)
     write_tables(lines, output)
-    print(pd.DataFrame(lines[1:], columns=lines[0]).to_string(index=False))
+    print_lines(lines)
     data = page_data(calls, rankings[:2])
-    write_page(output / "report.html", data, table_lines(table.T), calls)
+    write_page(output / "report.html", data, lines, calls)
     print(f"{len(data['queries']):,} queries are in {output}/report.html; tables: table.md, table.tex")
+    if len(set(filter(None, sizes))) > 1:
+        plot_sizes(rankings, summaries[columns[-1]], output / "index.png")
+        print(f"quality against the bytes of a document: {output}/index.png")
 
 
 # ---- results of the evaluator
@@ -68,6 +77,7 @@ class Results:
     folders: list[Path]  # of each collection, with run.trec and per_query.csv
     tables: list[pd.DataFrame]  # per_query.csv, by query id
     metrics: list[dict]  # {measure: statistics} of each collection and, of several, of their mean
+    size: int | None = None  # bytes of a document in an index; None: no vectors
 
 
 def read_calls(folders):
@@ -99,7 +109,7 @@ def read_rankings(calls, chosen):
     for call in calls:
         for result in call["results"]:
             path = str(call["folder"] / result["name"])
-            ranking = rankings.setdefault(path, Results(result["name"], [], [], []))
+            ranking = rankings.setdefault(path, Results(result["name"], [], [], [], result.get("bytes")))
             ranking.folders.append(call["folder"] / result["folder"])
             table = pd.read_csv(ranking.folders[-1] / "per_query.csv", dtype={"query": str}, na_filter=False)
             ranking.tables.append(table.set_index("query"))
@@ -243,7 +253,7 @@ main > details > summary { padding: .6rem 0; font-weight: bold; }
 .columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(18rem, 1fr)); gap: 1.5rem; }
 article { display: grid; grid-template-columns: 2rem 1fr; padding: .4rem; border-top: 1px solid #dfe3e8; }
 .relevant { background: #eaf6ee; }
-.text { white-space: pre-line; list-style: none; }
+.text { white-space: pre-wrap; list-style: none; }
 :not([open]) > .text { display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 4; overflow: hidden; }
 </style>
 <h1>$title</h1>
@@ -373,8 +383,18 @@ def table_lines(table):
     return lines
 
 
+def print_lines(lines):
+    """Print a table of table_lines()."""
+    header, *rows = lines
+    table = pd.DataFrame([row[1:] for row in rows], [row[0] for row in rows], header[1:])
+    width = shutil.get_terminal_size((120, 24)).columns
+    print("\n" + table.rename_axis(columns=header[0]).to_string(line_width=width))
+
+
 def format_cell(cell):
     """Return the value and the difference from the first ranking, as texts."""
+    if not isinstance(cell, dict):
+        return str(cell), ""
     if "value" in cell:
         return f"{cell['value']:.4f} (no interval)", ""
     value = "{mean:.4f} [{low:.4f}, {high:.4f}]".format(**cell)
@@ -395,6 +415,28 @@ def write_tables(lines, output):
     begin = rf"\begin{{tabular}}{{l{'r' * columns}}}"
     rows = [begin, r"\toprule", rows[0], r"\midrule", *rows[1:], r"\bottomrule", r"\end{tabular}"]
     (output / "table.tex").write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+
+def plot_sizes(rankings, rows, path):
+    """Plot the first measure of rankings, with its interval, against the bytes of a document in their index: a line
+    for each model and precision. rows: {measure: statistics} of each ranking."""
+    measure = next(name for name, cell in rows[0].items() if "mean" in cell)
+    points = defaultdict(list)  # {label: (bytes, mean, low, high)}
+    for ranking, row in zip(rankings, rows):
+        if ranking.size:
+            label = re.sub(r"@\d+,", " ", ranking.name)
+            points[label].append((ranking.size, *(row[measure][name] for name in ("mean", "low", "high"))))
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for label, line in points.items():
+        size, mean, low, high = np.array(sorted(line)).T
+        axes.errorbar(size, mean, (mean - low, high - mean), marker="o", capsize=3, label=label)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set(xlabel="bytes of a document", ylabel=f"{measure}, 95 % interval")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ def test_killed_and_continued(tmp_path, data, reranker):
         ({"negatives": ["x", " "]}, "row 33, counted from 0, has no text in column 'negatives'"),
         (
             {"scores": [1.0]},
-            "has a column 'scores' already: mine with --format n-tuple or labeled-pair, or leave that column out",
+            "has a column 'scores' already: leave it out, or mine without --format",
         ),
     ],
 )

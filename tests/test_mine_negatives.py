@@ -79,7 +79,7 @@ MARGINS = {"absolute_margin": -0.02}, {"relative_margin": -0.03, "range_min": 1,
 @pytest.mark.parametrize("options", [{}, {"range_min": 3, "range_max": 17}, *MARGINS])
 def test_rows_equal_those_of_the_library(embedded, bert, beir, tmp_path, options):
     options = {"range_max": 100, **options}
-    rows = mine_embedded(embedded, beir, tmp_path, options)
+    rows = mine_embedded(embedded, beir, tmp_path, options, "--format", "n-tuple-scores")
     found = by_library(bert, beir, output_format="n-tuple", output_scores=True, **options)
     names = [f"negative_{i}" for i in (1, 2, 3)]
     expected = {(row["query"], row["positive"]): ([row[name] for name in names], row["scores"]) for row in found}
@@ -132,7 +132,7 @@ def small(tmp_path):
 
 def test_what_is_never_a_negative(small, tmp_path, capsys):
     """A positive, the query itself, and copies of these are excluded; no two negatives are equal."""
-    flags = ["--beir", small, "--run", small / "x.run"]
+    flags = ["--beir", small, "--run", small / "x.run", "--format", "n-tuple-scores"]
     rows = mine(tmp_path, *flags, "--num_negatives", 7)
     for i, row in enumerate(rows):
         left = [f"text number {n}" for n in (4, 3, 2, 1, 0) if n not in (i, (i + 1) % 5)]
@@ -226,7 +226,7 @@ def test_pairs_have_the_ids_of_the_evaluator(tmp_path, evaluate, bert, form):
 def test_positives_without_a_score(small, tmp_path, capsys):
     lines = (small / "x.run").read_text().splitlines(keepends=True)
     (small / "y.run").write_text("".join(line for line in lines if not line.startswith("d0 Q0 d1 ")))
-    flags = ["--beir", small, "--run", small / "y.run", "--num_negatives", 2]
+    flags = ["--beir", small, "--run", small / "y.run", "--num_negatives", 2, "--format", "n-tuple-scores"]
     rows = mine(tmp_path, *flags)
     assert len(rows) == 5 and not any("scores" in row for row in rows)
     assert "5 positives of 5 queries; 4 have a score" in capsys.readouterr().out

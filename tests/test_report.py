@@ -247,7 +247,7 @@ def test_tables(evaluate, tmp_path, capsys, monkeypatch):
     evaluate(*flags)
     wide = capsys.readouterr().out
     assert re.search(r"^ +a_b.run +reversed.run\nnDCG@10 +0.\d{4} \[", wide, re.M)
-    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("COLUMNS", "45")
     evaluate(*flags)
     narrow = capsys.readouterr().out
     assert re.search(r"^ +a_b.run +\\\nnDCG@10 +0.\d{4} \[", narrow, re.M)

@@ -110,7 +110,7 @@ def test_each_pair_is_scored_once(evaluate, beir, reranker, run_file, tmp_path):
     again = evaluate(*flags, output="again")["models"][1]
     assert first["pairs"]["scored"] == 59 * 20 and again["pairs"]["scored"] == 0
     assert again["metrics"] == first["metrics"]
-    name = "first.trec+" + reranker.name + "/run.trec"
+    name = "first.trec+" + reranker.name + "(100)/run.trec"
     assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
     # a lower --rerank_k, a reordered corpus, a stream: all pairs are cached; only a changed document has new ones
     folder = tmp_path / "changed"
@@ -146,7 +146,7 @@ def flags_for(beir, run_file, reranker, folder):
 
 def test_two_processes_give_the_ranking_of_one(tmp_path, beir, run_file, reranker):
     """The last digit of a score may depend on the other pairs of its micro-batch, and on the processor."""
-    name = "out/first.trec+" + reranker.name + "/run.trec"
+    name = "out/first.trec+" + reranker.name + "(100)/run.trec"
     for processes in (1, 2):
         launch(SCRIPT, *flags_for(beir, run_file, reranker, tmp_path / str(processes)), processes=processes)
         assert count_cached(tmp_path / str(processes) / "cache", 4) == [59 * 20]  # each pair was stored once
@@ -172,7 +172,7 @@ def test_killed_at_random_moments(tmp_path, beir, run_file, reranker):
         process.wait()
     driver.write_text(COUNTING_DRIVER.format(root=str(ROOT), log=str(log), pause=0))
     launch(driver, *flags_for(beir, run_file, reranker, killed))
-    name = "out/first.trec+" + reranker.name + "/run.trec"
+    name = "out/first.trec+" + reranker.name + "(100)/run.trec"
     assert (killed / name).read_bytes() == (undisturbed / name).read_bytes()
     assert 59 * 20 < log.stat().st_size <= 59 * 20 + 2 * 97
 
@@ -237,7 +237,7 @@ def test_bm25_alone_requires_no_model(beir, reranker, tmp_path):
     launch(SCRIPT, *flags, "--output_dir", tmp_path / "again", "--cross_encoder", reranker, processes=2)
     (alone,) = json.loads((tmp_path / "alone/metrics.json").read_text())["results"]
     first, second = json.loads((tmp_path / "again/metrics.json").read_text())["results"]
-    assert (alone["name"], second["name"]) == ("BM25", f"BM25+{reranker.name}")
+    assert (alone["name"], second["name"]) == ("BM25", f"BM25+{reranker.name}(5)")
     assert alone["metrics"] == first["metrics"] and alone["metrics"]["nDCG@10"]["mean"] > 0.5
     before, after = (read_run(tmp_path / path) for path in ("alone/run.trec", f"again/{second['name']}/run.trec"))
     assert second["pairs"]["total"] == sum(min(5, len(found)) for found in before.values())
@@ -259,7 +259,7 @@ def test_fusion_equals_a_loop(evaluate, beir, bert, reranker, run_file, tmp_path
     flags = ["--beir", beir, "--run", run_file, "--model_name_or_path", bert, "--bm25", "--fuse", "rrf", "--top_k", 30]
     results = evaluate(*flags, "--metrics", "RR@10", "R@30", "--cross_encoder", reranker, "--rerank_k", 10)["models"]
     names = [bert.name, "first.trec", "BM25", "fused"]
-    assert [result["name"] for result in results] == names + [f"{name}+{reranker.name}" for name in names]
+    assert [result["name"] for result in results] == names + [f"{name}+{reranker.name}(10)" for name in names]
     assert {"mean", "low", "high", "difference", "p"} == set(results[3]["metrics"]["RR@10"])
     runs = {name: read_run(tmp_path / "out" / name / "run.trec") for name in names}
     compared = 0
@@ -273,7 +273,7 @@ def test_fusion_equals_a_loop(evaluate, beir, bert, reranker, run_file, tmp_path
         assert found == pytest.approx({document: scores[document] for document in found}, rel=1e-7)
         compared += len(found)
     assert len(runs["fused"]) == 60 and compared == 60 * 30
-    reranked = read_run(tmp_path / "out" / f"fused+{reranker.name}" / "run.trec")
+    reranked = read_run(tmp_path / "out" / f"fused+{reranker.name}(10)" / "run.trec")
     assert all(reranked[query].keys() == set(list(found)[:10]) for query, found in runs["fused"].items())
 
 
