@@ -184,6 +184,7 @@ def test_collections_and_a_reranker(evaluate, two_collections, reranker, tmp_pat
 
 
 def test_an_export_is_cut_and_in_float32(evaluate, beir, bert, tmp_path):
+    evaluate("--beir", beir)
     evaluate("--beir", beir, "--truncate_dim", 12, "--export_vectors", tmp_path / "vectors")
     assert json.loads((tmp_path / "vectors/_vectors.json").read_text())["dimensions"] == 12
     vectors = np.array(pq.read_table(tmp_path / "vectors")["vector"].to_pylist(), np.float32)
