@@ -13,15 +13,12 @@ import train_bi_encoder as script
 
 @pytest.mark.parametrize("name", [*TRAINERS, "eval_incremental", "mine_negatives"])
 def test_a_mistyped_flag(name, capsys):
-    """A short usage, and the nearest flag if one is near."""
-    parse = importlib.import_module(name).parse_args
-    near = "absolute_margin" if name == "mine_negatives" else "model_name_or_path"
-    for flag, advice in ((near.replace("e", "ee", 1), f": did you mean --{near}?"), ("xyzzy", "")):
-        with pytest.raises(SystemExit) as ended:
-            parse([f"--{flag}=7"])
-        usage, error = capsys.readouterr().err.splitlines()
-        assert ended.value.code == 2 and usage.endswith("--FLAG VALUE ...; --help lists them")
-        assert error.endswith(f"error: unrecognized arguments: --{flag}=7{advice}")
+    """One line, below a usage that does not list all flags."""
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(name).parse_args(["--xyzzy=7"])
+    usage, error = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and usage.endswith("--FLAG VALUE ...; --help lists them")
+    assert error.endswith("error: unrecognized arguments: --xyzzy=7")
 
 
 @pytest.fixture(scope="module")
