@@ -160,9 +160,10 @@ def test_roles_of_columns_are_printed(name, flags, reranker, capsys):
     """As they are given by position: an id would be the query. So is the loss that a reranker's rows decide."""
     given = [*flags, "--model_name_or_path", flags[3] if name == "train_bi_encoder" else reranker]
     train(name, *given, "--columns", "q", "d", "n")
-    found = "" if name == "train_bi_encoder" else ', {"loss": "listwise_ce"}'
-    assert f"40 rows of 1 file(s) (query: q, positive: d, negative: n){found}\n" in capsys.readouterr().out
+    found = "infonce" if name == "train_bi_encoder" else "listwise_ce"
+    said = f"40 rows of 1 file(s) (query: q, positive: d, negative: n), loss {found}, 100% of all rows\n"
+    assert said in capsys.readouterr().out
     loss = ["--loss", "CoSENTLoss"] if name == "train_bi_encoder" else []
     train(name, *given, "--label_column", "label", *loss, "--output_dir", "labels")
-    found = found.replace("listwise_ce", "bce")
-    assert f"(query: q, document: d){found}\n" in capsys.readouterr().out
+    found = found.replace("infonce", "CoSENTLoss").replace("listwise_ce", "bce")
+    assert f"(query: q, document: d), loss {found}, 100% of all rows\n" in capsys.readouterr().out

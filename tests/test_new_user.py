@@ -65,8 +65,8 @@ def test_the_card(run, static):
     """Source, rows, columns, loss, measures before and after, similarity, prompts, base model, command."""
     output, _ = run
     card = (output / "model/README.md").read_text()
-    assert "#### " + str(output.parent / "few.jsonl") in card and "* Size: 30 training samples" in card
-    assert "* Columns: docstring and code\n" in card and "* Loss: <code>infonce {}</code>" in card
+    source = "30 rows of 1 file(s) (query: docstring, positive: code), loss infonce"
+    assert f"\nTrained on {output.parent / 'few.jsonl'}: {source}.\n" in card
     (first, last) = re.findall(r"^\| ([02]) +\| (0\.\d+) +\|", card, re.M)
     name = "held_out_cosine_ndcg@10"
     measures = [round(line[name], 4) for line in metrics(output) if name in line]
