@@ -22,7 +22,7 @@ paraphrases, translations, texts of which a row has a smaller part, ids in place
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["backports.zstd>=1,<2; python_version < '3.14'", "datasets>=5.2,<6", "filelock>=3.16,<5",
+# dependencies = ["backports.zstd>=1,<2; python_version < '3.14'", "datasets>=5.2,<6",
 #   "fsspec[http]>=2026.1", "numpy>=2.2,<3", "pandas>=3.1,<4", "pyarrow>=24,<27", "tqdm>=4.67,<5"]
 # ///
 
@@ -51,7 +51,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from datasets.utils.file_utils import xopen
-from filelock import Timeout
 from pyarrow.dataset import ParquetFragmentScanOptions
 from tqdm.auto import tqdm
 
@@ -400,16 +399,17 @@ class UserError(ValueError):
 
 # Errors of code, such as an edited function: they keep their traceback.
 BUGS = (KeyError, IndexError, TypeError, AttributeError, NameError)
-DIFFERS = re.compile("Couldn't cast|in schema")  # what is said of rows with other types, or columns
-REASONS = {  # {type of an error: what is said of it}; of any other its own text
-    StopIteration: "contains no row",
-    KeyError: "there is no {}",
-    UnicodeDecodeError: "not in UTF-8: save it in that encoding, as prepare_corpus.py --encoding does ({})",
-    pd.errors.ParserWarning: "line 2 has more fields than the header: check the separator, and quote texts with it",
-    pd.errors.ParserError: "{}: check the separator, and quote texts with it",
-    datasets.table.CastError: "not all rows have the same columns: {}; prepare_corpus.py rewrites irregular rows",
-    pa.ArrowInvalid: "{}; if rows differ, prepare_corpus.py rewrites them",
-    Timeout: "another run is writing to it",
+DIFFERS = "Couldn't cast|in schema"  # what is said of rows with other types, or columns
+REASONS = {  # {pattern of "type: text" of an error: what is said of it}, the first that fits; of others their own text
+    "offset overflow": "a window has more than 2 GB in one column: lower --shuffle_buffer or --length_window",
+    f"{DIFFERS}|^ArrowInvalid:": "{}; if rows differ, prepare_corpus.py rewrites them",
+    "^CastError:": "not all rows have the same columns: {}; prepare_corpus.py rewrites irregular rows",
+    "^StopIteration:": "contains no row",
+    "^KeyError:": "there is no {}",
+    "^UnicodeDecodeError:": "not in UTF-8: save it in that encoding, as prepare_corpus.py --encoding does ({})",
+    "^ParserWarning:": "line 2 has more fields than the header: check the separator, and quote texts with it",
+    "^ParserError:": "{}: check the separator, and quote texts with it",
+    "^Timeout:": "another run is writing to it",
 }
 
 
@@ -420,11 +420,8 @@ def reason_of(error):
     if isinstance(error, UserError):
         return str(error)
     reason = error.details() if isinstance(error, datasets.table.CastError) else str(error).strip() or repr(error)
-    template = next((said for kind, said in REASONS.items() if isinstance(error, kind)), "{}")
-    if DIFFERS.search(reason):
-        template = REASONS[pa.ArrowInvalid]
-    if "offset overflow" in reason:
-        template = "a window has more than 2 GB in one column: lower --shuffle_buffer or --length_window"
+    typed = f"{type(error).__name__}: {reason}"
+    template = next((said for pattern, said in REASONS.items() if re.search(pattern, typed)), "{}")
     return template.format(" ".join(reason.split())[:500])
 
 
