@@ -248,7 +248,7 @@ def test_a_source_that_stays_continues_where_it_was(tmp_path, way):
         else:
             assert found[:100] == expected[:100] and len(expected) > 100
         numbers = {key: position.get("number") for key, position in later["sources"].items()}
-        assert len({*numbers.values()}) == len(letters) and numbers[f"{names['b']} 0"] == 1
+        assert len({*numbers.values()}) == len(numbers) and numbers[f"{names['b']} 0"] == 1
 
 
 def test_held_out_are_as_many_of_each_and_at_most_a_tenth(tmp_path):
