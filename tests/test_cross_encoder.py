@@ -536,7 +536,7 @@ def refusal(rows, *flags):
     return str(error.value)
 
 
-NOT_FINITE = "'y' has missing, extra or non-finite numbers"
+NOT_FINITE = "--label_column has missing, extra or non-finite numbers"
 BAD_GROUPS = [
     ({"y": [0, 0]}, "", "a label for each document, at least one above 0 and one not above 0"),
     ({"y": [1, 1]}, "", "at least one above 0 and one not above 0"),

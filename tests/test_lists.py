@@ -105,7 +105,7 @@ def test_fewer_labels_than_documents_are_refused_before_any_is_left_out(name):
     for rows, columns, loss in ((texts, "qabc", "margin_mse"), (lists, ["q", "list"], "kl")):
         flags = ["--columns", *columns, "--num_negatives", 1, "--label_column", "y", "--loss", loss]
         module, args, data = open_data(name, rows, *flags)
-        with pytest.raises(module.UserError, match="'y' has missing, extra or non-finite numbers"):
+        with pytest.raises(module.UserError, match="--label_column has missing, extra or non-finite numbers"):
             read(module, data.sources[0].take(4), data)
 
 
