@@ -513,14 +513,14 @@ def open_files(files, streaming=True, columns=None, ids=()):
         with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped in place, anything else copied
             dataset = datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in files])
     if dataset is None:
-        load = partial(load, features=features, streaming=streaming)
+        options = {"features": features, "streaming": streaming}
         if kind == "parquet":
-            load = partial(load, columns=list(features))
+            options["columns"] = list(features)
         if kind == "json":  # else texts of later rows, beside a number, would be JSON, in quotes
-            load = partial(load, on_mixed_types=None)
+            options["on_mixed_types"] = None
         if not streaming:  # else a table of other files with the same names and times may be in the cache
-            load = partial(load, name=data_fingerprint(files), writer_batch_size=20_000)  # few record batches to list
-        dataset = load()
+            options |= {"name": data_fingerprint(files), "writer_batch_size": 20_000}  # few record batches to list
+        dataset = load(**options)
     for part in dataset.features.arrow_schema:
         if part.name in (columns or []) and not is_plain(part.type):
             raise UserError(f"column {part.name!r} has {part.type}, not texts, numbers or lists of them: {REWRITE}")
@@ -532,15 +532,15 @@ def check_csv(file, sep=",", quoting=csv.QUOTE_MINIMAL, **_):
     takes all rows up to the next one for a part of the field."""
     csv.field_size_limit(2**31 - 1)
     with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", errors="replace", newline="") as lines:
-        bar = tqdm(lines, f"checking {file}", unit=" lines", delay=2, disable=os.environ.get("RANK", "0") != "0")
+        bar = tqdm(lines, f"checking {file}", delay=2)
         reader = csv.reader(bar, delimiter=sep, quoting=quoting, strict=True)
         try:
             header = next(reader, [])
-            is_short = any(0 < len(row) < len(header) for row in reader)
+            if any(0 < len(row) < len(header) for row in reader):
+                raise csv.Error("lacks fields")
         except csv.Error as error:
-            raise UserError(f"{file}: line {reader.line_num}: {error}: double the quotes of a text") from error
-    if is_short:
-        raise UserError(f"{file}: line {reader.line_num} lacks fields: check quotes and line breaks, or {REWRITE}")
+            advice = f"double the quotes of a text, check line breaks, or {REWRITE}"
+            raise UserError(f"{file}: line {reader.line_num}: {error}: {advice}") from error
     return header
 
 
@@ -592,12 +592,12 @@ def is_plain(kind):
 def data_fingerprint(files):
     """Return a hash of the names and sizes of files, and of both ends of the first and the last file."""
     digest = hashlib.sha256()
-    for number, file in enumerate(files):
+    for file in files:
         fs, path = fsspec.core.url_to_fs(file)
         digest.update(f"{os.path.basename(path)} ".encode())
         with suppress(Exception):  # no file, or a web server that refuses the size of a file, or a part of it
             digest.update(f"{fs.size(path)} ".encode())
-            if number in (0, len(files) - 1):
+            if file in (files[0], files[-1]):
                 digest.update(fs.head(path, 2**16) + fs.tail(path, 2**16))
     return digest.hexdigest()[:16]
 
