@@ -191,4 +191,4 @@ def test_whatever_a_batch_raises_the_checkpoint_is_saved_first(processes, way, c
     assert [path.name for path in (tmp_path / "x/checkpoints").iterdir()] == ["step_00000004"]
     assert metrics(tmp_path / "x")[-1]["step"] == 4
     train("train_bi_encoder", *flags, "--resume")
-    assert [line["step"] for line in metrics(tmp_path / "x")] == list(range(1, 11))
+    assert [line["step"] for line in metrics(tmp_path / "x") if "loss" in line] == list(range(1, 11))
