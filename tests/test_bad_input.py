@@ -358,7 +358,8 @@ def test_wrong_flag(flags, refusal, wrong):
     words = wrong.split(" ")
     epochs = ["--max_steps", 0] if "epochs" in wrong else []
     message = refusal(flags, "--train_data", jsonl("x.jsonl"), *epochs, *words)
-    name = {"--loss": " ".join(words[:2]), '--loss_kwargs {"tau":1}': "--loss_kwargs: .*tau"}
+    name = {"--loss": " ".join(words[:2]), '--loss_kwargs {"tau":1}': "--loss_kwargs .*tau"}
+    name["--loss kl --label_column score"] = "--loss_kwargs .*teacher_temperature"
     assert re.search(rf"{name.get(wrong, name.get(words[0], words[0]))}\b", message), message
     assert not os.path.exists("out/model")
 

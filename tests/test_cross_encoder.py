@@ -585,7 +585,7 @@ def test_bad_flags(flags, words, capsys):
 
 
 def test_unknown_loss_kwargs():
-    with pytest.raises(script.UserError, match="--loss_kwargs of listwise_ce: .*'k'"):
+    with pytest.raises(script.UserError, match="--loss_kwargs .*: .*'k'"):
         script.make_loss(parse("--loss", "listwise_ce", "--loss_kwargs", '{"k": 3}'), None)
 
 
