@@ -573,7 +573,7 @@ def test_a_label_column_that_is_not_there():
 
 @pytest.mark.parametrize(
     "flags, words",
-    [("--loss kl", "--loss kl --label_column"), ("--loss kl --label_column y", "teacher_temperature logits"),
+    [("--loss kl", "--loss kl --label_column"), ("--warmup_ratio 2", "--warmup_ratio"),
      ("--loss hinge", "--loss hinge"), ("--num_negatives -2", "--num_negatives"),
      ('--loss_kwargs {"pos_weight":"5"}', '"pos_weight" number'), ('--loss_kwargs {"sigma":NaN}', '"sigma" number')],
 )  # fmt: skip
@@ -587,6 +587,8 @@ def test_bad_flags(flags, words, capsys):
 def test_unknown_loss_kwargs():
     with pytest.raises(script.UserError, match="--loss_kwargs .*: .*'k'"):
         script.make_loss(parse("--loss", "listwise_ce", "--loss_kwargs", '{"k": 3}'), None)
+    with pytest.raises(script.UserError, match="--loss_kwargs .*: .*'teacher_temperature'"):
+        script.make_loss(parse("--loss", "kl", "--label_column", "y"), None)
 
 
 # ------------------------------------------------------------------------------------------------------------ model
