@@ -276,7 +276,7 @@ def first_rows(rows, *flags, suffix="jsonl"):
     args = parse("--train_data", file, "--shuffle_buffer", 0, "--eval_rows", 0, "--batch_size", len(rows), *flags)
     data = script.open_data(args)
     table, _ = next(script.row_batches(data.sources, data.weights, args))
-    rows, _ = script.read_rows(table, data.sources, data.lookups, 0)
+    rows, _ = script.local_rows(table, np.arange(len(table)), 0, data, args)
     return data.sources[0].args.loss, [([row.query, *row.documents], row.labels) for row in rows]
 
 
