@@ -521,9 +521,6 @@ def open_files(files, streaming=True, columns=None, ids=()):
         if not streaming:  # else a table of other files with the same names and times may be in the cache
             options |= {"name": data_fingerprint(files), "writer_batch_size": 20_000}  # few record batches to list
         dataset = load(**options)
-    for part in dataset.features.arrow_schema:
-        if part.name in (columns or []) and not is_plain(part.type):
-            raise UserError(f"column {part.name!r} has {part.type}, not texts, numbers or lists of them: {REWRITE}")
     return (dataset.select_columns(columns) if columns else dataset).with_format("arrow")
 
 
@@ -562,6 +559,8 @@ def read_features(load, kind, files, columns, ids):
     types = {}
     for part in datasets.Features.from_arrow_schema(schema).arrow_schema:
         types[part.name] = pa.string() if kind == "csv" else plain_type(part.type, part.name in ids)
+        if part.name in (columns or []) and not is_plain(types[part.name]):
+            raise UserError(f"column {part.name!r} has {part.type}, not texts, numbers or lists of them: {REWRITE}")
     return datasets.Features.from_arrow_schema(pa.schema(types))
 
 
