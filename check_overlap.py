@@ -525,8 +525,7 @@ def open_files(files, streaming=True, columns=None, ids=()):
 
 
 def check_csv(file, sep=",", quoting=csv.QUOTE_MINIMAL, **_):
-    """Return the header of a CSV file. Raise UserError if a line lacks fields, or if a quote does not match: pandas
-    takes all rows up to the next one for a part of the field."""
+    """Return the header of a CSV file; raise UserError if a line lacks fields, or a quote would join rows."""
     csv.field_size_limit(2**31 - 1)
     with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", errors="replace", newline="") as lines:
         bar = tqdm(lines, f"checking {file}", delay=2)
@@ -565,8 +564,7 @@ def read_features(load, kind, files, columns, ids):
 
 
 def plain_type(kind, is_id):
-    """Return the Arrow type that a column is read as, by that of its first rows: "007" may follow the id 7, a text
-    null, and a label of 0.5 true."""
+    """Return the Arrow type to read a column as: "007" may follow the id 7, a text null, and a label of 0.5 true."""
     if is_list(kind):  # a large one as it is: `datasets` would give values below a null list to the next row
         wrap = pa.large_list if pa.types.is_large_list(kind) else pa.list_
         return wrap(plain_type(kind.value_type, is_id))

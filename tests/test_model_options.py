@@ -553,7 +553,7 @@ def test_a_tokenizer_without_a_limit(kind, limit, bert, tmp_path):
     (folder / "tokenizer_config.json").write_text(json.dumps(edit))
     for model in (load(folder), load_to_evaluate(folder)):
         assert model.max_seq_length == limit and model.encode("a " * 999).shape == (32,)
-    with pytest.raises(eval_incremental.UserError, match=f"for {limit} tokens, not for 130: lower --max_length"):
+    with pytest.raises(eval_incremental.UserError, match=f"for {limit} tokens, not for 130: lower"):
         load_to_evaluate(folder, max_length=130)
 
 
