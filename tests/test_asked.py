@@ -161,9 +161,9 @@ def test_roles_of_columns_are_printed(name, flags, reranker, capsys):
     given = [*flags, "--model_name_or_path", flags[3] if name == "train_bi_encoder" else reranker]
     train(name, *given, "--columns", "q", "d", "n")
     found = "infonce" if name == "train_bi_encoder" else "listwise_ce"
-    said = f"40 rows of 1 file(s) (query: q, positive: d, negative: n), loss {found}, 100% of all rows\n"
+    said = f"40 rows of 1 file(s) (query: q; positive, negatives: d, n), loss {found}, 100% of all rows\n"
     assert said in capsys.readouterr().out
     loss = ["--loss", "CoSENTLoss"] if name == "train_bi_encoder" else []
     train(name, *given, "--label_column", "label", *loss, "--output_dir", "labels")
     found = found.replace("infonce", "CoSENTLoss").replace("listwise_ce", "bce")
-    assert f"(query: q, document: d), loss {found}, 100% of all rows\n" in capsys.readouterr().out
+    assert f"(query: q; documents: d), loss {found}, 100% of all rows\n" in capsys.readouterr().out

@@ -64,7 +64,7 @@ def test_the_card(run, static):
     """Source, rows, columns, loss, measures before and after, similarity, prompts, base model, command."""
     output, _ = run
     card = (output / "model/README.md").read_text()
-    source = "30 rows of 1 file(s) (query: docstring, positive: code), loss infonce"
+    source = "30 rows of 1 file(s) (query: docstring; positive, negatives: code), loss infonce"
     assert f"\nTrained on {output.parent / 'few.jsonl'}: {source}.\n" in card
     (first, last) = re.findall(r"^\| ([02]) +\| (0\.\d+) +\|", card, re.M)
     name = "held_out_cosine_ndcg@10"
