@@ -459,8 +459,7 @@ TEXT_TYPES = (pa.string(), pa.large_string())
 
 
 def list_files(source):
-    """Return the files of a source, by the rules of `datasets`: a file, a glob, a URL, or ID[:config[:split]] of the
-    Hub, whose layout a folder may have. Other folders are those of save_to_disk, which list their files."""
+    """Return the files of a file, glob, URL, ID[:config[:split]] or folder of the Hub, or folder of save_to_disk."""
     path = os.path.expanduser(source)
     if os.path.isfile(path):  # whatever its characters
         return [os.path.abspath(path)]
@@ -528,8 +527,7 @@ def check_csv(file, sep=",", quoting=csv.QUOTE_MINIMAL, **_):
     """Return the header of a CSV file; raise UserError if a line lacks fields, or a quote would join rows."""
     csv.field_size_limit(2**31 - 1)
     with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", errors="replace", newline="") as lines:
-        bar = tqdm(lines, f"checking {file}", delay=2)
-        reader = csv.reader(bar, delimiter=sep, quoting=quoting, strict=True)
+        reader = csv.reader(tqdm(lines, f"checking {file}", delay=2), delimiter=sep, quoting=quoting, strict=True)
         try:
             header = next(reader, [])
             if any(0 < len(row) < len(header) for row in reader):
@@ -541,8 +539,7 @@ def check_csv(file, sep=",", quoting=csv.QUOTE_MINIMAL, **_):
 
 
 def read_features(load, kind, files, columns, ids):
-    """Return the Features that files are read as: those of the first rows of all, in the order of their names; of
-    Parquet and CSV for `columns` alone, if they are given, as no others are read."""
+    """Return the Features of the first rows of all files, by name; of Parquet and CSV of `columns` alone, if any."""
     warnings.simplefilter("error", pd.errors.ParserWarning)  # the first row of CSV has more fields than the header
     if kind == "parquet":
         with xopen(min(files), "rb") as file:
