@@ -166,7 +166,7 @@ def test_bugs_of_edited_functions_are_raised(place, corpus, bert, tmp_path, monk
 
     monkeypatch.setattr(script, place, broken)
     flags = ["--train_data", f"{corpus}/*", "--model_name_or_path", bert, *FLAGS, "--output_dir", tmp_path / "x"]
-    with pytest.raises(script.UserError if place == "read_row" else KeyError, match="attention_mask") as raised:
+    with pytest.raises(script.AgreedError if place == "read_row" else KeyError, match="attention_mask") as raised:
         train("train_bi_encoder", *flags, "--max_steps", 2)
     assert script.print_error(raised.value) == 1
     printed = capsys.readouterr().err

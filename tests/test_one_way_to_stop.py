@@ -208,7 +208,7 @@ def test_a_bug_in_a_loss_keeps_its_traceback(rows, bert, tmp_path, monkeypatch, 
              "--max_length", 32, "--loss", loss, "--train_data", tmp_path / "rows.jsonl", "--logging_steps", 1,
              "--gradient_accumulation_steps", 2, "--output_dir", tmp_path / "out"]  # fmt: skip
     with pytest.raises(
-        script.UserError, match="(?s)^the loss failed\nTraceback.*broken.*KeyError: 'no such key' .step 4.$"
+        script.AgreedError, match="(?s)^the loss failed\nTraceback.*broken.*KeyError: 'no such key' .step 4.$"
     ):
         train(name, *flags)
     assert [path.name for path in (tmp_path / "out/checkpoints").iterdir()] == ["step_00000003"]
