@@ -269,7 +269,6 @@ def join_words(words):
 
 def hash_ngrams(words, size):
     """Return the 64-bit hashes of the n-grams of (n,) texts, and the number of the text of each, ascending.
-
     words: of split_words. A text of fewer than `size` words has one n-gram, filled up with empty words."""
     distinct = words.flatten().dictionary_encode()
     by_word = np.fromiter(map(hash, distinct.dictionary.to_pylist()), np.int64).view(np.uint64)
@@ -354,7 +353,6 @@ def find(texts, rows, parts, index, args):
 
 def find_candidates(words, rows, index, size):
     """Return the pairs of a text of the Index and a row that share an n-gram: its numbers, ascending, and the rows.
-
     words: of texts, by split_words; rows: (n,) int, the row of each."""
     ngrams, owners = hash_ngrams(words, size)
     places = index.hashes.get_indexer(ngrams)  # -1: of no text
@@ -368,8 +366,7 @@ def find_candidates(words, rows, index, size):
 
 
 def compare(form, row_forms, args):
-    """Return (kind, share, place) of a text in the texts of a row, None if it does not occur; place: of the row's text
-    that contains it, or most of its n-grams. All are in normal form, of join_words."""
+    """Return (kind, share, number of the row's text that has most of it) of a text in a row, or None."""
     if form in row_forms:
         return "verbatim", 1.0, row_forms.index(form)
     for place, row_form in enumerate(row_forms):

@@ -101,7 +101,7 @@ def test_a_positive_is_no_negative_of_its_row():
     lists = {"q": "q", "d": ["p 0", "p 1"], "n": ["p 0", "n", "p 1"]}
     for number in range(9):
         row = read(train_cross_encoder, lists, ["q", "d", "n"], Random(number))
-        assert row.documents[1:] == ["n"] and row.labels == [1.0, 0.0]
+        assert row.documents[1:] == ["n"]
     given = {"q": "q", "d": ["p", "n", "p"], "y": [1, 0, 0.5]}  # labels of one's own stay
     row = read(train_cross_encoder, given, ["q", "d"], None, "--label_column", "y")
     assert row.documents == ["p", "n", "p"] and row.labels == [1.0, 0.0, 0.5]
