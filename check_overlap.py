@@ -22,7 +22,7 @@ paraphrases, translations, texts of which a row has a smaller part, ids in place
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["backports.zstd>=1,<2; python_version < '3.14'", "datasets>=5.2,<6", "filelock>=3.16,<5",
+# dependencies = ["backports.zstd>=1,<2; python_version < '3.14'", "datasets>=5.2,<6",
 #   "fsspec[http]>=2026.1", "numpy>=2.2,<3", "pandas>=3.1,<4", "pyarrow>=24,<27", "tqdm>=4.67,<5"]
 # ///
 
@@ -51,7 +51,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from datasets.utils.file_utils import xopen
-from filelock import Timeout
 from pyarrow.dataset import ParquetFragmentScanOptions
 from tqdm.auto import tqdm
 
@@ -270,7 +269,6 @@ def join_words(words):
 
 def hash_ngrams(words, size):
     """Return the 64-bit hashes of the n-grams of (n,) texts, and the number of the text of each, ascending.
-
     words: of split_words. A text of fewer than `size` words has one n-gram, filled up with empty words."""
     distinct = words.flatten().dictionary_encode()
     by_word = np.fromiter(map(hash, distinct.dictionary.to_pylist()), np.int64).view(np.uint64)
@@ -355,7 +353,6 @@ def find(texts, rows, parts, index, args):
 
 def find_candidates(words, rows, index, size):
     """Return the pairs of a text of the Index and a row that share an n-gram: its numbers, ascending, and the rows.
-
     words: of texts, by split_words; rows: (n,) int, the row of each."""
     ngrams, owners = hash_ngrams(words, size)
     places = index.hashes.get_indexer(ngrams)  # -1: of no text
@@ -369,8 +366,7 @@ def find_candidates(words, rows, index, size):
 
 
 def compare(form, row_forms, args):
-    """Return (kind, share, place) of a text in the texts of a row, None if it does not occur; place: of the row's text
-    that contains it, or most of its n-grams. All are in normal form, of join_words."""
+    """Return (kind, share, number of the row's text that has most of it) of a text in a row, or None."""
     if form in row_forms:
         return "verbatim", 1.0, row_forms.index(form)
     for place, row_form in enumerate(row_forms):
@@ -400,16 +396,17 @@ class UserError(ValueError):
 
 # Errors of code, such as an edited function: they keep their traceback.
 BUGS = (KeyError, IndexError, TypeError, AttributeError, NameError)
-DIFFERS = re.compile("Couldn't cast|in schema")  # what is said of rows with other types, or columns
-REASONS = {  # {type of an error: what is said of it}; of any other its own text
-    StopIteration: "contains no row",
-    KeyError: "there is no {}",
-    UnicodeDecodeError: "not in UTF-8: save it in that encoding, as prepare_corpus.py --encoding does ({})",
-    pd.errors.ParserWarning: "line 2 has more fields than the header: check the separator, and quote texts with it",
-    pd.errors.ParserError: "{}: check the separator, and quote texts with it",
-    datasets.table.CastError: "not all rows have the same columns: {}; prepare_corpus.py rewrites irregular rows",
-    pa.ArrowInvalid: "{}; if rows differ, prepare_corpus.py rewrites them",
-    Timeout: "another run is writing to it",
+DIFFERS = "Couldn't cast|in schema"  # what is said of rows with other types, or columns
+REASONS = {  # {pattern of "type: text" of an error: what is said of it}, the first that fits; of others their own text
+    "offset overflow": "a window has more than 2 GB in one column: lower --shuffle_buffer or --length_window",
+    f"{DIFFERS}|^ArrowInvalid:": "{}; if rows differ, prepare_corpus.py rewrites them",
+    "^CastError:": "not all rows have the same columns: {}; prepare_corpus.py rewrites irregular rows",
+    "^StopIteration:": "contains no row",
+    "^KeyError:": "there is no {}",
+    "^UnicodeDecodeError:": "not in UTF-8: save it in that encoding, as prepare_corpus.py --encoding does ({})",
+    "^ParserWarning:": "line 2 has more fields than the header: check the separator, and quote texts with it",
+    "^ParserError:": "{}: check the separator, and quote texts with it",
+    "^Timeout:": "another run is writing to it",
 }
 
 
@@ -420,11 +417,8 @@ def reason_of(error):
     if isinstance(error, UserError):
         return str(error)
     reason = error.details() if isinstance(error, datasets.table.CastError) else str(error).strip() or repr(error)
-    template = next((said for kind, said in REASONS.items() if isinstance(error, kind)), "{}")
-    if DIFFERS.search(reason):
-        template = REASONS[pa.ArrowInvalid]
-    if "offset overflow" in reason:
-        template = "a window has more than 2 GB in one column: lower --shuffle_buffer or --length_window"
+    typed = f"{type(error).__name__}: {reason}"
+    template = next((said for pattern, said in REASONS.items() if re.search(pattern, typed)), "{}")
     return template.format(" ".join(reason.split())[:500])
 
 
@@ -462,8 +456,7 @@ TEXT_TYPES = (pa.string(), pa.large_string())
 
 
 def list_files(source):
-    """Return the files of a source, by the rules of `datasets`: a file, a glob, a URL, or ID[:config[:split]] of the
-    Hub, whose layout a folder may have. Other folders are those of save_to_disk, which list their files."""
+    """Return the files of a file, glob, URL, ID[:config[:split]] or folder of the Hub, or folder of save_to_disk."""
     path = os.path.expanduser(source)
     if os.path.isfile(path):  # whatever its characters
         return [os.path.abspath(path)]
@@ -516,40 +509,34 @@ def open_files(files, streaming=True, columns=None, ids=()):
         with suppress(OSError, pa.ArrowInvalid):  # a local Arrow stream is mapped in place, anything else copied
             dataset = datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in files])
     if dataset is None:
-        load = partial(load, features=features, streaming=streaming)
+        options = {"features": features, "streaming": streaming}
         if kind == "parquet":
-            load = partial(load, columns=list(features))
+            options["columns"] = list(features)
         if kind == "json":  # else texts of later rows, beside a number, would be JSON, in quotes
-            load = partial(load, on_mixed_types=None)
+            options["on_mixed_types"] = None
         if not streaming:  # else a table of other files with the same names and times may be in the cache
-            load = partial(load, name=data_fingerprint(files), writer_batch_size=20_000)  # few record batches to list
-        dataset = load()
-    for part in dataset.features.arrow_schema:
-        if part.name in (columns or []) and not is_plain(part.type):
-            raise UserError(f"column {part.name!r} has {part.type}, not texts, numbers or lists of them: {REWRITE}")
+            options |= {"name": data_fingerprint(files), "writer_batch_size": 20_000}  # few record batches to list
+        dataset = load(**options)
     return (dataset.select_columns(columns) if columns else dataset).with_format("arrow")
 
 
 def check_csv(file, sep=",", quoting=csv.QUOTE_MINIMAL, **_):
-    """Return the header of a CSV file. Raise UserError if a line lacks fields, or if a quote does not match: pandas
-    takes all rows up to the next one for a part of the field."""
+    """Return the header of a CSV file; raise UserError if a line lacks fields, or a quote would join rows."""
     csv.field_size_limit(2**31 - 1)
     with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", errors="replace", newline="") as lines:
-        bar = tqdm(lines, f"checking {file}", unit=" lines", delay=2, disable=os.environ.get("RANK", "0") != "0")
-        reader = csv.reader(bar, delimiter=sep, quoting=quoting, strict=True)
+        reader = csv.reader(tqdm(lines, f"checking {file}", delay=2), delimiter=sep, quoting=quoting, strict=True)
         try:
             header = next(reader, [])
-            is_short = any(0 < len(row) < len(header) for row in reader)
+            if any(0 < len(row) < len(header) for row in reader):
+                raise csv.Error("lacks fields")
         except csv.Error as error:
-            raise UserError(f"{file}: line {reader.line_num}: {error}: double the quotes of a text") from error
-    if is_short:
-        raise UserError(f"{file}: line {reader.line_num} lacks fields: check quotes and line breaks, or {REWRITE}")
+            advice = f"double the quotes of a text, check line breaks, or {REWRITE}"
+            raise UserError(f"{file}: line {reader.line_num}: {error}: {advice}") from error
     return header
 
 
 def read_features(load, kind, files, columns, ids):
-    """Return the Features that files are read as: those of the first rows of all, in the order of their names; of
-    Parquet and CSV for `columns` alone, if they are given, as no others are read."""
+    """Return the Features of the first rows of all files, by name; of Parquet and CSV of `columns` alone, if any."""
     warnings.simplefilter("error", pd.errors.ParserWarning)  # the first row of CSV has more fields than the header
     if kind == "parquet":
         with xopen(min(files), "rb") as file:
@@ -565,12 +552,13 @@ def read_features(load, kind, files, columns, ids):
     types = {}
     for part in datasets.Features.from_arrow_schema(schema).arrow_schema:
         types[part.name] = pa.string() if kind == "csv" else plain_type(part.type, part.name in ids)
+        if part.name in (columns or []) and not is_plain(types[part.name]):
+            raise UserError(f"column {part.name!r} has {part.type}, not texts, numbers or lists of them: {REWRITE}")
     return datasets.Features.from_arrow_schema(pa.schema(types))
 
 
 def plain_type(kind, is_id):
-    """Return the Arrow type that a column is read as, by that of its first rows: "007" may follow the id 7, a text
-    null, and a label of 0.5 true."""
+    """Return the Arrow type to read a column as: "007" may follow the id 7, a text null, and a label of 0.5 true."""
     if is_list(kind):  # a large one as it is: `datasets` would give values below a null list to the next row
         wrap = pa.large_list if pa.types.is_large_list(kind) else pa.list_
         return wrap(plain_type(kind.value_type, is_id))
@@ -595,12 +583,12 @@ def is_plain(kind):
 def data_fingerprint(files):
     """Return a hash of the names and sizes of files, and of both ends of the first and the last file."""
     digest = hashlib.sha256()
-    for number, file in enumerate(files):
+    for file in files:
         fs, path = fsspec.core.url_to_fs(file)
         digest.update(f"{os.path.basename(path)} ".encode())
         with suppress(Exception):  # no file, or a web server that refuses the size of a file, or a part of it
             digest.update(f"{fs.size(path)} ".encode())
-            if number in (0, len(files) - 1):
+            if file in (files[0], files[-1]):
                 digest.update(fs.head(path, 2**16) + fs.tail(path, 2**16))
     return digest.hexdigest()[:16]
 

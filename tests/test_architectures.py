@@ -15,6 +15,7 @@ from test_decoders import check, make_decoder, make_encoder
 from torch import nn
 from transformers import AutoTokenizer
 
+import eval_incremental
 import train_bi_encoder as script
 
 ROWS = 24  # of three batches
@@ -250,8 +251,8 @@ def test_losses_and_measures(name, rows, bert, tmp_path):
 
 
 def test_the_transformers_of_a_router(bert, static, tmp_path):
-    """Every one is found. Only a model without any may have a million tokens a forward pass."""
+    """Every one is found. Only a model without any is static for the evaluator."""
     model = SentenceTransformer(modules=router_of_static(tmp_path, bert), device="cpu")
-    assert len(script.transformers_of(model)) == 1 and not script.is_static(model)
+    assert len(script.transformers_of(model)) == 1 and not eval_incremental.is_static(model)
     assert len(script.transformers_of(SentenceTransformer(modules=router_first(tmp_path, bert), device="cpu"))) == 2
-    assert script.is_static(SentenceTransformer(str(static), device="cpu"))
+    assert eval_incremental.is_static(SentenceTransformer(str(static), device="cpu"))

@@ -288,7 +288,7 @@ def test_resume_on_corrected_data(flags, refusal):
     assert weights() == weights("whole")
 
 
-def test_a_flag_given_twice(capsys):
+def test_a_flag_given_twice(message_of):
     """A list is refused, as half of it would be ignored; of a scalar, the last value counts. Both override a file."""
     Path("flags.yaml").write_text("model_name_or_path: x\ntrain_data: [x.jsonl, y.jsonl]\nseed: 1\nresume: true\n")
     more = "--columns a b --model_name_or_path x"
@@ -296,10 +296,8 @@ def test_a_flag_given_twice(capsys):
                               ("train_bi_encoder", "--train_data", f"flags.yaml --train_data=x --train_data=y {more}"),
                               ("eval_incremental", "--beir", "--beir a --split test --beir b"),
                               ("mine_negatives", "--corpus", "--corpus a --split test --corpus=b")):  # fmt: skip
-        with pytest.raises(SystemExit, match="2"):
-            importlib.import_module(name).parse_args(words.split())
-        line = capsys.readouterr().err.splitlines()[-1]
-        assert line.endswith(f"error: {flag}: given twice; list all values after one flag")
+        line = message_of(importlib.import_module(name).parse_args, words.split())
+        assert line == f"{flag}: given twice; list all values after one flag"
     words = "flags.yaml --seed 2 --train_data z.jsonl --seed=3 --resume false --columns a b"
     args = script.parse_args(words.split())
     assert (args.seed, args.train_data, args.resume, args.model_name_or_path) == (3, ["z.jsonl"], False, "x")
@@ -326,7 +324,7 @@ PUBLIC = ["https://host/get?file=rows.jsonl", "s3://bucket/rows-?.jsonl", "hf://
 
 
 @pytest.mark.parametrize("name", ["train_bi_encoder", "eval_incremental"])
-def test_credentials_in_a_url(name, capsys):
+def test_credentials_in_a_url(name, message_of):
     """Refused by the scripts that write their flags down; the message does not repeat them."""
     script = importlib.import_module(name)
     words = {"train_bi_encoder": "--model_name_or_path x --columns a b --train_data",
@@ -335,10 +333,8 @@ def test_credentials_in_a_url(name, capsys):
     for source in CREDENTIALS:
         Path("args.yaml").write_text(yaml.safe_dump({flag[2:]: ["a.jsonl", source]}))
         for words in ([flag, "a.jsonl", source], ["args.yaml"]):
-            with pytest.raises(SystemExit, match="2"):
-                script.parse_args([*words, *more])
-            line = capsys.readouterr().err.splitlines()[-1]
-            assert f"error: {flag}: a URL with a credential" in line and "0fe1" not in line and "~/.netrc" in line
+            line = message_of(script.parse_args, [*words, *more])
+            assert line.startswith(f"{flag}: a URL with a credential") and "0fe1" not in line and "~/.netrc" in line
     script.parse_args([flag, *PUBLIC, *more])
 
 
@@ -358,7 +354,7 @@ def test_wrong_flag(flags, refusal, wrong):
     words = wrong.split(" ")
     epochs = ["--max_steps", 0] if "epochs" in wrong else []
     message = refusal(flags, "--train_data", jsonl("x.jsonl"), *epochs, *words)
-    name = {"--loss": " ".join(words[:2]), '--loss_kwargs {"tau":1}': "--loss_kwargs: .*tau"}
+    name = {"--loss": " ".join(words[:2]), '--loss_kwargs {"tau":1}': "--loss_kwargs .*tau"}
     assert re.search(rf"{name.get(wrong, name.get(words[0], words[0]))}\b", message), message
     assert not os.path.exists("out/model")
 
@@ -445,7 +441,7 @@ def test_what_a_resume_may_change(name, monkeypatch, capsys):
     trainer = importlib.import_module(name)
     added = [("layer_decay", float, trainer.flag(1.0, "help"))]
     monkeypatch.setattr(trainer, "Args", make_dataclass("Args", added, bases=(trainer.Args,)))
-    args, data, alone = trainer.Args(), SimpleNamespace(description=[["x", 9, "hash"]]), SimpleNamespace(print=print)
+    args, data, alone = trainer.Args(), SimpleNamespace(description={"x": [9, "hash"]}), SimpleNamespace(print=print)
     whole = trainer.unchanging(args, SimpleNamespace(config=None), data)
     may_change = {option.name for option in fields(args) if option.metadata["may_change"]}
     assert {"micro_batch_tokens", "output_dir", "resume", "accept_changes", "save_steps"} <= may_change

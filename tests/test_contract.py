@@ -110,7 +110,7 @@ CASES = {
         ["x.csv"], {"x.csv": CSV}),
     "a quote that opens one line and closes another": Case(
         {"x.csv": CSV + '"query,text\nquery,text"\n'}, "x.csv",
-        ".*x.csv: line 11 lacks fields: check quotes and line breaks, or", None, ["x.csv"], {"x.csv": CSV}),
+        ".*x.csv: line 11: lacks fields: double the quotes of a text, check line", None, ["x.csv"], {"x.csv": CSV}),
     "a column that later Arrow lacks": Case(
         {"0.arrow": table(a=["q"], b=["t"], c=["w"]), "1.arrow": texts(pa.string())}, "*.arrow",
         "not all files have the same columns: rewrite it by prepare_corpus.py SOURCE", "", columns="a b c", count=9),
@@ -134,7 +134,7 @@ CASES = {
     "CSV with more fields from line 2": Case({"x.csv": CSV.replace(",text", ",the,text")}, "x.csv",
         "line 2 has more fields than the header: check the separator, and quote", None, ["x.csv"], {"x.csv": CSV}),
     "CSV with fewer fields than the header": Case({"x.csv": CSV.replace("a,b", "a,b,c")}, "x.csv",
-        ".*x.csv: line 2 lacks fields: check quotes and line breaks, or rewrite it by prepare_corpus.py", "",
+        ".*x.csv: line 2: lacks fields: double the quotes .* or rewrite it by prepare_corpus.py", "",
         columns="a b"),
     "quotes that do not match": Case({"x.csv": 'a,b\n"say "hi", he said",text\n' + CSV[4:]}, "x.csv",
         ".*x.csv: line 2: ',' expected after '\"': double the quotes of a text", None, ["x.csv"],

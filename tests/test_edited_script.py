@@ -2,7 +2,6 @@
 
 import importlib
 import shutil
-import types
 
 import pytest
 import torch
@@ -99,13 +98,12 @@ def test_stopped_and_resumed_on_two_processes(edited, tmp_path, monkeypatch):
 
 
 def test_a_resume_by_an_edited_script_says_so(corpus, static, tmp_path):
-    """One line names the functions, the next of metrics.jsonl has them, too; it goes on. Comments do not count."""
+    """One line names the functions, one of metrics.jsonl has them, too; it goes on. Comments do not count."""
     flags = ["--train_data", f"{corpus}/*", "--model_name_or_path", static, *FLAGS, "--eval_rows", 20, "--resume",
              "--logging_steps", 2, "--metric_for_best_model", "held_out_cosine_ndcg@10"]  # fmt: skip
     output = tmp_path / "out"
     loss = "    return loss / count_rows(whole)\n"
-    comment = {"    ranks = torch.searchsorted(doc": "    # ranks\n    ranks = torch.searchsorted(doc",
-               '"""Return the number of rows that are present, a tensor."""': '"""Count."""'}  # fmt: skip
+    comment = {"    ranks = torch.searchsorted(doc": "    # ranks\n    ranks = torch.searchsorted(doc"}
     new = "".join(f"def {name}():\n    pass\n\n\n" for name in ("one", "two", "three", "four", "five", "six"))
     edits = [{}, comment, comment | {loss: loss.replace("loss /", "100 * loss /")}, {"LOSSES = {": new + "LOSSES = {"}]
     said = ["", "", "the script, in infonce (1 in all)\n", "the script, in five, four, infonce, one, six (7 in all)\n"]
@@ -114,10 +112,7 @@ def test_a_resume_by_an_edited_script_says_so(corpus, static, tmp_path):
         done = launch(script, *flags, "--max_steps", 2 * number + 2, "--accept_changes", "--output_dir", output)
         assert ("the script, in" in done.stdout) == bool(said[number]) and said[number] in done.stdout
     marks = {line["step"]: line["edited"] for line in metrics(output) if "edited" in line}
-    assert marks == {6: "after step 4: infonce", 8: "after step 6: five, four, infonce, one, six, three, two"}
-    script = importlib.import_module("train_bi_encoder")
-    in_a_notebook = {name: value for name, value in vars(script).items() if name != "__file__"}
-    assert types.FunctionType(script.hash_functions.__code__, in_a_notebook)() == {} != script.FUNCTIONS
+    assert marks == {4: ["infonce"], 6: ["five", "four", "infonce", "one", "six", "three", "two"]}
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -196,4 +191,4 @@ def test_whatever_a_batch_raises_the_checkpoint_is_saved_first(processes, way, c
     assert [path.name for path in (tmp_path / "x/checkpoints").iterdir()] == ["step_00000004"]
     assert metrics(tmp_path / "x")[-1]["step"] == 4
     train("train_bi_encoder", *flags, "--resume")
-    assert [line["step"] for line in metrics(tmp_path / "x")] == list(range(1, 11))
+    assert [line["step"] for line in metrics(tmp_path / "x") if "loss" in line] == list(range(1, 11))

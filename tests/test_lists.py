@@ -105,7 +105,7 @@ def test_fewer_labels_than_documents_are_refused_before_any_is_left_out(name):
     for rows, columns, loss in ((texts, "qabc", "margin_mse"), (lists, ["q", "list"], "kl")):
         flags = ["--columns", *columns, "--num_negatives", 1, "--label_column", "y", "--loss", loss]
         module, args, data = open_data(name, rows, *flags)
-        with pytest.raises(module.UserError, match="'y' has missing, extra or non-finite numbers"):
+        with pytest.raises(module.UserError, match="--label_column has missing, extra or non-finite numbers"):
             read(module, data.sources[0].take(4), data)
 
 
@@ -211,9 +211,7 @@ def test_other_losses_refuse_different_numbers_of_documents(bert, tmp_path):
     """Refused in one line; with equally many documents in all rows, the loss trains."""
     flags = [*FLAGS["flagembedding"].split(), "--loss", "TripletLoss", "--max_steps", 2, "--eval_rows", 2]
     flags += ["--batch_size", 4, "--model_name_or_path", bert, "--output_dir", tmp_path / "out", "--num_negatives"]
-    expected = (
-        "flagembedding.jsonl: --loss TripletLoss requires 2 negatives in each row: not the case in the row .*skip"
-    )
+    expected = "--loss TripletLoss requires equally many documents and labels in all rows"
     with pytest.raises(importlib.import_module("train_bi_encoder").UserError, match=expected):
         train("train_bi_encoder", *flags, 2)
     train("train_bi_encoder", *flags, 1, "--output_dir", tmp_path / "equal")

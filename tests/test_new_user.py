@@ -13,15 +13,12 @@ import train_bi_encoder as script
 
 @pytest.mark.parametrize("name", [*TRAINERS, "eval_incremental", "mine_negatives"])
 def test_a_mistyped_flag(name, capsys):
-    """A short usage, and the nearest flag if one is near."""
-    parse = importlib.import_module(name).parse_args
-    near = "absolute_margin" if name == "mine_negatives" else "model_name_or_path"
-    for flag, advice in ((near.replace("e", "ee", 1), f": did you mean --{near}?"), ("xyzzy", "")):
-        with pytest.raises(SystemExit) as ended:
-            parse([f"--{flag}=7"])
-        usage, error = capsys.readouterr().err.splitlines()
-        assert ended.value.code == 2 and usage.endswith("--FLAG VALUE ...; --help lists them")
-        assert error.endswith(f"error: unrecognized arguments: --{flag}=7{advice}")
+    """One line, below a usage that does not list all flags."""
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(name).parse_args(["--xyzzy=7"])
+    usage, error = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and usage.endswith("--FLAG VALUE ...; --help lists them")
+    assert error.endswith("error: unrecognized arguments: --xyzzy=7")
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +39,14 @@ def run(static, rows, tmp_path_factory):
 
 
 def test_what_a_run_prints(run):
-    """That a batch repeats its rows; the losses, as there is no bar; what fell; what checkpoints take."""
+    """That a batch repeats its rows; the losses, as there is no bar; what fell; what may go."""
     output, printed = run
     assert "few.jsonl: in a batch each row 2.4 times, also as a negative: lower --batch_size\n" in printed
     lines = metrics(output)
     assert f"step 1: {{'loss': {lines[1]['loss']:.4f}" in printed.replace("0}", "}")
     name = "held_out_cosine_ndcg@10"
     assert f"{name} fell from {round(lines[0][name], 4)} to {round(lines[-1][name], 4)}: see docs" in printed
-    size = sum(path.stat().st_size for path in output.glob("checkpoints/*/*"))
-    assert f"checkpoints take {size / 1e6:,.0f} MB; if you will not --resume: rm -r {output}/checkpoints" in printed
+    assert f"--resume needs the checkpoints; if you will not: rm -r {output}/checkpoints" in printed
 
 
 def test_the_folder_of_a_run_is_no_model(run):
@@ -68,8 +64,8 @@ def test_the_card(run, static):
     """Source, rows, columns, loss, measures before and after, similarity, prompts, base model, command."""
     output, _ = run
     card = (output / "model/README.md").read_text()
-    assert "#### " + str(output.parent / "few.jsonl") in card and "* Size: 30 training samples" in card
-    assert "* Columns: docstring and code\n" in card and "* Loss: <code>infonce {}</code>" in card
+    source = "30 rows of 1 file(s) (query: docstring; positive, negatives: code), loss infonce"
+    assert f"\nTrained on {output.parent / 'few.jsonl'}: {source}.\n" in card
     (first, last) = re.findall(r"^\| ([02]) +\| (0\.\d+) +\|", card, re.M)
     name = "held_out_cosine_ndcg@10"
     measures = [round(line[name], 4) for line in metrics(output) if name in line]

@@ -141,7 +141,7 @@ def test_ten_documents_are_ranked_beside_the_query_itself():
     evaluator.queries, evaluator.queries_ids = ["query"], ["query"]
     evaluator.store_metrics_in_model_card_data = lambda *_: None
     measures = evaluator(SimpleNamespace(similarity_fn_name="cosine", similarity=lambda a, b: a @ b.T))
-    assert measures[name] == pytest.approx(1 / math.log2(11)) and not any("11" in key for key in measures)
+    assert measures[name] == pytest.approx(1 / math.log2(11))
 
 
 def test_similarities_are_not_rounded_by_autocast(bert, monkeypatch):
@@ -164,9 +164,7 @@ def test_rows_of_csv_that_are_cut_are_refused(tmp_path):
     """By a lone carriage return, which to_csv does not quote before Python 3.11.9: the rest would be a row of its own,
     whose negative came first."""
     (tmp_path / "x.csv").write_bytes(b'q,pos,neg\na,"b, c",d\nread a file,open(\rreturn text,return None,none\n')
-    with pytest.raises(
-        script.UserError, match=r"x.csv: line 3 lacks fields: check quotes and line breaks, or rewrite it by "
-    ):
+    with pytest.raises(script.UserError, match=r"x.csv: line 3: lacks fields: double the quotes .* or rewrite it by "):
         script.open_files([str(tmp_path / "x.csv")])
 
 
