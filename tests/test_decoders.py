@@ -46,7 +46,7 @@ def decoder_tokenizer(side="right", ending="<end>", padding="<pad>"):
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
-def make_decoder(folder, name="Qwen3Model", chat=None, **options):
+def make_decoder(folder, name="Qwen3Model", chat=None, scale=3, **options):
     """Write a tiny decoder with random weights, large enough for texts to have different embeddings."""
     kind = getattr(transformers, name)
     torch.manual_seed(0)
@@ -54,7 +54,7 @@ def make_decoder(folder, name="Qwen3Model", chat=None, **options):
     model = kind(kind.config_class(**SHAPE, pad_token_id=padding, eos_token_id=257, bos_token_id=258))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(3)
+            parameter.mul_(scale)
     model.save_pretrained(folder)
     tokenizer = decoder_tokenizer(**options)
     tokenizer.chat_template = chat

@@ -24,13 +24,13 @@ SETTINGS = {
 }
 
 
-def launch_sharded(folder, script, *flags, precision="no", **variables):
+def launch_sharded(folder, script, *flags, precision="no", worker=ROOT / "tests/fsdp2_worker.py", **variables):
     """Run a trainer with accelerate_configs/fsdp2.yaml on two CPU processes; return what it prints."""
     config = yaml.safe_load((ROOT / "accelerate_configs/fsdp2.yaml").read_text())
     config |= {"use_cpu": True, "num_processes": 2, "mixed_precision": precision, "main_process_port": 0}
     (folder / "fsdp2.yaml").write_text(yaml.safe_dump(config))
     environment = launcher_environment("--config_file", folder / "fsdp2.yaml") | variables
-    return launch(ROOT / "tests/fsdp2_worker.py", script, *flags, processes=2, environment=environment).stdout
+    return launch(worker, script, *flags, processes=2, environment=environment).stdout
 
 
 @pytest.fixture(scope="module")
