@@ -287,7 +287,7 @@ def test_the_command_of_the_page(sources, bert, tmp_path, monkeypatch):
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(flags))
     python, trainer, file = command.split()
     done = launch(ROOT / trainer, file, cwd=tmp_path)
-    assert "retrieval.jsonl: " in done.stdout and "query: sentence1, document: sentence2" in done.stdout
+    assert "retrieval.jsonl: " in done.stdout and "query: sentence1; documents: sentence2" in done.stdout
     assert metrics(tmp_path / "runs/mixture")[-1]["step"] == 3
 
 
