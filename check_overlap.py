@@ -657,7 +657,7 @@ def judgment_columns(names):
     """Return the names of the columns of query, document and grade among those of a table; without grades, all are
     relevant, as in NanoBEIR, whose first form has lists of them. None: unknown, as a first line that is no header."""
     plain = {re.sub(r"[\W_]", "", name.lower()): name for name in names}  # query1 is an id
-    query, document, grade = (next((plain[part] for part in known if part in plain), None) for known in JUDGMENT_NAMES)
+    query, document, grade = [plain.get(next(filter(plain.get, known), None)) for known in JUDGMENT_NAMES]
     may_lack_grades = len(names) == 2 or "positivecorpusids" in plain
     return [query, document, grade][: 2 + bool(grade)] if query and document and (grade or may_lack_grades) else None
 
