@@ -700,7 +700,7 @@ def trec_parts(path, name):
             if not is_finite.all():
                 line = (~is_finite).idxmax()
                 found = f"line {line + 1 + bool(named)} has no finite score: {' '.join(frame.loc[line])}"
-                raise UserError(f"{found}; a header has query-id, corpus-id and score" if line == 0 else found)
+                raise UserError(f"{found}; a header of judgments has query-id, corpus-id and score")
             yield frame.assign(score=scores)
 
 
