@@ -638,8 +638,7 @@ def as_texts(column, name, ids=False):
 
 
 def read_qrels(*sources):
-    """Return a DataFrame (query_id, doc_id, relevance) of a file of judgments, or of a source in the layouts of the
-    Hub. Raise UserError if there are several files."""
+    """Return a DataFrame (query_id, doc_id, relevance) of a file of judgments, the only one of the sources."""
     with user_errors(f"--qrels {sources[0]}"):
         file, *more = chain.from_iterable(map(list_files, sources))
         if more:
