@@ -626,8 +626,7 @@ def as_texts(column, name, ids=False):
 
 
 def read_qrels(*sources):
-    """Return a DataFrame (query_id, doc_id, relevance) of a file of judgments, or of a source in the layouts of the
-    Hub. Raise UserError if there are several files."""
+    """Return a DataFrame (query_id, doc_id, relevance) of a file of judgments, the only one of the sources."""
     with user_errors(f"--qrels {sources[0]}"):
         file, *more = chain.from_iterable(map(list_files, sources))
         if more:
@@ -645,7 +644,7 @@ def judgment_columns(names):
     """Return the names of the columns of query, document and grade among those of a table; without grades, all are
     relevant, as in NanoBEIR, whose first form has lists of them. None: unknown, as a first line that is no header."""
     plain = {re.sub(r"[\W_]", "", name.lower()): name for name in names}  # query1 is an id
-    query, document, grade = (next((plain[part] for part in known if part in plain), None) for known in JUDGMENT_NAMES)
+    query, document, grade = [plain.get(next(filter(plain.get, known), None)) for known in JUDGMENT_NAMES]
     may_lack_grades = len(names) == 2 or "positivecorpusids" in plain
     return [query, document, grade][: 2 + bool(grade)] if query and document and (grade or may_lack_grades) else None
 
@@ -688,7 +687,7 @@ def trec_parts(path, name):
             if not is_finite.all():
                 line = (~is_finite).idxmax()
                 found = f"line {line + 1 + bool(named)} has no finite score: {' '.join(frame.loc[line])}"
-                raise UserError(f"{found}; a header has query-id, corpus-id and score" if line == 0 else found)
+                raise UserError(f"{found}; a header of judgments has query-id, corpus-id and score")
             yield frame.assign(score=scores)
 
 

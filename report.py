@@ -57,9 +57,11 @@ def main(args):
         table.insert(0, "bytes", [size or "" for size in sizes])
     output = Path(args.output_dir or args.folders[0])
     output.mkdir(parents=True, exist_ok=True)
-    lines = table_lines(table.T if len(names) > 1 and len(rankings) < 3 else table)
+    texts = table_texts(table.T if len(names) > 1 and len(rankings) < 3 else table)
+    lines = [[texts.columns.name, *texts.columns], *map(list, texts.itertuples(name=None))]
     write_tables(lines, output)
-    print_lines(lines)
+    width = shutil.get_terminal_size((120, 24)).columns
+    print("\n" + texts.to_string(line_width=width))
     data = page_data(calls, rankings[:2])
     write_page(output / "report.html", data, lines, calls)
     print(f"{len(data['queries']):,} queries are in {output}/report.html; tables: table.md, table.tex")
@@ -91,12 +93,9 @@ def read_calls(folders):
             raise UserError(f"{folder}: not the --output_dir of an evaluation by this edition: {error}") from None
         calls.append(call | {"folder": folder, "hashes": hashes})
         first = calls[0]["hashes"]
-        if hashes.keys() != first.keys():
-            raise UserError(f"{folder}: has the collections {', '.join(hashes)}, not {', '.join(first)}")
-        for name, parts in hashes.items():
-            for what, part, other in zip(("other queries or judgments", "another corpus"), parts, first[name]):
-                if part != other:
-                    raise UserError(f"{folder}: has {what} of {name} than {calls[0]['folder']}: do not compare")
+        if different := {name for name, _ in hashes.items() ^ first.items()}:
+            names = ", ".join(sorted(different))
+            raise UserError(f"{folder}: not the corpus, queries and judgments of {names} in {calls[0]['folder']}")
         order = list(first)
         call["collections"].sort(key=lambda part: order.index(part["name"]))
         call["results"].sort(key=lambda result: order.index(result["collection"]))
@@ -196,12 +195,10 @@ def read_ranks(path, queries):
     """Return {query id: {document id: rank}} of a run file; ties rank by document id, descending, as measured."""
     ranks = {query["_id"]: {} for query in queries}
     with open(path, encoding="utf-8") as file:
-        line = file.readline()
-    if not line:  # BM25 may find nothing
-        return ranks
+        separator = "\t" if "\t" in file.readline() else " "
     names = ["query", "q0", "document", "rank", "score", "tag"]
     options = {"dtype": {"query": str, "document": str}, "na_filter": False, "quoting": csv.QUOTE_NONE}
-    chunks = pd.read_csv(path, sep="\t" if "\t" in line else " ", names=names, chunksize=2**20, **options)
+    chunks = pd.read_csv(path, sep=separator, names=names, chunksize=2**20, **options)
     table = pd.concat([chunk[chunk["query"].isin(ranks)] for chunk in chunks])
     for query, hits in table.sort_values(["score", "document"], ascending=False).groupby("query"):
         ranks[query] = {document: rank for rank, document in enumerate(hits["document"], start=1)}
@@ -306,10 +303,8 @@ function addDocuments(box, query) {
     add(column, "h3", "", name);
     add(column, "p", "quiet", data.measure + " " + query.values[side].toFixed(3) + ", " +
       best.filter(isRelevant).length + " of " + query.relevant + " relevant documents among the first " + data.depth);
-    if (missed.length) add(column, "p", "", "Relevant, but not among the first " + data.depth);
-    missed.forEach((hit) => addDocument(column, query, hit, side));
-    if (missed.length) add(column, "p", "", "The first " + data.depth);
-    best.forEach((hit) => addDocument(column, query, hit, side));
+    if (missed.length) add(column, "p", "", missed.length + " missed, then the first " + data.depth);
+    [...missed, ...best].forEach((hit) => addDocument(column, query, hit, side));
   });
 }
 
@@ -372,23 +367,16 @@ def table_of(summaries, names):
     return pd.DataFrame(summaries, names).map(lambda cell: cell[measure]).rename_axis(columns=measure)
 
 
-def table_lines(table):
-    """Return a table of statistics as lists of texts: the header, and of each row the values, then the differences."""
-    lines = [[table.columns.name or table.index.name or "", *table.columns]]
+def table_texts(table):
+    """Return a table of statistics as a DataFrame of texts: of each row the values, and below them the differences."""
+    lines = []
     for name, row in table.iterrows():
         values, differences = zip(*map(format_cell, row))
         lines.append([name, *values])
         if any(differences):
             lines.append(["", *differences])
-    return lines
-
-
-def print_lines(lines):
-    """Print a table of table_lines()."""
-    header, *rows = lines
-    table = pd.DataFrame([row[1:] for row in rows], [row[0] for row in rows], header[1:])
-    width = shutil.get_terminal_size((120, 24)).columns
-    print("\n" + table.rename_axis(columns=header[0]).to_string(line_width=width))
+    corner = table.columns.name or table.index.name or ""
+    return pd.DataFrame(lines, columns=["", *table.columns]).set_index("").rename_axis(index=None, columns=corner)
 
 
 def format_cell(cell):
@@ -402,7 +390,7 @@ def format_cell(cell):
 
 
 def write_tables(lines, output):
-    """Write table.md, and table.tex for the package booktabs, of table_lines()."""
+    """Write table.md, and table.tex for the package booktabs; lines: lists of texts, the header first."""
     columns = len(lines[0]) - 1
     rows = [lines[0], ["---", *["---:"] * columns], *lines[1:]]
     rows = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows]

@@ -159,7 +159,7 @@ def test_errors(evaluate, tmp_path):
     (tmp_path / "old").mkdir()
     (tmp_path / "old/metrics.json").write_text('{"results": []}')
     for folders, message in (
-        (["other"], "other: has other queries or judgments of documents.jsonl than .*out: do"),
+        (["other"], "other: not the corpus, queries and judgments of documents.jsonl in .*out$"),
         (["old"], "old: not the --output_dir of an evaluation by this edition: 'collections'"),
         (["missing"], "missing: not the --output_dir of an evaluation by this edition: .*No such file"),
         (["p5"], "no measure in common: evaluate them with the same --metrics"),
@@ -182,7 +182,7 @@ def test_results_of_another_corpus_are_refused(evaluate, tmp_path, bert):
     for name, changed in (("fewer", documents[1:]), ("other", [documents[0].replace("text", "next"), *documents[1:]])):
         (tmp_path / "documents.jsonl").write_text("".join(changed))
         evaluate(*flags, "--bm25", output=name)
-        with pytest.raises(script.UserError, match=f"{name}: has another corpus of documents.jsonl than .*/out: do"):
+        with pytest.raises(script.UserError, match=f"{name}: not the corpus, .* of documents.jsonl in .*/out$"):
             page_data(tmp_path / "out", tmp_path / "words", tmp_path / name)
     (tmp_path / "documents.jsonl").write_text("".join(documents[::-1]))  # the same, in another order
     evaluate(*flags, "--bm25", output="turned")
@@ -203,7 +203,7 @@ def test_collections_are_matched_by_name(evaluate, tmp_path):
         rows = [row["nDCG@10"] for row in script.compare_rankings(rankings, number)]
         assert rows[0]["mean"] == rows[2]["mean"] and rows[1]["mean"] == rows[3]["mean"] and rows[2]["difference"] == 0
     evaluate("--beir", tmp_path / "V1", "--bm25", output="one")
-    with pytest.raises(script.UserError, match="one: has the collections V1, not V1, V2"):
+    with pytest.raises(script.UserError, match="one: not the corpus, queries and judgments of V2 in"):
         script.read_calls([tmp_path / "monday", tmp_path / "one"])
 
 
