@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin
 from conftest import RATES, ROOT, TRAINERS, launch, metrics, weights
@@ -16,6 +17,9 @@ from forked import launcher_environment
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Router
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 SETTINGS = {
@@ -121,6 +125,26 @@ def test_fsdp2_with_adapters_and_a_head_in_bfloat16(precision, corpus, reranker,
     launch_sharded(tmp_path, "train_cross_encoder", *flags, precision=precision)
     saved = load_file(tmp_path / "out/model/model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+
+
+def test_moments_of_a_shard_are_counted(monkeypatch):
+    """A device holds those of its part of the weights."""
+    script = importlib.import_module("train_bi_encoder")
+    monkeypatch.setattr(dist.distributed_c10d, "get_debug_level", lambda: dist.DebugLevel.OFF)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        weight = torch.nn.Parameter(DTensor.from_local(torch.ones(2**18), mesh, [Shard(0)]))  # 1 MiB here, 2 in all
+        weight.grad = weight.detach().clone()
+        peaks = iter([0, 4])
+        monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda: None)
+        monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: next(peaks))
+        monkeypatch.setattr(script, "total_memory", lambda _: 2 * 2**20 + 4 * 4096)  # moments, four graphs
+        model = torch.nn.ParameterList([weight])
+        accelerator = SimpleNamespace(device=torch.device("cpu"), gather=lambda fitting: fitting)
+        assert script.measure_micro_batch_tokens(lambda count: count, model, 2**15, accelerator) == 4096
+    finally:
+        dist.destroy_process_group()
 
 
 def test_two_encoders_are_refused(bert):
