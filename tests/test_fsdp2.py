@@ -157,6 +157,23 @@ def test_two_encoders_are_refused(bert):
         script.resolve_args(script.Args(), model, accelerator)
 
 
+def test_the_batch_of_a_bad_row_has_its_source(monkeypatch):
+    """Whose loss says which passes are collective: with those of source 0, this process and the others would wait."""
+    script = importlib.import_module("train_cross_encoder")
+    table = script.pa.table({script.SOURCE: [1, 1], script.LENGTH: [9, 9]})
+    accelerator = SimpleNamespace(process_index=0, num_processes=2)
+    args = script.Args(mix_by="batch")
+    local = script.local_batches(iter([(table, {}), (table, {})]), 0, None, args, accelerator)
+    monkeypatch.setattr(script, "local_rows", lambda *_: (["a row"], 0))
+    rows, index, more = next(local)
+    monkeypatch.setattr(script, "local_rows", lambda *_: 1 / 0)
+    batch = script.Batch(None, [], None, index, 0)
+    monkeypatch.setattr(script, "make_batch", lambda rows, *_: rows and 1 / 0 or batch)
+    items = [(rows, index, more), next(local)]  # of a row that cannot be tokenized, or read
+    for made in map(script.BatchMaker().__getitem__, items):
+        assert made.source == 1 and "ZeroDivisionError" in made.error
+
+
 FSDP2 = {"fsdp_version": 2, "cpu_ram_efficient_loading": False}
 
 
