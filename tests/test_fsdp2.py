@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin
 from conftest import RATES, ROOT, TRAINERS, launch, metrics, weights
@@ -16,6 +17,9 @@ from forked import launcher_environment
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Router
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 SETTINGS = {
@@ -123,6 +127,26 @@ def test_fsdp2_with_adapters_and_a_head_in_bfloat16(precision, corpus, reranker,
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 
 
+def test_moments_of_a_shard_are_counted(monkeypatch):
+    """A device holds those of its part of the weights."""
+    script = importlib.import_module("train_bi_encoder")
+    monkeypatch.setattr(dist.distributed_c10d, "get_debug_level", lambda: dist.DebugLevel.OFF)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        weight = torch.nn.Parameter(DTensor.from_local(torch.ones(2**18), mesh, [Shard(0)]))  # 1 MiB here, 2 in all
+        weight.grad = weight.detach().clone()
+        peaks = iter([0, 4])
+        monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda: None)
+        monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: next(peaks))
+        monkeypatch.setattr(script, "total_memory", lambda _: 2 * 2**20 + 4 * 4096)  # moments, four graphs
+        model = torch.nn.ParameterList([weight])
+        accelerator = SimpleNamespace(device=torch.device("cpu"), gather=lambda fitting: fitting)
+        assert script.measure_micro_batch_tokens(lambda count: count, model, 2**15, accelerator) == 4096
+    finally:
+        dist.destroy_process_group()
+
+
 def test_two_encoders_are_refused(bert):
     """Their passes, sorted by role, would differ over processes, and gradients of one be added to the other's."""
     script = importlib.import_module("train_bi_encoder")
@@ -131,6 +155,23 @@ def test_two_encoders_are_refused(bert):
     accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP)
     with pytest.raises(script.UserError, match="FSDP: unsupported for a model that reads roles"):
         script.resolve_args(script.Args(), model, accelerator)
+
+
+def test_the_batch_of_a_bad_row_has_its_source(monkeypatch):
+    """Whose loss says which passes are collective: with those of source 0, this process and the others would wait."""
+    script = importlib.import_module("train_cross_encoder")
+    table = script.pa.table({script.SOURCE: [1, 1], script.LENGTH: [9, 9]})
+    accelerator = SimpleNamespace(process_index=0, num_processes=2)
+    args = script.Args(mix_by="batch")
+    local = script.local_batches(iter([(table, {}), (table, {})]), 0, None, args, accelerator)
+    monkeypatch.setattr(script, "local_rows", lambda *_: (["a row"], 0))
+    rows, index, more = next(local)
+    monkeypatch.setattr(script, "local_rows", lambda *_: 1 / 0)
+    batch = script.Batch(None, [], None, index, 0)
+    monkeypatch.setattr(script, "make_batch", lambda rows, *_: rows and 1 / 0 or batch)
+    items = [(rows, index, more), next(local)]  # of a row that cannot be tokenized, or read
+    for made in map(script.BatchMaker().__getitem__, items):
+        assert made.source == 1 and "ZeroDivisionError" in made.error
 
 
 FSDP2 = {"fsdp_version": 2, "cpu_ram_efficient_loading": False}

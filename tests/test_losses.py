@@ -96,6 +96,7 @@ def test_memory_is_measured_in_both_roles(static, monkeypatch):
     """Two encoders may differ: one of a static model takes none to speak of."""
     passed = []
     monkeypatch.setattr(script, "measure_micro_batch_tokens", lambda run, *_: run(2))
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda: 0)  # a CPU has no such number
     encode = script.encode
     monkeypatch.setattr(
         script, "encode", lambda model, role, *given: passed.append(role) or encode(model, role, *given)

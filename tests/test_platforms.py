@@ -1,6 +1,12 @@
-"""The scripts import where modules of Unix are absent."""
+"""The scripts import where modules of Unix are absent, and ask a device for what it can say."""
 
+from types import SimpleNamespace
+
+import pytest
+import torch
 from conftest import ROOT, launch
+
+import train_bi_encoder as script
 
 # tests/preload.py has imported the libraries, but not those of Unix that only a script would import.
 DRIVER = """
@@ -20,3 +26,19 @@ def test_scripts_import_without_modules_of_unix(tmp_path):
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER.format(root=str(ROOT)))
     assert len(launch(driver).stdout.splitlines()) == 7
+
+
+def test_a_device_that_counts_no_memory_is_not_asked_for_its_peak(monkeypatch):
+    """Such as an Apple GPU of older versions of torch."""
+
+    def fail():
+        raise RuntimeError("Allocator for mps is not a DeviceAllocator.")
+
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", fail)
+    accelerator = SimpleNamespace(device=torch.device("meta"), gather=lambda _: torch.tensor([[8, 10, 3 * 10**9]]))
+    work = script.np.array([2, 1, 0, 8, 10])
+    assert script.speeds(work, accelerator)["peak_memory_gb"] == 3
+    accelerator.device = SimpleNamespace(type="xpu")
+    monkeypatch.setattr(script, "total_memory", lambda _: 2**30)
+    with pytest.raises(RuntimeError, match="Allocator"):
+        script.speeds(work, accelerator)

@@ -69,7 +69,13 @@ RUNS = {
 ONE = {"long, resumed", "long, resumed in fp16", "fp16", "fp16, resumed", "mobile, resumed"}
 RAN = [(script, name) for script in TRAINERS for name in RUNS if script == "train_bi_encoder" or name not in ONE]
 LIMIT = 6_000_000  # bytes, of which one graph of all texts of a batch takes more
-MEMORY_RUNS = {"memory, measured": None, "memory, 16384 tokens": "16384", "memory, no limit": "512"}
+WIDE = "--model_name_or_path wide --batch_size 120 --max_steps 2"
+MEMORY_RUNS = {  # {name: (--micro_batch_tokens, bytes, more flags)}
+    "memory, measured": (None, LIMIT, ""),
+    "memory, 16384 tokens": ("16384", LIMIT, ""),
+    "memory, no limit": ("512", 80 * 2**30, ""),
+    "memory, measured with a large vocabulary": (None, 68_000_000, WIDE),
+}
 TEMPLATES = {"bert": "templates/bi_encoder", "reranker": "templates/cross_encoder"}
 TEMPLATE_RUNS = {"cpu": {"device": False}, "device": {}, "bf16": {"mixed": "bf16", "processes": 2}}
 
@@ -104,6 +110,10 @@ def folder(tmp_path_factory, rows, bert, beir):
         for parameter in model.parameters():
             parameter.mul_(5 if parameter.ndim > 1 else 1)
     model.save_pretrained(str(folder / "reranker"))
+    shutil.copytree(folder / "bert", folder / "wide")
+    wide = transformers.AutoModel.from_pretrained(folder / "bert")
+    wide.resize_token_embeddings(100_000)
+    wide.save_pretrained(folder / "wide")
     (folder / "beir/qrels").mkdir(parents=True)
     for name, count in (("corpus", 96), ("queries", 20)):
         lines = (beir / f"{name}.jsonl").read_text().splitlines(keepends=True)[:count]
@@ -166,11 +176,11 @@ def ran(folder):
         flags += "--max_length 64 --micro_batch_tokens 400 --max_graph_tokens 0 --max_steps 3 --save_steps 3 "
         flags += f"--eval_rows 8 --output_dir templates/{model}/{name}"
         jobs[f"{TEMPLATES[model]} {name}"] = {"script": TEMPLATES[model], "flags": flags.split(), **options}
-    for name, tokens in MEMORY_RUNS.items():
-        job = make_job("train_bi_encoder", "infonce", name, f"{FEW} --batch_size 40", memory=LIMIT)
+    for name, (tokens, memory, flags) in MEMORY_RUNS.items():
+        job = make_job("train_bi_encoder", "infonce", name, f"{FEW} --batch_size 40 {flags}", memory=memory)
         first = job["flags"].index("--micro_batch_tokens")
         job["flags"][first : first + 2] = ["--micro_batch_tokens", tokens] * (tokens is not None)
-        jobs[f"train_bi_encoder {name}"] = job | ({"memory": 80 * 2**30} if name == "memory, no limit" else {})
+        jobs[f"train_bi_encoder {name}"] = job
     (folder / "jobs.json").write_text(json.dumps(jobs))
     command = [sys.executable, ROOT / "tests/strict_worker.py", "jobs.json", "results.json"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1800)
@@ -264,6 +274,7 @@ def test_memory_is_measured(ran):
     assert "out of memory" in ran["train_bi_encoder memory, 16384 tokens"]["error"]
     expected = losses(ran["train_bi_encoder memory, no limit"])
     assert losses(ran["train_bi_encoder memory, measured"]) == pytest.approx(expected, rel=1e-5)
+    assert losses(ran["train_bi_encoder memory, measured with a large vocabulary"])  # whose gradient exceeds a graph
 
 
 WAITS = {"waits": 2, "waits, flash": 1, "waits, concatenated": 1}
