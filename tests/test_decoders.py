@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -481,3 +482,21 @@ def test_the_words_of_a_saved_reranker(ids, is_refused, yes_no, tmp_path):
             load("train_cross_encoder", tmp_path)
     else:
         check("train_cross_encoder", tmp_path)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_weights_below_adapters_are_those_of_the_checkpoint(name, tmp_path):
+    """They are in no checkpoint: a change in the middle of a file, or of a module's folder, is noticed by a resume."""
+    script = importlib.import_module(name)
+    (tmp_path / "2_Dense").mkdir()
+    files = tmp_path / "model.safetensors", tmp_path / "2_Dense/model.safetensors"
+    required = ["--train_data", "x", "--columns", "a", "b", "--model_name_or_path", str(tmp_path)]
+
+    def fixed(changed, *flags):
+        for file in files:
+            file.write_bytes(bytes(100_000) + bytes([file == changed]) + bytes(100_000))
+        return script.unchanging(script.parse_args([*required, *flags]), None, SimpleNamespace(description={}))
+
+    for changed in files:
+        assert fixed(None, "--lora_rank", "4") != fixed(changed, "--lora_rank", "4")
+        assert fixed(None) == fixed(changed)  # which the checkpoint has
