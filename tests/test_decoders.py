@@ -302,6 +302,25 @@ def test_held_out_rows_have_the_prompts_of_their_sources(rows, reranker, tmp_pat
     assert "held_out_mean" in metrics(tmp_path / "out")[-1]
 
 
+def test_no_evaluator_has_the_prompt_of_the_one_before(reranker):
+    """A collection of --eval_beir was measured with the last prompt that a source has of its own."""
+    seen = []
+
+    def evaluator(model):
+        seen.append(dict(model.prompts))
+        return {"measure": 1.0}
+
+    model = CrossEncoder(str(reranker), device="cpu", prompts={"query": "own: ", "other": "o: "})
+    evaluators = {
+        "a": (evaluator, {"query": "a: ", "more": "m: "}),
+        "b": (evaluator, {"other": "b: "}),
+        "c": (evaluator, {}),
+    }
+    train_cross_encoder.evaluate(model, evaluators, Accelerator(cpu=True))
+    own = {"query": "own: ", "other": "o: "}
+    assert seen == [own | {"query": "a: ", "more": "m: "}, own | {"other": "b: "}, own] and model.prompts == own
+
+
 def test_a_decoder_whose_attention_is_not_causal(corpus, rows, tmp_path):
     """One saved with `is_causal: false` trains so, and is saved so: the first token sees the last one."""
     folder = make_decoder(tmp_path / "model", "Qwen3Model")
