@@ -175,6 +175,18 @@ def test_texts_beside_a_number_in_later_rows_of_json(streaming):
     assert "changed from" in refusal(read, [file], streaming, ["a", "b"])
 
 
+@both_ways
+@pytest.mark.parametrize("first", ["a text", None])
+def test_objects_in_later_rows_of_json(first, streaming):
+    """`datasets` made texts of them, '{"text":"x"}', which were trained on; in the first rows they were refused."""
+    files = [write("x0.jsonl", [{"a": "q", "b": first}]), write("x1.jsonl", [{"a": "q", "b": {"text": "x"}}])]
+    said = "struct<text: string> to large_string; if rows differ, prepare_corpus.py rewrites them"
+    line = refusal(lambda: source("x*.jsonl", streaming, "a", "b").take(2))
+    assert line == f"x*.jsonl: Couldn't cast array of type {said}"
+    assert said in refusal(read, files, streaming, ["a", "b"]) and said in refusal(mine, files, ["a", "b"])
+    assert prepare(*files)
+
+
 def test_the_whole_csv_file_is_checked():
     """Beyond the first 10,000 lines a quote made one text of 500 rows (field: turicreate#1692); a quoted header after
     a byte order mark was refused (field: crewAI#7467)."""
