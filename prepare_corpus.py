@@ -509,7 +509,7 @@ def to_array(values, kind):
         found = regular_type(values.type)
         if found == kind or not (pa.types.is_nested(found) or pa.types.is_nested(kind)):
             return values.combine_chunks()
-        values = values.to_pylist()
+        values = values.cast(found).to_pylist()
     with suppress(*NO_TYPE):
         array = pa.array(values)
         if array.type == kind:

@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -301,6 +302,25 @@ def test_held_out_rows_have_the_prompts_of_their_sources(rows, reranker, tmp_pat
     assert "held_out_mean" in metrics(tmp_path / "out")[-1]
 
 
+def test_no_evaluator_has_the_prompt_of_the_one_before(reranker):
+    """A collection of --eval_beir was measured with the last prompt that a source has of its own."""
+    seen = []
+
+    def evaluator(model):
+        seen.append(dict(model.prompts))
+        return {"measure": 1.0}
+
+    model = CrossEncoder(str(reranker), device="cpu", prompts={"query": "own: ", "other": "o: "})
+    evaluators = {
+        "a": (evaluator, {"query": "a: ", "more": "m: "}),
+        "b": (evaluator, {"other": "b: "}),
+        "c": (evaluator, {}),
+    }
+    train_cross_encoder.evaluate(model, evaluators, Accelerator(cpu=True))
+    own = {"query": "own: ", "other": "o: "}
+    assert seen == [own | {"query": "a: ", "more": "m: "}, own | {"other": "b: "}, own] and model.prompts == own
+
+
 def test_a_decoder_whose_attention_is_not_causal(corpus, rows, tmp_path):
     """One saved with `is_causal: false` trains so, and is saved so: the first token sees the last one."""
     folder = make_decoder(tmp_path / "model", "Qwen3Model")
@@ -481,3 +501,21 @@ def test_the_words_of_a_saved_reranker(ids, is_refused, yes_no, tmp_path):
             load("train_cross_encoder", tmp_path)
     else:
         check("train_cross_encoder", tmp_path)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_weights_below_adapters_are_those_of_the_checkpoint(name, tmp_path):
+    """They are in no checkpoint: a change in the middle of a file, or of a module's folder, is noticed by a resume."""
+    script = importlib.import_module(name)
+    (tmp_path / "2_Dense").mkdir()
+    files = tmp_path / "model.safetensors", tmp_path / "2_Dense/model.safetensors"
+    required = ["--train_data", "x", "--columns", "a", "b", "--model_name_or_path", str(tmp_path)]
+
+    def fixed(changed, *flags):
+        for file in files:
+            file.write_bytes(bytes(100_000) + bytes([file == changed]) + bytes(100_000))
+        return script.unchanging(script.parse_args([*required, *flags]), None, SimpleNamespace(description={}))
+
+    for changed in files:
+        assert fixed(None, "--lora_rank", "4") != fixed(changed, "--lora_rank", "4")
+        assert fixed(None) == fixed(changed)  # which the checkpoint has

@@ -175,6 +175,39 @@ def test_texts_beside_a_number_in_later_rows_of_json(streaming):
     assert "changed from" in refusal(read, [file], streaming, ["a", "b"])
 
 
+@both_ways
+@pytest.mark.parametrize("first", ["a text", None])
+def test_objects_in_later_rows_of_json(first, streaming):
+    """`datasets` made texts of them, '{"text":"x"}', which were trained on; in the first rows they were refused."""
+    files = [write("x0.jsonl", [{"a": "q", "b": first}]), write("x1.jsonl", [{"a": "q", "b": {"text": "x"}}])]
+    said = "struct<text: string> to large_string; if rows differ, prepare_corpus.py rewrites them"
+    line = refusal(lambda: source("x*.jsonl", streaming, "a", "b").take(2))
+    assert line == f"x*.jsonl: Couldn't cast array of type {said}"
+    assert said in refusal(read, files, streaming, ["a", "b"]) and said in refusal(mine, files, ["a", "b"])
+    assert prepare(*files)
+
+
+@both_ways
+@pytest.mark.parametrize("values", [[1, 2, 3], [True, False, True], ["a", "b", "c"]])
+def test_values_below_a_null_list_of_arrow(values, streaming):
+    """They went to the row before, as `datasets` casts lists: documents by number, or labels true and false. Files of
+    different types are refused, streamed as mapped: of a label 0.5 true would be made."""
+    is_null = pa.array([False, True, False])
+    lists = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), pa.array(values), mask=is_null)
+
+    def write_stream(name, lists):
+        table = pa.table({"a": ["q"] * len(lists), "b": lists})
+        with ipc.new_stream(name, table.schema) as file:
+            file.write_table(table)
+
+    write_stream("0.arrow", lists)
+    for script in SCRIPTS.values():
+        (table,) = script.open_files(["0.arrow"], streaming, ["a", "b"], ids=["b"]).iter(3)
+        assert table["b"].to_pylist() == [values[:1], None, values[2:]]
+    write_stream("1.arrow", pa.array([[0.5]]))
+    assert "can't be aligned" in refusal(lambda: source("*.arrow", streaming, "a", "b").take(4))
+
+
 def test_the_whole_csv_file_is_checked():
     """Beyond the first 10,000 lines a quote made one text of 500 rows (field: turicreate#1692); a quoted header after
     a byte order mark was refused (field: crewAI#7467)."""

@@ -112,6 +112,8 @@ RESUMES = {  # {what a resume changes: (flags, rows of files; then those of the 
     "no held-out rows": ([], {"b": 1000}, ["--eval_rows", "0"], {"b": 1100}, False),
     "two sources, a tenth of each": (ONE, {"b": 1000}, TWO, {"b": 1000}, False),
     "a mended row": ([], {"b": 1000}, [], {"b": 1000}, False),
+    "another name of a source": (ONE, {"b": 1000}, ["--train_data", "[bc].parquet"], {"b": 1000, "c": 90}, True),
+    "a source leaves": (TWO, {"b": 1000}, ONE, {"b": 1000}, False),
 }
 
 

@@ -1,5 +1,6 @@
 """prepare_corpus.py: the demo corpus from generated files, its models, every input format, and bad input."""
 
+import datetime
 import gzip
 import json
 import os
@@ -466,6 +467,19 @@ def test_texts_that_look_like_dates_stay_texts(tmp_path):
     source = write(tmp_path / "a.jsonl", rows)
     expected = [{"_id": day, "answers": [day], "nested.day": day, "nested.all.day": [day]} for day in days]
     assert convert(tmp_path, source) == convert(tmp_path, source, format="parquet") == expected
+
+
+def test_dates_and_bytes_in_objects_of_files_that_differ(tmp_path):
+    """Of the file whose type is not that of all they were written in quotes, as JSON."""
+    cells = {"day": datetime.date(2020, 1, 1), "at": datetime.datetime(2020, 1, 1, 10), "raw": b"text", "word": "a"}
+    for number, more in enumerate([{}, {"more": "b"}]):
+        columns = {"n": [cells | more], "all": [[cells | more]]}
+        pq.write_table(pa.table(columns), tmp_path / f"{number}.parquet")
+    first, second = convert(tmp_path, tmp_path / "*.parquet")
+    expected = {"day": "2020-01-01", "at": "2020-01-01 10:00:00.000000", "raw": "text", "word": "a"}
+    for row in (first, second):
+        assert {name: row[f"n.{name}"] for name in expected} == expected
+        assert {name: row[f"all.{name}"] for name in expected} == {name: [text] for name, text in expected.items()}
 
 
 def test_lone_surrogates_are_replaced(tmp_path, capsys):
