@@ -13,12 +13,15 @@ import train_bi_encoder as script
 
 @pytest.mark.parametrize("name", [*TRAINERS, "eval_incremental", "mine_negatives"])
 def test_a_mistyped_flag(name, capsys):
-    """One line, below a usage that does not list all flags."""
-    with pytest.raises(SystemExit) as ended:
-        importlib.import_module(name).parse_args(["--xyzzy=7"])
-    usage, error = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2 and usage.endswith("--FLAG VALUE ...; --help lists them")
-    assert error.endswith("error: unrecognized arguments: --xyzzy=7")
+    """A short usage, and the nearest flag if one is near."""
+    parse = importlib.import_module(name).parse_args
+    near = "absolute_margin" if name == "mine_negatives" else "model_name_or_path"
+    for flag, advice in ((near.replace("e", "ee", 1), f": did you mean --{near}?"), ("xyzzy", "")):
+        with pytest.raises(SystemExit) as ended:
+            parse([f"--{flag}=7"])
+        usage, error = capsys.readouterr().err.splitlines()
+        assert ended.value.code == 2 and usage.endswith("--FLAG VALUE ...; --help lists them")
+        assert error.endswith(f"error: unrecognized arguments: --{flag}=7{advice}")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,9 @@ def test_what_a_run_prints(run):
     assert f"step 1: {{'loss': {lines[1]['loss']:.4f}" in printed.replace("0}", "}")
     name = "held_out_cosine_ndcg@10"
     assert f"{name} fell from {round(lines[0][name], 4)} to {round(lines[-1][name], 4)}: see docs" in printed
-    assert f"--resume needs the checkpoints; if you will not: rm -r {output}/checkpoints" in printed
+    size = sum(file.stat().st_size for file in (output / "checkpoints").rglob("*.*")) / 1e6
+    kept = f"--resume needs the checkpoints, {size:,.0f} MB; if you will not: rm -r {output}/checkpoints"
+    assert kept in printed and size > 0.5
 
 
 def test_the_folder_of_a_run_is_no_model(run):
