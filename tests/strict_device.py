@@ -162,6 +162,15 @@ class OnDevice(torch.Tensor):
     def __getitem__(self, index):
         return super().__getitem__(torch.as_tensor(index) if isinstance(index, list) else index)
 
+    @property
+    def data(self):
+        return self.detach()
+
+    @data.setter
+    def data(self, other):
+        torch._C.TensorBase.data.__set__(self, other)
+        self.on_cpu = other.on_cpu
+
     def __deepcopy__(self, memo):
         return self.detach().clone().requires_grad_(self.requires_grad)
 

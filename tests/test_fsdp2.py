@@ -142,7 +142,7 @@ def test_moments_of_a_shard_are_counted(monkeypatch):
         monkeypatch.setattr(script, "total_memory", lambda _: 2 * 2**20 + 4 * 4096)  # moments, four graphs
         model = torch.nn.ParameterList([weight])
         accelerator = SimpleNamespace(device=torch.device("cpu"), gather=lambda fitting: fitting)
-        assert script.measure_micro_batch_tokens(lambda count: count, model, 2**15, accelerator) == 4096
+        assert script.measure_micro_batch_tokens(lambda count: (count, 0), model, 2**15, accelerator) == 4096
     finally:
         dist.destroy_process_group()
 
