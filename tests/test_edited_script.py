@@ -105,8 +105,16 @@ def test_a_resume_by_an_edited_script_says_so(corpus, static, tmp_path):
     loss = "    return loss / count_rows(whole)\n"
     comment = {"    ranks = torch.searchsorted(doc": "    # ranks\n    ranks = torch.searchsorted(doc"}
     new = "".join(f"def {name}():\n    pass\n\n\n" for name in ("one", "two", "three", "four", "five", "six"))
-    edits = [{}, comment, comment | {loss: loss.replace("loss /", "100 * loss /")}, {"LOSSES = {": new + "LOSSES = {"}]
-    said = ["", "", "the script, in infonce (1 in all)\n", "the script, in five, four, infonce, one, six (7 in all)\n"]
+    rows = {"EVAL_ROWS = 1000": "EVAL_ROWS = 2000"}
+    edits = [
+        {},
+        comment,
+        comment | {loss: loss.replace("loss /", "100 * loss /")},
+        {"LOSSES = {": new + "LOSSES = {"},
+        rows,
+    ]
+    said = ["", "", "the script, in infonce (1 in all)\n", "the script, in five, four, infonce, one, six (7 in all)\n",
+            "the script, in EVAL_ROWS, "]  # fmt: skip
     for number, edit in enumerate(edits):
         script = edit_script(edit, tmp_path / "mine.py")
         done = launch(script, *flags, "--max_steps", 2 * number + 2, "--accept_changes", "--output_dir", output)
