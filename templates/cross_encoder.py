@@ -252,10 +252,10 @@ def main(args):
     rows = mixed_rows([source.skip(share) for source, share in zip(sources, shares)], args)
     model = load_model(args).to(accelerator.device).train()
     optimizer = make_optimizer(model, args)
-    state = {"step": 0, "extra": {}, "metrics": "", "args": vars(args) | {"resume": True}}
+    state = {"step": 0, "extra": {}, "metrics": "", "args": vars(args) | {"resume": True, "sources": str(sources)}}
     if args.resume and checkpoint.exists():
         state = torch.load(checkpoint, map_location=accelerator.device.type, weights_only=True)
-        assert state["args"] | {"output_dir": args.output_dir} == vars(args)  # else the flags have changed
+        assert state["args"] | {"output_dir": args.output_dir} == vars(args) | {"sources": str(sources)}  # or changed
         model.load_state_dict(state.pop("model"))
         optimizer.load_state_dict(state.pop("optimizer"))
     if accelerator.is_main_process:

@@ -98,21 +98,24 @@ def test_stopped_and_resumed_on_two_processes(edited, tmp_path, monkeypatch):
 
 
 def test_a_resume_by_an_edited_script_says_so(corpus, static, tmp_path):
-    """One line names the functions, one of metrics.jsonl has them, too; it goes on. Comments do not count."""
+    """One line names the functions and constants, one of metrics.jsonl has them, too; it goes on. Comments do not count."""
     flags = ["--train_data", f"{corpus}/*", "--model_name_or_path", static, *FLAGS, "--eval_rows", 20, "--resume",
              "--logging_steps", 2, "--metric_for_best_model", "held_out_cosine_ndcg@10"]  # fmt: skip
     output = tmp_path / "out"
     loss = "    return loss / count_rows(whole)\n"
     comment = {"    ranks = torch.searchsorted(doc": "    # ranks\n    ranks = torch.searchsorted(doc"}
     new = "".join(f"def {name}():\n    pass\n\n\n" for name in ("one", "two", "three", "four", "five", "six"))
-    edits = [{}, comment, comment | {loss: loss.replace("loss /", "100 * loss /")}, {"LOSSES = {": new + "LOSSES = {"}]
-    said = ["", "", "the script, in infonce (1 in all)\n", "the script, in five, four, infonce, one, six (7 in all)\n"]
+    added = {"LOSSES = {": new + "LOSSES = {"}
+    constant = {"EVAL_ROWS = 1000": "EVAL_ROWS = 2000"}
+    edits = [{}, comment, comment | {loss: loss.replace("loss /", "100 * loss /")}, added, added | constant]
+    said = ["", "", "the script, in infonce (1 in all)\n", "the script, in five, four, infonce, one, six (7 in all)\n",
+            "the script, in EVAL_ROWS (1 in all)\n"]  # fmt: skip
     for number, edit in enumerate(edits):
         script = edit_script(edit, tmp_path / "mine.py")
         done = launch(script, *flags, "--max_steps", 2 * number + 2, "--accept_changes", "--output_dir", output)
         assert ("the script, in" in done.stdout) == bool(said[number]) and said[number] in done.stdout
     marks = {line["step"]: line["edited"] for line in metrics(output) if "edited" in line}
-    assert marks == {4: ["infonce"], 6: ["five", "four", "infonce", "one", "six", "three", "two"]}
+    assert marks == {4: ["infonce"], 6: ["five", "four", "infonce", "one", "six", "three", "two"], 8: ["EVAL_ROWS"]}
 
 
 @pytest.mark.parametrize("name", TRAINERS)

@@ -109,6 +109,15 @@ def test_fewer_labels_than_documents_are_refused_before_any_is_left_out(name):
             read(module, data.sources[0].take(4), data)
 
 
+@BOTH
+def test_rows_of_ids_are_not_sorted_by_length(name):
+    """Of a bi-encoder they were: by the length of their ids."""
+    module = importlib.import_module(name)
+    flags = ["--corpus", "x.jsonl", "--corpus_columns", "_id", "text", "--length_window", "2"]
+    with pytest.raises(module.UserError, match="--length_window sorts rows by their own length, which with --corpus"):
+        open_data(name, ROWS, *COLUMNS, *flags)
+
+
 def test_a_list_that_is_drawn_from_keeps_its_first():
     """Of a teacher's scores, too, which may be higher for a negative. tests/test_cross_encoder.py: of other labels."""
     flags = ["--columns", "q", "list", "--num_negatives", 1, "--label_column", "y", "--loss", "kl"]
@@ -167,6 +176,7 @@ def test_scores_are_those_of_the_drawn_texts(name, limit):
 
 
 BAD = [({"neg_scores": [1.0]}, "non-finite numbers"), ({"pos_scores": [], "neg_scores": []}, "non-finite numbers"),
+       ({"pos_scores": [1.0], "neg_scores": [1.0] * 6}, "non-finite numbers"),
        ({"neg_scores": [1.0, None, 1.0, 1.0, 1.0]}, "non-finite numbers"), ({"pos": []}, "'pos' has no text"),
        ({"pos": None}, "'pos' has no text"), ({"pos": ["a", " "]}, "'pos' has no text")]  # fmt: skip
 

@@ -156,7 +156,7 @@ def test_sources_of_different_types(streaming):
     data = script.open_data(replace(args, eval_rows=4, mix_by="batch"))  # alone, each is read as it is
     assert [rows[0].documents for _, rows in data.held_out] == [["d"], ["d"]]
     batches = script.row_batches(data.sources, data.weights, replace(args, mix_by="batch"))
-    assert {str(next(batches)[0]["b"].type) for _ in range(2)} == {"string", "list<item: string>"}
+    assert {str(next(batches)[0]["b"].type) for _ in range(2)} == {"large_string", "list<item: string>"}
 
 
 @both_kinds

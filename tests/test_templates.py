@@ -133,8 +133,10 @@ def test_streamed_with_held_out_rows(folder, trained, tmp_path, kind):
 
 @pytest.mark.parametrize("kind, way, processes", [("bi_encoder", ["--streaming"], 2), ("cross_encoder", [], 1)])
 def test_killed_and_resumed(folder, bert, reranker, tmp_path, kind, way, processes):
-    """Two shuffled sources, drawn negatives, dropout: the same bits, and each step once in metrics.jsonl."""
-    common = flags(kind, folder, tmp_path / "out", *way, "--train_data", folder / "a.parquet", folder / "b.jsonl")
+    """Two shuffled sources, drawn negatives, dropout: the same bits, and each step once in metrics.jsonl. A mapped
+    source that has grown, of which other rows would be held out and drawn, is refused."""
+    grown = shutil.copy(folder / "b.jsonl", tmp_path)
+    common = flags(kind, folder, tmp_path / "out", *way, "--train_data", folder / "a.parquet", grown)
     common += ["--columns", "docstring", "code", "--mixing_weights", 0.3, 0.7, "--shuffle_buffer", 50]
     common += ["--save_steps", 4, "--max_steps", 17, "--eval_rows", 20, "--eval_steps", 7, "--batch_size", 12]
     common += ["--model_name_or_path", bert if kind == "bi_encoder" else reranker]
@@ -151,6 +153,11 @@ def test_killed_and_resumed(folder, bert, reranker, tmp_path, kind, way, process
     assert metrics(tmp_path / "out") == metrics(whole) and len(metrics(whole)) == 18
     one, two = ((path / "model/model.safetensors").read_bytes() for path in (tmp_path / "out", whole))
     assert one == two
+    if not way:
+        with open(grown, "a") as file:
+            file.write((folder / "b.jsonl").read_text())
+        done = launch(script, *common, "--resume", processes=processes, check=False)
+        assert done.returncode == 1 and done.stderr.strip().endswith("AssertionError")
 
 
 @pytest.mark.parametrize("kind", KINDS)
