@@ -128,9 +128,9 @@ def test_ids_with_equal_hashes(monkeypatch):
 
 @pytest.mark.parametrize("records, columns, hint", [
     ([{"_id": name, "text": f"{name} {i}"} for i, name in enumerate("abca")], ["_id", "text"],
-     r"\(--corpus_columns _id text\): ids \['a', 'a'\]"),
+     r"\(--corpus_columns\): ids \['a', 'a'\]"),
     ([{"name": "a", "text": "x"}], ["_id", "text"], r".*'_id'"),
-    ([{"_id": "a", "text": "x"}], ["_id", "title", "text"], r"\(--corpus_columns _id title text\): .*'title'"),
+    ([{"_id": "a", "text": "x"}], ["_id", "title", "text"], r"\(--corpus_columns\): .*'title'"),
     ([{"_id": "a", "text": "one"}, {"_id": 2, "text": "two"}], ["_id", "text"], r".*'_id' has"),
 ])  # fmt: skip
 def test_bad_table(records, columns, hint):
