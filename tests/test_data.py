@@ -274,7 +274,8 @@ def test_labels_that_are_not_finite_numbers(streaming):
         file, skip = write(f"{number}.jsonl", rows), {"on_bad_row": "skip", "shuffle_buffer": 0}
         found, skipped = read(open_source(streaming, file, label_column=["score"], **skip), 4)
         assert numbers(found) == [0, 3] and skipped == 2, labels
-        with pytest.raises(script.UserError, match=f"{number}.jsonl: --label_column has miss.* in the row .*row 1: .*skip"):
+        message = f"{number}.jsonl: --label_column has miss.* in the row .*row 1: .*skip"
+        with pytest.raises(script.UserError, match=message):
             read(open_source(streaming, file, label_column=["score"], shuffle_buffer=0), 4)
 
 
