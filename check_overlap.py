@@ -169,7 +169,7 @@ def row_texts(table, columns):
     for name in columns:
         column = table[name].combine_chunks()
         numbers = np.arange(len(column))
-        if is_list(column.type):
+        if isinstance(column.type, LISTS):
             # not list_parent_indices, which counts the values that a null list may have; list_flatten does not
             numbers = np.repeat(numbers, pc.fill_null(pc.list_value_length(column), 0))
             column = pc.list_flatten(column)
@@ -453,6 +453,7 @@ FORMATS = {  # {suffix: (builder of `datasets`, its options)}
     ".txt": ("text", {"encoding": "utf-8-sig"}),
 }
 TEXT_TYPES = (pa.string(), pa.large_string())
+LISTS = pa.ListType | pa.LargeListType | pa.FixedSizeListType  # types of Arrow
 
 
 def list_files(source):
@@ -565,7 +566,7 @@ def read_features(load, kind, files, columns, ids):
 
 def plain_type(kind, is_id):
     """Return the Arrow type to read a column as: "007" may follow the id 7, a text null, and a label of 0.5 true."""
-    if is_list(kind):  # a large one as it is: `datasets` would give values below a null list to the next row
+    if isinstance(kind, LISTS):  # a large one as it is: `datasets` would give values below a null list to the next row
         wrap = pa.large_list if pa.types.is_large_list(kind) else pa.list_
         return wrap(plain_type(kind.value_type, is_id))
     if is_id and pa.types.is_integer(kind):
@@ -573,14 +574,9 @@ def plain_type(kind, is_id):
     return {pa.null(): pa.string(), pa.bool_(): pa.float64()}.get(kind, kind)
 
 
-def is_list(kind):
-    """Return whether an Arrow type is one of lists."""
-    return isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
-
-
 def is_plain(kind):
     """Return whether an Arrow type is one of texts or numbers, or of lists of them."""
-    if is_list(kind):
+    if isinstance(kind, LISTS):
         return is_plain(kind.value_type)
     is_number = pa.types.is_primitive(kind) or pa.types.is_decimal(kind)
     return kind in TEXT_TYPES or (is_number and not pa.types.is_temporal(kind))
