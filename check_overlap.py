@@ -457,17 +457,14 @@ LISTS = pa.ListType | pa.LargeListType | pa.FixedSizeListType  # types of Arrow
 
 
 def list_files(source):
-    """Return the files of a file, glob, URL, ID[:config[:split]] or folder of the Hub, or folder of save_to_disk."""
+    """Return the files of a file, glob, URL, ID[:config[:split]], or folder in the layout of the Hub."""
     path = os.path.expanduser(source)
     if os.path.isfile(path):  # whatever its characters
         return [os.path.abspath(path)]
-    for folder in (path, f"{path}/train"):  # of Dataset.save_to_disk, of DatasetDict.save_to_disk
-        if os.path.isfile(f"{folder}/state.json"):
-            state = json.loads(Path(folder, "state.json").read_text())
-            return [os.path.abspath(f"{folder}/{file['filename']}") for file in state["_data_files"]]
     readme = Path(path, "README.md")
     if os.path.isdir(path) and not (readme.exists() and "\nconfigs:" in readme.read_text(errors="replace")):
-        raise UserError(f"name its files: '{source}/*.parquet'; prepare_corpus.py reads folders")
+        advice = "prepare_corpus.py reads folders; save_to_disk writes data-*.arrow"
+        raise UserError(f"name its files: '{source}/*.parquet'; {advice}")
     if "://" in path or glob.has_magic(path) or file_suffix(path):
         return list(datasets.load_dataset_builder("text", data_files=path).config.data_files["train"])  # of any format
     name, *parts = [path] if os.path.isdir(path) else path.split(":")
@@ -491,7 +488,7 @@ def open_files(files, streaming=True, columns=None, ids=()):
     """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables of `columns`: texts,
     numbers, or lists of them; None: of all columns, of any type. ids: columns of which whole numbers are texts."""
     formats = [FORMATS.get(file_suffix(file)) for file in files]
-    if not files or None in formats or any(other != formats[0] for other in formats):
+    if not files or None in formats or formats.count(formats[0]) < len(formats):
         advice = f"name those of one format by a glob, or {REWRITE}"
         raise UserError(f"is not all of one format, of {' '.join(FORMATS)} (.gz and .zst, too): {advice}")
     kind, options = formats[0]
