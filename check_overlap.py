@@ -424,8 +424,7 @@ def reason_of(error):
 
 @contextmanager
 def user_errors(name, *expected):
-    """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause.
-    expected: types of errors that are the user's here, although they are of code elsewhere."""
+    """Turn what a library raises about data or model into a UserError: `name`, then why. expected: further types."""
     try:
         yield
     except Exception as error:
@@ -467,10 +466,10 @@ def list_files(source):
         raise UserError(f"name its files: '{source}/*.parquet'; {advice}")
     if "://" in path or glob.has_magic(path) or file_suffix(path):
         return list(datasets.load_dataset_builder("text", data_files=path).config.data_files["train"])  # of any format
-    name, *parts = [path] if os.path.isdir(path) else path.split(":")
+    parts = [path] if os.path.isdir(path) else path.split(":")
+    name, config, split, *_ = [*parts, "", ""]
     check_exists(name)
-    config = parts[0] if parts else None
-    split = parts[1] if len(parts) > 1 else "train"
+    split = split or "train"
     files = datasets.load_dataset_builder(name, name=config or None).config.data_files
     if split not in files:
         raise UserError(f"no split {split!r} with files; available: {', '.join(map(str, files))}")
@@ -663,8 +662,7 @@ def table_of_judgments(file):
 
 
 def trec_parts(path, name):
-    """Yield DataFrames (query_id, doc_id, score) of 2**19 lines of a TREC run (name "run"), or of judgments ("qrels"):
-    of TREC or BEIR or, by the names of a header, with columns in any order."""
+    """Yield DataFrames (query_id, doc_id, score) of 2**19 lines of a TREC "run", or "qrels", maybe with a header."""
     columns = {6: [0, 2, 4]} if name == "run" else {3: [0, 1, 2], 4: [0, 2, 3]}
     options = {"header": None, "dtype": str, "quoting": csv.QUOTE_NONE, "keep_default_na": False, "chunksize": 2**19}
     with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
@@ -691,8 +689,7 @@ def trec_parts(path, name):
 
 
 def find_splits(name):
-    """Return {split: files} of the documents, of the queries and of the judgments of a folder or Hub id in the layout
-    of BEIR, NanoBEIR or MTEB. NAME:fr has the configurations fr-corpus, fr-queries and fr-qrels."""
+    """Return {split: files} of documents, of queries, of judgments; NAME:fr has configurations fr-corpus and so on."""
     if os.path.exists(f"{name}/corpus.jsonl"):
         judgments = defaultdict(list)  # {split: files}
         for file in filter(file_suffix, map(str, sorted(Path(name, "qrels").glob("*")))):
@@ -721,8 +718,7 @@ def find_splits(name):
 
 def collections_of(name, split):
     """Return {collection: (files of documents, of queries, of judgments)} of a source of find_splits. split: of the
-    judgments. If each split is a collection, as in sentence-transformers/NanoBEIR-en, it chooses one of them; "test"
-    stands for all, unless one has that name."""
+    judgments; if each is a collection, as in NanoBEIR, one of them, and "test" all, unless one has that name."""
     documents, queries, judgments = find_splits(name)
     chosen = [split]
     if split == "test" and split not in judgments and documents.keys() == judgments.keys():
