@@ -169,7 +169,7 @@ def row_texts(table, columns):
     for name in columns:
         column = table[name].combine_chunks()
         numbers = np.arange(len(column))
-        if is_list(column.type):
+        if isinstance(column.type, LISTS):
             # not list_parent_indices, which counts the values that a null list may have; list_flatten does not
             numbers = np.repeat(numbers, pc.fill_null(pc.list_value_length(column), 0))
             column = pc.list_flatten(column)
@@ -424,8 +424,7 @@ def reason_of(error):
 
 @contextmanager
 def user_errors(name, *expected):
-    """Turn whatever a library raises about the user's data or model into a UserError: `name`, then the root cause.
-    expected: types of errors that are the user's here, although they are of code elsewhere."""
+    """Turn what a library raises about data or model into a UserError: `name`, then why. expected: further types."""
     try:
         yield
     except Exception as error:
@@ -453,26 +452,24 @@ FORMATS = {  # {suffix: (builder of `datasets`, its options)}
     ".txt": ("text", {"encoding": "utf-8-sig"}),
 }
 TEXT_TYPES = (pa.string(), pa.large_string())
+LISTS = pa.ListType | pa.LargeListType | pa.FixedSizeListType  # types of Arrow
 
 
 def list_files(source):
-    """Return the files of a file, glob, URL, ID[:config[:split]] or folder of the Hub, or folder of save_to_disk."""
+    """Return the files of a file, glob, URL, ID[:config[:split]], or folder in the layout of the Hub."""
     path = os.path.expanduser(source)
     if os.path.isfile(path):  # whatever its characters
         return [os.path.abspath(path)]
-    for folder in (path, f"{path}/train"):  # of Dataset.save_to_disk, of DatasetDict.save_to_disk
-        if os.path.isfile(f"{folder}/state.json"):
-            state = json.loads(Path(folder, "state.json").read_text())
-            return [os.path.abspath(f"{folder}/{file['filename']}") for file in state["_data_files"]]
     readme = Path(path, "README.md")
     if os.path.isdir(path) and not (readme.exists() and "\nconfigs:" in readme.read_text(errors="replace")):
-        raise UserError(f"name its files: '{source}/*.parquet'; prepare_corpus.py reads folders")
+        advice = "prepare_corpus.py reads folders; save_to_disk writes data-*.arrow"
+        raise UserError(f"name its files: '{source}/*.parquet'; {advice}")
     if "://" in path or glob.has_magic(path) or file_suffix(path):
         return list(datasets.load_dataset_builder("text", data_files=path).config.data_files["train"])  # of any format
-    name, *parts = [path] if os.path.isdir(path) else path.split(":")
+    parts = [path] if os.path.isdir(path) else path.split(":")
+    name, config, split, *_ = [*parts, "", ""]
     check_exists(name)
-    config = parts[0] if parts else None
-    split = parts[1] if len(parts) > 1 else "train"
+    split = split or "train"
     files = datasets.load_dataset_builder(name, name=config or None).config.data_files
     if split not in files:
         raise UserError(f"no split {split!r} with files; available: {', '.join(map(str, files))}")
@@ -490,7 +487,7 @@ def open_files(files, streaming=True, columns=None, ids=()):
     """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables of `columns`: texts,
     numbers, or lists of them; None: of all columns, of any type. ids: columns of which whole numbers are texts."""
     formats = [FORMATS.get(file_suffix(file)) for file in files]
-    if not files or None in formats or any(other != formats[0] for other in formats):
+    if not files or None in formats or formats.count(formats[0]) < len(formats):
         advice = f"name those of one format by a glob, or {REWRITE}"
         raise UserError(f"is not all of one format, of {' '.join(FORMATS)} (.gz and .zst, too): {advice}")
     kind, options = formats[0]
@@ -565,7 +562,7 @@ def read_features(load, kind, files, columns, ids):
 
 def plain_type(kind, is_id):
     """Return the Arrow type to read a column as: "007" may follow the id 7, a text null, and a label of 0.5 true."""
-    if is_list(kind):  # a large one as it is: `datasets` would give values below a null list to the next row
+    if isinstance(kind, LISTS):  # a large one as it is: `datasets` would give values below a null list to the next row
         wrap = pa.large_list if pa.types.is_large_list(kind) else pa.list_
         return wrap(plain_type(kind.value_type, is_id))
     if is_id and pa.types.is_integer(kind):
@@ -573,14 +570,9 @@ def plain_type(kind, is_id):
     return {pa.null(): pa.string(), pa.bool_(): pa.float64()}.get(kind, kind)
 
 
-def is_list(kind):
-    """Return whether an Arrow type is one of lists."""
-    return isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
-
-
 def is_plain(kind):
     """Return whether an Arrow type is one of texts or numbers, or of lists of them."""
-    if is_list(kind):
+    if isinstance(kind, LISTS):
         return is_plain(kind.value_type)
     is_number = pa.types.is_primitive(kind) or pa.types.is_decimal(kind)
     return kind in TEXT_TYPES or (is_number and not pa.types.is_temporal(kind))
@@ -670,8 +662,7 @@ def table_of_judgments(file):
 
 
 def trec_parts(path, name):
-    """Yield DataFrames (query_id, doc_id, score) of 2**19 lines of a TREC run (name "run"), or of judgments ("qrels"):
-    of TREC or BEIR or, by the names of a header, with columns in any order."""
+    """Yield DataFrames (query_id, doc_id, score) of 2**19 lines of a TREC "run", or "qrels", maybe with a header."""
     columns = {6: [0, 2, 4]} if name == "run" else {3: [0, 1, 2], 4: [0, 2, 3]}
     options = {"header": None, "dtype": str, "quoting": csv.QUOTE_NONE, "keep_default_na": False, "chunksize": 2**19}
     with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
@@ -698,8 +689,7 @@ def trec_parts(path, name):
 
 
 def find_splits(name):
-    """Return {split: files} of the documents, of the queries and of the judgments of a folder or Hub id in the layout
-    of BEIR, NanoBEIR or MTEB. NAME:fr has the configurations fr-corpus, fr-queries and fr-qrels."""
+    """Return {split: files} of documents, of queries, of judgments; NAME:fr has configurations fr-corpus and so on."""
     if os.path.exists(f"{name}/corpus.jsonl"):
         judgments = defaultdict(list)  # {split: files}
         for file in filter(file_suffix, map(str, sorted(Path(name, "qrels").glob("*")))):
@@ -728,8 +718,7 @@ def find_splits(name):
 
 def collections_of(name, split):
     """Return {collection: (files of documents, of queries, of judgments)} of a source of find_splits. split: of the
-    judgments. If each split is a collection, as in sentence-transformers/NanoBEIR-en, it chooses one of them; "test"
-    stands for all, unless one has that name."""
+    judgments; if each is a collection, as in NanoBEIR, one of them, and "test" all, unless one has that name."""
     documents, queries, judgments = find_splits(name)
     chosen = [split]
     if split == "test" and split not in judgments and documents.keys() == judgments.keys():

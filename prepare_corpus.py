@@ -454,8 +454,8 @@ def common_type(first, second):
         return first
     if pa.types.is_null(first):
         return second
-    if is_list(first) or is_list(second):
-        values = [kind.value_type if is_list(kind) else kind for kind in (first, second)]
+    if isinstance(first, LISTS) or isinstance(second, LISTS):
+        values = [kind.value_type if isinstance(kind, LISTS) else kind for kind in (first, second)]
         return pa.list_(common_type(*values))
     if pa.types.is_struct(first) and pa.types.is_struct(second):
         types = {part.name: part.type for part in first}
@@ -473,7 +473,7 @@ def common_type(first, second):
 def regular_type(kind):
     """Return the type that values of an Arrow type are written as, objects apart: text for dates and types of texts.
     Raise ValueError if there is none, as for maps."""
-    if is_list(kind):
+    if isinstance(kind, LISTS):
         return pa.list_(regular_type(kind.value_type))
     if pa.types.is_struct(kind):
         return pa.struct([(part.name, regular_type(part.type)) for part in kind])
@@ -522,7 +522,7 @@ def to_form(value, kind):
     texts."""
     if value is None:
         return None
-    if is_list(kind):
+    if isinstance(kind, LISTS):
         return [to_form(part, kind.value_type) for part in (value if isinstance(value, list) else [value])]
     if pa.types.is_struct(kind):
         return {part.name: to_form(value.get(part.name), part.type) for part in kind}
@@ -538,7 +538,7 @@ def flatten(name, column):
     if pa.types.is_struct(kind):
         for part, values in zip(kind, column.flatten()):
             yield from flatten(f"{name}.{part.name}", values)
-    elif is_list(kind):
+    elif isinstance(kind, LISTS):
         lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
         ends = pa.array(np.append(0, np.cumsum(lengths)), pa.int32())
         for part, values in flatten(name, pc.list_flatten(column)):  # without values that a null list may have
@@ -587,6 +587,7 @@ FORMATS = {".parquet": "parquet", ".orc": "orc", ".arrow": "arrow", ".jsonl": "j
            ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}  # fmt: skip
 COLUMNAR = {"parquet": ParquetFileFormat(pre_buffer=False), "orc": OrcFileFormat()}  # pre_buffer: up to 1 GiB ahead
 TEXT_TYPES = (pa.string(), pa.large_string())
+LISTS = pa.ListType | pa.LargeListType | pa.FixedSizeListType  # types of Arrow
 OTHER_TEXTS = (pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view())
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 SURROGATES = re.compile("[\ud800-\udfff]")
@@ -728,7 +729,7 @@ def header_names(cells):
 
 def texts_of(column):
     """Return a list of the texts in a column of texts or lists of texts; [] for any other column."""
-    while is_list(column.type):
+    while isinstance(column.type, LISTS):
         column = pc.list_flatten(column)
     return column.to_pylist() if pa.types.is_string(column.type) else []
 
@@ -1061,14 +1062,9 @@ def choose_files(source, files, root, is_pattern=False):
     return [root + name for name in found[chosen]]
 
 
-def is_list(kind):
-    """Return whether an Arrow type is one of lists."""
-    return isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
-
-
 def is_plain(kind):
     """Return whether an Arrow type is one of texts or numbers, or of lists of them."""
-    if is_list(kind):
+    if isinstance(kind, LISTS):
         return is_plain(kind.value_type)
     is_number = pa.types.is_primitive(kind) or pa.types.is_decimal(kind)
     return kind in TEXT_TYPES or (is_number and not pa.types.is_temporal(kind))

@@ -110,11 +110,13 @@ def test_make_copies_writes_them(tmp_path):
     for script, text in read_scripts().items():
         (tmp_path / script).write_text(text)
     source = (tmp_path / SCRIPTS[0]).read_text()
-    assert source.count("def is_list(kind):") == 1
-    (tmp_path / SCRIPTS[0]).write_text(source.replace("def is_list(kind):", "def is_list(kind, more=None):"))
+    assert source.count("def is_plain(kind):") == 1
+    (tmp_path / SCRIPTS[0]).write_text(source.replace("def is_plain(kind):", "def is_plain(kind, more=None):"))
     done = subprocess.run(
         [sys.executable, "tests/copies.py"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert f"{SCRIPTS[1]}: changed\n" in done.stdout
     changed = {path.name: path.read_text() for path in tmp_path.glob("*.py")}
-    assert "def is_list(kind, more=None):" in changed[SCRIPTS[1]] and copy({n: changed[n] for n in SCRIPTS}) == changed
+    assert (
+        "def is_plain(kind, more=None):" in changed[SCRIPTS[1]] and copy({n: changed[n] for n in SCRIPTS}) == changed
+    )

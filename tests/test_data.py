@@ -144,7 +144,7 @@ configs:
 
 @both_kinds
 def test_globs_saved_folders_and_configurations(streaming, tmp_path):
-    """The files of a folder are named by the user; only what save_to_disk and the Hub's layout list is read alone."""
+    """The files of a folder are named by the user, as those of save_to_disk; what the Hub's layout lists is read."""
     for name, rows in {"folder/0.jsonl": table(20), "folder/1.jsonl": table(20, 20), "folder/2.jsonl": table(20, 40),
                        "configs/x.jsonl": table(5), "configs/z.csv": table(9), "configs/y/0.parquet": table(7),
                        "configs/y/1.parquet": table(7, 7)}.items():  # fmt: skip
@@ -157,13 +157,15 @@ def test_globs_saved_folders_and_configurations(streaming, tmp_path):
     rows = {"train": datasets.Dataset.from_list(table(70)), "test": datasets.Dataset.from_list(table(20))}
     datasets.DatasetDict(rows).save_to_disk("splits")
     for name, count in {
-        "./folder/*.jsonl": 60, f"{tmp_path}/folder/[12].jsonl": -20, "saved": 90, "splits": 70, "splits/test": 20,
+        "./folder/*.jsonl": 60, f"{tmp_path}/folder/[12].jsonl": -20, "saved/data-*.arrow": 90,
+        "splits/test/data-*.arrow": 20,
         "./configs:one:train": 5, "configs:two:train": 14, f"{tmp_path}/configs:two:dev": 9,
     }.items():  # fmt: skip
         expected = table(40, 20) if count < 0 else table(count)
         assert texts(open_source(streaming, name, shuffle_buffer=0), len(expected)) == expected, name
     wrong = {"configs:two:test": "'test'.*train, dev", "configs:three:train": "configs:three.*one.*two",
-             "configs": r"^configs: .*\['one', 'two'\]"}  # fmt: skip
+             "configs": r"^configs: .*\['one', 'two'\]", "splits": "name its files",
+             "saved": r"name its files: .*save_to_disk writes data-\*\.arrow"}  # fmt: skip
     for name, hint in wrong.items():
         with pytest.raises(script.UserError, match=hint):
             open_source(streaming, name)

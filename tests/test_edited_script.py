@@ -98,7 +98,7 @@ def test_stopped_and_resumed_on_two_processes(edited, tmp_path, monkeypatch):
 
 
 def test_a_resume_by_an_edited_script_says_so(corpus, static, tmp_path):
-    """One line names the functions and constants, and a line of metrics.jsonl; it goes on. Comments do not count."""
+    """One line names the functions and constants, and so does metrics.jsonl; it goes on. Comments do not count."""
     flags = ["--train_data", f"{corpus}/*", "--model_name_or_path", static, *FLAGS, "--eval_rows", 20, "--resume",
              "--logging_steps", 2, "--metric_for_best_model", "held_out_cosine_ndcg@10"]  # fmt: skip
     output = tmp_path / "out"
