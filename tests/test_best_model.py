@@ -154,17 +154,6 @@ def test_processes_that_measure_differently_stop_together(settings, tmp_path):
     assert kept_steps(tmp_path / "out") == [3, 4] and (tmp_path / "out/model").exists()
 
 
-def test_adapters(settings, tmp_path):
-    """The merged model equals that of a run that ends at the best step."""
-    name = "train_bi_encoder"
-    flags = [*settings[name], "--lora_rank", 2, "--learning_rate", 0.06]
-    train(name, *flags, "--output_dir", tmp_path / "best")
-    best, _ = naive_best(lines(tmp_path / "best"), name)
-    assert best < STEPS
-    train(name, *flags, "--output_dir", tmp_path / "short", "--max_steps", best)
-    assert saved_weights(tmp_path / "best/model") == saved_weights(tmp_path / "short/model")
-
-
 def test_unknown_measures(settings, tmp_path):
     """Refused with a list of the measures; the training loss is none of them."""
     name = "train_bi_encoder"

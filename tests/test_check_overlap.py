@@ -212,24 +212,6 @@ def test_pairs_and_several_sources(capsys):
     assert [line["row"] for line in check(*flags, "--columns", "x")] == [1, 1]
 
 
-JUDGED = {
-    "any_order.tsv": "score\tcorpus-id\tquery-id\n1\td\tq1\n",
-    "comma.csv": "query-id,corpus-id,score\nq1,d,1\n",
-    "trec.txt": "q1 0 d 1\n",
-    "rows.jsonl": '{"query-id": "q1", "corpus-id": "d", "score": 1}\n',
-}
-
-
-@pytest.mark.parametrize("name", JUDGED)
-def test_judgments_that_the_evaluator_reads(name):
-    """By a header in any order, without one, as TREC's, as a table (field: castorini/eval#21)."""
-    write_beir("c", {"q0": "first query", "q1": "second query"}, {"d": "nothing"})
-    Path("c/qrels/test.tsv").rename("c/qrels/train.tsv")
-    Path("c/qrels", name).write_text(JUDGED[name])
-    Path("c/qrels", name).rename(f"c/qrels/test{Path(name).suffix}")
-    assert [line["id"] for line in check_texts(["First query", "Second query"])] == ["q1"]
-
-
 def test_output_has_the_rows_without_queries():
     write_beir("c", {"q": "a query"}, {"d": "a document"})
     rows = [{"n": i, "text": ["A query", "a document", "else"][i % 3], "labels": [i, 0.5]} for i in range(3000)]

@@ -2,9 +2,6 @@
 
 import json
 import math
-import shutil
-import subprocess
-import sys
 from collections import ChainMap
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ROOT, launch, merge_flags, metrics, write_jsonl
-from safetensors.torch import load_file
+from conftest import ROOT, launch, merge_flags, write_jsonl
 from sentence_transformers import CrossEncoder
 from sentence_transformers.cross_encoder import losses
-from transformers import AutoTokenizer
 
 import train_cross_encoder as script
 
@@ -215,7 +210,7 @@ def test_a_held_out_row_without_a_relevant_document_is_not_ranked():
     assert found["query"] == "q"
 
 
-CASES = ["bce", "mse", "listwise_ce", "drawn", "lists", "ranknet", "lambdaloss", "margin_mse", "kl"]
+CASES = ["bce", "mse", "listwise_ce", "drawn", "lists", "ranknet", "lambdaloss", "margin_mse", "kl", "mixture"]
 
 
 @pytest.fixture(scope="module")
@@ -410,39 +405,6 @@ def test_ids_in_lists():
             read(f"{bad}.jsonl", [lists[0], lists[bad]])
 
 
-# ----------------------------------------------------------------------------------------------------- tokenization
-
-
-def token_ids(model, pairs):
-    """Return the token ids of each pair, without padding."""
-    args = parse("--micro_batch_tokens", "1000000")
-    made = script.make_micro_batches(model, [(None, pair) for pair in pairs], args, Accelerator(cpu=True))
-    made = [(prompt, indices, script.convert_arrays(features)) for prompt, indices, features in made]
-    found = {}
-    for _, indices, features in made:
-        masks = features.get("attention_mask", torch.ones_like(features["input_ids"]))
-        found |= {i: row[mask.bool()].tolist() for i, row, mask in zip(indices, features["input_ids"], masks)}
-    assert script.token_counts(made)[0] == sum(map(len, found.values()))
-    return [found[i] for i in range(len(pairs))]
-
-
-def test_pairs_are_truncated_as_by_the_library(bert):
-    """The longer text is truncated first, and neither to less than half of the tokens."""
-    model = script.load_model(parse("--model_name_or_path", bert, "--max_length", 32))
-    tokenizer = AutoTokenizer.from_pretrained(bert)
-    texts = ["a", "read the file", "b " * 14, "read the file " * 5, "b " * 28, "b " * 29, "write a line of text " * 50]
-    pairs = [(query, document) for query in texts for document in texts]
-    found = token_ids(model, pairs)
-    assert found == tokenizer(*map(list, zip(*pairs)), truncation=True, max_length=32)["input_ids"]
-    for (query, document), ids in zip(pairs, found):
-        first, second = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (query, document))
-        assert len(ids) == min(32, len(first) + len(second) + 3)
-        place = ids.index(tokenizer.sep_token_id)
-        kept = ids[1:place], ids[place + 1 : -1]
-        assert kept == (first[: len(kept[0])], second[: len(kept[1])])
-        assert len(kept[0]) >= min(14, len(first)) and len(kept[1]) >= min(14, len(second))
-
-
 # --------------------------------------------------------------------------------------------------------- measures
 
 
@@ -492,32 +454,6 @@ def test_held_out_measures_equal_those_of_predict(rows, reranker, kind):
 
 
 # ------------------------------------------------------------------------------------------------------- whole runs
-
-
-def test_copied_alone_into_an_empty_folder(tmp_path, rows, bert):
-    """All outputs are written; model and checkpoint load as a CrossEncoder with the trained scores."""
-    shutil.copy(SCRIPT, tmp_path)
-    write("x.jsonl", [{**row, "code": row["code"][:200], "label": i % 2} for i, row in enumerate(rows[:80])])
-    flags = ["--train_data", "x.jsonl", "--columns", "docstring", "code", "--model_name_or_path", bert,
-             "--max_steps", 2, "--batch_size", 8, "--eval_rows", 16,
-             "--logging_steps", 1, "--save_steps", 1, "--max_length", 64, "--learning_rate", 0.01,
-             "--label_column", "label"]  # fmt: skip
-    command = [sys.executable, "-I", "train_cross_encoder.py", *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    run, lines = tmp_path / "runs/cross_encoder", metrics("runs/cross_encoder")
-    assert {"model", "checkpoints", "metrics.jsonl", "args.yaml", "training.png"} <= {p.name for p in run.iterdir()}
-    assert {"held_out_spearman", "held_out_pearson"} < set(lines[0]) and lines[0]["step"] == 0
-    assert "train_cross_encoder.py" in (run / "model/README.md").read_text()
-    again = script.parse_args([str(run / "args.yaml")])
-    assert again == script.parse_args(list(map(str, flags)))
-    pairs = [(rows[0]["docstring"], rows[0]["code"]), ("a", "b")]
-    trained = script.load_model(again).eval()
-    trained.load_state_dict(load_file(run / "checkpoints/step_00000002/model.safetensors"))
-    with torch.no_grad():
-        scores = script.score(trained, trained.preprocess(pairs), Accelerator(cpu=True))
-    saved = CrossEncoder(str(run / "model"), device="cpu")
-    assert torch.allclose(torch.tensor(saved.predict(pairs)), scores.sigmoid(), atol=1e-6)
 
 
 # -------------------------------------------------------------------------------------------------------- bad input

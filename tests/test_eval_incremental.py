@@ -16,14 +16,13 @@ import pytest
 import torch
 from conftest import ROOT, count_cached, launch, read_run, write_jsonl
 from filelock import FileLock
-from forked import merge_flags
 
 import eval_incremental as script
 
 SCRIPT = ROOT / "eval_incremental.py"
 
 
-def score_all(bert, beir, prompts=("", ""), dims=None):
+def score_all(bert, beir, prompts):
     """Return {query: {document: score}} by encoding everything with sentence-transformers."""
     from sentence_transformers import SentenceTransformer
 
@@ -31,7 +30,7 @@ def score_all(bert, beir, prompts=("", ""), dims=None):
     sides = []
     for name, prompt in zip(("queries", "corpus"), prompts):
         records = [json.loads(line) for line in (beir / f"{name}.jsonl").read_text().splitlines()]
-        vectors = model.encode([prompt + r["text"].strip() for r in records], convert_to_tensor=True)[:, :dims]
+        vectors = model.encode([prompt + r["text"].strip() for r in records], convert_to_tensor=True)
         sides.append(([r["_id"] for r in records], torch.nn.functional.normalize(vectors, dim=1)))
     (queries, a), (documents, b) = sides
     return {q: dict(zip(documents, line)) for q, line in zip(queries, (a @ b.T).tolist())}
@@ -49,13 +48,11 @@ def read_qrels(path):
 # ------------------------------------------------------------------------------------------------------ correctness
 
 
-@pytest.mark.parametrize("extra", [(), ("--streaming",), ("--query_prompt", "find: ", "--document_prompt", "code: "),
-                                   ("--truncate_dim", 16)])  # fmt: skip
-def test_equals_encoding_everything(evaluate, beir, bert, tmp_path, extra):
-    """Documents and scores; tests/test_trec_eval.py has the measures of a ranking."""
-    evaluate("--beir", beir, "--cache_dtype", "float32", *extra)
-    prompts = ("find: ", "code: ") if "--query_prompt" in extra else ("", "")
-    run = score_all(bert, beir, prompts, 16 if "--truncate_dim" in extra else None)
+def test_equals_encoding_everything(evaluate, beir, bert, tmp_path):
+    """Documents and scores; tests/test_trec_eval.py has the measures of a ranking, test_views.py other dimensions."""
+    prompts = ("find: ", "code: ")
+    evaluate("--beir", beir, "--cache_dtype", "float32", "--query_prompt", prompts[0], "--document_prompt", prompts[1])
+    run = score_all(bert, beir, prompts)
     ranked = read_run(tmp_path / "out/run.trec")
     assert ranked.keys() == run.keys()
     for query, found in ranked.items():
@@ -744,15 +741,3 @@ def test_a_search_takes_one_collection(evaluate, two_collections):
     for flags in (["--run", two_collections[0] / "corpus.jsonl"], ["--query", "q"], ["--export_vectors", "v"]):
         with pytest.raises(script.UserError, match=r"--export_vectors: take one collection \(--split\), not 2"):
             evaluate("--beir", *two_collections, *flags)
-
-
-def test_results_of_another_evaluation_are_not_overwritten(evaluate, beir, bert, tmp_path):
-    flags = ["--model_name_or_path", bert, "--beir", beir, "--cache_dir", tmp_path / "cache"]
-    flags = merge_flags([*flags, "--output_dir", tmp_path / "results", "--max_length", 32])
-    script.main(script.parse_args(flags))
-    before = (tmp_path / "results/metrics.json").read_bytes()
-    script.main(script.parse_args(flags))  # the same evaluation
-    with pytest.raises(script.UserError, match="results: contains the results of other flags: choose another"):
-        script.main(script.parse_args(merge_flags([*flags, "--max_length", 16])))
-    after = (tmp_path / "results/metrics.json").read_bytes()
-    assert json.loads(after)["results"][0]["metrics"] == json.loads(before)["results"][0]["metrics"]

@@ -74,7 +74,7 @@ def test_equals_sentence_transformers(export, tmp_path, beir, bert, dtype, toler
     names = sorted(path.name for path in (tmp_path / "vectors").glob("*.parquet"))
     assert names == [f"vectors-{first:012}.parquet" for first in range(0, 293, CHUNK)]
     metadata = json.loads((tmp_path / "vectors/_vectors.json").read_text())
-    assert metadata["rows"] == 293 and metadata["similarity"] == "cosine"
+    assert (metadata["rows"], metadata["dimensions"], metadata["similarity"]) == (293, dims, "cosine")
     assert metadata["document_prompt"] == prompt and metadata["query_prompt"] == ("find: " if prompt else "")
     assert metadata["model"] == str(bert) and metadata["max_length"] == 128
     assert (tmp_path / "cache" / f"{bert.name}-{metadata['fingerprint']}" / "cache.db").exists()

@@ -163,19 +163,6 @@ def test_ids_are_what_was_written_in_later_rows_of_json(streaming, later):
 
 
 @both_ways
-def test_texts_beside_a_number_in_later_rows_of_json(streaming):
-    """They became JSON, in quotes and with \\n for line breaks; so did ids. In the first rows they were refused."""
-    rows = [{"a": f"query {n}", "b": 'a "text"\n' + "x" * 100} for n in range(200)]
-    rows[150]["b"] = 3
-    file = write("x.jsonl", rows)
-    line = refusal(lambda: source(file, streaming, "a", "b").take(200))
-    assert re.search(r"Column\(/b\) changed from .* in row \d+; .*prepare_corpus.py", line)
-    table = source(*prepare(file), streaming, "a", "b").take(200)
-    assert table["b"].to_pylist() == [str(row["b"]) for row in rows]
-    assert "changed from" in refusal(read, [file], streaming, ["a", "b"])
-
-
-@both_ways
 @pytest.mark.parametrize("first", ["a text", None])
 def test_objects_in_later_rows_of_json(first, streaming):
     """`datasets` made texts of them, '{"text":"x"}', which were trained on; in the first rows they were refused."""

@@ -3,7 +3,6 @@
 import importlib
 import json
 from collections import Counter
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -139,21 +138,6 @@ def test_draws_depend_only_on_seed_and_epoch():
     mapped = draw("--shuffle_buffer", 0)
     data = ["x.jsonl", *COLUMNS, "--num_negatives", 2, "--shuffle_buffer", 0, "--streaming", "--max_steps", 1]
     assert mapped == epochs(2, name, None, "--train_data", *data)
-
-
-@pytest.mark.parametrize("name, way", list(zip(TRAINERS, [[], ["--streaming", "--max_steps", 1]])))
-def test_a_resume_draws_the_same(name, way):
-    """Resumed in the middle of windows, at their ends, and in later epochs."""
-
-    def batches(state, count):
-        flags = [*COLUMNS, "--num_negatives", 2, "--batch_size", 3, "--length_window", 2]
-        module, args, data = open_data(name, ROWS, *flags, *way)
-        found = module.row_batches(data.sources, data.weights, args, json.loads(json.dumps(state)))
-        return [(read(module, table, data), state) for table, state in islice(found, count)]
-
-    whole = batches(None, 40)
-    for done in (1, 4, 5, 14, 21):
-        assert [rows for rows, _ in batches(whole[done - 1][1], 8)] == [rows for rows, _ in whole[done : done + 8]]
 
 
 @BOTH

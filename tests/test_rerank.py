@@ -4,25 +4,17 @@ import json
 import random
 import re
 import shutil
-import signal
 import statistics
-import time
 
 import numpy as np
 import pytest
-import test_eval_incremental
 import torch
 from conftest import ROOT, count_cached, launch, read_run, write_jsonl
-from forked import Forked
 from sentence_transformers import CrossEncoder
 
 import eval_incremental as script
 
 SCRIPT = ROOT / "eval_incremental.py"
-
-
-# Writes a byte to a log for each pair scored, so that the work of killed runs is known.
-COUNTING_DRIVER = test_eval_incremental.COUNTING_DRIVER.replace("CachedEncoder", "CachedScorer")
 
 
 @pytest.fixture(scope="session")
@@ -153,28 +145,6 @@ def test_two_processes_give_the_ranking_of_one(tmp_path, beir, run_file, reranke
     one, two = ([line.split() for line in (tmp_path / n / name).read_text().splitlines()] for n in "12")
     assert [line[:4] for line in one] == [line[:4] for line in two] and len(one) == 59 * 20
     assert [float(line[4]) for line in one] == pytest.approx([float(line[4]) for line in two], abs=1e-5)
-
-
-def test_killed_at_random_moments(tmp_path, beir, run_file, reranker):
-    log = tmp_path / "log"
-    driver = tmp_path / "driver.py"
-    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    launch(SCRIPT, *flags_for(beir, run_file, reranker, undisturbed))
-    driver.write_text(COUNTING_DRIVER.format(root=str(ROOT), log=str(log), pause=0.03))
-    rng = random.Random(0)
-    for _ in range(2):
-        process = Forked(driver, flags_for(beir, run_file, reranker, killed))
-        expected = (log.stat().st_size if log.exists() else 0) + rng.randint(1, 250)
-        while process.poll() is None and (log.stat().st_size if log.exists() else 0) < expected:
-            time.sleep(0.01)
-        assert process.poll() is None
-        process.send(signal.SIGKILL)
-        process.wait()
-    driver.write_text(COUNTING_DRIVER.format(root=str(ROOT), log=str(log), pause=0))
-    launch(driver, *flags_for(beir, run_file, reranker, killed))
-    name = "out/first.trec+" + reranker.name + "(100)/run.trec"
-    assert (killed / name).read_bytes() == (undisturbed / name).read_bytes()
-    assert 59 * 20 < log.stat().st_size <= 59 * 20 + 2 * 97
 
 
 @pytest.mark.parametrize("content, reason", [
