@@ -1,6 +1,5 @@
 """--annotate: rows keep their order and get the scores of the library, each pair scored once, however often killed."""
 
-import json
 import signal
 import time
 
@@ -8,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, count_cached, launch, metrics, train, write_jsonl
+from conftest import ROOT, count_cached, launch, metrics, read_jsonl, train, write_jsonl
 from forked import Forked, merge_flags
 from test_eval_incremental import COUNTING_DRIVER
 
@@ -47,10 +46,6 @@ def annotate(tmp_path, capsys):
         return capsys.readouterr().out
 
     return run
-
-
-def read_jsonl(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def pairs_of(rows):
@@ -149,10 +144,7 @@ def test_killed_and_continued(tmp_path, data, reranker):
         ({"positive": None}, "row 33, counted from 0, has no text in column 'positive'"),
         ({"negatives": []}, "row 33, counted from 0, has no text in column 'negatives'"),
         ({"negatives": ["x", " "]}, "row 33, counted from 0, has no text in column 'negatives'"),
-        (
-            {"scores": [1.0]},
-            "has a column 'scores' already: leave it out, or mine without --format",
-        ),
+        ({"scores": [1.0]}, "has a column 'scores' already: leave it out, or mine without --format"),
     ],
 )
 def test_bad_rows(annotate, data, reranker, tmp_path, change, message):

@@ -7,6 +7,7 @@ import shutil
 import unicodedata
 from pathlib import Path
 
+import conftest
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -28,13 +29,9 @@ def check(*flags):
 
 def write_beir(name, queries, documents, judged=None):
     """Write a folder in BEIR's layout. queries, documents: {id: text, or (title, text)}."""
-    folder = Path(name)
-    write_jsonl(folder / "queries.jsonl", [{"_id": key, "text": text} for key, text in queries.items()])
     rows = [(key, *((None, cell) if isinstance(cell, str) else cell)) for key, cell in documents.items()]
-    write_jsonl(folder / "corpus.jsonl", [{"_id": key, "title": title, "text": text} for key, title, text in rows])
-    (folder / "qrels").mkdir()
-    lines = [f"{key}\td\t1\n" for key in judged or queries]
-    (folder / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines))
+    rows = [{"_id": key, "title": title, "text": text} for key, title, text in rows]
+    conftest.write_beir(Path(name), rows, queries, [(key, "d", 1) for key in judged or queries])
 
 
 def check_texts(texts, *more):

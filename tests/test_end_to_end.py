@@ -63,13 +63,6 @@ def test_tensorboard(run):
     assert losses == pytest.approx([line["loss"] for line in metrics(run) if "loss" in line], rel=1e-6)
 
 
-def test_what_is_required_is_said():
-    done = launch(SCRIPT, check=False)
-    assert (
-        done.returncode == 2 and "--train_data and --model_name_or_path are required" in done.stderr.splitlines()[-1]
-    )
-
-
 def test_help_prints_each_flag_once(capsys):
     with pytest.raises(SystemExit) as ended:
         train_bi_encoder.parse_args(["--help"])

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TRAINERS, metrics, train, write_jsonl
+from conftest import ROOT, TRAINERS, write_jsonl
 from forked import merge_flags
 
 FORMATS = ROOT / "tests/forms"
@@ -199,14 +199,3 @@ def test_each_format_gives_the_same_rows(name):
             positive, *negatives = epoch[line["query"]]
             assert positive in line["pos"] and set(negatives) <= set(line["neg"])
             assert len(negatives) == min(2, len(line["neg"]))
-
-
-def test_other_losses_refuse_different_numbers_of_documents(bert, tmp_path):
-    """Refused in one line; with equally many documents in all rows, the loss trains."""
-    flags = [*FLAGS["flagembedding"].split(), "--loss", "TripletLoss", "--max_steps", 2, "--eval_rows", 2]
-    flags += ["--batch_size", 4, "--model_name_or_path", bert, "--output_dir", tmp_path / "out", "--num_negatives"]
-    expected = "--loss TripletLoss requires equally many documents and labels in all rows"
-    with pytest.raises(importlib.import_module("train_bi_encoder").UserError, match=expected):
-        train("train_bi_encoder", *flags, 2)
-    train("train_bi_encoder", *flags, 1, "--output_dir", tmp_path / "equal")
-    assert metrics(tmp_path / "equal")[-1]["step"] == 2

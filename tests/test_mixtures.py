@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from accelerate import Accelerator
-from conftest import RATES, ROOT, TRAINERS, launch, metrics, train, write_jsonl
+from conftest import ROOT, TRAINERS, launch, lines_of, metrics, train, write_jsonl
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses as library
 
@@ -53,10 +53,6 @@ def flags_for(folder, name, model, output, *more):
     return ["--train_data", *entries(folder, name), "--model_name_or_path", model, "--mix_by", "batch", "--batch_size",
             8, "--max_steps", 10, "--logging_steps", 1, "--learning_rate", 1e-3, "--max_length", 32, "--eval_steps", 5,
             "--save_steps", 4, "--micro_batch_tokens", 200, "--output_dir", output, *more]  # fmt: skip
-
-
-def lines_of(output):
-    return [{name: value for name, value in line.items() if name not in RATES} for line in metrics(output)]
 
 
 @pytest.mark.parametrize("way", [[], ["--streaming", "--eval_rows", "15"]])

@@ -86,16 +86,6 @@ def test_a_given_run_without_reranking(evaluate, beir, run_file, tmp_path, capsy
     assert got["metrics"]["R@1000"]["mean"] == pytest.approx(58.5 / 60)
 
 
-def test_a_query_without_a_relevant_document(evaluate, beir, run_file, tmp_path):
-    """It counts as 0, as in trec_eval."""
-    shutil.copytree(beir, tmp_path / "beir")
-    path = tmp_path / "beir/qrels/test.tsv"
-    path.write_text(path.read_text().replace("q3\td3\t1", "q3\td3\t0"))
-    got = evaluate("--beir", tmp_path / "beir", "--run", run_file, "--metrics", "RR")
-    values = script.pd.read_csv(tmp_path / "out/per_query.csv", index_col="query")["RR"]
-    assert values["q3"] == 0 and got["metrics"]["RR"]["mean"] == pytest.approx(values.sum() / 60)
-
-
 def test_each_pair_is_scored_once(evaluate, beir, reranker, run_file, tmp_path):
     flags = "--beir", beir, "--run", run_file, "--cross_encoder", reranker
     first = evaluate(*flags)["models"][1]
@@ -295,18 +285,6 @@ def test_length_of_pairs(evaluate, beir, run_file, reranker):
     assert whole["fingerprint"] == same["fingerprint"] != short["fingerprint"] and short["pairs"]["scored"] == 59 * 3
     with pytest.raises(script.UserError, match="has positions for 512 tokens, not for 9999"):
         evaluate(*flags, "--rerank_max_length", 9999)
-
-
-def test_usage(capsys):
-    for flags, message in (
-        (["--beir", "b", "--fuse", "rrf", "--model_name_or_path", "m"], "--fuse requires two rankings"),
-        (["--beir", "b", "--fuse", "rrf", "--run", "r"], "--fuse requires two rankings"),
-        (["--beir", "b", "--rerank_k", "0"], "--rerank_k 0: must be finite, above 0"),
-        (["--beir", "b", "--run", "r", "--query", "q"], "--annotate: take none of --run, --bm25, --fuse"),
-    ):
-        with pytest.raises(SystemExit):
-            script.parse_args(flags)
-        assert message in capsys.readouterr().err
 
 
 def test_a_hit_has_the_passage_and_the_score_of_one_text(evaluate, rows, reranker, tmp_path, capsys):

@@ -36,17 +36,6 @@ def test_schedules_are_those_of_transformers(name):
         assert factors(name, 1, warmup_ratio) == [1.0]
 
 
-def test_a_run_of_one_step(bert, rows, tmp_path):
-    """At the defaults of warmup and schedule: its rate is the peak, and it changes weights."""
-    write_jsonl(tmp_path / "rows.jsonl", rows[:50])
-    train("train_bi_encoder", "--model_name_or_path", bert, "--train_data", tmp_path / "rows.jsonl", "--columns",
-          "docstring", "code", "--max_length", 32, "--learning_rate", 1e-3,
-          "--output_dir", tmp_path / "out")  # fmt: skip
-    last = metrics(tmp_path / "out")[-1]
-    assert (last["step"], last["learning_rate"]) == (1, 1e-3)
-    assert (weights(tmp_path / "out/model") != weights(bert)).float().mean() > 0.5
-
-
 def test_a_schedule_that_is_not_offered():
     """transformers lists those there are, and says what one lacks."""
     for name, line in (("sometimes", "please select one of \\['linear', 'cosine'"), ("cosine_with_min_lr", "min_lr")):

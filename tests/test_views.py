@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, count_cached, launch, read_run
+from conftest import ROOT, count_cached, launch, read_jsonl, read_run
 from sentence_transformers.util import quantize_embeddings
 from sentence_transformers.util.quantization import _dequantize_embeddings
 from test_eval_incremental import two_collections  # noqa: F401
 from test_eval_models import open_encoder
-from test_export_vectors import documents, read_jsonl
+from test_export_vectors import documents
 
 import eval_incremental as script
 import report

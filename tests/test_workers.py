@@ -1,4 +1,5 @@
-"""Worker processes prepare batches: the same bytes with any number of them, and no orphan, whatever ends."""
+"""Worker processes prepare batches, and leave no orphan, whatever ends. With any number of them a run has the same
+bytes: tests/chaos/test_kills.py."""
 
 import os
 import re
@@ -13,11 +14,9 @@ from forked import Forked
 
 
 def flags_for(corpus, model, output, *more):
-    source = f"{corpus}/*.parquet" if corpus.is_dir() else corpus
-    return ["--train_data", source, "--columns", "docstring", "code", "--model_name_or_path", model, "--batch_size",
-            16, "--max_length", 48,
-            "--max_steps", 4, "--eval_rows", 10, "--logging_steps", 1, "--micro_batch_tokens", 400, "--learning_rate",
-            1e-3, "--output_dir", output, *more]  # fmt: skip
+    return ["--train_data", f"{corpus}/*.parquet", "--columns", "docstring", "code", "--model_name_or_path", model,
+            "--batch_size", 16, "--max_length", 48, "--max_steps", 4, "--eval_rows", 10, "--logging_steps", 1,
+            "--micro_batch_tokens", 400, "--output_dir", output, *more]  # fmt: skip
 
 
 def wait_for(condition, seconds=60):
