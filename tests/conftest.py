@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import io
 import json
 import os
 import re
@@ -124,9 +125,19 @@ def unaligned(*tensors):
     return sum(tensor.data_ptr() % 64 > 0 for tensor in tensors)
 
 
+def read_jsonl(path):
+    """Return the dicts of a JSON Lines file."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
 def metrics(output_dir):
     """Return the records of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
+    return read_jsonl(Path(output_dir) / "metrics.jsonl")
+
+
+def lines_of(output_dir):
+    """Return the same without what two equal runs measure differently."""
+    return [{name: value for name, value in line.items() if name not in RATES} for line in metrics(output_dir)]
 
 
 def read_run(path):
@@ -142,6 +153,55 @@ def write_jsonl(path, records):
     """Write dicts to a JSON Lines file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def write_rows(path, rows):
+    """Write rows in the format of the suffixes, in groups of 37 rows if it has groups; return the path.
+
+    A compressed file has two members, as from `cat a.gz b.gz`: a reader that stops after the first would lose rows."""
+    import csv
+
+    import fsspec
+    import pyarrow as pa
+    import pyarrow.orc
+    import pyarrow.parquet as pq
+
+    name = Path(path).name
+    if ".parquet" in name:
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=37)
+    elif ".orc" in name:
+        pa.orc.write_table(pa.Table.from_pylist(rows), path)
+    elif ".arrow" in name:
+        table = pa.Table.from_pylist(rows)
+        with (pa.ipc.new_file if "file" in name else pa.ipc.new_stream)(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=37)
+    else:
+        file = io.StringIO(newline="")
+        if "json" in name:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        elif ".txt" in name:
+            file.writelines(row["text"] + "\n" for row in rows)
+        else:
+            options = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None} if ".tsv" in name else {}
+            writer = csv.DictWriter(file, rows[0].keys(), **options)
+            writer.writeheader()
+            writer.writerows(rows)
+        data = file.getvalue().encode()
+        for mode, part in (("wb", data[: len(data) // 2]), ("ab", data[len(data) // 2 :])):
+            with fsspec.open(str(path), mode, compression="infer") as member:
+                member.write(part)
+    return path
+
+
+def write_beir(folder, documents, queries, judgments, split="test"):
+    """Write a BEIR folder of {id: text}, or of records, and of (query, document, grade); return it."""
+    for name, texts in (("corpus", documents), ("queries", queries)):
+        records = texts if isinstance(texts, list) else [{"_id": key, "text": text} for key, text in texts.items()]
+        write_jsonl(folder / f"{name}.jsonl", records)
+    (folder / "qrels").mkdir(exist_ok=True)
+    lines = ["\t".join(map(str, row)) + "\n" for row in [("query-id", "corpus-id", "score"), *judgments]]
+    (folder / f"qrels/{split}.tsv").write_text("".join(lines))
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -230,14 +290,10 @@ def beir(tmp_path_factory, rows):
     """BEIR folder of 293 functions, searched by 60 docstrings; q1 has two relevant documents, q2 an irrelevant one."""
     folder = tmp_path_factory.mktemp("beir")
     kept = list({row["code"]: row for row in rows}.values())[:293]
-    write_jsonl(
-        folder / "corpus.jsonl", [{"_id": f"d{i}", "title": "", "text": r["code"]} for i, r in enumerate(kept)]
-    )
-    write_jsonl(folder / "queries.jsonl", [{"_id": f"q{i}", "text": r["docstring"]} for i, r in enumerate(kept[:60])])
-    qrels = [f"q{i}\td{i}\t1\n" for i in range(60)] + ["q1\td7\t2\n", "q2\td9\t0\n"]
-    (folder / "qrels").mkdir()
-    (folder / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(qrels))
-    return folder
+    documents = [{"_id": f"d{i}", "title": "", "text": row["code"]} for i, row in enumerate(kept)]
+    queries = {f"q{i}": row["docstring"] for i, row in enumerate(kept[:60])}
+    qrels = [(f"q{i}", f"d{i}", 1) for i in range(60)]
+    return write_beir(folder, documents, queries, [*qrels, ("q1", "d7", 2), ("q2", "d9", 0)])
 
 
 @pytest.fixture

@@ -76,18 +76,10 @@ def run(job):
             outputs.append(on_cpu(found.detach()).clone())
         return found
 
-    try_concatenated = script.try_concatenated
-
-    def tried(*given):  # in float32, which is reported elsewhere
-        before = device.reports.copy()
-        verdict = try_concatenated(*given)
-        device.reports = before
-        return verdict
-
     cpu = mock.patch.object(torch.accelerator, "is_available", lambda: False)
     try:
         with (
-            mock.patch.object(script, "try_concatenated", tried),
+            mock.patch.object(script, "try_concatenated", device.unreported(script.try_concatenated)),
             mock.patch.object(script, "Accelerator", recorder(job, output, device, result)),
             mock.patch.object(script, name, recorded, create=True),
             mock.patch.object(script, "plot_metrics", lambda *_: None, create=True),  # takes as long as training

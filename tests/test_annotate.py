@@ -1,6 +1,5 @@
 """--annotate: rows keep their order and get the scores of the library, each pair scored once, however often killed."""
 
-import json
 import signal
 import time
 
@@ -8,13 +7,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, count_cached, launch, metrics, train, write_jsonl
+from conftest import ROOT, count_cached, launch, metrics, read_jsonl, train, write_jsonl
 from forked import Forked, merge_flags
-from test_rerank import COUNTING_DRIVER
+from test_eval_incremental import COUNTING_DRIVER
 
 import eval_incremental as script
 
 SCRIPT = ROOT / "eval_incremental.py"
+# Writes a byte to a log for each pair scored, so that the work of killed runs is known.
+SCORING_DRIVER = COUNTING_DRIVER.replace("CachedEncoder", "CachedScorer")
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +46,6 @@ def annotate(tmp_path, capsys):
         return capsys.readouterr().out
 
     return run
-
-
-def read_jsonl(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def pairs_of(rows):
@@ -123,7 +120,7 @@ def test_killed_and_continued(tmp_path, data, reranker):
     (tmp_path / "whole").mkdir()
     launch(SCRIPT, *flags_for(tmp_path / "whole", data, "--cross_encoder", reranker))
     flags = flags_for(tmp_path / "killed", data, "--cross_encoder", reranker)
-    driver.write_text(COUNTING_DRIVER.format(root=str(ROOT), log=str(log), pause=0.05))
+    driver.write_text(SCORING_DRIVER.format(root=str(ROOT), log=str(log), pause=0.05))
     process = Forked(driver, flags)
     while (log.stat().st_size if log.exists() else 0) < 60:
         assert process.poll() is None
@@ -132,7 +129,7 @@ def test_killed_and_continued(tmp_path, data, reranker):
     process.wait()
     assert not (tmp_path / "killed/scored.jsonl").exists() and (tmp_path / "killed/scored.jsonl.part").exists()
     (cached,) = count_cached(tmp_path / "killed/cache", 4)
-    driver.write_text(COUNTING_DRIVER.format(root=str(ROOT), log=str(log), pause=0))
+    driver.write_text(SCORING_DRIVER.format(root=str(ROOT), log=str(log), pause=0))
     done = launch(driver, *flags)
     distinct = len(set(pairs_of(read_jsonl(data))))
     assert cached >= 30 and f": {distinct - cached} of " in done.stdout
@@ -147,10 +144,7 @@ def test_killed_and_continued(tmp_path, data, reranker):
         ({"positive": None}, "row 33, counted from 0, has no text in column 'positive'"),
         ({"negatives": []}, "row 33, counted from 0, has no text in column 'negatives'"),
         ({"negatives": ["x", " "]}, "row 33, counted from 0, has no text in column 'negatives'"),
-        (
-            {"scores": [1.0]},
-            "has a column 'scores' already: leave it out, or mine without --format",
-        ),
+        ({"scores": [1.0]}, "has a column 'scores' already: leave it out, or mine without --format"),
     ],
 )
 def test_bad_rows(annotate, data, reranker, tmp_path, change, message):
@@ -197,17 +191,16 @@ def test_a_trainer_reads_the_rows(annotate, data, reranker, bert, tmp_path):
     advice = shown.splitlines()[-1].removeprefix("to distill: ")
     assert advice.startswith("--columns query positive negatives --label_column scores --loss kl --loss_kwargs '{")
     flags, options = advice.split(" --loss_kwargs ")
-    flags = [
-        *flags.split(),
-        "--loss_kwargs",
-        options.strip("'"),
-        "--eval_rows",
-        0,
-        "--batch_size",
-        8,
+    flags = [*flags.split(), "--loss_kwargs", options.strip("'"), "--eval_rows", 0, "--batch_size", 8]
+    flags += [
         "--max_steps",
         1,
+        "--train_data",
+        tmp_path / "scored.jsonl",
+        "--model_name_or_path",
+        bert,
+        "--output_dir",
+        tmp_path / "o",
     ]
-    flags += ["--train_data", tmp_path / "scored.jsonl", "--model_name_or_path", bert, "--output_dir", tmp_path / "o"]
     train("train_bi_encoder", *flags)
     assert metrics(tmp_path / "o")[-1]["loss"] > 0

@@ -86,43 +86,18 @@ def test_rows_with_one_document_to_rank(reranker):
     assert 0.5 < first["held_out_ndcg@10"] <= 1 and 0.5 <= first["held_out_map"] <= 1
 
 
-def read(script, cells, columns, random=None, *more):
-    args = script.parse_args(["--train_data", "x", "--model_name_or_path", "y", "--columns", *columns, *more])
-    args.loss = args.loss or "listwise_ce"
-    return script.read_row(cells, 0, args, random)
-
-
-def test_a_positive_is_no_negative_of_its_row():
-    """Else a pair would have the labels 1 and 0. Of lists, none of the positives is."""
-    from random import Random
-
-    cells = {"q": "q", "d": "p", "n": " P\n", "m": "n"}  # texts that differ in white space or case are one
-    assert read(train_cross_encoder, cells, ["q", "d", "n", "m"]).documents == ["p", "n"]
-    lists = {"q": "q", "d": ["p 0", "p 1"], "n": ["p 0", "n", "p 1"]}
-    for number in range(9):
-        row = read(train_cross_encoder, lists, ["q", "d", "n"], Random(number))
-        assert row.documents[1:] == ["n"]
-    given = {"q": "q", "d": ["p", "n", "p"], "y": [1, 0, 0.5]}  # labels of one's own stay
-    row = read(train_cross_encoder, given, ["q", "d"], None, "--label_column", "y")
+def test_labels_of_ones_own_stay():
+    """Those of other positives: tests/test_same_text.py."""
+    args = ["--train_data", "x", "--model_name_or_path", "y", "--columns", "q", "d", "--label_column", "y"]
+    cells = {"q": "q", "d": ["p", "n", "p"], "y": [1, 0, 0.5]}
+    row = train_cross_encoder.read_row(
+        cells, 0, train_cross_encoder.parse_args([*args, "--loss", "listwise_ce"]), None
+    )
     assert row.documents == ["p", "n", "p"] and row.labels == [1.0, 0.0, 0.5]
 
 
 # What changes a text without changing its tokens.
 SAME = {"blank": lambda text: f"{text} ", "line": lambda text: text.replace(" ", "\n"), "capitals": str.title}
-
-
-def test_texts_of_equal_tokens_are_one_text(flags):
-    """A negative that is the positive but for white space or case is none, nor is a text that another row pairs with
-    the query: the losses of rows that repeat texts exactly."""
-    found = {}
-    for name, same in {"exact": str, **SAME}.items():
-        rows = [{"q": row["q"], "d": row["d"], "n": same(row["d"])} for row in ROWS[:6]]
-        rows += [{"q": same(row["q"]), "d": f"another {row['d']}", "n": same(row["d"])} for row in ROWS[:6]]
-        write_jsonl(Path(f"{name}.jsonl"), rows)
-        train("train_bi_encoder", *flags, "--train_data", f"{name}.jsonl", "--columns", "q", "d", "n",
-              "--batch_size", 12, "--max_steps", 1, "--output_dir", name)  # fmt: skip
-        found[name] = metrics(name)[-1]["loss"]
-    assert found == dict.fromkeys(found, pytest.approx(found["exact"], rel=1e-5))
 
 
 def test_held_out_queries_that_are_trained_on_but_for_white_space_or_case(flags, capsys):

@@ -7,7 +7,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
-from conftest import RATES, ROOT, TRAINERS, few_or_all, launch, metrics, train, weights, write_jsonl
+from conftest import ROOT, TRAINERS, few_or_all, launch, lines_of, metrics, train, weights, write_jsonl
 from forked import Forked
 from test_resume import signal_when
 
@@ -20,17 +20,13 @@ ALL_MEASURES = {
 }
 
 
-def lines(output):
-    return [{name: value for name, value in line.items() if name not in RATES} for line in metrics(output)]
-
-
 def saved_weights(folder):
     return (folder / "model.safetensors").read_bytes()
 
 
 def final_state(output):
     """Return what a resumed run must reproduce: metrics, final weights and the checkpoints that are left."""
-    return lines(output), saved_weights(output / "model"), kept_steps(output)
+    return lines_of(output), saved_weights(output / "model"), kept_steps(output)
 
 
 def naive_best(found, name):
@@ -91,7 +87,7 @@ def undisturbed(tmp_path_factory, settings):
 @pytest.mark.parametrize("name", TRAINERS)
 def test_the_saved_model_is_that_of_the_best_evaluation(undisturbed, name):
     output = undisturbed(name)
-    found = lines(output)
+    found = lines_of(output)
     best, _ = naive_best(found, name)
     assert found[0]["step"] == 0 and 2 < best < STEPS - 6
     assert kept_steps(output) == [best, STEPS]
@@ -122,7 +118,7 @@ def test_patience(undisturbed, settings, tmp_path):
     name = "train_bi_encoder"
     flags = [*settings[name], "--output_dir", tmp_path, "--early_stopping_patience", 3]
     train(name, *flags)
-    whole = lines(undisturbed(name))
+    whole = lines_of(undisturbed(name))
     best, measured = naive_best(whole, name)
     last = measured[measured.index(best) + 3]
     found = final_state(tmp_path)
@@ -154,17 +150,6 @@ def test_processes_that_measure_differently_stop_together(settings, tmp_path):
     assert kept_steps(tmp_path / "out") == [3, 4] and (tmp_path / "out/model").exists()
 
 
-def test_adapters(settings, tmp_path):
-    """The merged model equals that of a run that ends at the best step."""
-    name = "train_bi_encoder"
-    flags = [*settings[name], "--lora_rank", 2, "--learning_rate", 0.06]
-    train(name, *flags, "--output_dir", tmp_path / "best")
-    best, _ = naive_best(lines(tmp_path / "best"), name)
-    assert best < STEPS
-    train(name, *flags, "--output_dir", tmp_path / "short", "--max_steps", best)
-    assert saved_weights(tmp_path / "best/model") == saved_weights(tmp_path / "short/model")
-
-
 def test_unknown_measures(settings, tmp_path):
     """Refused with a list of the measures; the training loss is none of them."""
     name = "train_bi_encoder"
@@ -178,7 +163,7 @@ def test_a_best_checkpoint_that_cannot_be_read(undisturbed, settings, tmp_path):
     """Reported in one line; model/ is not written. What the line says writes that of the last step."""
     name, output = "train_bi_encoder", tmp_path / "out"
     shutil.copytree(undisturbed(name), output)
-    best, _ = naive_best(lines(output), name)
+    best, _ = naive_best(lines_of(output), name)
     path = output / f"checkpoints/step_{best:08}"
     (path / "model.safetensors").write_bytes(saved_weights(path)[:-1] + b"x")
     shutil.rmtree(output / "model")

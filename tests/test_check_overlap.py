@@ -7,6 +7,7 @@ import shutil
 import unicodedata
 from pathlib import Path
 
+import conftest
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -28,13 +29,9 @@ def check(*flags):
 
 def write_beir(name, queries, documents, judged=None):
     """Write a folder in BEIR's layout. queries, documents: {id: text, or (title, text)}."""
-    folder = Path(name)
-    write_jsonl(folder / "queries.jsonl", [{"_id": key, "text": text} for key, text in queries.items()])
     rows = [(key, *((None, cell) if isinstance(cell, str) else cell)) for key, cell in documents.items()]
-    write_jsonl(folder / "corpus.jsonl", [{"_id": key, "title": title, "text": text} for key, title, text in rows])
-    (folder / "qrels").mkdir()
-    lines = [f"{key}\td\t1\n" for key in judged or queries]
-    (folder / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines))
+    rows = [{"_id": key, "title": title, "text": text} for key, title, text in rows]
+    conftest.write_beir(Path(name), rows, queries, [(key, "d", 1) for key in judged or queries])
 
 
 def check_texts(texts, *more):
@@ -210,24 +207,6 @@ def test_pairs_and_several_sources(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["test.csv, query: 2 of 2 texts in 2 rows", "test.csv, document: 3 of 3 texts in 3 rows"]
     assert [line["row"] for line in check(*flags, "--columns", "x")] == [1, 1]
-
-
-JUDGED = {
-    "any_order.tsv": "score\tcorpus-id\tquery-id\n1\td\tq1\n",
-    "comma.csv": "query-id,corpus-id,score\nq1,d,1\n",
-    "trec.txt": "q1 0 d 1\n",
-    "rows.jsonl": '{"query-id": "q1", "corpus-id": "d", "score": 1}\n',
-}
-
-
-@pytest.mark.parametrize("name", JUDGED)
-def test_judgments_that_the_evaluator_reads(name):
-    """By a header in any order, without one, as TREC's, as a table (field: castorini/eval#21)."""
-    write_beir("c", {"q0": "first query", "q1": "second query"}, {"d": "nothing"})
-    Path("c/qrels/test.tsv").rename("c/qrels/train.tsv")
-    Path("c/qrels", name).write_text(JUDGED[name])
-    Path("c/qrels", name).rename(f"c/qrels/test{Path(name).suffix}")
-    assert [line["id"] for line in check_texts(["First query", "Second query"])] == ["q1"]
 
 
 def test_output_has_the_rows_without_queries():

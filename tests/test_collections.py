@@ -234,16 +234,6 @@ def test_run_files_of_others(evaluate, separator):
     assert evaluate("--beir", "c", "--run", "run.trec", "--metrics", "R@1")["metrics"]["R@1"]["mean"] == 1.0
 
 
-def test_a_pair_that_is_judged_twice(evaluate):
-    """The highest judgment counts."""
-    write_texts(Path("c"))
-    write_tsv(Path("c/qrels/test.tsv"), JUDGMENTS)
-    with open("c/qrels/test.tsv", "a") as file:
-        file.write("q1\td0\t0\n")
-    got = evaluate("--beir", "c", "--metrics", "R@4")
-    assert got["metrics"]["R@4"]["mean"] == 1
-
-
 # ------------------------------------------------------------------------------------------------ measures, BM25
 
 # What ir_measures computes from grades and a ranking, without packages that it does not require.

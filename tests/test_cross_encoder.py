@@ -2,12 +2,8 @@
 
 import json
 import math
-import shutil
-import subprocess
-import sys
 from collections import ChainMap
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 from statistics import fmean as mean
 from types import SimpleNamespace
@@ -15,15 +11,12 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ROOT, launch, merge_flags, metrics, write_jsonl
-from safetensors.torch import load_file
+from conftest import ROOT, launch, merge_flags, write_rows
 from sentence_transformers import CrossEncoder
 from sentence_transformers.cross_encoder import losses
-from transformers import AutoTokenizer
 
 import train_cross_encoder as script
 
@@ -34,15 +27,6 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 def parse(*flags):
     given = ["--train_data", "x.jsonl", "--columns", "q", "d", "--model_name_or_path", "a/model", *flags]
     return script.parse_args(merge_flags(given))
-
-
-def write(name, rows):
-    """Write rows as JSON Lines, or as Parquet in row groups of 7; return the path as str."""
-    if str(name).endswith(".parquet"):
-        pq.write_table(pa.Table.from_pylist(rows), name, row_group_size=7)
-    else:
-        write_jsonl(Path(name), rows)
-    return str(name)
 
 
 # ----------------------------------------------------------------------------------------------------------- losses
@@ -215,7 +199,7 @@ def test_a_held_out_row_without_a_relevant_document_is_not_ranked():
     assert found["query"] == "q"
 
 
-CASES = ["bce", "mse", "listwise_ce", "drawn", "lists", "ranknet", "lambdaloss", "margin_mse", "kl"]
+CASES = ["bce", "mse", "listwise_ce", "drawn", "lists", "ranknet", "lambdaloss", "margin_mse", "kl", "mixture"]
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +215,7 @@ def launched(tmp_path_factory, rows, bert):
                   "scores": [math.sin(i + number) for number in range(len(documents))]}  # fmt: skip
         lists = {"documents": documents, "lists": codes[max(0, i - i % 5) : i]}
         table.append({**row, "code": codes[i], **lists, **labels})
-    file, found = write(folder / "rows.parquet", table), {}
+    file, found = write_rows(folder / "rows.parquet", table), {}
     for processes in (1, 2):
         launch(ROOT / "tests/cross_gradient_worker.py", bert, file, folder / str(processes), processes=processes)
         for process in range(processes):
@@ -272,7 +256,7 @@ def test_accumulated_batches_equal_one_batch_for_a_mean_over_pairs(launched):
 
 def first_rows(rows, *flags, suffix="jsonl"):
     """Return (loss, [([query, document, ...], labels)]) of the rows, in their order, without bad ones."""
-    file = write(f"x.{suffix}", rows)
+    file = write_rows(f"x.{suffix}", rows)
     args = parse("--train_data", file, "--shuffle_buffer", 0, "--eval_rows", 0, "--batch_size", len(rows), *flags)
     data = script.open_data(args)
     table, _ = next(script.row_batches(data.sources, data.weights, args))
@@ -373,9 +357,9 @@ def test_a_lone_list_that_is_drawn_from_begins_with_its_positive(labels, is_refu
 
 def test_negatives_drawn_from_ids_are_texts():
     """Never a document of the same query, by its id, and never one that the corpus lacks."""
-    corpus = write("corpus.jsonl", [{"_id": i, "text": f"text {i}"} for i in range(12)])
+    corpus = write_rows("corpus.jsonl", [{"_id": i, "text": f"text {i}"} for i in range(12)])
     rows = [{"q": f"query {i // 2}", "d": i} for i in range(14)]  # two documents are missing
-    args = parse("--train_data", write("x.jsonl", rows), "--corpus", corpus, "--corpus_columns", "_id", "text",
+    args = parse("--train_data", write_rows("x.jsonl", rows), "--corpus", corpus, "--corpus_columns", "_id", "text",
                  "--columns", "q", "d", "--eval_rows", 0, "--num_negatives", 99, "--on_bad_row", "skip")  # fmt: skip
     data = script.open_data(args)
     found, skipped = script.local_rows(data.sources[0].take(14), np.arange(14), 0, data, args)
@@ -390,11 +374,11 @@ def test_negatives_drawn_from_ids_are_texts():
 
 def test_ids_in_lists():
     """A null one is left out with its label; an unknown id, or an empty list, is a bad row."""
-    corpus = write("corpus.jsonl", [{"_id": i, "text": f"text {i}"} for i in range(20)])
+    corpus = write_rows("corpus.jsonl", [{"_id": i, "text": f"text {i}"} for i in range(20)])
 
     def read(name, lists, *flags):
         labels = [[1, 0, 0][: len(ids)] for ids in lists]
-        data = write(name, [{"q": f"query {i}", "ds": ids, "y": labels[i]} for i, ids in enumerate(lists)])
+        data = write_rows(name, [{"q": f"query {i}", "ds": ids, "y": labels[i]} for i, ids in enumerate(lists)])
         args = parse("--train_data", data, "--corpus", corpus, "--corpus_columns", "_id", "text", "--columns", "q",
                      "ds", "--label_column", "y", "--loss", "bce", "--eval_rows", 0, "--shuffle_buffer", 0,
                      *flags)  # fmt: skip
@@ -408,40 +392,6 @@ def test_ids_in_lists():
     for bad, problem in ((3, "an id is unknown, or has no text"), (4, "'ds' has no text")):
         with pytest.raises(script.UserError, match=f"{problem} in the row .*query 1.*_row skip"):
             read(f"{bad}.jsonl", [lists[0], lists[bad]])
-
-
-# ----------------------------------------------------------------------------------------------------- tokenization
-
-
-def token_ids(model, pairs):
-    """Return the token ids of each pair, without padding."""
-    args = parse("--micro_batch_tokens", "1000000")
-    made = script.make_micro_batches(model, [(None, pair) for pair in pairs], args, Accelerator(cpu=True))
-    made = [(prompt, indices, script.convert_arrays(features)) for prompt, indices, features in made]
-    found = {}
-    for _, indices, features in made:
-        masks = features.get("attention_mask", torch.ones_like(features["input_ids"]))
-        found |= {i: row[mask.bool()].tolist() for i, row, mask in zip(indices, features["input_ids"], masks)}
-    work = script.work_of([SimpleNamespace(micro_batches=made, waited=0)], 0, 0, args)
-    assert work[-2] == sum(map(len, found.values()))
-    return [found[i] for i in range(len(pairs))]
-
-
-def test_pairs_are_truncated_as_by_the_library(bert):
-    """The longer text is truncated first, and neither to less than half of the tokens."""
-    model = script.load_model(parse("--model_name_or_path", bert, "--max_length", 32))
-    tokenizer = AutoTokenizer.from_pretrained(bert)
-    texts = ["a", "read the file", "b " * 14, "read the file " * 5, "b " * 28, "b " * 29, "write a line of text " * 50]
-    pairs = [(query, document) for query in texts for document in texts]
-    found = token_ids(model, pairs)
-    assert found == tokenizer(*map(list, zip(*pairs)), truncation=True, max_length=32)["input_ids"]
-    for (query, document), ids in zip(pairs, found):
-        first, second = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (query, document))
-        assert len(ids) == min(32, len(first) + len(second) + 3)
-        place = ids.index(tokenizer.sep_token_id)
-        kept = ids[1:place], ids[place + 1 : -1]
-        assert kept == (first[: len(kept[0])], second[: len(kept[1])])
-        assert len(kept[0]) >= min(14, len(first)) and len(kept[1]) >= min(14, len(second))
 
 
 # --------------------------------------------------------------------------------------------------------- measures
@@ -465,7 +415,7 @@ def test_held_out_measures_equal_those_of_predict(rows, reranker, kind):
     }[kind]
     texts = [{"q": row["docstring"][:60], "d": codes[i]} | cells(i) for i, row in enumerate(rows[:60])]
     accelerator = Accelerator(cpu=True)
-    given = parse("--train_data", write("x.parquet", texts), "--model_name_or_path", reranker, "--eval_rows", 52,
+    given = parse("--train_data", write_rows("x.parquet", texts), "--model_name_or_path", reranker, "--eval_rows", 52,
                   *flags)  # fmt: skip
     model = script.load_model(given).train()
     args = script.resolve_args(given, model, accelerator)
@@ -493,32 +443,6 @@ def test_held_out_measures_equal_those_of_predict(rows, reranker, kind):
 
 
 # ------------------------------------------------------------------------------------------------------- whole runs
-
-
-def test_copied_alone_into_an_empty_folder(tmp_path, rows, bert):
-    """All outputs are written; model and checkpoint load as a CrossEncoder with the trained scores."""
-    shutil.copy(SCRIPT, tmp_path)
-    write("x.jsonl", [{**row, "code": row["code"][:200], "label": i % 2} for i, row in enumerate(rows[:80])])
-    flags = ["--train_data", "x.jsonl", "--columns", "docstring", "code", "--model_name_or_path", bert,
-             "--max_steps", 2, "--batch_size", 8, "--eval_rows", 16,
-             "--logging_steps", 1, "--save_steps", 1, "--max_length", 64, "--learning_rate", 0.01,
-             "--label_column", "label"]  # fmt: skip
-    command = [sys.executable, "-I", "train_cross_encoder.py", *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    run, lines = tmp_path / "runs/cross_encoder", metrics("runs/cross_encoder")
-    assert {"model", "checkpoints", "metrics.jsonl", "args.yaml", "training.png"} <= {p.name for p in run.iterdir()}
-    assert {"held_out_spearman", "held_out_pearson"} < set(lines[0]) and lines[0]["step"] == 0
-    assert "train_cross_encoder.py" in (run / "model/README.md").read_text()
-    again = script.parse_args([str(run / "args.yaml")])
-    assert again == script.parse_args(list(map(str, flags)))
-    pairs = [(rows[0]["docstring"], rows[0]["code"]), ("a", "b")]
-    trained = script.load_model(again).eval()
-    trained.load_state_dict(load_file(run / "checkpoints/step_00000002/model.safetensors"))
-    with torch.no_grad():
-        scores = script.score(trained, trained.preprocess(pairs), Accelerator(cpu=True))
-    saved = CrossEncoder(str(run / "model"), device="cpu")
-    assert torch.allclose(torch.tensor(saved.predict(pairs)), scores.sigmoid(), atol=1e-6)
 
 
 # -------------------------------------------------------------------------------------------------------- bad input
@@ -597,16 +521,9 @@ def test_unknown_loss_kwargs():
 
 def test_refused_models(bert, tmp_path):
     CrossEncoder(str(bert), device="cpu", num_labels=3).save_pretrained(str(tmp_path / "three"))
-    for flags, hint in (
-        (["--model_name_or_path", tmp_path / "three"], "three: .*3 scores"),
-        (
-            ["--model_name_or_path", bert, "--max_length", 2000],
-            "positions for 512 tokens, not for 2000: lower --max_length",
-        ),
-        (["--model_name_or_path", tmp_path / "none"], "--model_name_or_path .*none"),
-    ):
+    for name, hint in (("three", "three: .*3 scores"), ("none", "--model_name_or_path .*none")):
         with pytest.raises(script.UserError, match=hint) as error:
-            script.load_model(parse(*flags))
+            script.load_model(parse("--model_name_or_path", tmp_path / name))
         assert "\n" not in str(error.value)
 
 

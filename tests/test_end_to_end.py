@@ -3,17 +3,13 @@
 import csv
 import importlib
 import json
-import math
 import re
 import shlex
 import shutil
 
 import pytest
-import torch
 import yaml
 from conftest import RATES, ROOT, TRAINERS, launch, metrics, train
-from safetensors.torch import load_file
-from sentence_transformers import SentenceTransformer
 
 import train_bi_encoder
 
@@ -47,14 +43,6 @@ def test_outputs(run):
     assert (run / "training.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_schedule(run):
-    """The learning rate rises from 0 over a tenth of the steps, and then decays linearly."""
-    rates = [line["learning_rate"] for line in metrics(run) if "learning_rate" in line]
-    steps, warmup = len(rates), math.ceil(len(rates) / 10)
-    expected = [step / warmup if step < warmup else (steps - step) / (steps - warmup) for step in range(steps)]
-    assert rates == pytest.approx([0.01 * share for share in expected])
-
-
 def test_card(run):
     """That of the library, with steps and script; the flags beside it repeat the run."""
     text, last = (run / "model/README.md").read_text(), metrics(run)[-1]
@@ -73,23 +61,6 @@ def test_tensorboard(run):
     logged = EventAccumulator(str(run / "evenstep")).Reload()
     losses = [event.value for event in logged.Scalars("loss")]
     assert losses == pytest.approx([line["loss"] for line in metrics(run) if "loss" in line], rel=1e-6)
-
-
-def test_the_model_loads_in_sentence_transformers(run):
-    """It applies its prompts; its weights are those of the newest checkpoint."""
-    model = SentenceTransformer(str(run / "model"), device="cpu")
-    found, expected = model.encode_query("how to read a file"), model.encode("query: how to read a file")
-    assert torch.allclose(*map(torch.tensor, (found, expected)), atol=1e-6)
-    assert model.prompts == {"query": "query: ", "document": "code: "}
-    weights, saved = model.state_dict(), load_file(max((run / "checkpoints").iterdir()) / "model.safetensors")
-    assert weights.keys() == saved.keys() and all(torch.equal(weights[name], saved[name]) for name in saved)
-
-
-def test_what_is_required_is_said():
-    done = launch(SCRIPT, check=False)
-    assert (
-        done.returncode == 2 and "--train_data and --model_name_or_path are required" in done.stderr.splitlines()[-1]
-    )
 
 
 def test_help_prints_each_flag_once(capsys):

@@ -4,7 +4,7 @@ measured."""
 import numpy as np
 import pytest
 import torch
-from conftest import launch, read_run, write_jsonl
+from conftest import launch, read_run, write_beir
 
 import eval_incremental as script
 
@@ -47,11 +47,8 @@ def test_two_processes_rank_equal_texts_as_one(bert, tmp_path):
     rng = np.random.default_rng(0)
     texts = [" ".join(rng.choice(WORDS, rng.integers(1, 60))) for _ in range(60)]
     rows = [{"_id": f"{number % 7}-{number}", "text": texts[number * 11 % 60]} for number in range(180)]
-    write_jsonl(tmp_path / "beir/corpus.jsonl", rows)
-    write_jsonl(tmp_path / "beir/queries.jsonl", [{"_id": f"q{i}", "text": text[:30]} for i, text in enumerate(texts)])
-    (tmp_path / "beir/qrels").mkdir()
-    judged = "".join(f"q{i}\t{rows[i]['_id']}\t1\n" for i in range(60))
-    (tmp_path / "beir/qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n" + judged)
+    queries = {f"q{i}": text[:30] for i, text in enumerate(texts)}
+    write_beir(tmp_path / "beir", rows, queries, [(f"q{i}", rows[i]["_id"], 1) for i in range(60)])
     text_of = {row["_id"]: row["text"] for row in rows}
     for processes in (1, 2):
         flags = ["--beir", tmp_path / "beir", "--model_name_or_path", bert, "--corpus_chunk_size", 45, "--top_k", 180]

@@ -4,29 +4,25 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import launch, metrics, train, write_jsonl
+from conftest import launch, metrics, train, write_beir, write_jsonl
 
 import train_bi_encoder as script
 
 NAMES = {"nDCG@10": "ndcg@10", "RR@10": "mrr@10", "Success@1": "accuracy@1", "R@10": "recall@10"}
 
 
-def write_beir(folder, rows):
+def write_functions(folder, rows):
     """Write a BEIR folder of 60 functions, every other with a title, and 24 queries. The ids "NA" and "null" must be
     read as texts; a judged document is not in the corpus, and a query not among the queries."""
     ids = [f"{i:04}" for i in range(59)] + ["NA"]
     titles = [row["docstring"][:20] * (i % 2) for i, row in enumerate(rows)]
     records = [{"_id": name, "title": title, "text": row["code"][:300]} for name, title, row in zip(ids, titles, rows)]
-    write_jsonl(folder / "corpus.jsonl", records)
     queries = {f"{i:03}": row["docstring"][:200] for i, row in enumerate(rows[:22])}
     queries |= {"005": rows[5]["code"][:300], "null": rows[59]["docstring"]}
-    write_jsonl(folder / "queries.jsonl", [{"_id": name, "text": text} for name, text in queries.items()])
     qrels = [(f"{i:03}", ids[i + more], grade) for i in range(20) for more, grade in ((0, 1), (3 + i, 1), (30, 0))]
     qrels += [("020", "0030", 1), ("021", "0021", 1), ("021", "9999", 1), ("null", "NA", 1), ("none", "0001", 1)]
-    (folder / "qrels").mkdir()
     for split, kept in (("test", qrels), ("dev", qrels[::2])):
-        lines = [f"{query}\t{document}\t{grade}\n" for query, document, grade in kept]
-        (folder / f"qrels/{split}.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines))
+        write_beir(folder, records, queries, kept, split)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +30,7 @@ def collections(tmp_path_factory, rows):
     """Two BEIR folders, one and two."""
     folder = tmp_path_factory.mktemp("beir")
     for name, first in (("one", 0), ("two", 100)):
-        write_beir(folder / name, rows[first : first + 60])
+        write_functions(folder / name, rows[first : first + 60])
     return folder / "one", folder / "two"
 
 

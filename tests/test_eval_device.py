@@ -40,19 +40,14 @@ def waiting(self, *given):
     say("waited", self.unit, sum(device.syncs.values()) - before)
     return output
 script.CachedEncoder.forward = waiting
-try_concatenated = script.try_concatenated
-def tried(*given):  # in float32, which is reported elsewhere
-    before = device.reports.copy()
-    verdict = try_concatenated(*given)
-    device.reports = before
-    return verdict
-script.try_concatenated = tried
 compute = script.CachedEncoder.compute
 def computed(self, lookup, indices, micro_batches):
     say("launched", lookup.chunk.role, lookup.chunk.first)
     return compute(self, lookup, indices, micro_batches)
 script.CachedEncoder.compute = computed
-with StrictDevice(mixed={mixed!r}) as device:
+device = StrictDevice(mixed={mixed!r})
+script.try_concatenated = device.unreported(script.try_concatenated)
+with device:
     script.main(script.parse_args(sys.argv[1:]))
 say("reports", json.dumps(device.reports))
 say("waits", json.dumps(device.syncs))
@@ -110,21 +105,3 @@ def test_a_chunk_is_stored_while_the_next_one_is_on_the_device(ranked):
     events = [line for line in ranked[0] if line[:1] in (["launched"], ["finished"]) and line[1] == "document"]
     order = ["launched 0", "launched 20", "finished 0", "launched 40", "finished 20", "launched 60", "finished 40"]
     assert [f"{line[0]} {line[2]}" for line in events] == [*order, "finished 60"]
-
-
-def test_a_new_chunk_before_a_cached_one(ranked, bert):
-    """Of which nothing is computed: the new one, of several requests, must not be taken for complete."""
-    folder = ranked[1] / "before"
-    lines = (ranked[1] / "corpus.jsonl").read_text().splitlines(keepends=True)
-    folder.mkdir()
-    (folder / "second.jsonl").write_text("".join(lines[20:40]))
-    flags = ["--model_name_or_path", bert, "--corpus_chunk_size", 20, "--cache_dir", folder / "cache"]
-    flags += ["--dataloader_num_workers", 2, "--micro_batch_tokens", 64]
-    run_on_device(folder, "bf16", *flags, "--corpus", folder / "second.jsonl", "--query", "a file")
-    flags += ["--beir", ranked[1], "--metrics", "RR@10", "--output_dir", folder / "out"]
-    events = run_on_device(folder, "bf16", *flags)
-    finished = [line[3] for line in events if line[:2] == ["finished", "document"]]
-    assert finished == ["20", "0", "20", "20"]  # texts computed
-    found, expected = (read_run(path / "run.trec") for path in (folder / "out", ranked[1] / "cpu" / bert.name))
-    for query, scores in expected.items():
-        assert sorted(found[query].values()) == pytest.approx(sorted(scores.values()), abs=0.01)

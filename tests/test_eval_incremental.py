@@ -14,16 +14,15 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, count_cached, launch, read_run, write_jsonl
+from conftest import ROOT, count_cached, launch, read_run, write_beir, write_jsonl
 from filelock import FileLock
-from forked import merge_flags
 
 import eval_incremental as script
 
 SCRIPT = ROOT / "eval_incremental.py"
 
 
-def score_all(bert, beir, prompts=("", ""), dims=None):
+def score_all(bert, beir, prompts):
     """Return {query: {document: score}} by encoding everything with sentence-transformers."""
     from sentence_transformers import SentenceTransformer
 
@@ -31,7 +30,7 @@ def score_all(bert, beir, prompts=("", ""), dims=None):
     sides = []
     for name, prompt in zip(("queries", "corpus"), prompts):
         records = [json.loads(line) for line in (beir / f"{name}.jsonl").read_text().splitlines()]
-        vectors = model.encode([prompt + r["text"].strip() for r in records], convert_to_tensor=True)[:, :dims]
+        vectors = model.encode([prompt + r["text"].strip() for r in records], convert_to_tensor=True)
         sides.append(([r["_id"] for r in records], torch.nn.functional.normalize(vectors, dim=1)))
     (queries, a), (documents, b) = sides
     return {q: dict(zip(documents, line)) for q, line in zip(queries, (a @ b.T).tolist())}
@@ -49,13 +48,11 @@ def read_qrels(path):
 # ------------------------------------------------------------------------------------------------------ correctness
 
 
-@pytest.mark.parametrize("extra", [(), ("--streaming",), ("--query_prompt", "find: ", "--document_prompt", "code: "),
-                                   ("--truncate_dim", 16)])  # fmt: skip
-def test_equals_encoding_everything(evaluate, beir, bert, tmp_path, extra):
-    """Documents and scores; tests/test_trec_eval.py has the measures of a ranking."""
-    evaluate("--beir", beir, "--cache_dtype", "float32", *extra)
-    prompts = ("find: ", "code: ") if "--query_prompt" in extra else ("", "")
-    run = score_all(bert, beir, prompts, 16 if "--truncate_dim" in extra else None)
+def test_equals_encoding_everything(evaluate, beir, bert, tmp_path):
+    """Documents and scores; tests/test_trec_eval.py has the measures of a ranking, test_views.py other dimensions."""
+    prompts = ("find: ", "code: ")
+    evaluate("--beir", beir, "--cache_dtype", "float32", "--query_prompt", prompts[0], "--document_prompt", prompts[1])
+    run = score_all(bert, beir, prompts)
     ranked = read_run(tmp_path / "out/run.trec")
     assert ranked.keys() == run.keys()
     for query, found in ranked.items():
@@ -295,17 +292,6 @@ def test_a_cache_is_set_up_by_one_process_at_a_time(tmp_path):
     assert (second.result().folder / "cache.db").exists()
 
 
-def test_pairs_and_comparison(evaluate, corpus, static, bert, tmp_path, capsys):
-    other = shutil.copytree(static, tmp_path / "runs/second/model")
-    flags = ["--pairs", f"{corpus}/*.parquet", "--columns", "docstring", "code"]
-    first, second, words = evaluate(*flags, "--model_name_or_path", bert, other, "--bm25")["models"]
-    assert [first["name"], second["name"], words["name"]] == ["st", "second", "BM25"]
-    first, second, words = (result["metrics"]["nDCG@10"] for result in (first, second, words))
-    assert second["difference"] == pytest.approx(second["mean"] - first["mean"])
-    assert 0 < second["p"] <= 1 and words["mean"] > 0.2  # the texts share words
-    assert (tmp_path / "out/BM25/run.trec").exists() and "p = " in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("extra", [(), ("--streaming", "--corpus_chunk_size", 3)])
 def test_pairs_and_a_collection_of_them_give_the_same_numbers(evaluate, rows, tmp_path, extra):
     """Whether the pairs are read as they are or as a BEIR folder, and whatever the cache stores by default."""
@@ -314,12 +300,12 @@ def test_pairs_and_a_collection_of_them_give_the_same_numbers(evaluate, rows, tm
     pairs += [{"q": pairs[0]["q"], "d": pairs[7]["d"]}, {"q": None, "d": "x"}, {"q": "y", "d": " "}]
     write_jsonl(tmp_path / "pairs.jsonl", pairs)
     queries, documents = (list(dict.fromkeys(pair[name].strip() for pair in pairs[:131])) for name in "qd")
-    write_jsonl(tmp_path / "beir/corpus.jsonl", [{"_id": f"d{n}", "text": text} for n, text in enumerate(documents)])
-    write_jsonl(tmp_path / "beir/queries.jsonl", [{"_id": f"q{n}", "text": text} for n, text in enumerate(queries)])
-    numbers = [(queries.index(pair["q"].strip()), documents.index(pair["d"].strip())) for pair in pairs[:131]]
-    (tmp_path / "beir/qrels").mkdir()
-    lines = ["query-id\tcorpus-id\tscore\n", *(f"q{q}\td{d}\t1\n" for q, d in numbers)]
-    (tmp_path / "beir/qrels/train.tsv").write_text("".join(lines))
+    queries, documents = (
+        {text: f"{name}{n}" for n, text in enumerate(texts)} for name, texts in zip("qd", (queries, documents))
+    )
+    judged = [(queries[pair["q"].strip()], documents[pair["d"].strip()], 1) for pair in pairs[:131]]
+    by_id = [{name: text for text, name in texts.items()} for texts in (documents, queries)]
+    write_beir(tmp_path / "beir", *by_id, judged, "train")
     found = []
     for dtype in ([], ["--cache_dtype", "float32"]):
         found.append(evaluate("--pairs", tmp_path / "pairs.jsonl", "--columns", "q", "d", *extra, *dtype))
@@ -473,6 +459,13 @@ def test_one_line_errors(evaluate, beir, bert, reranker, tmp_path, monkeypatch, 
 USAGE = {
     "--beir x --metrics nDGC@10": "--metrics nDGC@10: unknown to ir_measures",
     "--beir x --metrics map@100": "unknown to ir_measures, which has nDCG@10, RR@10 (MRR), AP (MAP)",
+    "--beir x --metrics trec_eval": "--metrics trec_eval: unknown to ir_measures",  # a name of the Hub: not loaded
+    "--corpus c --queries q --qrels r --export_vectors v --model_name_or_path a b": "--export_vectors",
+    "--corpus c --queries q --qrels r --export_vectors v --run r": "--export_vectors",
+    "--beir b --fuse rrf --model_name_or_path m": "--fuse requires two rankings",
+    "--beir b --fuse rrf --run r": "--fuse requires two rankings",
+    "--beir b --rerank_k 0": "--rerank_k 0: must be finite, above 0",
+    "--beir b --run r --query q": "--annotate: take none of --run, --bm25, --fuse",
     "--top_k 0": "--top_k 0: must be finite, above 0",
     "--corpus c.jsonl --queries q.jsonl": "--corpus, --queries and --qrels belong together",
     "--corpus c.jsonl --beir b": "--beir, --corpus, --pairs, --annotate: give only one of them",
@@ -682,7 +675,7 @@ def two_collections(beir, tmp_path):
 def test_several_collections_and_models(evaluate, two_collections, bert, static, tmp_path, capsys, monkeypatch):
     """Each collection is measured as if alone, and counts equally in the mean; no text is encoded twice."""
     monkeypatch.setenv("COLUMNS", "150")
-    other = shutil.copytree(static, tmp_path / "other")
+    other = shutil.copytree(static, tmp_path / "runs/other/model")
     results = evaluate("--beir", *two_collections, "--model_name_or_path", bert, other, "--bm25")["models"]
     shown = capsys.readouterr().out
     names = [(result["collection"], result["name"]) for result in results]
@@ -690,6 +683,7 @@ def test_several_collections_and_models(evaluate, two_collections, bert, static,
     assert results[3]["texts"] == {"total": 130, "encoded": 0, "cached": 130}  # cached from the larger collection
     assert re.search(rf"^nDCG@10 +bytes +{two_collections[0].name} +small", shown, re.M)
     assert re.search(r"^st +128 +0.*\nother +\d+ +0.*\n +[-+]0.*\nBM25 +0", shown, re.M)
+    assert "p = " in shown
     whole = json.loads((tmp_path / "out/metrics.json").read_text())
     for number, (name, mean) in enumerate(whole["means"].items()):
         parts = [result["metrics"]["AP@100"]["mean"] for result in results if result["name"] == name]
@@ -744,15 +738,3 @@ def test_a_search_takes_one_collection(evaluate, two_collections):
     for flags in (["--run", two_collections[0] / "corpus.jsonl"], ["--query", "q"], ["--export_vectors", "v"]):
         with pytest.raises(script.UserError, match=r"--export_vectors: take one collection \(--split\), not 2"):
             evaluate("--beir", *two_collections, *flags)
-
-
-def test_results_of_another_evaluation_are_not_overwritten(evaluate, beir, bert, tmp_path):
-    flags = ["--model_name_or_path", bert, "--beir", beir, "--cache_dir", tmp_path / "cache"]
-    flags = merge_flags([*flags, "--output_dir", tmp_path / "results", "--max_length", 32])
-    script.main(script.parse_args(flags))
-    before = (tmp_path / "results/metrics.json").read_bytes()
-    script.main(script.parse_args(flags))  # the same evaluation
-    with pytest.raises(script.UserError, match="results: contains the results of other flags: choose another"):
-        script.main(script.parse_args(merge_flags([*flags, "--max_length", 16])))
-    after = (tmp_path / "results/metrics.json").read_bytes()
-    assert json.loads(after)["results"][0]["metrics"] == json.loads(before)["results"][0]["metrics"]

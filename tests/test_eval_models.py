@@ -10,13 +10,12 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from conftest import ROOT, count_cached, read_run, train
+from conftest import ROOT, count_cached, train
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Router, StaticEmbedding
-from test_architectures import CASES, PROMPTS, router_after_pooling
-from test_decoders import CHAT, TEMPLATE, load, make_decoder, make_encoder
-from test_modular_rerankers import make_reranker
+from test_architectures import CASES, PROMPTS
+from test_decoders import CHAT, TEMPLATE, load, make_decoder, make_encoder, make_reranker
 from tokenizers import Tokenizer
 
 import eval_incremental as script
@@ -131,21 +130,6 @@ def test_scores_equal_those_of_predict(name, rows, bert, tmp_path):
         assert scorer.meter["new"] == (not again) * len(pairs)
         scorer.close()
     assert expected.std() > 1e-4
-
-
-def test_a_ranking_by_a_router(evaluate, beir, bert, tmp_path):
-    """Scores of a whole evaluation; before the fifth edition they were off by 1.33, silently."""
-    model = save(router_after_pooling(tmp_path, bert), tmp_path / "model", similarity_fn_name="dot")
-    evaluate("--beir", beir, "--model_name_or_path", tmp_path / "model")
-    texts = []
-    for name in ("queries", "corpus"):
-        records = map(json.loads, (beir / f"{name}.jsonl").read_text().splitlines())
-        texts.append({record["_id"]: record["text"].strip() for record in records})
-    scores = model.encode_query(list(texts[0].values())) @ model.encode_document(list(texts[1].values())).T
-    number = {name: row for part in texts for row, name in enumerate(part)}
-    for query, found in read_run(tmp_path / "out/run.trec").items():
-        expected = scores[number[query], [number[document] for document in found]]
-        assert list(found.values()) == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 def edit_json(name, **values):

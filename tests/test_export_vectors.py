@@ -11,7 +11,7 @@ from operator import itemgetter
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, count_cached, launch, read_run, write_jsonl
+from conftest import ROOT, count_cached, launch, read_jsonl, read_run, write_jsonl
 from forked import Forked, merge_flags
 from sentence_transformers import SentenceTransformer
 from test_eval_incremental import COUNTING_DRIVER, SCRIPT, small_disk
@@ -47,10 +47,6 @@ def bytes_of(folder):
     return {path.name: path.read_bytes() for path in sorted((folder / "vectors").iterdir())}
 
 
-def read_jsonl(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def documents(beir):
     return read_jsonl(beir / "corpus.jsonl")
 
@@ -74,7 +70,7 @@ def test_equals_sentence_transformers(export, tmp_path, beir, bert, dtype, toler
     names = sorted(path.name for path in (tmp_path / "vectors").glob("*.parquet"))
     assert names == [f"vectors-{first:012}.parquet" for first in range(0, 293, CHUNK)]
     metadata = json.loads((tmp_path / "vectors/_vectors.json").read_text())
-    assert metadata["rows"] == 293 and metadata["similarity"] == "cosine"
+    assert (metadata["rows"], metadata["dimensions"], metadata["similarity"]) == (293, dims, "cosine")
     assert metadata["document_prompt"] == prompt and metadata["query_prompt"] == ("find: " if prompt else "")
     assert metadata["model"] == str(bert) and metadata["max_length"] == 128
     assert (tmp_path / "cache" / f"{bert.name}-{metadata['fingerprint']}" / "cache.db").exists()
@@ -207,13 +203,6 @@ def test_again_and_after_a_change(export, tmp_path, beir, bert, capsys):
     with pytest.raises(script.UserError, match="no id in column"):
         export(tmp_path, bert, "--beir", folder)
     assert not vectors.exists()
-
-
-@pytest.mark.parametrize("flags", [["--model_name_or_path", "a", "b"], ["--run", "r"]])
-def test_usage(flags, capsys):
-    with pytest.raises(SystemExit):
-        script.parse_args(["--corpus", "c.jsonl", "--export_vectors", "v", "--queries", "q", "--qrels", "r", *flags])
-    assert "--export_vectors" in capsys.readouterr().err
 
 
 def test_a_file_instead_of_the_folder(evaluate, beir, tmp_path):

@@ -28,6 +28,11 @@ SETTINGS = {
 }
 
 
+def flags_of(corpus, model, *more):
+    return ["--train_data", f"{corpus}/*.parquet", "--columns", "docstring", "code", "--model_name_or_path", model,
+            *more]  # fmt: skip
+
+
 def launch_sharded(folder, script, *flags, precision="no", worker=ROOT / "tests/fsdp2_worker.py", **variables):
     """Run a trainer with accelerate_configs/fsdp2.yaml on two CPU processes; return what it prints."""
     config = yaml.safe_load((ROOT / "accelerate_configs/fsdp2.yaml").read_text())
@@ -45,10 +50,9 @@ def runs(tmp_path_factory, corpus, request):
     def run(script):
         folder = tmp_path_factory.mktemp(script)
         model, more = SETTINGS[script]
-        flags = ["--train_data", f"{corpus}/*.parquet", "--columns", "docstring", "code", "--model_name_or_path",
-                 request.getfixturevalue(model), "--max_steps", 4, "--batch_size", 15, "--eval_rows", 20,
-                 "--micro_batch_tokens", 400, "--learning_rate", 1e-4, "--logging_steps", 1, "--eval_steps", 2,
-                 "--save_steps", 2, *more]  # fmt: skip
+        flags = flags_of(corpus, request.getfixturevalue(model), "--max_steps", 4, "--batch_size", 15, *more)
+        flags += ["--eval_rows", 20, "--micro_batch_tokens", 400, "--learning_rate", 1e-4, "--logging_steps", 1]
+        flags += ["--eval_steps", 2, "--save_steps", 2]
         launch(ROOT / f"{script}.py", *flags, "--output_dir", folder / "whole", processes=2)
         printed = launch_sharded(folder, script, *flags, "--output_dir", folder / "fsdp")
         return flags, folder, printed
@@ -81,9 +85,8 @@ def test_fsdp2_equals_whole_copies(runs, script):
 def test_fsdp2_concatenates_inside(script, tmp_path, corpus, request):
     """The wrapper of a sharded body gives the losses and norms of padded whole copies."""
     model, more = SETTINGS[script]
-    flags = ["--train_data", f"{corpus}/*.parquet", "--columns", "docstring", "code", "--model_name_or_path",
-             request.getfixturevalue(model), "--max_steps", 2, "--batch_size", 15, "--eval_rows", 0, "--dropout", 0,
-             "--micro_batch_tokens", 400, "--logging_steps", 1, *more]  # fmt: skip
+    flags = flags_of(corpus, request.getfixturevalue(model), "--max_steps", 2, "--batch_size", 15, *more)
+    flags += ["--eval_rows", 0, "--dropout", 0, "--micro_batch_tokens", 400, "--logging_steps", 1]
     launch(ROOT / f"{script}.py", *flags, "--output_dir", tmp_path / "whole", processes=2)
     launch_sharded(tmp_path, script, *flags, "--output_dir", tmp_path / "fsdp", CONCATENATED="1")
     whole, fsdp = (metrics(tmp_path / run) for run in ("whole", "fsdp"))
@@ -119,9 +122,8 @@ def test_fsdp2_with_adapters_and_a_head_in_bfloat16(precision, corpus, reranker,
     """FSDP2 requires one dtype of all that is trained."""
     AutoModelForSequenceClassification.from_pretrained(reranker).bfloat16().save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(reranker).save_pretrained(tmp_path / "model")
-    flags = ["--train_data", f"{corpus}/*.parquet", "--columns", "docstring", "code", "--num_negatives", 2,
-             "--model_name_or_path", tmp_path / "model", "--max_steps", 2, "--batch_size", 8, "--eval_rows", 8,
-             "--eval_steps", 1, "--lora_rank", 2, "--output_dir", tmp_path / "out"]  # fmt: skip
+    flags = flags_of(corpus, tmp_path / "model", "--num_negatives", 2, "--max_steps", 2, "--batch_size", 8)
+    flags += ["--eval_rows", 8, "--eval_steps", 1, "--lora_rank", 2, "--output_dir", tmp_path / "out"]
     launch_sharded(tmp_path, "train_cross_encoder", *flags, precision=precision)
     saved = load_file(tmp_path / "out/model/model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}

@@ -1,4 +1,5 @@
-"""Held-out rows: of a mapped source, blocks spread over it; of a stream, the first. All others are trained on."""
+"""Held-out rows: of a mapped source, blocks spread over it. That all others are trained on, and of streams:
+tests/test_data.py; of several sources: tests/test_mixtures.py."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,11 +23,6 @@ def table(tmp_path_factory):
     return path
 
 
-def open_source(path, *flags):
-    required = ["--model_name_or_path", "none", "--train_data", str(path), "--columns", "query", "document"]
-    return script.Source(str(path), 0, script.parse_args([*required, *flags]))
-
-
 def numbers(table):
     """Return the row numbers in a Table, of its texts."""
     return np.array([int(text.split()[1]) for text in table["query"].to_pylist()])
@@ -47,39 +43,6 @@ def test_blocks_are_spread_evenly(table, size, count):
         assert tenths.max() - tenths.min() <= 2
 
 
-@pytest.mark.parametrize("count, buffer", [(20, 0), (250, 64), (1003, 3000)])
-def test_every_row_is_either_held_out_or_trained_on(table, count, buffer):
-    source = open_source(table, "--shuffle_buffer", str(buffer))
-    held_out = numbers(source.hold_out(count))
-    trained = numbers(source.take(len(source)))
-    assert len(held_out) == count and len(trained) == ROWS - count
-    assert sorted([*held_out, *trained]) == list(range(ROWS))
-    assert (np.diff(trained) > 0).all() == (buffer == 0)  # 0: the order of the file
-    assert held_out.min() < ROWS / 10 and held_out.max() > ROWS * 0.8
-
-
-@pytest.mark.parametrize("taken", [1, 2999, 3000, 15_000, 18_996, 25_000])
-def test_a_position_continues_where_it_was(table, taken):
-    sources = [open_source(table, "--shuffle_buffer", "3000") for _ in range(2)]
-    for source in sources:
-        source.hold_out(1003)
-    sources[0].take(taken)
-    sources[1].seek(script.Position(**script.asdict(sources[0].position)))
-    assert sources[0].take(5000) == sources[1].take(5000)
-
-
-def test_a_stream_holds_out_its_first_rows(table):
-    source = open_source(table, "--streaming", "--max_steps", "1")
-    assert numbers(source.hold_out(250)).tolist() == list(range(250))
-    assert sorted(numbers(source.take(ROWS - 250))) == list(range(250, ROWS))
-
-
-def test_a_small_table_is_held_out_whole(tmp_path):
-    pq.write_table(pa.table({"query": ["text 0", "text 1"], "document": ["a", "b"]}), tmp_path / "rows.parquet")
-    source = open_source(tmp_path / "rows.parquet")
-    assert numbers(source.hold_out(1000)).tolist() == [0, 1] and len(source) == 0
-
-
 @pytest.mark.parametrize("rows, expected", [(15, 1), (5000, 500), (30_000, 1000)])
 def test_at_most_a_tenth_of_a_source_is_held_out(tmp_path, rows, expected):
     """By default; as many of each of two sources as --eval_rows says, which may be all of them."""
@@ -89,8 +52,6 @@ def test_at_most_a_tenth_of_a_source_is_held_out(tmp_path, rows, expected):
     flags.append(str(tmp_path / "rows.parquet"))
     ((_, held_out),) = script.open_data(script.parse_args(flags)).held_out
     assert len(held_out) == expected
-    data = script.open_data(script.parse_args([*flags, flags[-1], "--eval_rows", "9"]))
-    assert [len(held_out) for _, held_out in data.held_out] == [5, 5]
     with pytest.raises(script.UserError, match="rows.parquet: no row is left to train on after --eval_rows 90000"):
         script.open_data(script.parse_args([*flags, "--eval_rows", "90000"]))
 

@@ -31,13 +31,9 @@ CASES = [
     ("mteb/own-splits", None, {"test": 6}),
     ("mteb/own-splits", "dev", {"dev": 2}),
     ("nobody/nothing", None, "Dataset 'nobody/nothing' doesn't exist on the Hub or cannot be accessed."),
-    (
-        "nobody/texts",
-        None,
-        "neither a file corpus.jsonl nor configurations corpus and queries, "
-        "but default; nobody/texts:fr stands for fr-corpus and fr-queries",
-    ),  # fmt: skip
-]
+    ("nobody/texts", None, "neither a file corpus.jsonl nor configurations corpus and queries, but default; "
+                           "nobody/texts:fr stands for fr-corpus and fr-queries"),
+]  # fmt: skip
 
 
 def write_readme(folder, configs):

@@ -3,11 +3,10 @@
 import importlib
 import json
 from collections import Counter
-from itertools import islice
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TRAINERS, metrics, train, write_jsonl
+from conftest import ROOT, TRAINERS, write_jsonl
 from forked import merge_flags
 
 FORMATS = ROOT / "tests/forms"
@@ -141,21 +140,6 @@ def test_draws_depend_only_on_seed_and_epoch():
     assert mapped == epochs(2, name, None, "--train_data", *data)
 
 
-@pytest.mark.parametrize("name, way", list(zip(TRAINERS, [[], ["--streaming", "--max_steps", 1]])))
-def test_a_resume_draws_the_same(name, way):
-    """Resumed in the middle of windows, at their ends, and in later epochs."""
-
-    def batches(state, count):
-        flags = [*COLUMNS, "--num_negatives", 2, "--batch_size", 3, "--length_window", 2]
-        module, args, data = open_data(name, ROWS, *flags, *way)
-        found = module.row_batches(data.sources, data.weights, args, json.loads(json.dumps(state)))
-        return [(read(module, table, data), state) for table, state in islice(found, count)]
-
-    whole = batches(None, 40)
-    for done in (1, 4, 5, 14, 21):
-        assert [rows for rows, _ in batches(whole[done - 1][1], 8)] == [rows for rows, _ in whole[done : done + 8]]
-
-
 @BOTH
 @pytest.mark.parametrize("limit", [[], ["--num_negatives", 2]])
 def test_scores_are_those_of_the_drawn_texts(name, limit):
@@ -215,14 +199,3 @@ def test_each_format_gives_the_same_rows(name):
             positive, *negatives = epoch[line["query"]]
             assert positive in line["pos"] and set(negatives) <= set(line["neg"])
             assert len(negatives) == min(2, len(line["neg"]))
-
-
-def test_other_losses_refuse_different_numbers_of_documents(bert, tmp_path):
-    """Refused in one line; with equally many documents in all rows, the loss trains."""
-    flags = [*FLAGS["flagembedding"].split(), "--loss", "TripletLoss", "--max_steps", 2, "--eval_rows", 2]
-    flags += ["--batch_size", 4, "--model_name_or_path", bert, "--output_dir", tmp_path / "out", "--num_negatives"]
-    expected = "--loss TripletLoss requires equally many documents and labels in all rows"
-    with pytest.raises(importlib.import_module("train_bi_encoder").UserError, match=expected):
-        train("train_bi_encoder", *flags, 2)
-    train("train_bi_encoder", *flags, 1, "--output_dir", tmp_path / "equal")
-    assert metrics(tmp_path / "equal")[-1]["step"] == 2

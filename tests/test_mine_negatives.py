@@ -3,7 +3,6 @@
 import csv
 import gzip
 import importlib
-import json
 import re
 import resource
 import shlex
@@ -12,7 +11,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import ROOT, launch, metrics, write_jsonl
+from conftest import ROOT, launch, metrics, read_jsonl, write_beir, write_jsonl
 
 import mine_negatives as script
 
@@ -20,15 +19,11 @@ NAMES = "queries.jsonl", "corpus.jsonl"
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def mine(tmp_path, *flags):
     """Return the rows that the script writes for flags."""
     flags = [*flags, "--output", tmp_path / "rows/mined.jsonl", "--overwrite"]
     script.main(script.parse_args(list(map(str, flags))))
-    return read(tmp_path / "rows/mined.jsonl")
+    return read_jsonl(tmp_path / "rows/mined.jsonl")
 
 
 def write_run(path, scores):
@@ -42,7 +37,7 @@ def embedded(tmp_path_factory, bert, beir):
     from sentence_transformers import SentenceTransformer
 
     folder, model = tmp_path_factory.mktemp("embedded"), SentenceTransformer(str(bert), device="cpu")
-    texts = [[row["text"].strip() for row in read(beir / name)] for name in NAMES]
+    texts = [[row["text"].strip() for row in read_jsonl(beir / name)] for name in NAMES]
     queries, documents = (model.encode(part, normalize_embeddings=True) for part in texts)
     np.save(folder / "scores.npy", queries @ documents.T)
     return folder
@@ -54,7 +49,7 @@ def by_library(bert, beir, **options):
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.util import mine_hard_negatives
 
-    queries, documents = ([row["text"].strip() for row in read(beir / name)] for name in NAMES)
+    queries, documents = ([row["text"].strip() for row in read_jsonl(beir / name)] for name in NAMES)
     pairs = [(i, i) for i in range(60)] + [(1, 7)]
     data = {"query": [queries[q] for q, _ in pairs], "positive": [documents[d] for _, d in pairs]}
     model = SentenceTransformer(str(bert), device="cpu")
@@ -121,11 +116,9 @@ def small(tmp_path):
     positive of query dI is d((I + 1) % 5); every query ranks all documents, e3 first and d0 last."""
     texts = {f"d{i}": f"text number {i % 5}" + " " * (i > 4) for i in range(10)}
     texts |= {f"e{i}": f"another text {i}" for i in range(4)}
-    write_jsonl(tmp_path / "s/corpus.jsonl", [{"_id": i, "title": "", "text": text} for i, text in texts.items()])
-    write_jsonl(tmp_path / "s/queries.jsonl", [{"_id": f"d{i}", "text": f"number {i}"} for i in range(5)])
-    (tmp_path / "s/qrels").mkdir()
-    judged = "".join(f"d{i}\td{(i + 1) % 5}\t1\nd{i}\te0\t0\n" for i in range(5))
-    (tmp_path / "s/qrels/train.tsv").write_text("query-id\tcorpus-id\tscore\n" + judged)
+    documents = [{"_id": i, "title": "", "text": text} for i, text in texts.items()]
+    judged = [row for i in range(5) for row in ((f"d{i}", f"d{(i + 1) % 5}", 1), (f"d{i}", "e0", 0))]
+    write_beir(tmp_path / "s", documents, {f"d{i}": f"number {i}" for i in range(5)}, judged, "train")
     write_run(tmp_path / "s/x.run", {(f"d{i}", d): n + 1 for i in range(5) for n, d in enumerate(texts)})
     return tmp_path / "s"
 
@@ -204,12 +197,10 @@ def test_pairs_have_the_ids_of_the_evaluator(tmp_path, evaluate, bert, form):
     assert {*run[::6]} == {*map(script.text_id, QUERIES.values())} and len(run) == 6 * 6 * 6
 
     folder = tmp_path / "collection"
-    for name, texts in (("corpus", DOCUMENTS), ("queries", QUERIES)):
-        write_jsonl(folder / f"{name}.jsonl", [{"_id": script.text_id(t), "text": t} for t in texts.values()])
-    (folder / "qrels").mkdir()
+    documents, queries = ({script.text_id(t): t for t in texts.values()} for texts in (DOCUMENTS, QUERIES))
     judged = [(QUERIES[query], DOCUMENTS[document]) for query, document in map(str.split, JUDGED)]
-    lines = [f"{script.text_id(query)}\t{script.text_id(document)}\t1\n" for query, document in judged]
-    (folder / "qrels/train.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines))
+    judged = [(script.text_id(query), script.text_id(document), 1) for query, document in judged]
+    write_beir(folder, documents, queries, judged, "train")
     flags = ["--run", tmp_path / "runs/run.trec", "--num_negatives", 2, "--format", form]
     found = []
     for source in (pairs, ["--beir", folder]):
@@ -263,7 +254,7 @@ def test_a_corpus_without_titles_and_with_repeated_ids(small, tmp_path):
     """A row that is there twice is one; passages of one id are refused, as their scores could be of any of them."""
     folder = tmp_path / "copy"
     shutil.copytree(small, folder)
-    records = read(small / "corpus.jsonl")
+    records = read_jsonl(small / "corpus.jsonl")
     common = ["--beir", folder, "--run", small / "x.run"]
     titled = [record | {"title": "a title"} for record in records]
     untitled = [{key: record[key] for key in ("_id", "text")} for record in records]
@@ -285,14 +276,10 @@ def ranked(tmp_path):
     ranks these and 2 to 12 of 80 documents for each; 20 documents have equal texts, but no positive has."""
     rng = np.random.default_rng(0)
     folder = tmp_path / "ranked"
-    documents = [{"_id": f"d{n}", "text": f"document {n % 70}"} for n in range(80)]
-    write_jsonl(folder / "corpus.jsonl", documents)
-    queries = [{"_id": f"q{n}", "text": f"query {rng.integers(70)}"} for n in range(100)]
-    write_jsonl(folder / "queries.jsonl", queries)
-    (folder / "qrels").mkdir()
+    queries = {f"q{n}": f"query {rng.integers(70)}" for n in range(100)}
     positives = [rng.choice(range(10, 70), rng.integers(1, 3), replace=False) for _ in range(100)]
-    judged = [f"q{n}\td{d}\t1\n" for n in range(100) for d in positives[n]]
-    (folder / "qrels/train.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(judged))
+    judged = [(f"q{n}", f"d{d}", 1) for n in range(100) for d in positives[n]]
+    write_beir(folder, {f"d{n}": f"document {n % 70}" for n in range(80)}, queries, judged, "train")
     lines = []
     for query in rng.permutation(100):
         for document in {*positives[query], *rng.choice(80, rng.integers(2, 13), replace=False)}:
@@ -328,7 +315,7 @@ def test_positive_rank(ranked, tmp_path, capsys):
     """Rows are those without the option whose positive is among the first of its query; other positives are no
     negatives, and have no part in margins."""
     best = {}  # {(query, document): rank}
-    texts = {row["_id"]: row["text"] for row in read(ranked[1] / "queries.jsonl")}
+    texts = {row["_id"]: row["text"] for row in read_jsonl(ranked[1] / "queries.jsonl")}
     found = {}
     for line in ranked[-1].read_text().splitlines():
         query, _, document, _, score, _ = line.split()
@@ -353,11 +340,7 @@ def test_positive_rank(ranked, tmp_path, capsys):
 def test_the_query_itself_has_no_rank_and_equal_positives_are_one(tmp_path):
     """Runs of other systems have the query itself, mostly as the first. Other documents with its id are candidates."""
     texts = {"q1": "A\tQuery of one's own", "d1": "alpha", "d2": "beta", "d3": "alpha", "d8": "gamma"}
-    write_jsonl(tmp_path / "c/corpus.jsonl", [{"_id": name, "text": text} for name, text in texts.items()])
-    write_jsonl(tmp_path / "c/queries.jsonl", [{"_id": "q1", "text": "query"}])
-    (tmp_path / "c/qrels").mkdir()
-    judged = "".join(f"q1\t{name}\t1\n" for name in ("d1", "d3"))
-    (tmp_path / "c/qrels/train.tsv").write_text("query-id\tcorpus-id\tscore\n" + judged)
+    write_beir(tmp_path / "c", texts, {"q1": "query"}, [("q1", "d1", 1), ("q1", "d3", 1)], "train")
     ranks = {"q1": 0.9, "d3": 0.8, "d1": 0.7, "d2": 0.6, "d8": 0.5}
     (tmp_path / "x.run").write_text("".join(f"q1 Q0 {name} 1 {score} x\n" for name, score in ranks.items()))
     flags = ["--beir", tmp_path / "c", "--run", tmp_path / "x.run", "--num_negatives", 1]

@@ -154,11 +154,8 @@ def test_slurm_job_stopped_and_requeued_is_bit_identical(two_machines, hosts, fo
     words = [(folder / f"words{number}").read_text().splitlines() for number in range(2)]
     changed = [pair for pair in zip(*words, strict=True) if len(set(pair)) > 1]
     at = words[0].index(str(SCRIPT))
-    assert (
-        changed == [("0", "1")]
-        and words[0][0] == "launch"
-        and words[0][at + 1 :][-3:] == ["--output_dir", "slurm", "--resume"]
-    )
+    assert changed == [("0", "1")] and words[0][0] == "launch"
+    assert words[0][at + 1 :][-3:] == ["--output_dir", "slurm", "--resume"]
     options = [folder / word if word.endswith("multi_node.yaml") else word for word in words[0][1:at]]
     status, errors = fork_on(hosts, folder, words[0][at + 1 :], words=options)
     assert status == 0, errors[-4000:]

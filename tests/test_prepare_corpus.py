@@ -18,14 +18,9 @@ import pyarrow as pa
 import pyarrow.orc
 import pyarrow.parquet as pq
 import pytest
+from conftest import write_rows
 from forked import draw
 from matplotlib.figure import Figure
-
-try:
-    from compression import zstd  # Python 3.14
-except ImportError:
-    from backports import zstd
-
 
 SCRIPT = Path(__file__).resolve().parents[1] / "prepare_corpus.py"
 sys.path.insert(0, str(SCRIPT.parent))
@@ -48,29 +43,7 @@ def fail(*argv):
 
 def write(path, rows=ROWS):
     """Write rows in the format of the suffixes of `path`; return the path."""
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    separator = "\t" if ".tsv" in path.name else ","
-    csv = "".join(separator.join(map(str, row)) + "\n" for row in [list(rows[0]), *(row.values() for row in rows)])
-    match path.suffix if path.suffix not in (".gz", ".zst") else "":
-        case ".parquet":
-            pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=30)
-        case ".orc":
-            pa.orc.write_table(pa.Table.from_pylist(rows), path)
-        case ".arrow":
-            table = pa.Table.from_pylist(rows)
-            new = pa.ipc.new_file if "file" in path.name else pa.ipc.new_stream
-            with new(str(path), table.schema) as writer:
-                writer.write_table(table, 30)
-        case _:
-            data = (csv if "sv" in path.name else lines).encode()
-            half = data.index(b"\n", len(data) // 2) + 1
-            # Two members each, as from `cat a.gz b.gz`: a reader must not stop after the first.
-            if path.suffix == ".gz":
-                data = gzip.compress(data[:half]) + gzip.compress(data[half:])
-            if path.suffix == ".zst":
-                data = zstd.compress(data[:half]) + zstd.compress(data[half:])
-            path.write_bytes(data)
-    return path
+    return write_rows(path, rows)
 
 
 def read(folder, format="arrow"):

@@ -15,7 +15,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import CHAOS, RATES, ROOT, TRAINERS, launch, metrics
+from conftest import CHAOS, ROOT, TRAINERS, launch, lines_of
 from forked import Forked
 
 SEEDS = range(*map(int, os.environ.get("SEEDS", f"0:{CHAOS * 6 or 12}").split(":")))
@@ -91,10 +91,6 @@ def draw_layout(rng, is_static):
     return words.split(), rng.choice([1, 1, 2])
 
 
-def records(output):
-    return [{name: value for name, value in line.items() if name not in RATES} for line in metrics(output)]
-
-
 def data_state(output):
     last = max((output / "checkpoints").iterdir())
     state = json.loads((last / "state.json").read_text())["progress"]["data_state"]
@@ -128,7 +124,7 @@ def test_two_runs_agree(files, bert, reranker, static, tmp_path, report, seed):
         flags += ["--max_steps", 2, "--save_steps", 0, *([] if is_static else ["--dropout", 0])]
         launch(script, *flags, *layout, "--output_dir", one, processes=processes)
         launch(script, *flags, *other, "--output_dir", two, processes=others)
-        for line, expected in zip(records(two), records(one), strict=True):
+        for line, expected in zip(lines_of(two), lines_of(one), strict=True):
             assert line.keys() == expected.keys()
             names = {"loss", "grad_norm"} & set(line) if line["step"] else set(line)  # of step 0: what is held out
             wanted = {name: expected[name] for name in names}
@@ -143,7 +139,7 @@ def test_two_runs_agree(files, bert, reranker, static, tmp_path, report, seed):
     killed = Forked(script, [*flags, *layout, *workers, "--output_dir", two], processes)
     kill(killed, two, rng.randrange(1, STEPS))
     launch(script, *flags, *layout, "--output_dir", two, "--resume", processes=processes)
-    assert repr(records(two)) == repr(records(one)) and data_state(two) == data_state(one)  # NaN is NaN
+    assert repr(lines_of(two)) == repr(lines_of(one)) and data_state(two) == data_state(one)  # NaN is NaN
     one, two = ((folder / "model/model.safetensors").read_bytes() for folder in (one, two))
     assert one == two
     report(f"random settings: `{name}.py` killed and resumed", 1, "the same bytes")

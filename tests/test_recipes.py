@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from conftest import ROOT, launch, metrics, write_jsonl
+from conftest import ROOT, launch, metrics, read_jsonl, write_beir
 from safetensors.torch import load_file
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder, util
 from sentence_transformers.multi_vector_encoder import modules
@@ -424,10 +424,6 @@ def check_two_encoders(folder, rows):
     assert_reciprocal_ranks(logged(folder, "held_out_cosine_mrr@10")[-1], scores)
 
 
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def check_clusters(folder, rows):
     """Each row is in one cluster, in which rows are closer to each other than all are; the trainer draws from them."""
     parts = [pq.read_table(path).to_pylist() for path in sorted((folder / "clusters").glob("*.parquet"))]
@@ -443,7 +439,7 @@ def check_clusters(folder, rows):
 
 def check_dev_set(folder, rows):
     """The collection has all relevant documents, as many others as asked, and the queries; the trainer takes it."""
-    corpus, queries = (read_lines(folder / f"dev/{name}.jsonl") for name in ("corpus", "queries"))
+    corpus, queries = (read_jsonl(folder / f"dev/{name}.jsonl") for name in ("corpus", "queries"))
     ids = {row["_id"] for row in corpus}
     assert len(ids) == len(corpus) == 160 and {f"d{number}" for number in range(60)} <= ids
     assert [row["_id"] for row in queries] == [f"q{number}" for number in range(60)]
@@ -454,9 +450,9 @@ def check_dev_set(folder, rows):
 
 def check_passages(folder, rows):
     """Passages overlap and are whole. That a document ranks once: tests/test_eval_incremental.py."""
-    texts = {row["_id"]: row["text"].split() for row in read_lines(folder / "beir/corpus.jsonl")}
+    texts = {row["_id"]: row["text"].split() for row in read_jsonl(folder / "beir/corpus.jsonl")}
     passages = defaultdict(list)
-    for row in read_lines(folder / "passages/corpus.jsonl"):
+    for row in read_jsonl(folder / "passages/corpus.jsonl"):
         passages[row["_id"]].append(row["text"].split())
     assert passages.keys() == texts.keys() and max(map(len, passages.values())) > 3
     for document, parts in passages.items():
@@ -466,13 +462,11 @@ def check_passages(folder, rows):
 
 def setup_measure(folder, rows):
     """Write a BEIR folder in which each query has two relevant documents, and one judged irrelevant."""
-    folder = folder / "multihop"
     rows = list({row["code"]: row for row in rows}.values())[:100]
-    write_jsonl(folder / "corpus.jsonl", [{"_id": f"d{i}", "text": row["code"]} for i, row in enumerate(rows)])
-    write_jsonl(folder / "queries.jsonl", [{"_id": f"q{i}", "text": r["docstring"]} for i, r in enumerate(rows[:40])])
-    judged = "".join(f"q{i}\td{i}\t1\nq{i}\td{i + 1}\t2\nq{i}\td{i + 2}\t0\n" for i in range(40))
-    (folder / "qrels").mkdir()
-    (folder / "qrels/test.tsv").write_text(f"query-id\tcorpus-id\tscore\n{judged}")
+    documents = {f"d{i}": row["code"] for i, row in enumerate(rows)}
+    queries = {f"q{i}": row["docstring"] for i, row in enumerate(rows[:40])}
+    judged = [(f"q{i}", f"d{i + more}", grade) for i in range(40) for more, grade in enumerate((1, 2, 0))]
+    write_beir(folder / "multihop", documents, queries, judged)
 
 
 def check_measure(folder, rows):
@@ -497,7 +491,7 @@ def check_mteb(folder, rows):
     from mteb.abstasks.retrieval import AbsTaskRetrieval
 
     def read_records(name):
-        records = read_lines(folder / "beir" / name)
+        records = read_jsonl(folder / "beir" / name)
         return datasets.Dataset.from_list([{"id": record.pop("_id"), **record} for record in records])
 
     class Functions(AbsTaskRetrieval):

@@ -4,25 +4,17 @@ import json
 import random
 import re
 import shutil
-import signal
 import statistics
-import time
 
 import numpy as np
 import pytest
-import test_eval_incremental
 import torch
 from conftest import ROOT, count_cached, launch, read_run, write_jsonl
-from forked import Forked
 from sentence_transformers import CrossEncoder
 
 import eval_incremental as script
 
 SCRIPT = ROOT / "eval_incremental.py"
-
-
-# Writes a byte to a log for each pair scored, so that the work of killed runs is known.
-COUNTING_DRIVER = test_eval_incremental.COUNTING_DRIVER.replace("CachedEncoder", "CachedScorer")
 
 
 @pytest.fixture(scope="session")
@@ -94,16 +86,6 @@ def test_a_given_run_without_reranking(evaluate, beir, run_file, tmp_path, capsy
     assert got["metrics"]["R@1000"]["mean"] == pytest.approx(58.5 / 60)
 
 
-def test_a_query_without_a_relevant_document(evaluate, beir, run_file, tmp_path):
-    """It counts as 0, as in trec_eval."""
-    shutil.copytree(beir, tmp_path / "beir")
-    path = tmp_path / "beir/qrels/test.tsv"
-    path.write_text(path.read_text().replace("q3\td3\t1", "q3\td3\t0"))
-    got = evaluate("--beir", tmp_path / "beir", "--run", run_file, "--metrics", "RR")
-    values = script.pd.read_csv(tmp_path / "out/per_query.csv", index_col="query")["RR"]
-    assert values["q3"] == 0 and got["metrics"]["RR"]["mean"] == pytest.approx(values.sum() / 60)
-
-
 def test_each_pair_is_scored_once(evaluate, beir, reranker, run_file, tmp_path):
     flags = "--beir", beir, "--run", run_file, "--cross_encoder", reranker
     first = evaluate(*flags)["models"][1]
@@ -153,28 +135,6 @@ def test_two_processes_give_the_ranking_of_one(tmp_path, beir, run_file, reranke
     one, two = ([line.split() for line in (tmp_path / n / name).read_text().splitlines()] for n in "12")
     assert [line[:4] for line in one] == [line[:4] for line in two] and len(one) == 59 * 20
     assert [float(line[4]) for line in one] == pytest.approx([float(line[4]) for line in two], abs=1e-5)
-
-
-def test_killed_at_random_moments(tmp_path, beir, run_file, reranker):
-    log = tmp_path / "log"
-    driver = tmp_path / "driver.py"
-    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    launch(SCRIPT, *flags_for(beir, run_file, reranker, undisturbed))
-    driver.write_text(COUNTING_DRIVER.format(root=str(ROOT), log=str(log), pause=0.03))
-    rng = random.Random(0)
-    for _ in range(2):
-        process = Forked(driver, flags_for(beir, run_file, reranker, killed))
-        expected = (log.stat().st_size if log.exists() else 0) + rng.randint(1, 250)
-        while process.poll() is None and (log.stat().st_size if log.exists() else 0) < expected:
-            time.sleep(0.01)
-        assert process.poll() is None
-        process.send(signal.SIGKILL)
-        process.wait()
-    driver.write_text(COUNTING_DRIVER.format(root=str(ROOT), log=str(log), pause=0))
-    launch(driver, *flags_for(beir, run_file, reranker, killed))
-    name = "out/first.trec+" + reranker.name + "(100)/run.trec"
-    assert (killed / name).read_bytes() == (undisturbed / name).read_bytes()
-    assert 59 * 20 < log.stat().st_size <= 59 * 20 + 2 * 97
 
 
 @pytest.mark.parametrize("content, reason", [
@@ -325,18 +285,6 @@ def test_length_of_pairs(evaluate, beir, run_file, reranker):
     assert whole["fingerprint"] == same["fingerprint"] != short["fingerprint"] and short["pairs"]["scored"] == 59 * 3
     with pytest.raises(script.UserError, match="has positions for 512 tokens, not for 9999"):
         evaluate(*flags, "--rerank_max_length", 9999)
-
-
-def test_usage(capsys):
-    for flags, message in (
-        (["--beir", "b", "--fuse", "rrf", "--model_name_or_path", "m"], "--fuse requires two rankings"),
-        (["--beir", "b", "--fuse", "rrf", "--run", "r"], "--fuse requires two rankings"),
-        (["--beir", "b", "--rerank_k", "0"], "--rerank_k 0: must be finite, above 0"),
-        (["--beir", "b", "--run", "r", "--query", "q"], "--annotate: take none of --run, --bm25, --fuse"),
-    ):
-        with pytest.raises(SystemExit):
-            script.parse_args(flags)
-        assert message in capsys.readouterr().err
 
 
 def test_a_hit_has_the_passage_and_the_score_of_one_text(evaluate, rows, reranker, tmp_path, capsys):

@@ -10,7 +10,7 @@ import signal
 import time
 
 import pytest
-from conftest import RATES, ROOT, TRAINERS, few_or_all, launch, metrics, train, unaligned, write_jsonl
+from conftest import ROOT, TRAINERS, few_or_all, launch, lines_of, metrics, train, unaligned, write_jsonl
 from forked import Forked
 
 STEPS = 400  # of a run that is stopped before its end
@@ -142,8 +142,7 @@ def run_with_signals(flags, monkeypatch, function=None, call=0, numbers=()):
 
 
 def trajectory(output):
-    lines = [{name: value for name, value in line.items() if name not in RATES} for line in metrics(output)]
-    return lines, (output / "model/model.safetensors").read_bytes()
+    return lines_of(output), (output / "model/model.safetensors").read_bytes()
 
 
 def test_a_signal_waits_for_no_evaluation_but_the_one_that_runs(settings, tmp_path, monkeypatch, capsys):

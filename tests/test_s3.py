@@ -7,7 +7,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import RATES, launch, metrics
+from conftest import launch, lines_of
 
 import eval_incremental
 import mine_negatives
@@ -77,14 +77,12 @@ def test_a_run_on_a_bucket_is_resumed(bucket, static, way):
     flags += ["--streaming"] * (way == "streamed")
     for name, source in (("remote", "s3://bucket/pairs/*.parquet"), ("local", f"{folder}/*.parquet")):
         launch(ROOT / "train_bi_encoder.py", *flags, "--train_data", source, "--output_dir", name, cwd=os.getcwd())
-    whole = metrics("remote")
+    whole = lines_of("remote")
     for path in ("remote/model", "remote/checkpoints/step_00000020"):
         shutil.rmtree(path)
     flags += ["--train_data", "s3://bucket/pairs/*.parquet", "--output_dir", "remote", "--resume"]
     launch(ROOT / "train_bi_encoder.py", *flags, cwd=os.getcwd())
-    found = [[{name: value for name, value in line.items() if name not in RATES} for line in lines]
-             for lines in (whole, metrics("remote"), metrics("local"))]  # fmt: skip
-    assert found[0] == found[1] == found[2] and len(found[0]) == 21
+    assert whole == lines_of("remote") == lines_of("local") and len(whole) == 21
 
 
 # ---- without a server

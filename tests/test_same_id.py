@@ -5,22 +5,11 @@ import json
 
 import numpy as np
 import pytest
-from conftest import read_run, write_jsonl
+from conftest import read_run, write_beir, write_jsonl
 from test_eval_incremental import read_qrels
 
 import eval_incremental as script
 import mine_negatives
-
-
-def write_collection(folder, texts, judgments):
-    """Write a BEIR folder in which every document is also a query; return it."""
-    records = [{"_id": name, "text": text} for name, text in texts.items()]
-    write_jsonl(folder / "corpus.jsonl", records)
-    write_jsonl(folder / "queries.jsonl", records)
-    (folder / "qrels").mkdir()
-    lines = [f"{query}\t{document}\t{grade}\n" for query, document, grade in judgments]
-    (folder / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines))
-    return folder
 
 
 @pytest.fixture
@@ -30,7 +19,7 @@ def four(tmp_path, rows):
     for name, row in (("a", 3), ("b", 40)):
         code = rows[row]["code"][:200]
         texts |= {f"{name}0": code, f"{name}1": f"def {code}"}
-    return write_collection(tmp_path / "four", texts, [(n, n[0] + str(1 - int(n[1])), 1) for n in texts])
+    return write_beir(tmp_path / "four", texts, texts, [(n, n[0] + str(1 - int(n[1])), 1) for n in texts])
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +32,7 @@ def sixty(tmp_path_factory, rows):
         others = rng.choice(60, 4, replace=False).tolist()
         judged += [(f"d{i}", f"d{j}", int(rng.integers(1, 3))) for j in others if i != j]
     texts = {f"d{i}": row["code"] for i, row in enumerate(kept)}
-    return write_collection(tmp_path_factory.mktemp("sixty"), texts, judged)
+    return write_beir(tmp_path_factory.mktemp("sixty"), texts, texts, judged)
 
 
 @pytest.mark.parametrize("extra", [(), ("--streaming",), ("--top_k", 10, "--corpus_chunk_size", 1)])
@@ -103,7 +92,7 @@ def test_run_files_and_reranking(evaluate, four, reranker, tmp_path):
 
 def test_bm25_still_ranks_top_k(evaluate, tmp_path):
     texts = {f"d{i}": f"shared words {'more ' * i}" for i in range(6)}
-    folder = write_collection(tmp_path / "six", texts, [(f"d{i}", f"d{5 - i}", 1) for i in range(6)])
+    folder = write_beir(tmp_path / "six", texts, texts, [(f"d{i}", f"d{5 - i}", 1) for i in range(6)])
     evaluate("--beir", folder, "--bm25", "--top_k", 3, "--metrics", "R@3")
     for query, found in read_run(tmp_path / "out/BM25/run.trec").items():
         assert len(found) == 3 and query not in found
@@ -111,14 +100,10 @@ def test_bm25_still_ranks_top_k(evaluate, tmp_path):
 
 def test_another_document_with_the_id_of_the_query_is_ranked(evaluate, tmp_path, rows):
     """Numbers that coincide, and an FAQ whose questions and answers share ids: by ids alone, it measures 0."""
-    faq = [{"_id": f"{n}", "text": row["docstring"]} for n, row in enumerate(rows[:20])]
-    write_jsonl(tmp_path / "faq/queries.jsonl", faq)
-    answers = [{"_id": f"{n}", "text": row["docstring"][1:] + " answer"} for n, row in enumerate(rows[:20])]
-    write_jsonl(tmp_path / "faq/corpus.jsonl", answers)
-    (tmp_path / "faq/qrels").mkdir()
+    questions = {f"{n}": row["docstring"] for n, row in enumerate(rows[:20])}
+    answers = {name: text[1:] + " answer" for name, text in questions.items()}
     for judged in ({n: n for n in range(20)}, {n: 19 - n for n in range(20)}):  # itself; another
-        lines = [f"{query}\t{document}\t1\n" for query, document in judged.items()]
-        (tmp_path / "faq/qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines))
+        write_beir(tmp_path / "faq", answers, questions, [(*pair, 1) for pair in judged.items()])
         got = evaluate("--beir", tmp_path / "faq", "--bm25", "--metrics", "R@1", "R@20")["models"]
         for result in got:
             found = read_run(tmp_path / "out" / result["name"] / "run.trec")

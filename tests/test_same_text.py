@@ -29,11 +29,7 @@ def test_texts_in_other_forms_are_equal(text, other):
 
 def read_documents(trainer, rows, *flags):
     """Return the documents of each row, {column: value}."""
-    given = (
-        [*REQUIRED.split(), *flags]
-        if "--columns" in flags
-        else [*REQUIRED.split()[:-3], "--columns", *rows[0], *flags]
-    )
+    given = [*REQUIRED.split()[:-3], "--columns", *rows[0], *flags]
     source = SimpleNamespace(args=trainer.resolve_source_args(trainer.parse_args(given)), name="x")
     numbers = [{trainer.SOURCE: 0, trainer.NUMBER: f"0 {number}"} for number in range(len(rows))]
     table = pa.Table.from_pylist([row | number for row, number in zip(rows, numbers)])

@@ -11,9 +11,8 @@ from conftest import ROOT, launch, write_jsonl
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from test_architectures import router_first
-from test_decoders import CHAT, TEMPLATE, make_decoder, make_encoder
+from test_decoders import CHAT, TEMPLATE, make_decoder, make_encoder, make_reranker
 from test_fsdp2 import launch_sharded
-from test_modular_rerankers import make_reranker
 from transformers import AutoModelForSequenceClassification
 
 WORKER = ROOT / "tests/saved_forms_worker.py"

@@ -36,29 +36,6 @@ def test_schedules_are_those_of_transformers(name):
         assert factors(name, 1, warmup_ratio) == [1.0]
 
 
-def test_a_table_of_schedules():
-    """Steps 0, 1, 10 and 19 of 20; two of warmup, and two of decay."""
-    table = {name: [factors(name, 20, 0.1)[step] for step in (0, 1, 10, 19)] for name in NAMES}
-    assert table == {
-        "linear": pytest.approx([0, 0.5, 10 / 18, 1 / 18]),
-        "cosine": pytest.approx([0, 0.5, 0.586824, 0.007596], abs=1e-6),
-        "constant": [1, 1, 1, 1],
-        "constant_with_warmup": [0, 0.5, 1, 1],
-        "warmup_stable_decay": pytest.approx([0, 0.5, 1, 0.5]),
-    }
-
-
-def test_a_run_of_one_step(bert, rows, tmp_path):
-    """At the defaults of warmup and schedule: its rate is the peak, and it changes weights."""
-    write_jsonl(tmp_path / "rows.jsonl", rows[:50])
-    train("train_bi_encoder", "--model_name_or_path", bert, "--train_data", tmp_path / "rows.jsonl", "--columns",
-          "docstring", "code", "--max_length", 32, "--learning_rate", 1e-3,
-          "--output_dir", tmp_path / "out")  # fmt: skip
-    last = metrics(tmp_path / "out")[-1]
-    assert (last["step"], last["learning_rate"]) == (1, 1e-3)
-    assert (weights(tmp_path / "out/model") != weights(bert)).float().mean() > 0.5
-
-
 def test_a_schedule_that_is_not_offered():
     """transformers lists those there are, and says what one lacks."""
     for name, line in (("sometimes", "please select one of \\['linear', 'cosine'"), ("cosine_with_min_lr", "min_lr")):

@@ -11,8 +11,7 @@ import pytest
 from conftest import RATES, ROOT, TRAINERS, write_jsonl
 from forked import merge_flags
 from late_programs import PROGRAMS
-from test_decoders import CHAT, make_decoder
-from test_modular_rerankers import make_reranker
+from test_decoders import CHAT, make_decoder, make_reranker
 
 PAIRS = "--columns docstring code"
 TEACHER = "--columns docstring code wrong --label_column scores"

@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from accelerate import Accelerator
 from conftest import ROOT, launch, metrics
 from forked import Forked
 from sentence_transformers import CrossEncoder, SentenceTransformer
@@ -181,24 +180,6 @@ def test_two_encoders(folder, tmp_path):
     encoders = new.encode_query, new.encode_document, old.encode_query
     found = torch.stack([encode(["a text"], prompt="", convert_to_tensor=True)[0] for encode in encoders])
     assert (torch.cdist(found, found) + torch.eye(3) > 1e-3).all()
-
-
-def test_the_role_of_texts_reaches_the_model(folder):
-    """As the task, which modules that list it in forward_kwargs read: when texts are tokenized, and when encoded."""
-    template = load_template("bi_encoder")
-    args = template.Args([], [], "out", str(folder / "bi_encoder"))
-    model = template.load_model(args)
-    texts = [("query", "a"), ("document", "b c"), ("document", "d")]
-    with mock.patch.object(model, "preprocess", wraps=model.preprocess) as preprocess:
-        micro_batches = template.make_micro_batches(model, texts, args, Accelerator(cpu=True))
-    calls = {call.kwargs["task"]: (call.args[0], call.kwargs["prompt"]) for call in preprocess.call_args_list}
-    assert calls == {"query": (["a"], "find: "), "document": (["d", "b c"], "a function: ")}
-    found = sorted((role, index) for role, indices, _ in micro_batches for index in indices)
-    assert found == [("document", 1), ("document", 2), ("query", 0)]
-    for role, _, features in micro_batches:
-        with mock.patch.object(model, "forward", wraps=model.forward) as forward:
-            template.encode(model, role, features, Accelerator(cpu=True))
-        assert forward.call_args.kwargs == {"task": role}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,5 @@
 """Rows of ids: texts are looked up in a memory-mapped table, by an index on disk, and train like rows of texts."""
 
-import gzip
 import os
 import signal
 import time
@@ -12,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import CACHE, ROOT, TRAINERS, launch, metrics, train, write_jsonl
+from conftest import CACHE, ROOT, TRAINERS, launch, metrics, train, write_rows
 from forked import Forked
 
 import train_bi_encoder as script
@@ -25,20 +24,6 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 def short(rows):
     """100 rows with one-line texts of at most 120 characters."""
     return [{name: " ".join(text.split())[:120].replace('"', "'") for name, text in row.items()} for row in rows[:100]]
-
-
-def write(path, records):
-    """Write records in the format of the suffix; return the path."""
-    if path.endswith(".parquet"):
-        pq.write_table(pa.Table.from_pylist(records), path, row_group_size=7)
-    elif path.endswith(".tsv.gz"):
-        with gzip.open(path, "wt") as file:
-            print(*records[0], sep="\t", file=file)
-            for record in records:
-                print(*record.values(), sep="\t", file=file)
-    else:
-        write_jsonl(Path(path), records)
-    return path
 
 
 def parse(source, *flags):
@@ -69,7 +54,7 @@ def flags(model, *more):
 def test_texts_by_id(suffix):
     """On either side, ids may be texts or whole numbers; an unknown or missing id has no text."""
     records = [{"_id": i * 7, "title": f"T{i}" if i % 2 else "", "text": f"ü text {i}"} for i in range(200)]
-    file = write(f"c{suffix}", records)
+    file = write_rows(f"c{suffix}", records)
     expected = [f"T{i} ü text {i}" if i % 2 else f"ü text {i}" for i in range(200)]
     assert texts(file, [str(i * 7) for i in range(200)], COLUMNS) == expected
     assert texts(file, [i * 7 for i in range(199, -1, -1)], COLUMNS) == expected[::-1]
@@ -83,13 +68,13 @@ def test_an_index_belongs_to_its_table():
     documents = [{"_id": str(row), "text": f"text {row}"} for row in range(10, 70)]
     ids = [document["_id"] for document in documents]
     for first in (0, 20, 40):
-        write(f"{first}.jsonl", documents[first : first + 20])
+        write_rows(f"{first}.jsonl", documents[first : first + 20])
     written = []
     for _ in range(2):
         lookup = script.TextLookup(["*.jsonl"], ["_id", "text"])
         written.append(Path(lookup.index.filename).stat().st_mtime_ns)
         assert lookup.texts([*ids, "none"]) == [*(f"text {name}" for name in ids), None]
-        write("20.jsonl", documents[39:19:-1])
+        write_rows("20.jsonl", documents[39:19:-1])
     lookup = script.TextLookup(["*.jsonl"], ["_id", "text"])
     assert written[0] < written[1] and Path(lookup.index.filename).stat().st_mtime_ns > written[1]
     again = script.TextLookup(["*.jsonl"], ["_id", "text"])
@@ -108,7 +93,7 @@ def test_an_index_of_an_arrow_file_with_the_same_time():
 
 def test_two_id_columns_of_a_table_have_two_indexes():
     """The name of an index contains the id column."""
-    write("c.jsonl", [{"_id": "a", "url": "x", "text": "one"}, {"_id": "b", "url": "y", "text": "two"}])
+    write_rows("c.jsonl", [{"_id": "a", "url": "x", "text": "one"}, {"_id": "b", "url": "y", "text": "two"}])
     assert texts("c.jsonl", ["b"]) == ["two"] and texts("c.jsonl", ["x", "b"], ["url", "text"]) == ["one", None]
 
 
@@ -119,9 +104,9 @@ def test_ids_with_equal_hashes(monkeypatch):
         return np.array([int(str(name)[1:]) % 40 for name in ids], np.uint64)
 
     monkeypatch.setattr(script.TextLookup, "hashes", hashes)
-    write("c.jsonl", [{"_id": f"d{i}", "text": f"text {i}"} for i in range(40)])
+    write_rows("c.jsonl", [{"_id": f"d{i}", "text": f"text {i}"} for i in range(40)])
     assert texts("c.jsonl", ["d3", "d43", "d0", "d79", "d39"]) == ["text 3", None, "text 0", None, "text 39"]
-    write("c.jsonl", [{"_id": f"d{i}", "text": f"text {i}"} for i in range(41)])
+    write_rows("c.jsonl", [{"_id": f"d{i}", "text": f"text {i}"} for i in range(41)])
     with pytest.raises(script.UserError, match=r"ids \['d0', 'd40'\] are the same, or have the same 64-bit hash"):
         texts("c.jsonl", ["d3"])
 
@@ -135,7 +120,7 @@ def test_ids_with_equal_hashes(monkeypatch):
 ])  # fmt: skip
 def test_bad_table(records, columns, hint):
     """Two rows of one id, columns that are not there, ids of texts and numbers, which would be JSON."""
-    write("c.jsonl", records), write("rows.jsonl", [{"q": "x", "d": "a"}] * 20)
+    write_rows("c.jsonl", records), write_rows("rows.jsonl", [{"q": "x", "d": "a"}] * 20)
     args = parse("rows.jsonl", "--columns", "q", "d", "--corpus", "c.jsonl", "--corpus_columns", *columns)
     with pytest.raises(script.UserError, match=f"^c.jsonl {hint}") as error:
         script.open_data(args)
@@ -181,9 +166,9 @@ def test_ids_train_as_their_texts_do(short, bert, tmp_path, name, suffix):
         if name == "train_cross_encoder":
             as_texts[-1] |= {"a": [joined[i]], "b": [joined[other]]}
             as_ids[-1] |= {"a": [str(i + 7)], "b": [str(other + 7)]}
-    tables = ["--corpus", write(f"corpus{suffix}", documents), "--queries", write("queries.jsonl", queries)]
+    tables = ["--corpus", write_rows(f"corpus{suffix}", documents), "--queries", write_rows("queries.jsonl", queries)]
     for kind, rows, more in (("texts", as_texts, []), ("ids", as_ids, tables)):
-        run = [*more, "--train_data", write(f"{kind}.jsonl", rows), "--columns", "query", "a", "b"]
+        run = [*more, "--train_data", write_rows(f"{kind}.jsonl", rows), "--columns", "query", "a", "b"]
         train(name, *flags(bert, *run, "--output_dir", tmp_path / kind))
     assert [line.get("loss") for line in metrics("ids")] == [line.get("loss") for line in metrics("texts")]
     weights = [Path(f"{kind}/model/model.safetensors").read_bytes() for kind in ("ids", "texts")]
@@ -192,11 +177,11 @@ def test_ids_train_as_their_texts_do(short, bert, tmp_path, name, suffix):
 
 def test_a_resume_with_a_changed_table(short, static, tmp_path):
     documents = [{"_id": str(i), "text": row["code"]} for i, row in enumerate(short)]
-    corpus = write("corpus.parquet", documents)
-    data = write("rows.jsonl", [{"q": row["docstring"], "d": str(i)} for i, row in enumerate(short)])
+    corpus = write_rows("corpus.parquet", documents)
+    data = write_rows("rows.jsonl", [{"q": row["docstring"], "d": str(i)} for i, row in enumerate(short)])
     run = flags(static, "--corpus", corpus, "--train_data", data, "--corpus_columns", "_id", "text")
     launch(ROOT / "train_bi_encoder.py", *run, "--max_steps", 3, "--output_dir", tmp_path, cwd=tmp_path, processes=2)
-    write("corpus.parquet", [{**row, "text": row["text"] + " changed"} for row in documents])
+    write_rows("corpus.parquet", [{**row, "text": row["text"] + " changed"} for row in documents])
     again = [*run, "--max_steps", 3, "--output_dir", tmp_path, "--resume"]
     with pytest.raises(script.UserError, match=r"corpus.parquet: \["):
         train("train_bi_encoder", *again)

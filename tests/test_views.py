@@ -6,16 +6,15 @@ import re
 import shutil
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, count_cached, launch, read_run
+from conftest import ROOT, count_cached, launch, read_jsonl, read_run
 from sentence_transformers.util import quantize_embeddings
 from sentence_transformers.util.quantization import _dequantize_embeddings
 from test_eval_incremental import two_collections  # noqa: F401
 from test_eval_models import open_encoder
-from test_export_vectors import documents, read_jsonl
+from test_export_vectors import documents
 
 import eval_incremental as script
 import report
@@ -181,14 +180,6 @@ def test_collections_and_a_reranker(evaluate, two_collections, reranker, tmp_pat
     assert list(record["means"]) == names and [result["name"] for result in results] == names * 2
     pairs = [result["pairs"] for result in results if "pairs" in result]
     assert sum(part["scored"] for part in pairs) < sum(part["total"] for part in pairs)
-
-
-def test_an_export_is_cut_and_in_float32(evaluate, beir, bert, tmp_path):
-    evaluate("--beir", beir)
-    evaluate("--beir", beir, "--truncate_dim", 12, "--export_vectors", tmp_path / "vectors")
-    assert json.loads((tmp_path / "vectors/_vectors.json").read_text())["dimensions"] == 12
-    vectors = np.array(pq.read_table(tmp_path / "vectors")["vector"].to_pylist(), np.float32)
-    assert (vectors == cut(cached_vectors(bert, tmp_path, beir)[1], 12)).all()
 
 
 USAGE = {

@@ -45,19 +45,3 @@ def test_equal_texts_are_the_same_ones(kind):
     """By a function that stands in both, byte for byte."""
     template, trainer = (text.partition("\ndef fold(")[2].partition("\n\n\n")[0] for text in texts_of(kind))
     assert template == trainer != ""
-
-
-@pytest.mark.parametrize(
-    "kind, name, old, new",
-    [
-        ("bi_encoder", "encode", "(model, role, features,", "(model, features, role,"),
-        ("bi_encoder", "infonce", "(embeddings, whole, ", "(embeddings, batch, "),
-        ("bi_encoder", "cut", "(lengths, max_tokens)", "(lengths, max_tokens, sort)"),
-        ("cross_encoder", "make_micro_batches", "(model, pairs, args,", "(model, pairs,"),
-        ("cross_encoder", "draw_negatives", "def read_batch(", "def draw_negatives("),
-    ],
-)
-def test_other_parameters_are_noticed(kind, name, old, new):
-    template, trainer = texts_of(kind)
-    assert old in template
-    assert compare(template.replace(old, new), trainer)[1] == {name}

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import ROOT, launch, read_run, write_jsonl
+from conftest import ROOT, launch, read_run, write_beir, write_jsonl
 
 import eval_incremental as script
 import mine_negatives
@@ -18,17 +18,6 @@ import mine_negatives
 SPEC = importlib.util.spec_from_file_location("files_round", ROOT / "benchmarks/files_round.py")
 files_round = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(files_round)
-
-
-def write_collection(folder, documents, queries, judgments):
-    """Write a BEIR folder of {id: text} and of (query, document, grade); return it."""
-    for name, texts in (("corpus", documents), ("queries", queries)):
-        records = texts if isinstance(texts, list) else [{"_id": key, "text": text} for key, text in texts.items()]
-        write_jsonl(folder / f"{name}.jsonl", records)
-    (folder / "qrels").mkdir()
-    lines = ["\t".join(map(str, row)) for row in [("query-id", "corpus-id", "score"), *judgments]]
-    (folder / "qrels/test.tsv").write_text("\n".join(lines) + "\n")
-    return folder
 
 
 @pytest.fixture
@@ -41,7 +30,7 @@ def twins(tmp_path, rows):
     ids = table.index.to_series().groupby(table.to_numpy()).agg(list)
     queries = {f"q{number}": row["docstring"] for number, row in enumerate(kept[:25])}
     judgments = [(f"q{i}", random.Random(i).choice(ids[kept[i]["code"][:300]]), 1 + i % 2) for i in range(25)]
-    return write_collection(tmp_path / "twins", documents, queries, judgments)
+    return write_beir(tmp_path / "twins", documents, queries, judgments)
 
 
 # ------------------------------------------------------------------------------------------------ files round
@@ -83,7 +72,7 @@ LONG = {
 
 @pytest.mark.parametrize("name", LONG)
 def test_scores_that_a_file_holds_longer_than_trec_eval_does(evaluate, tmp_path, capsys, name):
-    folder = write_collection(tmp_path / "c", dict.fromkeys(LONG[name], "a text"), {"q": "a word"}, [("q", "d1", 1)])
+    folder = write_beir(tmp_path / "c", dict.fromkeys(LONG[name], "a text"), {"q": "a word"}, [("q", "d1", 1)])
     write_run(tmp_path / "x.run", {"q": LONG[name]})
     flags = ["--beir", folder, "--run", tmp_path / "x.run"]
     (row,) = files_round.compare(flags, tmp_path, lambda *given: evaluate(*given))
@@ -97,7 +86,7 @@ def test_scores_that_a_file_holds_longer_than_trec_eval_does(evaluate, tmp_path,
 
 
 def test_scores_beyond_float32_are_refused(evaluate, tmp_path):
-    folder = write_collection(tmp_path / "c", {"d": "a text"}, {"q": "a word"}, [("q", "d", 1)])
+    folder = write_beir(tmp_path / "c", {"d": "a text"}, {"q": "a word"}, [("q", "d", 1)])
     with pytest.raises(script.UserError, match="line 1 has no finite score"):
         evaluate("--beir", folder, "--run", write_run(tmp_path / "x.run", {"q": {"d": "1e39"}}))
 
@@ -148,7 +137,7 @@ def test_measures_whose_mean_is_another(name):
 def test_grades_below_zero_end_no_process(tmp_path, grades):
     """Of a query that has no others, trec_eval's code writes outside of its memory."""
     judged = [("q1", "d1", 1), ("q1", "d2", -2), *(("q2", *row) for row in grades.items())]
-    folder = write_collection(tmp_path / "c", {"d1": "one", "d2": "two"}, {"q1": "one", "q2": "two"}, judged)
+    folder = write_beir(tmp_path / "c", {"d1": "one", "d2": "two"}, {"q1": "one", "q2": "two"}, judged)
     write_run(tmp_path / "x.run", {query: {"d1": 2, "d2": 1} for query in ("q1", "q2")})
     measures = ["Bpref", "nDCG@10", "AP", "RR", "infAP", "Rprec", "SetF", "Judged@2", "ERR@5"]
     flags = ["--beir", folder, "--run", tmp_path / "x.run", "--metrics", *measures, "--output_dir", tmp_path / "out"]
@@ -200,7 +189,7 @@ def test_of_conflicting_grades_the_highest_counts(evaluate, tmp_path, capsys):
     """As of TREC's diversity tasks, which judge each subtopic; in either order."""
     judged = [("q1", "d1", 1), ("q1", "d1", 0), ("q2", "d2", 0), ("q2", "d2", 2), ("q2", "d2", 2), ("q3", "d3", 1)]
     queries = {"q1": "apples", "q2": "pears", "q3": "plums"}
-    folder = write_collection(tmp_path / "c", DOCUMENTS, queries, judged)
+    folder = write_beir(tmp_path / "c", DOCUMENTS, queries, judged)
     run = write_run(tmp_path / "x.run", {f"q{n}": {f"d{n}": 2, f"d{n % 3 + 1}": 1} for n in (1, 2, 3)})
     assert evaluate("--beir", folder, "--run", run, "--metrics", "nDCG@10")["metrics"]["nDCG@10"]["mean"] == 1
     line = "2 judgments have another grade for the same document; the highest counts"
@@ -210,7 +199,7 @@ def test_of_conflicting_grades_the_highest_counts(evaluate, tmp_path, capsys):
 
 
 def test_the_miner_ranks_what_float32_cannot_tell_apart_by_id(tmp_path):
-    folder = write_collection(tmp_path / "c", DOCUMENTS, {"q1": "apples"}, [("q1", "d1", 1)])
+    folder = write_beir(tmp_path / "c", DOCUMENTS, {"q1": "apples"}, [("q1", "d1", 1)])
     run = write_run(tmp_path / "x.run", {"q1": {"d1": 0.9, "d2": 0.7 + 1e-10, "d3": 0.7}})
     assert [row["negative_1"] for row in mine(folder, run, tmp_path)] == [DOCUMENTS["d3"]]
 
@@ -223,7 +212,7 @@ def test_what_stands_for_nothing_or_for_two(evaluate, tmp_path, capsys):
     queries = [{"_id": key, "text": text} for key, text in [*queries, ("q5", "plums")]] + [{"_id": "q6", "text": None}]
     judged = [(f"q{number}", f"d{(number - 1) % 3 + 1}", 1) for number in range(1, 8)]
     documents = [{"_id": key, "text": text} for key, text in DOCUMENTS.items()] + [{"_id": "d2", "text": "a melon"}]
-    folder = write_collection(tmp_path / "c", documents, queries, judged)
+    folder = write_beir(tmp_path / "c", documents, queries, judged)
     run = write_run(tmp_path / "x.run", {f"q{n}": {"d1": 3, "d2": 2, "d3": 1} for n in (1, 4, 5)})
     evaluate("--beir", folder, "--run", run, "--metrics", "nDCG@10")
     assert pd.read_csv(tmp_path / "out/per_query.csv")["query"].tolist() == ["q1", "q5"]
@@ -251,7 +240,7 @@ def test_zero_vectors_find_nothing_and_are_not_found(evaluate, tmp_path, static,
     model.save_pretrained(str(tmp_path / "zeroed"))
     queries = {"q1": "apples", "q2": "\u6d77\u6d0b"}
     documents = DOCUMENTS | {"d4": "\u6d77\u6d0b", "d0": ""}
-    folder = write_collection(tmp_path / "c", documents, queries, [("q1", "d1", 1), ("q2", "d4", 1)])
+    folder = write_beir(tmp_path / "c", documents, queries, [("q1", "d1", 1), ("q2", "d4", 1)])
     flags = ["--model_name_or_path", tmp_path / "zeroed", "--beir", folder]
     got = evaluate(*flags, "--metrics", "nDCG@10")
     assert got["similarity"] == similarity
@@ -293,7 +282,7 @@ def test_words_of_bm25_have_their_vowel_signs(tmp_path, name):
     pytest.importorskip("bm25s")
     word, other = WORDS[name]
     documents = {"d1": f"x {other} y", "d2": f"x {word.replace('e' + chr(0x301), chr(0xE9))} y", "d3": "water"}
-    folder = write_collection(tmp_path / "c", documents, {"q": word}, [("q", "d2", 1)])
+    folder = write_beir(tmp_path / "c", documents, {"q": word}, [("q", "d2", 1)])
     script.main(script.parse_args(["--beir", str(folder), "--bm25", "--output_dir", str(tmp_path / "out")]))
     assert list(read_run(tmp_path / "out/run.trec")["q"]) == ["d2"]
 

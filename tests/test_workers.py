@@ -1,4 +1,5 @@
-"""Worker processes prepare batches: the same bytes with any number of them, and no orphan, whatever ends."""
+"""Worker processes prepare batches, and leave no orphan, whatever ends. With any number of them a run has the same
+bytes: tests/chaos/test_kills.py."""
 
 import os
 import re
@@ -8,33 +9,14 @@ import time
 
 import psutil
 import pytest
-from conftest import RATES, ROOT, TRAINERS, launch, metrics, train, write_jsonl
+from conftest import ROOT, metrics, train
 from forked import Forked
 
 
 def flags_for(corpus, model, output, *more):
-    source = f"{corpus}/*.parquet" if corpus.is_dir() else corpus
-    return ["--train_data", source, "--columns", "docstring", "code", "--model_name_or_path", model, "--batch_size",
-            16, "--max_length", 48,
-            "--max_steps", 4, "--eval_rows", 10, "--logging_steps", 1, "--micro_batch_tokens", 400, "--learning_rate",
-            1e-3, "--output_dir", output, *more]  # fmt: skip
-
-
-def results(output):
-    lines = [{name: value for name, value in line.items() if name not in RATES} for line in metrics(output)]
-    return lines, (output / "model/model.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize("name", TRAINERS)
-def test_any_number_of_workers_gives_the_same_bytes(name, corpus, bert, tmp_path):
-    """With dropout; the workers have ended with the run."""
-    before = set(psutil.Process().children(recursive=True))  # of runs of other tests that ended in an error
-    found = []
-    for workers in (0, 1, 4):
-        train(name, *flags_for(corpus, bert, tmp_path / f"{workers}", "--dataloader_num_workers", workers))
-        found.append(results(tmp_path / f"{workers}"))
-    assert found[0] == found[1] == found[2]
-    assert not set(psutil.Process().children(recursive=True)) - before
+    return ["--train_data", f"{corpus}/*.parquet", "--columns", "docstring", "code", "--model_name_or_path", model,
+            "--batch_size", 16, "--max_length", 48, "--max_steps", 4, "--eval_rows", 10, "--logging_steps", 1,
+            "--micro_batch_tokens", 400, "--output_dir", output, *more]  # fmt: skip
 
 
 def wait_for(condition, seconds=60):
@@ -75,21 +57,6 @@ def test_a_killed_worker_is_named(running):
     *_, error, advice = running.read("stderr").splitlines()
     assert re.match(r"RuntimeError: DataLoader worker \(pid \d+\) is killed by signal: Killed", error)
     assert advice == "the same command with --resume continues from the newest checkpoint, if any"
-
-
-def test_an_error_of_a_worker_is_printed_and_the_step_before_saved(rows, bert, tmp_path):
-    """Here of the tokenizer of an edited script, with its traceback."""
-    text = (ROOT / "train_bi_encoder.py").read_text()
-    old = "        features = model.preprocess("
-    assert text.count(old) == 1
-    check = '        if any("[MASK]" in texts[index] for index in indices):\n            raise KeyError("a bug")\n'
-    (tmp_path / "edited.py").write_text(text.replace(old, check + old))
-    rows = [{**row, "code": f"[MASK] {row['code']}"} if i == 40 else row for i, row in enumerate(rows[:64])]
-    write_jsonl(tmp_path / "x.jsonl", rows)
-    flags = flags_for(tmp_path / "x.jsonl", bert, tmp_path / "out", "--shuffle_buffer", 0, "--eval_rows", 0)
-    done = launch(tmp_path / "edited.py", *flags, processes=2, check=False)
-    assert done.returncode == 1 and "KeyError: 'a bug'" in done.stderr and "in tokenize" in done.stderr
-    assert (tmp_path / "out/checkpoints/step_00000002").is_dir()
 
 
 def test_few_file_descriptors_suffice(corpus, bert, tmp_path):
