@@ -505,7 +505,7 @@ def test_weights_that_do_not_fit(pattern, name, bert, tmp_path):
     path = folder / "model.safetensors"
     save_file({re.sub(pattern, "trunk.", name): tensor for name, tensor in load_file(path).items()}, path)
     script = importlib.import_module(name)
-    with pytest.raises(script.UserError, match=r"model: .* weights .* such as (\w+\.)*(weight|bias)"):
+    with pytest.raises(script.UserError, match=r"model: .* weights, such as (\w+\.)*(weight|bias)"):
         if name == "eval_incremental":
             script.load_bi_encoder(str(folder), script.Args())
         else:
