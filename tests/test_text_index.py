@@ -172,11 +172,11 @@ def test_full_disk_while_the_index_is_saved(tmp_path, monkeypatch):
 
     generator = np.random.default_rng(0)
     cache = open_cache(tmp_path / "c")
-    stored = store(cache, generator, 300, 4)
+    stored = store(cache, generator, 250, 4)
     with monkeypatch.context() as patch:
         patch.setattr(np, "save", write_part)
         with pytest.raises(script.UserError, match="--cache_dir .*free disk space"):
-            cache.lookup(stored[0][::-1])
+            store(cache, generator, 50, 4)
     check_found(open_cache(tmp_path / "c"), stored.ravel(), generator)
 
 
