@@ -405,7 +405,7 @@ REASONS = {  # {pattern of "type: text" of an error: what is said of it}, the fi
     "^KeyError:": "there is no {}",
     "^UnicodeDecodeError:": "not in UTF-8: save it in that encoding, as prepare_corpus.py --encoding does ({})",
     "^ParserWarning:": "line 2 has more fields than the header: check the separator, and quote texts with it",
-    "^ParserError:": "{}: check the separator, and quote texts with it",
+    "^ParserError:": "{}: check the separator, and the quotes of the rows before",
     "^Timeout:": "another run is writing to it",
 }
 
@@ -528,9 +528,9 @@ def check_csv(file, sep=",", quoting=csv.QUOTE_MINIMAL, **_):
         try:
             header = next(reader, [])
             if any(0 < len(row) < len(header) for row in reader):
-                raise csv.Error("lacks fields")
+                raise csv.Error(f"lacks fields (if they are empty, {REWRITE})")
         except csv.Error as error:
-            advice = f"double the quotes of a text, check line breaks, or {REWRITE}"
+            advice = "double the quotes of a text, here or above"
             raise UserError(f"{file}: line {reader.line_num}: {error}: {advice}") from error
     return header
 

@@ -110,7 +110,7 @@ CASES = {
         ["x.csv"], {"x.csv": CSV}),
     "a quote that opens one line and closes another": Case(
         {"x.csv": CSV + '"query,text\nquery,text"\n'}, "x.csv",
-        ".*x.csv: line 11: lacks fields: double the quotes of a text, check line", None, ["x.csv"], {"x.csv": CSV}),
+        ".*x.csv: line 11: lacks fields .if they are empty, rewrite", None, ["x.csv"], {"x.csv": CSV}),
     "a column that later Arrow lacks": Case(
         {"0.arrow": table(a=["q"], b=["t"], c=["w"]), "1.arrow": texts(pa.string())}, "*.arrow",
         "not all files have the same columns: rewrite it by prepare_corpus.py SOURCE", "", columns="a b c", count=9),
@@ -129,12 +129,12 @@ CASES = {
     "JSON that is not UTF-8": Case({"x.jsonl": '{"a": "é", "b": "text"}\n'.encode("cp1252") * 8}, "x.jsonl",
         f".*Invalid UTF8 sequence .*.*{REGULAR}", "--encoding cp1252", rows=[["é", ["text"], []]]),
     "CSV with more fields than the header": Case({"x.csv": CSV + "query, the last,text\n"}, "x.csv",
-        ".*in line 10, saw 3: check the separator, and quote texts with it", None, ["x.csv"],
+        ".*in line 10, saw 3: check the separator, and the quotes of the rows before", None, ["x.csv"],
         {"x.csv": CSV + '"query, the last",text\n'}, count=9, rows=[["query, the last", ["text"], []]]),
     "CSV with more fields from line 2": Case({"x.csv": CSV.replace(",text", ",the,text")}, "x.csv",
         "line 2 has more fields than the header: check the separator, and quote", None, ["x.csv"], {"x.csv": CSV}),
     "CSV with fewer fields than the header": Case({"x.csv": CSV.replace("a,b", "a,b,c")}, "x.csv",
-        ".*x.csv: line 2: lacks fields: double the quotes .* or rewrite it by prepare_corpus.py", "",
+        ".*x.csv: line 2: lacks fields .if they are empty, rewrite it by prepare_corpus.py", "",
         columns="a b"),
     "quotes that do not match": Case({"x.csv": 'a,b\n"say "hi", he said",text\n' + CSV[4:]}, "x.csv",
         ".*x.csv: line 2: ',' expected after '\"': double the quotes of a text", None, ["x.csv"],
