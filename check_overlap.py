@@ -462,8 +462,7 @@ def list_files(source):
         return [os.path.abspath(path)]
     readme = Path(path, "README.md")
     if os.path.isdir(path) and not (readme.exists() and "\nconfigs:" in readme.read_text(errors="replace")):
-        advice = "prepare_corpus.py reads folders; save_to_disk writes data-*.arrow"
-        raise UserError(f"name its files: '{source}/*.parquet'; {advice}")
+        raise UserError(f"name its files: '{source}/*.parquet' or data-*.arrow; prepare_corpus.py reads folders")
     if "://" in path or glob.has_magic(path) or file_suffix(path):
         return list(datasets.load_dataset_builder("text", data_files=path).config.data_files["train"])  # of any format
     parts = [path] if os.path.isdir(path) else path.split(":")
@@ -524,14 +523,14 @@ def check_csv(file, sep=",", quoting=csv.QUOTE_MINIMAL, **_):
     """Return the header of a CSV file; raise UserError if a line lacks fields, or a quote would join rows."""
     csv.field_size_limit(2**31 - 1)
     with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", errors="replace", newline="") as lines:
-        reader = csv.reader(tqdm(lines, f"checking {file}", delay=2), delimiter=sep, quoting=quoting, strict=True)
+        bar = tqdm(lines, f"checking {file}", delay=2, disable=os.environ.get("RANK", "0") != "0")
+        reader = csv.reader(bar, delimiter=sep, quoting=quoting, strict=True)
         try:
             header = next(reader, [])
             if any(0 < len(row) < len(header) for row in reader):
                 raise csv.Error(f"lacks fields (if they are empty, {REWRITE})")
         except csv.Error as error:
-            advice = "double the quotes of a text, here or above"
-            raise UserError(f"{file}: line {reader.line_num}: {error}: {advice}") from error
+            raise UserError(f"{file}: line {reader.line_num}: {error}: double the quotes, here or above") from error
     return header
 
 

@@ -227,7 +227,7 @@ def test_errors_are_one_line():
     write_beir("c", {"q": "a query"}, {"d": "a document"})
     write_jsonl(Path("a.jsonl"), [{"text": "x", "n": 1, "s": {"a": "b"}}])
     for flags, message in {
-        "--train_data . --beir c": "--train_data .: name its files: './*.parquet'; prepare_corpus.py reads folders",
+        "--train_data . --beir c": "--train_data .: name its files: './*.parquet' or data-",
         "--train_data a.jsonl --beir c --columns z": "--train_data a.jsonl: has no column ['z'], but ['text', 'n',",
         "--train_data a.jsonl --beir c --columns n": "--train_data a.jsonl: column 'n' holds int64, not texts",
         "--train_data a.jsonl --beir c --columns s": "--train_data a.jsonl: column 's' has struct<a: string>, not tex",

@@ -52,7 +52,7 @@ REGULAR = "prepare_corpus.py rewrites (irregular rows|them)$"
 PLAIN = "texts, numbers or lists of them: rewrite it by prepare_corpus.py SOURCE --output_dir DIR$"
 CASES = {
     "a folder": Case({"in/0.jsonl": PAIRS[:4], "in/1.jsonl": PAIRS[4:]}, "in",
-        "name its files: 'in/..parquet'; prepare_corpus.py reads folders", ""),
+        "name its files: 'in/..parquet' or data-..arrow; prepare_corpus.py reads folders", ""),
     "folders KEY=VALUE": Case({f"in/s={label}/0.jsonl": PAIRS[4 * label : 4 * label + 4] for label in (0, 1)}, "in",
         "name its files: .*; prepare_corpus.py reads folders", "", flags=LABELLED,
         rows=[["query 7", ["text 7"], [1]]]),
@@ -137,7 +137,7 @@ CASES = {
         ".*x.csv: line 2: lacks fields .if they are empty, rewrite it by prepare_corpus.py", "",
         columns="a b"),
     "quotes that do not match": Case({"x.csv": 'a,b\n"say "hi", he said",text\n' + CSV[4:]}, "x.csv",
-        ".*x.csv: line 2: ',' expected after '\"': double the quotes of a text", None, ["x.csv"],
+        ".*x.csv: line 2: ',' expected after '\"': double the quotes", None, ["x.csv"],
         {"x.csv": 'a,b\n"say ""hi"", he said",text\n' + CSV[4:]}, count=9),
     "a quote that is not closed": Case({"x.csv.gz": gzip.compress((CSV + 'query,"text\n').encode())}, "x.csv.gz",
         ".*x.csv.gz: line 10: unexpected end of data: double the quotes", None, ["x.csv"],

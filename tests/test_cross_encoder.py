@@ -279,6 +279,8 @@ def test_row_formats(suffix, way):
     assert read(ragged, "--label_column", "y") == ("listwise_ce", expected)
     columns = [{"q": "a", "d": "b", "e": "c", "y": 1, "z": 0}]
     assert read(columns, "--label_column", "y", "z") == ("listwise_ce", [(["a", "b", "c"], [1, 0])])
+    as_text = [{"q": "a", "d": "b", "e": "c", "y": "[1, 0]"}]  # as in CSV
+    assert read(as_text, "--label_column", "y") == ("listwise_ce", [(["a", "b", "c"], [1, 0])])
     teacher = ["--label_column", "y", "--loss", "margin_mse", "--loss_kwargs", '{"teacher_temperature": 1}']
     assert read([{"q": "a", "d": "b", "e": "c", "y": [3.0, 0.5]}], *teacher)[1] == [(["a", "b", "c"], [3, 0.5])]
     assert read([{"q": "a", "d": "b", "e": "c"}], "--num_negatives", 0)[1] == [(["a", "b"], [1])]
