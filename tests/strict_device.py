@@ -309,6 +309,7 @@ class StrictDevice(TorchDispatchMode):
                                            name="simulated", warp_size=32)  # fmt: skip
         for owner, name, value in [
             (cuda, "_lazy_init", lambda: None), (torch.xpu, "_lazy_init", lambda: None),
+            (torch.xpu, "device_count", lambda: 1), (torch.xpu, "set_device", lambda *_: None),
             (cuda, "is_available", is_cuda), (cuda, "is_initialized", is_cuda), (cuda, "device_count", lambda: 1),
             (cuda, "current_device", lambda: 0), (cuda, "set_device", lambda *_: None),
             (cuda, "synchronize", lambda *_: self.count("synchronize", self.times)),
