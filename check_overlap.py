@@ -95,7 +95,8 @@ def parse_args(argv):
 
 def main(args):
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each load of a local file asks the Hub
-    for path in filter(None, [args.report, args.output]):
+    paths = [args.report, *filter(None, [args.output])]
+    for path in paths:
         if os.path.exists(path) and not args.overwrite:
             raise UserError(f"{path}: exists; choose another file, or set --overwrite")
         with user_errors(path):
@@ -126,10 +127,10 @@ def main(args):
             num_rows += len(table)
             num_kept += keep.sum()
             bar.update(len(table))
-    os.replace(f"{args.report}.part", args.report)
     if rows_file:
         rows_file.close()
-        os.replace(f"{args.output}.part", args.output)
+    for path in paths:
+        os.replace(f"{path}.part", path)
 
     for part in parts:
         found = f"{len(part.found_ids):,} of {len(part.rows):,} texts in {len(part.found_rows):,} rows"
@@ -171,7 +172,7 @@ def row_texts(table, columns):
         numbers = np.arange(len(column))
         if isinstance(column.type, LISTS):
             # not list_parent_indices, which counts the values that a null list may have; list_flatten does not
-            numbers = np.repeat(numbers, pc.fill_null(pc.list_value_length(column), 0))
+            numbers = np.repeat(numbers, pc.list_value_length(column).fill_null(0))
             column = pc.list_flatten(column)
         cells = as_texts(column, name)
         texts.append(cells.drop_null())
@@ -270,34 +271,23 @@ def join_words(words):
 def hash_ngrams(words, size):
     """Return the 64-bit hashes of the n-grams of (n,) texts, and the number of the text of each, ascending.
     words: of split_words. A text of fewer than `size` words has one n-gram, filled up with empty words."""
-    distinct = words.flatten().dictionary_encode()
-    by_word = np.fromiter(map(hash, distinct.dictionary.to_pylist()), np.int64).view(np.uint64)
+    by_text = words.flatten().to_numpy(zero_copy_only=False)
     lengths = pc.list_value_length(words).to_numpy()
     padded = np.maximum(lengths, size)
     owners = np.repeat(np.arange(len(words)), padded)
     places = np.arange(len(owners)) - (np.cumsum(padded) - padded)[owners]  # of words in their texts
     hashes = np.zeros(len(owners), np.uint64)
-    hashes[places < lengths[owners]] = by_word[distinct.indices]
-    count = max(0, len(hashes) - size + 1)
-    ngrams = np.zeros(count, np.uint64)
+    hashes[places < lengths[owners]] = np.where(by_text == "", 0, pd.util.hash_array(by_text))
+    ngrams = np.zeros(len(owners), np.uint64)  # those that begin at each word
     for place in range(size):  # a polynomial modulo 2**64; its base is odd, so that no bit is lost
-        ngrams = ngrams * np.uint64(0x9E3779B97F4A7C15) + hashes[place : place + count]
-    # An n-gram lies in one text. 0: a text without words, as hash("") is 0.
-    is_valid = (owners[:count] == owners[size - 1 :]) & (ngrams != 0)
-    return ngrams[is_valid], owners[:count][is_valid]
-
-
-@dataclass
-class Index:
-    """N-grams of the texts of all Parts, which are numbered in order."""
-
-    hashes: pd.Index  # (m,) uint64, ascending
-    ends: np.ndarray  # (m + 1,) int: `numbers` has those of a hash from ends[place] to ends[place + 1]
-    numbers: np.ndarray  # of texts
+        ngrams = ngrams * 0x9E3779B97F4A7C15 + np.roll(hashes, -place)
+    # An n-gram lies in one text. 0: a text without words, which is an empty one.
+    is_valid = (places <= padded[owners] - size) & (ngrams != 0)
+    return ngrams[is_valid], owners[is_valid]
 
 
 def make_index(parts, args):
-    """Return the Index of the texts of all Parts."""
+    """Return a DataFrame of n-grams, ascending, and their owners: numbers of texts, counted over all Parts."""
     counts = np.zeros(2**22, np.int64)  # n-grams so far, by the first bits of their hashes
     picked = []
     first = 0
@@ -305,13 +295,11 @@ def make_index(parts, args):
         for start in tqdm(range(0, len(part.rows), 10_000), desc=f"indexing {part.collection}", delay=2):
             _, texts = part.read(slice(start, start + 10_000))
             ngrams, owners = hash_ngrams(split_words(texts), args.ngram)
-            buckets = (ngrams >> np.uint64(42)).astype(np.int64)
-            counts += np.bincount(buckets, minlength=len(counts))
+            buckets = ngrams >> 42
+            np.add.at(counts, buckets, 1)
             picked.append(pick_rarest(ngrams, first + start + owners, counts[buckets], args.min_share))
         first += len(part.rows)
-    picked = pd.concat(picked).sort_values("ngram")
-    hashes, firsts = np.unique(picked["ngram"], return_index=True)
-    return Index(pd.Index(hashes), np.append(firsts, len(picked)), picked["owner"].to_numpy())
+    return pd.concat(picked).sort_values("ngram")
 
 
 def pick_rarest(ngrams, owners, counts, min_share):
@@ -352,16 +340,15 @@ def find(texts, rows, parts, index, args):
 
 
 def find_candidates(words, rows, index, size):
-    """Return the pairs of a text of the Index and a row that share an n-gram: its numbers, ascending, and the rows.
+    """Return the pairs of a text of make_index() and a row that share an n-gram: its numbers, ascending, and the rows.
     words: of texts, by split_words; rows: (n,) int, the row of each."""
     ngrams, owners = hash_ngrams(words, size)
-    places = index.hashes.get_indexer(ngrams)  # -1: of no text
-    rows = rows[owners[places >= 0]]
-    places = places[places >= 0]
-    first = index.ends[places]
-    sizes = index.ends[places + 1] - first  # texts with the n-gram
+    order = np.argsort(ngrams)  # near ones are searched for one after the other: less memory is read
+    ngrams = ngrams[order]
+    first = index.ngram.searchsorted(ngrams)
+    sizes = index.ngram.searchsorted(ngrams, "right") - first  # texts with the n-gram
     places = np.repeat(first - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
-    pairs = np.unique(index.numbers[places] * ROWS + np.repeat(rows, sizes))
+    pairs = np.unique(index.owner.to_numpy()[places] * ROWS + np.repeat(rows[owners[order]], sizes))
     return np.divmod(pairs, ROWS)
 
 

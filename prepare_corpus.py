@@ -591,6 +591,7 @@ LISTS = pa.ListType | pa.LargeListType | pa.FixedSizeListType  # types of Arrow
 OTHER_TEXTS = (pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view())
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 SURROGATES = re.compile("[\ud800-\udfff]")
+CONSTANTS = {"NaN": None, "Infinity": math.inf, "-Infinity": -math.inf}  # NaN: missing, in texts, too
 
 
 def read_columns(file, encoding="utf-8-sig", names=None):
@@ -673,7 +674,7 @@ def json_rows(lines, file):
     num_replaced = 0
     for text in ["".join([first, *lines])] if is_array else chain([first], lines):
         try:
-            found = json.loads(text, object_pairs_hook=unique_keys)
+            found = json.loads(text, object_pairs_hook=unique_keys, parse_constant=CONSTANTS.get)
             if "\\ud" in text.lower():  # only an escape can be half of a surrogate pair
                 clean, count = SURROGATES.subn("\ufffd", json.dumps(found, ensure_ascii=False))
                 found = json.loads(clean) if count else found

@@ -303,7 +303,7 @@ function addDocuments(box, query) {
     add(column, "h3", "", name);
     add(column, "p", "quiet", data.measure + " " + query.values[side].toFixed(3) + ", " +
       best.filter(isRelevant).length + " of " + query.relevant + " relevant documents among the first " + data.depth);
-    if (missed.length) add(column, "p", "", missed.length + " missed, then the first " + data.depth);
+    if (missed.length) add(column, "p", "", missed.length + " of those missed, then the first " + data.depth);
     [...missed, ...best].forEach((hit) => addDocument(column, query, hit, side));
   });
 }

@@ -358,7 +358,7 @@ def test_irregular_json_becomes_regular(tmp_path, capsys):
     """Columns that are null first, appear late or rarely, or change type: integer to float, number or date to text."""
     rows = [{"n": i, "day": "2024-01-01", "x": None, "mixed": i, "deep": {"a": 1}} for i in range(2500)]
     rows += [{"n": 0.5, "day": "unknown", "x": "late", "mixed": "é" * 20_000, "deep": {"b": ["c"]}, "new": [1]}]
-    rows += [{"mixed": {"k": [1, "é"]}, "n": None}, {"mixed": True}]
+    rows += [{"mixed": {"k": [1, "é"]}, "n": None}, {"mixed": True, "x": float("nan")}]  # NaN: null, not a text
     got = convert(tmp_path, write(tmp_path / "a.jsonl", rows))
     empty = {"day": None, "x": None, "new": None, "deep.a": None, "deep.b": None, "n": None}
     assert got[7] == empty | {"n": 7, "day": "2024-01-01", "mixed": "7", "deep.a": 1}
