@@ -156,7 +156,7 @@ def ran(folder):
     for name, kind in (("cpu", ""), ("device", "cuda"), ("cached", "cuda"), ("xpu", "xpu")):
         flags = "--model_name_or_path bert --cross_encoder reranker --rerank_k 5 --beir beir --max_length 32 "
         flags += "--corpus_chunk_size 64 --top_k 10 --metrics nDCG@10 --cache_dtype float32 "
-        flags += f"--output_dir evaluated/{name} --cache_dir {kind}_cache "
+        flags += f"--output_dir evaluated/{name} --cache_dir {kind}_cache --micro_batch_tokens 200 "  # several groups
         flags += "--attn_implementation eager" * (kind == "xpu")  # the fused kernels of others are not simulated
         job = {"script": "eval_incremental", "flags": flags.split(), "device": bool(kind), "kind": kind or "cuda"}
         jobs[f"eval_incremental {name}"] = job
