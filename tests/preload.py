@@ -5,9 +5,7 @@ Tests that launch a script with `use_launcher` or as a subprocess check that it 
 
 import gc
 import runpy
-import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import evaluate  # noqa: F401
@@ -31,10 +29,6 @@ import train_cross_encoder
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 1  # s, of 5, before the end of a run of a template on mixed streams
 transformers.utils.logging.disable_progress_bar()  # a bar has a lock, which a killed run could leave locked
 random = torch.get_rng_state()
-with tempfile.TemporaryDirectory() as folder:
-    metrics = [{"step": 0, "loss": 1}, {"step": 1, "loss": 1}]
-    flags = SimpleNamespace(output_dir=folder)
-    train_bi_encoder.plot_metrics(SimpleNamespace(metrics=metrics, main_measures=[], flags=flags))
 huggingface_hub.utils.get_session()  # forked.py keeps its certificates, and the code of scripts
 for script in (train_bi_encoder, train_cross_encoder, eval_incremental):
     runpy.compile(Path(script.__file__).read_bytes(), script.__file__, "exec")

@@ -316,17 +316,9 @@ def written_arguments(func):
 
 
 @functools.cache
-def names_of(func):
-    """Return (namespace, name, name with the overload) of an operation."""
-    namespace, base = func._schema.name.split("::")
-    return namespace, base, f"{base}.{func._overloadname}"
-
-
-@functools.cache
 def name_of_script(file):
-    """Return the name of a file that is in neither a library nor this one, else None."""
-    in_library = any(part in file for part in ("site-packages", "/lib/python", "<"))
-    return None if file == __file__ or in_library else os.path.basename(file)
+    in_library = file == __file__ or any(part in file for part in ("site-packages", "/lib/python", "<"))
+    return None if in_library else os.path.basename(file)
 
 
 def address(tensor):
@@ -469,9 +461,8 @@ class StrictDevice(TorchDispatchMode):
         self.allocated += storage.nbytes()
         self.peak = max(self.peak, self.allocated)
         if self.allocated > self.memory:
-            raise torch.OutOfMemoryError(
-                f"CUDA out of memory: {self.allocated:,} bytes of {self.memory:,} (simulated)"
-            )
+            used = f"{self.allocated:,} bytes of {self.memory:,}"
+            raise torch.OutOfMemoryError(f"CUDA out of memory: {used} (simulated)")
 
     def free(self, address, size):
         memory = self.storages.pop(address)
@@ -535,10 +526,8 @@ class StrictDevice(TorchDispatchMode):
         self.host |= clock
         ended = [copy for copy in self.copies if copy.time <= self.host[copy.stream]]
         self.copies = [copy for copy in self.copies if copy.time > self.host[copy.stream]]
-        if not ended:
-            return
-        with _disable_current_modes(), torch.no_grad():
-            for copy in ended:
+        for copy in ended:
+            with _disable_current_modes(), torch.no_grad():
                 if copy.to_host:
                     copy.host.copy_(copy.values)
                 elif not torch.allclose(copy.host, copy.values, rtol=0, atol=0, equal_nan=True):
@@ -678,7 +667,8 @@ class StrictDevice(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func, args, kwargs):
-        namespace, base, name = names_of(func)
+        namespace, base = func._schema.name.split("::")
+        name = f"{base}.{func._overloadname}"
         tensors = find_tensors((args, kwargs))
         any_here = any(isinstance(tensor, OnDevice) for tensor in tensors)
         if namespace == "c10d":
