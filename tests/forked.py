@@ -116,14 +116,8 @@ class Forked:
         for rank in range(processes):
             place = {"RANK": str(rank), "LOCAL_RANK": "0" if networks else str(rank)} if processes > 1 else {}
             network = networks[rank][0] if networks else None
-            words = [
-                str(script),
-                merge_flags([*flags, *(per_rank and per_rank[rank])]),
-                environment | place,
-                str(cwd),
-                self.output,
-                network,
-            ]
+            own = merge_flags([*flags, *(per_rank and per_rank[rank])])
+            words = [str(script), own, environment | place, str(cwd), self.output, network]
             self.processes.append(CONTEXT.Process(target=run, args=words))
             self.processes[-1].start()
 
