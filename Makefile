@@ -31,6 +31,10 @@ chaos: .venv/installed-dev
 		tests/test_bad_input.py::test_files_that_cannot_grow tests/test_best_model.py::test_stopped_and_resumed \
 		tests/test_resume.py::test_resumed_on_another_process_count tests/test_eval_incremental.py::test_no_pickle_is_loaded \
 		tests/test_one_way_to_stop.py tests/test_edited_script.py tests/test_check_promises.py \
+		tests/test_fsdp2.py::test_fsdp2_with_adapters_and_a_head_in_bfloat16 tests/test_what_is_measured.py \
+		tests/test_model_options.py::test_what_is_trained_beside_adapters_is_float32 tests/test_strict_device.py \
+		tests/test_templates.py::test_losses_and_norms_equal_the_trainers \
+		tests/test_views.py::test_processes_streams_and_dtypes_of_the_cache \
 		tests/test_random_runs.py tests/test_random_states.py \
 		tests/test_eval_incremental.py::test_full_or_read_only_disk tests/test_export_vectors.py::test_full_or_read_only_disk
 

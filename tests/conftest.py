@@ -28,6 +28,7 @@ os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"  # gloo compares each collectiv
 CACHE = tempfile.TemporaryDirectory(prefix="evenstep")  # for the Arrow tables of `datasets`; deleted at exit
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
 os.environ["HF_MODULES_CACHE"] = f"{CACHE.name}/modules"  # for copies of metric scripts
+os.environ.setdefault("STRICT_DEVICE", CACHE.name)  # the folder of the process that starts the others
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
 sys.path.insert(0, str(ROOT))

@@ -9,9 +9,11 @@ import ctypes
 import functools
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import socket
+import ssl
 import sys
 import tempfile
 import time
@@ -21,6 +23,7 @@ from pathlib import Path
 
 import jinja2
 import pandas as pd
+import torch
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +34,14 @@ jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)
 # So is the syntax tree of a trainer, which each run hashes at its start.
 ast.parse = functools.cache(ast.parse)
 ast.unparse = functools.cache(ast.unparse)
+# Without a device, each seed keeps its stack as text.
+torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
+# So are the code of a script and the certificates of the Hub's client, which no run asks.
+re._MAXCACHE = 5000  # patterns, more than transformers compiles for names of weights
+runpy.compile = functools.cache(compile)
+ssl.create_default_context = functools.cache(ssl.create_default_context)
+subplots = Figure.subplots
+Figure.subplots = lambda figure, *size: None if size else subplots(figure)  # none for plot_metrics
 draw = Figure.savefig  # for a test of what is drawn
 Figure.savefig = lambda figure, path, **_: Path(path).touch()
 pd.DataFrame.plot = lambda *_, **__: None  # of plot_metrics
@@ -59,9 +70,9 @@ def run(script, flags, environment, cwd, output, network):
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{output}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     if environment.get("ATEN_CPU_CAPABILITY") == "default":
-        import torch  # reads it at its first operation, which must not be the server's
-
+        # torch reads it at its first operation, which must not be the server's
         assert torch.backends.cpu.get_cpu_capability() == "DEFAULT"
+    time.sleep = lambda seconds, sleep=time.sleep: sleep(1 if seconds == 5 else seconds)  # there is no launcher
     sys.argv[:] = [script, *flags]
     sys.path[0] = os.path.dirname(script)
     runpy.run_path(script, run_name="__main__")
@@ -105,14 +116,8 @@ class Forked:
         for rank in range(processes):
             place = {"RANK": str(rank), "LOCAL_RANK": "0" if networks else str(rank)} if processes > 1 else {}
             network = networks[rank][0] if networks else None
-            words = [
-                str(script),
-                merge_flags([*flags, *(per_rank and per_rank[rank])]),
-                environment | place,
-                str(cwd),
-                self.output,
-                network,
-            ]
+            own = merge_flags([*flags, *(per_rank and per_rank[rank])])
+            words = [str(script), own, environment | place, str(cwd), self.output, network]
             self.processes.append(CONTEXT.Process(target=run, args=words))
             self.processes[-1].start()
 

@@ -40,7 +40,7 @@ MIXTURE = [  # a batch of each is a step
     {"columns": ["docstring", "code", "wrong", "worse"], "loss_kwargs": {"in_batch": False}},
 ]
 accelerator = Accelerator(cpu=True)
-script.BUCKET = 2000  # gradients of this model are summed by many collectives, as those of a large one are
+script.BUCKET = 10_000  # gradients of this model are summed by many collectives, as those of a large one are
 
 
 def open_rows(flags):

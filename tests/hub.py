@@ -55,9 +55,8 @@ class Hub(BaseHTTPRequestHandler):
             headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"'}
             if requested := self.headers.get("Range"):
                 first, last = (int(word or len(data) - 1) for word in requested.removeprefix("bytes=").split("-"))
-                return self.answer(
-                    data[first : last + 1], 206, Content_Range=f"bytes {first}-{last}/{len(data)}", **headers
-                )
+                headers |= {"Content_Range": f"bytes {first}-{last}/{len(data)}"}
+                return self.answer(data[first : last + 1], 206, **headers)
             return self.answer(data, **headers)
         if action == "tree":
             found = path.rglob("*") if "recursive=true" in url.query.lower() else path.iterdir()

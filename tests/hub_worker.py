@@ -1,7 +1,7 @@
-"""Read collections of a Hub: `hub_worker.py '[[ID, split or null], ...]'` prints a JSON list for each, with what the
-evaluator and both trainers find, or the message of the error. The evaluator finds {collection: [documents, {query:
-{document: grade}}, texts of the first document and query]}, a trainer {main measure: {collection: {text of a query:
-texts of its relevant documents}}}; of the cross-encoder, [these texts, texts to rerank]."""
+"""Read collections of a Hub, then train a cross-encoder: `hub_worker.py '[[ID, split or null], ...]' FLAGS` prints a
+JSON list for each, with what the evaluator and both trainers find, or the message of the error. The evaluator finds
+{collection: [documents, {query: {document: grade}}, texts of the first document and query]}, a trainer {main measure:
+{collection: {text of a query: texts of its relevant documents}}}; of the cross-encoder, [these, texts to rerank]."""
 
 import json
 import sys
@@ -63,3 +63,4 @@ for name, split in json.loads(sys.argv[1]):
         except Exception as error:
             answers.append(str(error).removeprefix(f"--beir {name}: "))
     print(json.dumps(answers))
+train_cross_encoder.main(train_cross_encoder.parse_args(sys.argv[2:]))

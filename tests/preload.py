@@ -4,13 +4,13 @@ Tests that launch a script with `use_launcher` or as a subprocess check that it 
 """
 
 import gc
-import tempfile
+import runpy
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import evaluate  # noqa: F401
 import forked  # noqa: F401
+import huggingface_hub
 import jinja2
 import scipy.io  # noqa: F401
 import sentence_transformers
@@ -22,17 +22,16 @@ import transformers.hf_argparser
 from tqdm.std import TqdmDefaultWriteLock
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-import eval_incremental  # noqa: F401
+import eval_incremental
 import train_bi_encoder
-import train_cross_encoder  # noqa: F401
+import train_cross_encoder
 
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 1  # s, of 5, before the end of a run of a template on mixed streams
 transformers.utils.logging.disable_progress_bar()  # a bar has a lock, which a killed run could leave locked
 random = torch.get_rng_state()
-with tempfile.TemporaryDirectory() as folder:
-    metrics = [{"step": 0, "loss": 1}, {"step": 1, "loss": 1}]
-    flags = SimpleNamespace(output_dir=folder)
-    train_bi_encoder.plot_metrics(SimpleNamespace(metrics=metrics, main_measures=[], flags=flags))
+huggingface_hub.utils.get_session()  # forked.py keeps its certificates, and the code of scripts
+for script in (train_bi_encoder, train_cross_encoder, eval_incremental):
+    runpy.compile(Path(script.__file__).read_bytes(), script.__file__, "exec")
 for template in Path(sentence_transformers.__file__).parent.rglob("model_card_template.md"):
     jinja2.Template(template.read_text())  # forked.py keeps it compiled
 shape = {"hidden_size": 2, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 2}

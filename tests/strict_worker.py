@@ -82,7 +82,6 @@ def run(job):
             mock.patch.object(script, "try_concatenated", device.unreported(script.try_concatenated)),
             mock.patch.object(script, "Accelerator", recorder(job, output, device, result)),
             mock.patch.object(script, name, recorded, create=True),
-            mock.patch.object(script, "plot_metrics", lambda *_: None, create=True),  # takes as long as training
             device if job.get("device", True) else cpu,
         ):
             script.main(script.parse_args(job["flags"]))

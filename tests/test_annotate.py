@@ -192,15 +192,7 @@ def test_a_trainer_reads_the_rows(annotate, data, reranker, bert, tmp_path):
     assert advice.startswith("--columns query positive negatives --label_column scores --loss kl --loss_kwargs '{")
     flags, options = advice.split(" --loss_kwargs ")
     flags = [*flags.split(), "--loss_kwargs", options.strip("'"), "--eval_rows", 0, "--batch_size", 8]
-    flags += [
-        "--max_steps",
-        1,
-        "--train_data",
-        tmp_path / "scored.jsonl",
-        "--model_name_or_path",
-        bert,
-        "--output_dir",
-        tmp_path / "o",
-    ]
+    flags += ["--max_steps", 1, "--train_data", tmp_path / "scored.jsonl", "--model_name_or_path", bert]
+    flags += ["--output_dir", tmp_path / "o"]
     train("train_bi_encoder", *flags)
     assert metrics(tmp_path / "o")[-1]["loss"] > 0

@@ -90,9 +90,8 @@ def test_labels_of_ones_own_stay():
     """Those of other positives: tests/test_same_text.py."""
     args = ["--train_data", "x", "--model_name_or_path", "y", "--columns", "q", "d", "--label_column", "y"]
     cells = {"q": "q", "d": ["p", "n", "p"], "y": [1, 0, 0.5]}
-    row = train_cross_encoder.read_row(
-        cells, 0, train_cross_encoder.parse_args([*args, "--loss", "listwise_ce"]), None
-    )
+    listwise = train_cross_encoder.parse_args([*args, "--loss", "listwise_ce"])
+    row = train_cross_encoder.read_row(cells, 0, listwise, None)
     assert row.documents == ["p", "n", "p"] and row.labels == [1.0, 0.0, 0.5]
 
 

@@ -83,18 +83,13 @@ def test_differences_are_copied():
     first = TEXT.format(TRAINERS[1])
     second = TEXT.format(TRAINERS[0]).replace("return x", "return -x").replace("X = 1", "X = 3")
     tool = "FORMATS = 5\nLIMIT = 3\nX = 4\n\n\n@cache\ndef cut(x):\n    return 0\n\n\ndef score(x):\n    return 1\n"
-    texts = {
-        TRAINERS[0]: first,
-        TRAINERS[1]: second,
-        "tool.py": tool,
-        "other.py": tool.replace("return 1", "return 2"),
-    }
+    texts = {TRAINERS[0]: first, TRAINERS[1]: second, "tool.py": tool}
+    texts["other.py"] = tool.replace("return 1", "return 2")
     found = copy(texts)
     assert found[TRAINERS[0]] == first
     assert found[TRAINERS[1]] == second.replace("return -x", "return x")  # X stays
-    expected = tool.replace("LIMIT = 3", "LIMIT = 2").replace(
-        "@cache\ndef cut(x):\n    return 0", "def cut(x):\n    return x"
-    )
+    expected = tool.replace("@cache\ndef cut(x):\n    return 0", "def cut(x):\n    return x")
+    expected = expected.replace("LIMIT = 3", "LIMIT = 2")
     assert found["tool.py"] == found["other.py"] == expected
     assert copy(found) == found
     head, tail = "# ----- data (same in b.py)\nX = 1\n\n\n", "# ----- step\nY = 2\n"
@@ -112,11 +107,9 @@ def test_make_copies_writes_them(tmp_path):
     source = (tmp_path / SCRIPTS[0]).read_text()
     assert source.count("def is_plain(kind):") == 1
     (tmp_path / SCRIPTS[0]).write_text(source.replace("def is_plain(kind):", "def is_plain(kind, more=None):"))
-    done = subprocess.run(
-        [sys.executable, "tests/copies.py"], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "tests/copies.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert f"{SCRIPTS[1]}: changed\n" in done.stdout
     changed = {path.name: path.read_text() for path in tmp_path.glob("*.py")}
-    assert (
-        "def is_plain(kind, more=None):" in changed[SCRIPTS[1]] and copy({n: changed[n] for n in SCRIPTS}) == changed
-    )
+    assert "def is_plain(kind, more=None):" in changed[SCRIPTS[1]]
+    assert copy({n: changed[n] for n in SCRIPTS}) == changed

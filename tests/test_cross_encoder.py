@@ -40,9 +40,8 @@ LOGITS = torch.randn(15, generator=torch.Generator().manual_seed(1)) * 3
 def loss_of(loss, logits, labels, sizes=SIZES, **loss_kwargs):
     """Return the loss selected by --loss and --loss_kwargs."""
     loss_kwargs = {"teacher_temperature": 1} | loss_kwargs if loss in script.TEACHER_LOSSES else loss_kwargs
-    made = script.make_loss(
-        parse("--loss", loss, "--label_column", "y", "--loss_kwargs", json.dumps(loss_kwargs)), None
-    )
+    args = parse("--loss", loss, "--label_column", "y", "--loss_kwargs", json.dumps(loss_kwargs))
+    made = script.make_loss(args, None)
     groups = torch.arange(len(sizes) + 1).repeat_interleave(torch.tensor([*sizes, 0]))
     columns = torch.cat([torch.arange(size) for size in sizes])
     padded = logits.new_zeros(len(sizes) + 1, max(sizes)), labels.new_full((len(sizes) + 1, max(sizes)), math.nan)

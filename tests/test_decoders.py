@@ -299,11 +299,8 @@ def test_no_evaluator_has_the_prompt_of_the_one_before(reranker):
         return {"measure": 1.0}
 
     model = CrossEncoder(str(reranker), device="cpu", prompts={"query": "own: ", "other": "o: "})
-    evaluators = {
-        "a": (evaluator, {"query": "a: ", "more": "m: "}),
-        "b": (evaluator, {"other": "b: "}),
-        "c": (evaluator, {}),
-    }
+    prompts = {"a": {"query": "a: ", "more": "m: "}, "b": {"other": "b: "}, "c": {}}
+    evaluators = {name: (evaluator, own) for name, own in prompts.items()}
     train_cross_encoder.evaluate(model, evaluators, Accelerator(cpu=True))
     own = {"query": "own: ", "other": "o: "}
     assert seen == [own | {"query": "a: ", "more": "m: "}, own | {"other": "b: "}, own] and model.prompts == own

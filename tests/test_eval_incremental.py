@@ -300,9 +300,8 @@ def test_pairs_and_a_collection_of_them_give_the_same_numbers(evaluate, rows, tm
     pairs += [{"q": pairs[0]["q"], "d": pairs[7]["d"]}, {"q": None, "d": "x"}, {"q": "y", "d": " "}]
     write_jsonl(tmp_path / "pairs.jsonl", pairs)
     queries, documents = (list(dict.fromkeys(pair[name].strip() for pair in pairs[:131])) for name in "qd")
-    queries, documents = (
-        {text: f"{name}{n}" for n, text in enumerate(texts)} for name, texts in zip("qd", (queries, documents))
-    )
+    named = zip("qd", (queries, documents))
+    queries, documents = ({text: f"{name}{n}" for n, text in enumerate(texts)} for name, texts in named)
     judged = [(queries[pair["q"].strip()], documents[pair["d"].strip()], 1) for pair in pairs[:131]]
     by_id = [{name: text for text, name in texts.items()} for texts in (documents, queries)]
     write_beir(tmp_path / "beir", *by_id, judged, "train")

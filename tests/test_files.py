@@ -69,9 +69,8 @@ def test_a_column_named_number_sign(streaming):
     """It has the ids, as in the miner; # stands for row numbers where there is none (field: Pokemon.csv)."""
     rows = [{"#": f"{n}", "name": f"text {n}"} for n in range(1, 4)]
     file = write_rows("x.csv", rows)
-    assert (
-        read([file], streaming, ["#", "name"]) == mine([file], ["#", "name"]) == [list(row.values()) for row in rows]
-    )
+    expected = [list(row.values()) for row in rows]
+    assert read([file], streaming, ["#", "name"]) == mine([file], ["#", "name"]) == expected
     file = write_rows("y.csv", [{"name": "a"}, {"name": "b"}])
     assert read([file], streaming, ["#", "name"]) == [["0", "a"], ["1", "b"]]
     assert "no column ['#'], but ['name']" in refusal(mine, [file], ["#", "name"])
@@ -122,12 +121,8 @@ def test_ids_that_no_run_file_can_hold(mark):
     assert read([write_rows("x.jsonl", rows)]) == mine(["x.jsonl"]) == [[*rows[0].values()]]
 
 
-LATER = {
-    "dates": ["2020-01-02"],
-    "times": ["2020-01-02T10:20:30"],
-    "numbers": [BIG + 1, 7, BIG + 2],
-    "numbers of another length": [10**20],
-}
+LATER = {"dates": ["2020-01-02"], "times": ["2020-01-02T10:20:30"], "numbers": [BIG + 1, 7, BIG + 2]}
+LATER["numbers of another length"] = [10**20]
 
 
 @both_ways
@@ -150,10 +145,8 @@ def test_ids_are_what_was_written_in_later_rows_of_json(streaming, later):
 @pytest.mark.parametrize("first", ["a text", None])
 def test_objects_in_later_rows_of_json(first, streaming):
     """`datasets` made texts of them, '{"text":"x"}', which were trained on; in the first rows they were refused."""
-    files = [
-        write_rows("x0.jsonl", [{"a": "q", "b": first}]),
-        write_rows("x1.jsonl", [{"a": "q", "b": {"text": "x"}}]),
-    ]
+    contents = {"x0.jsonl": first, "x1.jsonl": {"text": "x"}}
+    files = [write_rows(name, [{"a": "q", "b": content}]) for name, content in contents.items()]
     said = "struct<text: string> to large_string; if rows differ, prepare_corpus.py rewrites them"
     line = refusal(lambda: source("x*.jsonl", streaming, "a", "b").take(2))
     assert line == f"x*.jsonl: Couldn't cast array of type {said}"
@@ -198,9 +191,8 @@ def test_the_whole_csv_file_is_checked():
         Path(f"x.{suffix}").write_text("".join(["question,answer\n", *lines]).replace(",", separator))
         assert ": lacks fields" in refusal(source, f"x.{suffix}", False, "question", "answer")
     with open("bom.csv", "w", encoding="utf-8-sig", newline="") as file:
-        csv.writer(file, quoting=csv.QUOTE_ALL).writerows(
-            [["question, in words", "answer"], ["q", 'a "text"\nof lines']]
-        )
+        cells = [["question, in words", "answer"], ["q", 'a "text"\nof lines']]
+        csv.writer(file, quoting=csv.QUOTE_ALL).writerows(cells)
     table = source("bom.csv", False, "question, in words", "answer").take(1)
     assert table["answer"].to_pylist() == ['a "text"\nof lines']
 

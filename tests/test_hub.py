@@ -86,9 +86,8 @@ def hub(tmp_path_factory):
     write_jsonl(folder / "qrels/train.jsonl", judgments[:3])
     write_jsonl(folder / "qrels/test.jsonl", judgments[3:])
     splits = {split: f"qrels/{split}.jsonl" for split in ("train", "test")}
-    write_readme(
-        folder, {"default": splits, "corpus": {"corpus": "corpus.jsonl"}, "queries": {"queries": "queries.jsonl"}}
-    )
+    configs = {"corpus": {"corpus": "corpus.jsonl"}, "queries": {"queries": "queries.jsonl"}}
+    write_readme(folder, {"default": splits} | configs)
 
     # each split has its own documents and queries
     collections = {"zeta-alpha-ai/NanoX": {"train": 5}, NANO_ID: NANO, "mteb/own-splits": {"dev": 2, "test": 6}}
@@ -120,12 +119,22 @@ def run_online(hub, tmp_path, *command):
     return result.stdout
 
 
-def test_collections_of_each_layout(hub, tmp_path):
+@pytest.fixture(scope="module")
+def ran(hub, rows, reranker, tmp_path_factory):
+    """Return the folder and the lines of hub_worker.py, which reads all cases, then trains."""
+    folder = tmp_path_factory.mktemp("ran")
+    write_jsonl(folder / "rows.jsonl", rows[:40])
+    flags = ["--train_data", "rows.jsonl", "--columns", "docstring", "code", "--model_name_or_path", reranker,
+             "--eval_beir", NANO_ID, "--eval_rows", 0, "--max_steps", 1, "--batch_size", 4, "--num_negatives", 1,
+             "--max_length", 32, "--output_dir", "out"]  # fmt: skip
+    cases = json.dumps([case[:2] for case in CASES])
+    return folder, run_online(hub, folder, ROOT / "tests/hub_worker.py", cases, *flags).splitlines()
+
+
+def test_collections_of_each_layout(ran):
     """Ids stay texts, and no split is chosen silently. The trainers read the layout of NanoBEIR, and name the script
     that reads others."""
-    cases = json.dumps([case[:2] for case in CASES])
-    lines = run_online(hub, tmp_path, ROOT / "tests/hub_worker.py", cases).splitlines()
-    for (name, split, expected), line in zip(CASES, lines, strict=True):
+    for (name, split, expected), line in zip(CASES, ran[1]):
         found, *of_trainers = json.loads(line)
         for trainer, prefix, suffix, answer in zip(TRAINERS, ("cosine_", ""), ("", "_R50"), of_trainers):
             if "NanoBEIR" not in name:
@@ -154,15 +163,10 @@ def test_collections_of_each_layout(hub, tmp_path):
                 assert judged == {f"{int(query) + 1:04}": grade}
 
 
-def test_a_run_that_is_evaluated_on_the_hub(hub, rows, reranker, tmp_path):
+def test_a_run_that_is_evaluated_on_the_hub(ran):
     """Each collection has its measures, and the mean is that of the library's evaluator, which is printed."""
-    write_jsonl(tmp_path / "rows.jsonl", rows[:40])
-    flags = ["--train_data", "rows.jsonl", "--columns", "docstring", "code", "--model_name_or_path", reranker,
-             "--eval_beir", NANO_ID, "--eval_rows", 0, "--max_steps", 1, "--batch_size", 4, "--num_negatives", 1,
-             "--max_length", 32, "--output_dir", "out"]  # fmt: skip
-    printed = run_online(hub, tmp_path, ROOT / "train_cross_encoder.py", *flags)
-    mean = "NanoBEIR_R50_mean_ndcg@10"
-    for line in metrics(tmp_path / "out"):
+    printed, mean = "\n".join(ran[1][len(CASES) :]), "NanoBEIR_R50_mean_ndcg@10"
+    for line in metrics(ran[0] / "out"):
         values = [line[f"{collection}_R50_ndcg@10"] for collection in NANO]
         assert line[mean] == pytest.approx(sum(values) / 3) and max(values) > 0
         assert re.search(rf"step {line['step']}: .*'{mean}': {round(line[mean], 4)}}}", printed)

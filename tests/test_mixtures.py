@@ -162,9 +162,8 @@ def test_what_is_refused_of_several_sources(sources):
     with pytest.raises(script.UserError, match="give a weight to each source or to none"):
         open_data(sources, retrieval, unweighted, more=["--mix_by", "batch"])
     plain = [f"{sources}/retrieval.jsonl", f"{sources}/retrieval.jsonl"]
-    with pytest.raises(
-        script.UserError, match=r"retrieval.jsonl: has no column \['other'\], but \['question', 'answer', 'wrong'\]"
-    ):
+    message = r"retrieval.jsonl: has no column \['other'\], but \['question', 'answer', 'wrong'\]"
+    with pytest.raises(script.UserError, match=message):
         open_data(sources, *plain, more=["--columns", "question", "answer", "other"])
 
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import ROOT, TRAINERS, launch, write_jsonl
+from conftest import ROOT, TRAINERS, few_or_all, launch, write_jsonl
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
@@ -137,14 +137,14 @@ TRAINED = {  # beside adapters: (trainer, model, further options of peft, a weig
     "a head": ("train_cross_encoder", "head", {}, "classifier.weight"),
     "modules": ("train_cross_encoder", "modular", {}, "linear.weight"),
 }
+WAYS = [("no", 1), ("bf16", 2)]
 
 
-@pytest.mark.parametrize("case", TRAINED)
-@pytest.mark.parametrize("precision, processes", [("no", 1), ("bf16", 2)])
-def test_what_is_trained_beside_adapters_is_float32(case, precision, processes, corpus, halves, monkeypatch):
+@pytest.mark.parametrize("case, way", few_or_all([*zip(TRAINED, WAYS * 2)], TRAINED, WAYS))
+def test_what_is_trained_beside_adapters_is_float32(case, way, corpus, halves, monkeypatch):
     """A rate below the spacing of bfloat16 changes all of it, with evaluations between the steps, and saved weights
     are float32. Frozen matrices remain as in the file, where a launch has autocast."""
-    name, model, options, trained = TRAINED[case]
+    (name, model, options, trained), (precision, processes) = TRAINED[case], way
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     adapters = ["--lora_rank", 2, "--lora_kwargs", json.dumps(options)]
     loaded = load_by(name, halves / model, *map(str, adapters))
@@ -404,9 +404,8 @@ def test_template(rows, bert):
 
 
 def test_wrong_templates():
-    with pytest.raises(
-        train_cross_encoder.UserError, match="--template must contain {query} and {document} once each"
-    ):
+    message = "--template must contain {query} and {document} once each"
+    with pytest.raises(train_cross_encoder.UserError, match=message):
         load_reranker("x", "--template", "{query} {document} {query}")
 
 

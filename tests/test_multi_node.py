@@ -104,9 +104,8 @@ def test_two_machines_train_the_same_model_as_one_process(two_machines, folder, 
     assert ((found - expected).norm() / expected.norm()).item() < 1e-5
     assert ((found - expected).norm() / change).item() < 1e-3
     for name in ("loss", "grad_norm"):
-        one, two = (
-            [line[name] for line in metrics(run) if name in line] for run in (folder / "one_process", two_machines)
-        )
+        runs = folder / "one_process", two_machines
+        one, two = ([line[name] for line in metrics(run) if name in line] for run in runs)
         assert len(one) == STEPS and two == pytest.approx(one, rel=1e-5)
 
 

@@ -81,11 +81,8 @@ def failing_lookup(folder, rows, last):
     ids = [{"docstring": row["docstring"], "code": f"d{i}"} for i, row in enumerate(rows)]
     write_jsonl(folder / "rows.jsonl", ids)
     flags = ["--train_data", folder / "rows.jsonl", "--corpus", folder / "texts.jsonl"]
-    return (
-        [*flags, "--corpus_columns", "_id", "text"],
-        [[]] * (last + 1),
-        f"{folder}/texts.jsonl: text: Stale file handle",
-    )
+    flags += ["--corpus_columns", "_id", "text"]
+    return flags, [[]] * (last + 1), f"{folder}/texts.jsonl: text: Stale file handle"
 
 
 def failing_loss(folder, rows, last):
@@ -207,9 +204,8 @@ def test_a_bug_in_a_loss_keeps_its_traceback(rows, bert, tmp_path, monkeypatch, 
     flags = ["--model_name_or_path", bert, "--columns", "docstring", "code", "--batch_size", 8, "--eval_rows", 0,
              "--max_length", 32, "--loss", loss, "--train_data", tmp_path / "rows.jsonl", "--logging_steps", 1,
              "--gradient_accumulation_steps", 2, "--output_dir", tmp_path / "out"]  # fmt: skip
-    with pytest.raises(
-        script.AgreedError, match="(?s)^the loss failed\nTraceback.*broken.*KeyError: 'no such key' .step 4.$"
-    ):
+    message = "(?s)^the loss failed\nTraceback.*broken.*KeyError: 'no such key' .step 4.$"
+    with pytest.raises(script.AgreedError, match=message):
         train(name, *flags)
     assert [path.name for path in (tmp_path / "out/checkpoints").iterdir()] == ["step_00000003"]
     assert metrics(tmp_path / "out")[-1]["step"] == 3

@@ -270,11 +270,8 @@ def test_sources_are_read_in_order_and_shards_are_memory_mapped(tmp_path):
     saved = tmp_path / "saved"
     datasets.Dataset.from_list(ROWS[:40]).save_to_disk(saved)
     datasets.load_from_disk(str(saved)).map(lambda row: row | {"n": 0})  # writes a cache into the folder
-    several = [
-        [folder / "*.jsonl"],
-        [f"file://{folder}/[ab].jsonl"],
-        [saved, write(tmp_path / "c.parquet", ROWS[40:])],
-    ]
+    several = [[folder / "*.jsonl"], [f"file://{folder}/[ab].jsonl"]]
+    several.append([saved, write(tmp_path / "c.parquet", ROWS[40:])])
     for i, sources in enumerate(several):
         out = tmp_path / f"out{i}"
         run(*sources, "--output_dir", out, "--rows_per_shard", "30")

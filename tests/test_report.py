@@ -280,9 +280,8 @@ def test_a_row_for_each_collection(evaluate, tmp_path, capsys, monkeypatch):
 
 def test_names_in_latex_are_escaped(tmp_path):
     """All that LaTeX reads otherwise, and what its line break would take for an option."""
-    script.write_tables(
-        [["", "RR@10"], ["a^b~c\\d", "1"], ["é|ü$x&y_50%#{1}", "2"], ["[x]", "3"], ["*x", "[4]"]], tmp_path
-    )
+    table = [["", "RR@10"], ["a^b~c\\d", "1"], ["é|ü$x&y_50%#{1}", "2"], ["[x]", "3"], ["*x", "[4]"]]
+    script.write_tables(table, tmp_path)
     assert (tmp_path / "table.tex").read_text().splitlines()[2:-2] == [
         r" & RR@10 \\",
         r"\midrule",

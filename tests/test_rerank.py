@@ -9,7 +9,7 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, count_cached, launch, read_run, write_jsonl
+from conftest import ROOT, count_cached, launch, read_jsonl, read_run, write_jsonl
 from sentence_transformers import CrossEncoder
 
 import eval_incremental as script
@@ -32,10 +32,8 @@ def run_file(tmp_path_factory, beir):
 
 def texts_of(beir):
     """Return ({id: query}, {id: document}) of a BEIR folder."""
-    return tuple(
-        {r["_id"]: r["text"] for r in map(json.loads, (beir / f"{name}.jsonl").read_text().splitlines())}
-        for name in ("queries", "corpus")
-    )
+    files = beir / "queries.jsonl", beir / "corpus.jsonl"
+    return tuple({row["_id"]: row["text"] for row in read_jsonl(file)} for file in files)
 
 
 def test_order_equals_that_of_predict(evaluate, beir, reranker, tmp_path):
@@ -97,7 +95,7 @@ def test_each_pair_is_scored_once(evaluate, beir, reranker, run_file, tmp_path):
     # a lower --rerank_k, a reordered corpus, a stream: all pairs are cached; only a changed document has new ones
     folder = tmp_path / "changed"
     shutil.copytree(beir, folder)
-    records = [json.loads(line) for line in (beir / "corpus.jsonl").read_text().splitlines()]
+    records = read_jsonl(beir / "corpus.jsonl")
     write_jsonl(folder / "corpus.jsonl", records[::-1])
     flags = "--beir", folder, *flags[2:], "--streaming"
     few = evaluate(*flags, "--rerank_k", 7)["models"][1]["pairs"]

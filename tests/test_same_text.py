@@ -52,9 +52,8 @@ def test_a_positive_of_a_row_is_not_its_negative(trainer):
 def test_texts_of_other_ids_may_be_equal():
     """To the positive's or the query's, of documents that are listed or drawn by a cross-encoder."""
     texts = {"1": "a caf\u00e9", "2": "A CAFE\u0301", "3": "b", "4": "Query  0"}
-    args = train_cross_encoder.parse_args(
-        [*REQUIRED.split()[:-3], "--columns", *"qpn", "--corpus", "x", "--loss", "bce"]
-    )
+    flags = [*REQUIRED.split()[:-3], "--columns", *"qpn", "--corpus", "x", "--loss", "bce"]
+    args = train_cross_encoder.parse_args(flags)
     lookup = SimpleNamespace(texts=lambda ids: list(map(texts.get, ids)))
     data = SimpleNamespace(sources=[SimpleNamespace(args=args, name="x")], lookups=[None, lookup])
     cells = {"q": ["query 0", "query 1", "query 2"], "p": ["1", "2", "4"], "n": [["2", "3", "4"], [], []]}
@@ -130,9 +129,8 @@ def test_ten_documents_are_ranked_beside_the_query_itself():
     """Its answer is the eleventh document of the search, and the tenth of its ranking."""
     vectors = {text: torch.tensor([math.cos(angle), math.sin(angle)]) for text, angle in
                [("query", 0), *((f"d{number}", number / 20) for number in range(1, 11)), ("far", 2)]}  # fmt: skip
-    name, evaluator = held_out_search(
-        [("query", "d10"), ("far", "query"), *((f"d{n}", f"d{n}") for n in range(1, 10))]
-    )
+    pairs = [("query", "d10"), ("far", "query"), *((f"d{n}", f"d{n}") for n in range(1, 10))]
+    name, evaluator = held_out_search(pairs)
     evaluator.embed_inputs = lambda _, texts, **options: torch.stack([vectors[text] for text in texts])
     evaluator.queries, evaluator.queries_ids = ["query"], ["query"]
     evaluator.store_metrics_in_model_card_data = lambda *_: None

@@ -146,9 +146,8 @@ def largest_difference(found, expected):
 @pytest.mark.parametrize("name", FORMS)
 def test_what_is_saved_is_what_was_trained(name, rows, load, tmp_path, request, report):
     script, build, flags, precision = FORMS[name]
-    texts = [
-        {"docstring": row["docstring"][:90], "code": row["code"][: 20 + 2 * n]} for n, row in enumerate(rows[:60])
-    ]
+    cut = enumerate(rows[:60])
+    texts = [{"docstring": row["docstring"][:90], "code": row["code"][: 20 + 2 * n]} for n, row in cut]
     write_jsonl(tmp_path / "rows.jsonl", [{**row, "label": number % 4 / 3} for number, row in enumerate(texts)])
     flags = ["--train_data", tmp_path / "rows.jsonl", "--columns", "docstring", "code", "--model_name_or_path",
              build(tmp_path, request), "--max_steps", STEPS, "--batch_size", 16, "--eval_rows", 8, "--eval_steps", 1,

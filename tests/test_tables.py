@@ -245,9 +245,8 @@ def test_ids_of_rows_that_begin_with_zeros_in_another_file(streaming, suffix):
 
 def test_ids_that_look_like_dates():
     write_jsonl(Path("x.jsonl"), [{"_id": "2020-01-01", "text": "d"}])
-    with pytest.raises(
-        script.UserError, match="^column '_id' has timestamp.*, not texts.* prepare_corpus.py SOURCE --output_dir DIR$"
-    ):
+    message = "^column '_id' has timestamp.*, not texts.* prepare_corpus.py SOURCE --output_dir DIR$"
+    with pytest.raises(script.UserError, match=message):
         script.TextLookup(["x.jsonl"], ["_id", "text"])
 
 

@@ -130,10 +130,8 @@ def test_bad_table(records, columns, hint):
 def test_a_killed_builder_leaves_no_index_and_two_at_once_build_one(tmp_path):
     count = 400_000
     pq.write_table(pa.table({"_id": range(count), "text": [f"text {i}" for i in range(count)]}), "c.parquet")
-    (tmp_path / "driver.py").write_text(
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train_bi_encoder as s\n"
-        "s.TextLookup(['c.parquet'], ['_id', 'text'])"
-    )
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train_bi_encoder as s\n"
+    (tmp_path / "driver.py").write_text(program + "s.TextLookup(['c.parquet'], ['_id', 'text'])")
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     assert str(cache) == CACHE.name
     for rest in (*cache.glob("*.part"), *cache.glob("evenstep-*.lock")):  # of earlier tests

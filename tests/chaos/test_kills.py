@@ -19,7 +19,7 @@ from forked import Forked
 from test_eval_incremental import COUNTING_DRIVER
 
 KILLS = CHAOS or 4  # of each trainer, and of the evaluator
-STEPS = 16
+STEPS = 16 if CHAOS else 12
 WORKERS = (1, 4, 0)  # that make batches, from one start to the next; undisturbed: 0
 WAYS = ["mapped", "streaming"]
 FOUR = [("train_bi_encoder", "mapped", 1, "default"), ("train_bi_encoder", "streaming", 2, "best"),
@@ -40,7 +40,7 @@ def settings(tmp_path_factory, rows, bert):
         with fsspec.open(file, "wt", compression="infer") as lines:
             lines.writelines(json.dumps(row) + "\n" for row in short)
     common = ["--model_name_or_path", bert, "--train_data", *files, "--max_steps", STEPS, "--logging_steps", 1,
-              "--save_steps", 2, "--eval_steps", 8, "--micro_batch_tokens", 600, "--learning_rate", 1e-3]  # fmt: skip
+              "--save_steps", 2, "--eval_steps", 6, "--micro_batch_tokens", 600, "--learning_rate", 1e-3]  # fmt: skip
     drawn = ["--columns", "docstring", "code", "neg", "--num_negatives", 2, "--grad_cache", "true",
              "--length_window", 2]  # fmt: skip
     mixed = ["--mixing_weights", 0.4, 0.6, "--mix_by", "batch"]
@@ -150,7 +150,7 @@ def test_killed_with_an_edited_source(settings, tmp_path, report, edit):
     flags = settings["train_bi_encoder"]["mapped"]
     launch(script, *flags, "--output_dir", tmp_path / "undisturbed")
     output = tmp_path / "killed"
-    for step in (5, 11):
+    for step in (5, 9):
         process = Forked(script, [*flags, "--output_dir", output, "--resume"])
         wait_for_step(process, output, step)
         process.send(signal.SIGKILL)
