@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
-import evaluate  # noqa: F401
 import forked  # noqa: F401
 import jinja2
 import scipy.io  # noqa: F401
