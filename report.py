@@ -353,9 +353,9 @@ def paired_randomization_p(samples, others):
     if len(differences) > NORMAL_ABOVE:
         return 2 * norm.sf(abs(differences.sum()) / np.linalg.norm(differences))
     batch = max(1, 2**22 // len(differences))
-    options = {"permutation_type": "samples", "vectorized": True, "n_resamples": 9999}
-    options["random_state"] = np.random.default_rng(0)
-    return float(permutation_test((differences,), np.sum, batch=batch, **options).pvalue)  # by flipping signs
+    random = np.random.default_rng(0)
+    options = {"permutation_type": "samples", "n_resamples": 9999, "random_state": random}  # by flipping signs
+    return float(permutation_test((differences,), np.sum, batch=batch, **options).pvalue)
 
 
 def table_of(summaries, names):
