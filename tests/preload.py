@@ -8,7 +8,6 @@ import runpy
 from pathlib import Path
 
 import datasets
-import evaluate  # noqa: F401
 import forked  # noqa: F401
 import huggingface_hub
 import jinja2

@@ -484,7 +484,7 @@ def test_usage(flags, capsys, tmp_path, monkeypatch):
 
 def test_rankings_are_as_deep_as_required():
     def depth_of(flags):
-        return script.ranking_depth(script.resolve_args(script.parse_args(flags)))
+        return script.ranking_depth(script.parse_args(flags))
 
     flags = ["--beir", "x", "--model_name_or_path", "m", "--top_k", "50"]
     assert depth_of([*flags, "--metrics", "AP@30"]) == 50

@@ -7,7 +7,6 @@ import re
 import pandas as pd
 import pytest
 from conftest import ROOT, launch, read_run, write_jsonl
-from test_eval_metrics import ALL_FOUND
 
 import eval_incremental as evaluator
 import report as script
@@ -228,14 +227,6 @@ def test_no_report_of_earlier_results_stays(evaluate, tmp_path):
     assert {"table.md", "table.tex", "report.html"} <= {path.name for path in (tmp_path / "again").iterdir()}
     evaluator.main(evaluator.parse_args(list(map(str, flags))))
     assert not {"table.md", "table.tex", "report.html"} & {path.name for path in (tmp_path / "again").iterdir()}
-
-
-def test_page_without_a_value_for_each_query(evaluate, tmp_path):
-    flags = write_collection(tmp_path)
-    (tmp_path / "count.py").write_text(ALL_FOUND.replace('"AllFound": all_found.to_dict(), ', ""))
-    evaluate(*flags, "--run", tmp_path / "rotated.run", "--metrics", tmp_path / "count.py")
-    assert page_data(tmp_path / "out")["queries"] == []
-    assert "30.0000&nbsp;(no&nbsp;interval)" in (tmp_path / "out/report.html").read_text()
 
 
 def test_tables(evaluate, tmp_path, capsys, monkeypatch):
