@@ -146,7 +146,7 @@ def stub(tmp_path, monkeypatch):
 
 def test_flags_and_what_is_not_checked(stub, capsys):
     """Those of a file of flags, too; those that clash with a short run are left out. NaN is within no tolerance."""
-    stub("norm = float('nan' if len(open('words.jsonl').readlines()) > 2 else 1)")
+    stub("norm = float('nan' if len(open('words.jsonl').readlines()) > 3 else 1)")
     given = {"seed": 7, "train_data": [{"path": "x"}], "metric_for_best_model": "x", "eval_beir": ["a"]}
     Path("run.yaml").write_text(yaml.safe_dump(given))
     more = ["--early_stopping_patience", "3", "--query_prompt=a: b", "--eval_beir", "a", "b", "--streaming"]
