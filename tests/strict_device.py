@@ -344,10 +344,8 @@ class StrictDevice(TorchDispatchMode):
         """Return a function whose own reports are left out: those of a trial in float32, which is tested elsewhere."""
 
         def call(*given):
-            before = self.reports.copy()
-            result = function(*given)
-            self.reports = before
-            return result
+            with mock.patch.object(self, "reports", Counter()):
+                return function(*given)
 
         return call
 
@@ -411,8 +409,7 @@ class StrictDevice(TorchDispatchMode):
         for patch in reversed(self.patches):
             patch.stop()
         self.hook.remove()
-        result = super().__exit__(*error)
-        return result
+        return super().__exit__(*error)
 
     def patch_saving(self):  # safetensors reads addresses, which the simulated tensors lack
         import safetensors.torch

@@ -7,6 +7,7 @@ import sys
 from itertools import product
 
 import numpy as np
+import pandas as pd
 import pytest
 from conftest import CHAOS, RATES, ROOT, TRAINERS, write_jsonl
 from forked import merge_flags
@@ -160,6 +161,8 @@ def ran(folder):
         flags += "--attn_implementation eager" * (kind == "xpu")  # the fused kernels of others are not simulated
         job = {"script": "eval_incremental", "flags": flags.split(), "device": bool(kind), "kind": kind or "cuda"}
         jobs[f"eval_incremental {name}"] = job
+    flags = "--model_name_or_path bert --beir beir --export_vectors vectors --output_dir exporting --cache_dir cache"
+    jobs["eval_incremental export"] = {"script": "eval_incremental", "flags": flags.split()}
     for model, (kind, options) in product(("modular", "chat"), (("sdpa", {}), ("flash_attention_2", FLASH))):
         flags = f"{WAITING} --model_name_or_path {model} --micro_batch_tokens 100000 --attn_implementation {kind}"
         job = make_job("train_cross_encoder", "listwise_ce", f"{model}, {kind}", flags, **options)
@@ -343,6 +346,8 @@ def test_evaluator_ranks_as_on_the_cpu(ran, folder):
     for name in ("device", "cached", "xpu"):
         for scores, expected in zip(found[name], found["cpu"]):
             assert scores == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    vectors = np.stack(pd.read_parquet(folder / "vectors")["vector"])
+    assert np.linalg.norm(vectors, axis=1) == pytest.approx(1, abs=1e-3)
 
 
 def test_nothing_is_reported(ran):
