@@ -32,7 +32,7 @@ random = torch.get_rng_state()
 with tempfile.TemporaryDirectory() as folder:
     metrics = [{"step": 0, "loss": 1}, {"step": 1, "loss": 1}]
     flags = SimpleNamespace(output_dir=folder)
-    train_bi_encoder.plot_metrics(SimpleNamespace(metrics=metrics, main_measures=[], flags=flags))
+    train_bi_encoder.plot_metrics(SimpleNamespace(metrics=metrics, main_measures=["loss"], flags=flags))
 for template in Path(sentence_transformers.__file__).parent.rglob("model_card_template.md"):
     jinja2.Template(template.read_text())  # forked.py keeps it compiled
 shape = {"hidden_size": 2, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 2}
