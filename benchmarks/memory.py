@@ -116,7 +116,7 @@ def resume_seconds(flags, row):
     data = script.open_data(args)
     opened = time.perf_counter()
     position = {"taken": row, "window": row // args.shuffle_buffer, "used": 1}
-    state = {"sources": {f"{data.sources[0].name} 0": position}, "weights": data.weights, "used": 0}
+    state = {"sources": {f"{data.sources[0].name} 0": position}, "mixture": None}
     next(script.row_batches(data.sources, data.weights, args, state))
     return {"open_seconds": opened - started, "first_batch_seconds": time.perf_counter() - opened}
 
