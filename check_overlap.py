@@ -510,7 +510,8 @@ def check_csv(file, sep=",", quoting=csv.QUOTE_MINIMAL, **_):
     """Return the header of a CSV file; raise UserError if a line lacks fields, or a quote would join rows."""
     csv.field_size_limit(2**31 - 1)
     with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", errors="replace", newline="") as lines:
-        reader = csv.reader(lines, delimiter=sep, quoting=quoting, strict=True)
+        bar = tqdm(lines, f"checking {file}", delay=2, disable=os.environ.get("RANK", "0") != "0")
+        reader = csv.reader(bar, delimiter=sep, quoting=quoting, strict=True)
         try:
             header = next(reader, [])
             if any(0 < len(row) < len(header) for row in reader):

@@ -365,7 +365,7 @@ def assert_resumes(open_batches, count, cuts):
             expected = whole[done + skipped : done + skipped + 10]
             assert [r.to_pylist() for r, _ in found[: len(expected)]] == [r.to_pylist() for r, _ in expected]
             for (_, state), (_, other) in zip(found, expected):
-                assert state["batches_used"] == other["batches_used"]
+                assert state["used"] == other["used"]
                 for name, position in state["sources"].items():  # a position in a stream has several forms
                     assert {**position, "stream": None} == {**other["sources"][name], "stream": None}
             state = found[4][1]
@@ -424,7 +424,7 @@ def test_a_resume_with_a_shorter_length_window():
 
     *_, (_, state) = islice(batches(6), 4)
     states = [state for _, state in islice(batches(2, json.loads(json.dumps(state))), 3)]
-    assert [state["batches_used"] for state in states] == [1, 0, 1]
+    assert [state["used"] for state in states] == [1, 0, 1]
     assert [state["sources"]["rows.jsonl 0"]["taken"] for state in states] == [0, 16, 16]
 
 
