@@ -27,7 +27,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # two test files run at a time, on few core
 os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"  # gloo compares each collective of all ranks: name, shapes, dtypes
 CACHE = tempfile.TemporaryDirectory(prefix="evenstep")  # for the Arrow tables of `datasets`; deleted at exit
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
-os.environ["HF_MODULES_CACHE"] = f"{CACHE.name}/modules"  # for copies of metric scripts
+os.environ["HF_MODULES_CACHE"] = f"{CACHE.name}/modules"  # for copies of remote code
 os.environ.setdefault("STRICT_DEVICE", CACHE.name)  # the folder of the process that starts the others
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
