@@ -277,14 +277,15 @@ def poison(tensor):
 def attend(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
            deterministic=False):  # fmt: skip
     """Return what flash attention computes of CPU tensors (texts, tokens, heads, D)."""
-    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    dtype = q.dtype  # computed in float32: not every CPU has the kernel of half precision
+    q, k, v = (part.transpose(1, 2).float() for part in (q, k, v))
     k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
     distance = torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])
     window = (window_size[0], 0 if causal else window_size[1])
     before, after = (len(distance) if side < 0 else side for side in window)
     mask = (distance <= before) & (distance >= -after)
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=softmax_scale)
-    return out.transpose(1, 2).contiguous()
+    return out.transpose(1, 2).contiguous().to(dtype)
 
 
 class FlashAttention(torch.autograd.Function):

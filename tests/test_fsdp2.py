@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin
-from conftest import CHAOS, RATES, ROOT, TRAINERS, launch, metrics, weights
+from conftest import CHAOS, RATES, ROOT, TRAINERS, launch, metrics, skip_without_bfloat16, weights
 from forked import launcher_environment
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
@@ -106,6 +106,7 @@ def test_fsdp2_resumes_bit_identically(runs, tmp_path):
 def test_fsdp2_in_bf16(runs, tmp_path):
     """Losses are near those of float32 but not equal; training and evaluation run under autocast; saved
     weights are float32."""
+    skip_without_bfloat16()
     flags, folder, _ = runs("train_bi_encoder")
     printed = launch_sharded(tmp_path, "train_bi_encoder", *flags, "--output_dir", tmp_path / "out", precision="bf16")
     norms = re.findall(r"(\d+) of (\d+) LayerNorms", printed)
@@ -120,6 +121,7 @@ def test_fsdp2_in_bf16(runs, tmp_path):
 @pytest.mark.parametrize("precision", ["no", "bf16"] if CHAOS else ["bf16"])
 def test_fsdp2_with_adapters_and_a_head_in_bfloat16(precision, corpus, reranker, tmp_path):
     """FSDP2 requires one dtype of all that is trained."""
+    skip_without_bfloat16()
     AutoModelForSequenceClassification.from_pretrained(reranker).bfloat16().save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(reranker).save_pretrained(tmp_path / "model")
     flags = flags_of(corpus, tmp_path / "model", "--num_negatives", 2, "--max_steps", 2, "--batch_size", 8)

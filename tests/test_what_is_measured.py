@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import CHAOS, ROOT, launch, read_run, write_beir, write_jsonl
+from conftest import CHAOS, ROOT, launch, read_run, skip_without_bfloat16, write_beir, write_jsonl
 
 import eval_incremental as script
 import mine_negatives
@@ -45,6 +45,7 @@ def test_a_ranking_that_is_written_and_read_again_measures_the_same(
 ):
     """And so does trec_eval's code on run.trec, to the last digit, where a third of all scores are equal or more."""
     pytest.importorskip("bm25s")
+    skip_without_bfloat16()
     from sentence_transformers import CrossEncoder
 
     CrossEncoder(str(reranker), device="cpu").to(dtype).save_pretrained(str(tmp_path / "reranker"))
