@@ -47,11 +47,11 @@ def test_a_measure_of_the_user(evaluate, all_found, beir, bert, tmp_path):
 
 def test_an_error_in_a_measure_loses_no_ranking(evaluate, beir, monkeypatch, tmp_path):
     def measure(qrels, run):
-        return 1.0 if len(run) < 3 else {}["gone"]  # not in the trial before the start
+        return 1.0 if len(run) < 3 else 1 / 0  # not in the trial before the start
 
     kind = type(ir_measures.define_byquery(measure, "Mine"))
     monkeypatch.setitem(ir_measures.measures.registry, "Mine", kind)
-    with pytest.raises(KeyError, match="gone"):  # with its traceback
+    with pytest.raises(ZeroDivisionError):  # with its traceback
         evaluate("--beir", beir, "--metrics", "Mine")
     assert (tmp_path / "out/run.trec").exists()
 
