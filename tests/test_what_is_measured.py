@@ -273,6 +273,7 @@ WORDS = {
     "Telugu": ("\u0c24\u0c46\u0c32\u0c41\u0c17\u0c41", "\u0c24\u0c46\u0c30"),
     "joined": ("\u0c95\u0ccd\u200c\u0cb7", "\u0c95\u0ccd\u0cb7\u0cbe"),
     "accents": ("re\u0301sume\u0301", "re\u0301gime"),
+    "variants": ("\u845b\U000e0100\u57ce", "\u845b\U000e0101\u5ddd"),
 }
 
 
