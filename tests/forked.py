@@ -28,6 +28,7 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
+torch.set_num_threads(1)  # as in forked processes, also in one that has imported torch before OMP_NUM_THREADS was set
 # To compile the template of the model's card and to draw the plot takes half of a short run. Runs by a launcher or as
 # subprocesses do both.
 jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)
@@ -35,7 +36,7 @@ jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)
 ast.parse = functools.cache(ast.parse)
 ast.unparse = functools.cache(ast.unparse)
 # Without a device, each seed keeps its stack as text.
-torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
+torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = torch.mtia.manual_seed_all = lambda seed: None
 # So are the code of a script and the certificates of the Hub's client, which no run asks.
 re._MAXCACHE = 5000  # patterns, more than transformers compiles for names of weights
 runpy.compile = functools.cache(compile)
