@@ -274,6 +274,9 @@ WORDS = {
     "joined": ("\u0c95\u0ccd\u200c\u0cb7", "\u0c95\u0ccd\u0cb7\u0cbe"),
     "accents": ("re\u0301sume\u0301", "re\u0301gime"),
     "variants": ("\u845b\U000e0100\u57ce", "\u845b\U000e0101\u5ddd"),
+    "a letter": ("C", "D"),
+    "a syllable": ("\ubb3c", "\ucc28"),
+    "a character": ("\u8336", "\u4e66"),
 }
 
 
