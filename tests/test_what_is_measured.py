@@ -291,6 +291,18 @@ def test_words_of_bm25_have_their_vowel_signs(tmp_path, name):
     assert list(read_run(tmp_path / "out/run.trec")["q"]) == ["d2"]
 
 
+@pytest.mark.parametrize("other", ["--bm25", "--cross_encoder"])
+def test_a_line_says_what_max_length_does_not_cut(evaluate, beir, static, reranker, tmp_path, other):
+    pytest.importorskip("bm25s")
+    flags = ["--beir", beir, "--model_name_or_path", static, other, *[reranker] * (other == "--cross_encoder")]
+    found = []
+    for more in ([], ["--max_length", 8]):
+        evaluate(*flags, *more)
+        (entry,) = json.loads((tmp_path / "out/metrics.json").read_text())["collections"]
+        found.append([line for line in entry["warnings"] if "--max_length 8 is for bi-encoders" in line])
+    assert [len(lines) for lines in found] == [0, 1]
+
+
 def test_pairs_are_hashed_apart(tmp_path, reranker):
     """Texts may contain what separates them."""
     rows = [{"query": "a\0b", "positive": "c"}, {"query": "a", "positive": "b\0c"}, {"query": "1", "positive": "1\0d"}]
