@@ -586,6 +586,21 @@ def test_damaged_cache_database(evaluate, beir, tmp_path):
     assert evaluate("--beir", beir)["metrics"] == first["metrics"]
 
 
+@pytest.mark.parametrize("similarity", ["dot", "cosine"])
+def test_vectors_whose_products_are_beyond_float32(evaluate, beir, static, tmp_path, similarity):
+    """Of a cosine model their lengths are; a hundredth of them is ranked."""
+    from sentence_transformers import SentenceTransformer
+
+    for scale, folder in ((1e17, "large"), (1e19, "larger")):
+        model = SentenceTransformer(str(static), device="cpu", similarity_fn_name=similarity)
+        model[0].embedding.weight.data *= scale
+        model.save_pretrained(str(tmp_path / folder))
+    evaluate("--beir", beir, "--model_name_or_path", tmp_path / "large")
+    assert np.isfinite([*read_run(tmp_path / "out/run.trec")["q1"].values()]).all()
+    with pytest.raises(script.UserError, match=f"{tmp_path}/larger: output for .* its dot product with itself is not"):
+        evaluate("--beir", beir, "--model_name_or_path", tmp_path / "larger")
+
+
 def test_no_pickle_is_loaded(evaluate, beir, tmp_path, report):
     """Each cached value is replaced by a pickle that would create a file, then by a path outside of the cache."""
     import pickle
