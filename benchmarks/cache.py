@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import eval_incremental as script
@@ -155,13 +156,14 @@ def search(args):
     documents = F.normalize(torch.randn(args.search, args.dimensions, generator=generator), dim=1)
     queries = F.normalize(torch.randn(300, args.dimensions, generator=generator), dim=1)
     faiss.omp_set_num_threads(torch.get_num_threads())
-    ids = np.arange(1, args.search + 1)
+    ids = np.arange(args.search)
+    table = [pa.table({"row": ids, "id": [*map(str, ids)]})]
     found = {}
 
     def ours():
         top = script.TopK(queries, 100)
         for first in range(0, args.search, CHUNK):
-            top.add(documents[first : first + CHUNK], first, ids[first : first + CHUNK])
+            top.add(documents[first : first + CHUNK], first, ids[first : first + CHUNK], table)
         found["ours"] = top.scores.numpy(), top.rows.numpy()
 
     index = faiss.IndexFlatIP(args.dimensions)

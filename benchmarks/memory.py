@@ -2,17 +2,18 @@
 
     python benchmarks/memory.py rows --sizes 100000 10000000 [--rounds 3]
     python benchmarks/memory.py documents --sizes 100000 10000000
-    python benchmarks/memory.py queries --sizes 50000 [--folder /tmp/mq] [--scripts ANOTHER_CHECKOUT]
+    python benchmarks/memory.py queries --sizes 40000 --dimensions 1024 [--folder /tmp/mq] [--scripts ANOTHER_CHECKOUT]
     python benchmarks/memory.py queries --sizes 1000000 --documents 100000
     python benchmarks/memory.py convert --sizes 2000000
 
 rows: train_bi_encoder.py trains a small static model for --steps steps on Parquet files of so many short rows, mapped
 (the first run makes the Arrow table) and as a stream; then the seconds to open a file, and from there to the first
 batch after 98 % of its rows. documents: eval_incremental.py encodes so many short documents, and reads them from its
-cache. queries: it ranks and measures so many queries, reads a run file of them, and mine_negatives.py mines from it; a
-run file of 1,000,000 x 100 has 3.8 GB. convert: prepare_corpus.py reads a table of so many rows of 110 bytes, and a
-tenth of them by --filter. RSS is the peak of the process (VmHWM), with pages of mapped files; "anonymous" is without
-them (RssAnon, seen every 20 ms). Medians over the rounds. Writes memory.json.
+cache. queries: it ranks and measures so many queries by a model of --dimensions, reads a run file of them, and
+mine_negatives.py mines from it; a run file of 1,000,000 x 100 has 3.8 GB. convert: prepare_corpus.py reads a table of
+so many rows of 110 bytes, and a tenth of them by --filter. RSS is the peak of the whole process, to its end, as
+/usr/bin/time -v prints it, with libraries and pages of mapped files; "anonymous" is without them (RssAnon, seen every
+20 ms). Medians over the rounds. Writes memory.json.
 """
 
 import argparse
@@ -71,18 +72,20 @@ def write_model(folder, texts, dimensions):
 
 def measure(args, *command):
     """Run a script; return its peaks and seconds."""
-    found = {"rss_gb": 0.0, "anonymous_gb": 0.0}
+    anonymous = 0.0  # GB
+    ended = 0
     started = time.perf_counter()
     process = subprocess.Popen([sys.executable, *map(str, command)], stdout=args.said, stderr=args.said)
-    while process.poll() is None:
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        for name, key in (("rss_gb", "VmHWM"), ("anonymous_gb", "RssAnon")):
-            if seen := re.search(rf"{key}:\s+(\d+)", status):  # not when it has just ended
-                found[name] = max(found[name], int(seen[1]) / 1e6)
+    while not ended:
+        if seen := re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text()):
+            anonymous = max(anonymous, int(seen[1]) / 1e6)
         time.sleep(0.02)
+        ended, status, usage = os.wait4(process.pid, os.WNOHANG)
+    process.returncode = os.waitstatus_to_exitcode(status)  # else Popen would wait for it
     if process.returncode:
         sys.exit(f"failed: {' '.join(map(str, command))}: {Path(args.said.name).read_text()[-2000:]}")
-    return found | {"seconds": time.perf_counter() - started}
+    peaks = {"rss_gb": usage.ru_maxrss / 1e6, "anonymous_gb": anonymous}
+    return peaks | {"seconds": time.perf_counter() - started}
 
 
 def measure_rows(args, folder, count):
@@ -172,7 +175,7 @@ def measure_queries(args, folder, count):
     """Yield (name, figures) of the evaluator and the miner, for `count` queries x --depth documents."""
     if not (folder / "run.trec").exists():
         write_collection(folder, count, args.documents or count, args.depth)
-        write_model(folder / "model", WORDS, 64)
+        write_model(folder / "model", WORDS, args.dimensions)
     evaluator = args.scripts / "eval_incremental.py"
     by_model = ["--beir", folder, "--cache_dir", folder / "cache", "--model_name_or_path", folder / "model"]
     yield "evaluator, by a model", measure(args, evaluator, *by_model, "--output_dir", folder / "by_model")
@@ -215,6 +218,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=1, help="of trainings")
     parser.add_argument("--documents", type=int, help="of --sizes queries; none: as many")
     parser.add_argument("--depth", type=int, default=100, help="documents a query in the run file")
+    parser.add_argument("--dimensions", type=int, default=64, help="of the model that ranks for queries")
     parser.add_argument("--scripts", type=Path, default=ROOT, help="folder of the scripts, such as another checkout")
     parser.add_argument("--folder", type=Path, help="for the files; those of queries are used again; none: temporary")
     parser.add_argument("--output", default="memory.json")
@@ -223,7 +227,8 @@ def main():
     with tempfile.TemporaryDirectory() as place, open(f"{place}/said", "w") as args.said:
         os.environ |= {"HF_DATASETS_CACHE": f"{place}/cache", "HF_HUB_OFFLINE": "1"}
         for count in args.sizes:
-            folder = Path(args.folder or place, f"{args.kind}-{count}-{args.documents or count}-{args.depth}")
+            sizes = [count, args.documents or count, args.depth, args.dimensions]
+            folder = Path(args.folder or place, "-".join(map(str, [args.kind, *sizes])))
             folder.mkdir(parents=True, exist_ok=True)
             for name, found in measures[args.kind](args, folder, count):
                 results.setdefault(f"{count:,}: {name}", []).append(found)

@@ -1,7 +1,8 @@
 """Evaluate from random states of the cache, by random settings, on the late device; run by test_random_states.py.
 
-The working directory has beir/ and static/, a model. For each line of stdin, a seed, it prints a line of JSON:
-"calls", [(flags, kind of device, processes)], their "errors" and "reports". The last one's ranking is in out/SEED.
+The working directory has beir/ and static/, a model. For each line of stdin, a seed and more flags of the last call,
+it prints a line of JSON: "calls", [(flags, kind of device, processes)], their "errors" and "reports". The last one's
+ranking is in out/SEED.
 """
 
 import json
@@ -43,7 +44,7 @@ def draw_call(rng, size, flags):
     return flags, rng.choice(["cuda", "cuda", "cuda", "xpu", "cpu"]), rng.choice([1, 1, 1, 2])
 
 
-def evaluate(seed):
+def evaluate(seed, more):
     """Search parts of the corpus, chunks or lines, which are cached then, and rank all of it."""
     rng = random.Random(seed)
     lines = Path("beir/corpus.jsonl").read_text().splitlines(keepends=True)
@@ -59,7 +60,7 @@ def evaluate(seed):
         part = Path(f"part_{seed}_{number}.jsonl")
         part.write_text("".join(chain.from_iterable(kept)))
         calls.append(draw_call(rng, size, f"--cache_dir cache/{seed} --corpus {part} --query file"))
-    flags = f"--cache_dir cache/{seed} --beir beir --metrics nDCG@10 --top_k 50 --output_dir out/{seed}"
+    flags = f"--cache_dir cache/{seed} --beir beir --metrics nDCG@10 --top_k 50 --output_dir out/{seed} {more}"
     calls.append(draw_call(rng, size, flags))
     found = [strict_worker.fork(run, flags, kind, processes=processes) for flags, kind, processes in calls]
     kept = {name: [part[name] for part in found if part[name]] for name in ("error", "reports")}
@@ -69,5 +70,6 @@ def evaluate(seed):
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the calls print
-    for seed in sys.stdin:
-        print(json.dumps(evaluate(int(seed))), file=answers, flush=True)
+    for line in sys.stdin:
+        seed, _, more = line.strip().partition(" ")
+        print(json.dumps(evaluate(int(seed), more)), file=answers, flush=True)

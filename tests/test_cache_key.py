@@ -3,13 +3,15 @@ and what was encoded before a kill."""
 
 import argparse
 import dataclasses
+import shutil
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import count_cached
+from conftest import count_cached, write_jsonl
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding
@@ -120,28 +122,80 @@ def test_a_comparison_of_attention_implementations_is_one(bert, tmp_path):
 def test_no_vector_is_too_small_or_too_large_for_a_type(tmp_path, dtype, tolerance, scale):
     vectors = np.random.default_rng(0).standard_normal((100, 64)).astype(np.float32) * np.float32(scale)
     cache = script.EmbeddingCache(tmp_path, 64, dtype)
-    cache.check_rounding(vectors)
     stored = cache.unpack(cache.pack(vectors))
+    cache.check_rounding(stored, None)
     assert stored.dtype == np.float32
     errors = np.linalg.norm(stored - vectors, axis=1) / np.linalg.norm(vectors, axis=1)
     assert errors.max() < tolerance
+
+
+def with_a_large_dimension(static, folder, large):
+    """Save a static model whose first dimension is so many mean weights larger; return its folder."""
+    model = SentenceTransformer(str(static), device="cpu")
+    weights = model[0].embedding.weight.data.clone()
+    weights[:, 0] += large * weights.abs().mean()
+    parts = [StaticEmbedding(model[0].tokenizer, embedding_weights=weights.numpy())]
+    SentenceTransformer(modules=parts, similarity_fn_name="cosine").save_pretrained(str(folder / "model"))
+    return folder / "model"
 
 
 @pytest.mark.parametrize("dtype, large, is_refused", [("int8", 3, False), ("int8", 100, True), ("float16", 100, False),
                                                       ("float16", 1e6, True), ("float32", 1e6, False)])  # fmt: skip
 def test_a_dimension_that_dominates_is_refused_where_rounding_shows(evaluate, beir, static, tmp_path, dtype, large,
                                                                     is_refused):  # fmt: skip
-    model = SentenceTransformer(str(static), device="cpu")
-    weights = model[0].embedding.weight.data.clone()
-    weights[:, 0] += large * weights.abs().mean()
-    parts = [StaticEmbedding(model[0].tokenizer, embedding_weights=weights.numpy())]
-    SentenceTransformer(modules=parts, similarity_fn_name="cosine").save_pretrained(str(tmp_path / "model"))
-    flags = ["--beir", beir, "--model_name_or_path", tmp_path / "model", "--cache_dtype", dtype]
+    model = with_a_large_dimension(static, tmp_path, large)
+    flags = ["--beir", beir, "--model_name_or_path", model, "--cache_dtype", dtype]
     if not is_refused:
         assert evaluate(*flags)["texts"]["encoded"] == 353
         return
     with pytest.raises(script.UserError, match=f"{tmp_path}/model: --cache_dtype {dtype}: too coarse, .* more bits$"):
         evaluate(*flags)
+
+
+WAYS = {
+    "few queries, small parts": ["--beir", "beir", "--micro_batch_tokens", 64],
+    "chunks of 20": ["--beir", "beir", "--corpus_chunk_size", 20],
+    "three versions of a text": ["--corpus", "alike.jsonl", "--query", "a red fish", "a red fish!"],
+    "two texts": ["--corpus", "one.jsonl", "--query", "a blue fish"],
+    "export of one text": ["--corpus", "one.jsonl", "--export_vectors", "vectors"],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_vector_is_checked(evaluate, beir, static, tmp_path, monkeypatch, way):
+    """However few there are, before any is stored; also those that an earlier edition has stored unchecked."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beir").symlink_to(beir)
+    write_jsonl(tmp_path / "one.jsonl", [{"_id": "a", "text": "a red fish"}])
+    write_jsonl(tmp_path / "alike.jsonl", [{"_id": f"a{n}", "text": f"a red fish, version {n}"} for n in range(3)])
+    flags = [*WAYS[way], "--cache_dtype", "int8", "--model_name_or_path"]
+    model = with_a_large_dimension(static, tmp_path, 100)
+    for earlier in (False, True):
+        if earlier:
+            with monkeypatch.context() as patch:
+                patch.setattr(script.EmbeddingCache, "check_rounding", lambda *given: None)
+                evaluate(*flags, model)
+            shutil.rmtree("vectors", ignore_errors=True)
+        with pytest.raises(script.UserError, match="--cache_dtype int8: too coarse"):
+            evaluate(*flags, model)
+        assert sum(count_cached("cache", 36)) == 0 or earlier
+        assert not [*Path(".").glob("vectors*/*.parquet")]
+    evaluate(*flags, static)
+
+
+def test_vectors_that_are_seen_one_at_a_time_are_judged_as_many(tmp_path):
+    """Those of long texts differ less than those that were seen before."""
+    random = np.random.default_rng(0)
+    short, long = (np.hstack([np.full((64, 1), 5), random.normal(0, width, (64, 64))]) for width in (0.3, 0.06))
+    cache = script.EmbeddingCache(tmp_path, 65, "int8")
+
+    def check(vectors):
+        cache.check_rounding(cache.unpack(cache.pack(vectors.astype(np.float32))), None)
+
+    check(short)
+    with pytest.raises(script.UserError, match="too coarse"):
+        for vector in long:
+            check(vector[None])
 
 
 # ------------------------------------------------------------------------------------- texts without a token

@@ -37,8 +37,8 @@ def test_equal_vectors_tie_in_a_last_chunk_that_is_short(dims, queries, chunk):
     documents[chunk:] = documents[:60]
     top = script.TopK(torch.randn(queries, dims, generator=generator), len(documents))
     ids = np.arange(len(documents))
-    for first in (0, chunk):
-        top.add(documents[first : first + chunk], first, ids[first : first + chunk])
+    for first in (0, chunk):  # all are kept: no id decides
+        top.add(documents[first : first + chunk], first, ids[first : first + chunk], [])
     scores = torch.empty(queries, len(documents)).scatter_(1, top.rows, top.scores)
     assert (scores[:, :60] == scores[:, chunk:]).all()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import fsspec
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from conftest import ROOT, count_cached, launch, read_run, write_beir, write_jsonl
@@ -62,14 +63,21 @@ def test_equals_encoding_everything(evaluate, beir, bert, tmp_path):
 
 
 def best_documents(scores, ids, k):
-    """Return the rows of the K best documents of each query, by a loop: the first of the best rows of an id."""
+    """Return {row: score} of the K best documents of each query by a loop, equal ones by descending ids; of an id the
+    first of its best rows."""
     found = []
     for row_scores in scores.tolist():
         best = {}
         for row in sorted(range(len(ids)), key=lambda row: (-row_scores[row], row)):
             best.setdefault(ids[row], row)
-        found.append([*best.values()][:k] + [-1] * (k - len(best)))
-    return torch.tensor(found)
+        order = sorted(best, key=lambda id: (row_scores[best[id]], id), reverse=True)
+        found.append({best[id]: row_scores[best[id]] for id in order[:k]})
+    return found
+
+
+def table_of(ids):
+    """Return the documents of search(), of a whole corpus."""
+    return [pa.table({"row": range(len(ids)), "id": pa.array(ids, script.TEXT)})]
 
 
 class Gathered:
@@ -89,27 +97,30 @@ class Gathered:
 
 @pytest.mark.parametrize("distinct", [1000, 300, 60, 7])
 @pytest.mark.parametrize("sizes", [[1000], [1, 2, 3, 494, 500], [100] * 10])
-def test_top_k_equals_a_full_sort_and_ties_keep_the_corpus_order(distinct, sizes, monkeypatch):
+def test_top_k_equals_a_full_sort_and_ties_have_the_highest_ids(distinct, sizes, monkeypatch):
     """Of 1,000 rows that all are documents, and that are passages of fewer documents than rows; in one process, and
     dealt to two, which merge five queries at a time."""
     monkeypatch.setattr(script, "MERGED", 5)
     generator = torch.Generator().manual_seed(0)
     documents = torch.randint(-2, 3, (1000, 6), generator=generator).float()  # many equal scores
     queries = torch.randint(-2, 3, (17, 6), generator=generator).float()
-    ids = np.arange(1000) % distinct + 1  # 300: only in different chunks of 100
-    expected = best_documents(queries @ documents.T, ids, 50)
+    ids = [f"{row * 7919 % distinct}é" for row in range(1000)]  # 300: only in different chunks of 100
+    hashes = script.hash_texts(pa.array(ids)).view(np.int64)
     one, *two = [script.TopK(queries, 50) for _ in range(3)]
     first = 0
     for number, size in enumerate(sizes):
         part = slice(first, first + size)
         for top in (one, two[number % 2]):
-            top.add(documents[part], first, ids[part])
+            top.add(documents[part], first, hashes[part], table_of(ids[: first + size]))
         first += size
-    two[0].merge(Gathered(two))
+    two[0].merge(Gathered(two), table_of(ids))
+    expected = best_documents(queries @ documents.T, ids, 50)
     for top in (one, two[0]):
-        assert torch.equal(top.rows, expected)
-        scores = (queries @ documents.T).gather(1, expected.clamp(min=0)).where(expected >= 0, -torch.inf)
-        assert torch.equal(top.scores, scores)
+        found = [dict(zip(rows, scores)) for rows, scores in zip(top.rows.tolist(), top.scores.tolist())]
+        assert [{row: score for row, score in line.items() if row >= 0} for line in found] == expected
+        assert (top.scores.diff(dim=1) <= 0).all() or distinct < 50
+        held = script.held_documents(table_of(ids), [top])["row"].to_pylist()
+        assert held == sorted(set(top.rows[top.rows >= 0].tolist()))
 
 
 def test_equal_vectors_have_equal_scores_at_any_position():
@@ -117,7 +128,8 @@ def test_equal_vectors_have_equal_scores_at_any_position():
     generator = torch.Generator().manual_seed(0)
     for size in range(1, 70):
         top = script.TopK(torch.randn(3, 384, generator=generator), size)
-        top.add(torch.randn(1, 384, generator=generator).repeat(size, 1), 0, np.arange(size) + 1)
+        vectors = torch.randn(1, 384, generator=generator).repeat(size, 1)
+        top.add(vectors, 0, np.arange(size), table_of([*map(str, range(size))]))
         assert (top.rows == torch.arange(size)).all() and (top.scores == top.scores[:, :1]).all(), size
 
 
@@ -572,6 +584,21 @@ def test_nan_embedding(evaluate, beir, bert, tmp_path):
     with pytest.raises(script.UserError, match="output for .* is not finite"):
         evaluate("--beir", beir, "--model_name_or_path", broken)
     assert count_cached(tmp_path / "cache") == [0]
+
+
+@pytest.mark.parametrize("similarity", ["dot", "cosine"])
+def test_vectors_whose_products_are_beyond_float32(evaluate, beir, static, tmp_path, similarity):
+    """Of a cosine model their lengths are; a hundredth of them is ranked."""
+    from sentence_transformers import SentenceTransformer
+
+    for scale, folder in ((1e17, "large"), (1e19, "larger")):
+        model = SentenceTransformer(str(static), device="cpu", similarity_fn_name=similarity)
+        model[0].embedding.weight.data *= scale
+        model.save_pretrained(str(tmp_path / folder))
+    evaluate("--beir", beir, "--model_name_or_path", tmp_path / "large")
+    assert np.isfinite([*read_run(tmp_path / "out/run.trec")["q1"].values()]).all()
+    with pytest.raises(script.UserError, match=f"{tmp_path}/larger: output for .* its dot product with itself is not"):
+        evaluate("--beir", beir, "--model_name_or_path", tmp_path / "larger")
 
 
 def test_damaged_cache_database(evaluate, beir, tmp_path):

@@ -13,11 +13,12 @@ import pytest
 from conftest import CHAOS, ROOT, launch, read_run
 
 SEEDS = range(*map(int, os.environ.get("SEEDS", f"0:{CHAOS * 6 or 12}").split(":")))
+VIEWS = {"float32": "", "binary": "--truncate_dim 8 --precision binary --cache_dtype int8"}  # the second has many ties
 
 
 @pytest.fixture(scope="module")
 def ranked(tmp_path_factory, beir, static):
-    """Yield the folder of the rankings out/SEED and out/cpu, and the worker. Texts of the corpus are repeated."""
+    """Yield the folder of the rankings out/SEED and out/VIEW, and the worker. Texts of the corpus are repeated."""
     if not shutil.which("g++"):
         pytest.skip("g++ is not installed: it compiles the simulated device")
     folder = tmp_path_factory.mktemp("states")
@@ -28,8 +29,9 @@ def ranked(tmp_path_factory, beir, static):
     for first, distance in [(3, 2), (4, 14), (5, 60), *((place, 10) for place in range(20, 30))]:
         lines[first + distance]["text"] = lines[first]["text"]  # in the same, the next, a later chunk; a whole one
     (folder / "beir/corpus.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = "--model_name_or_path static --beir beir --metrics nDCG@10 --top_k 50 --cache_dir cpu --output_dir out/cpu"
-    launch(ROOT / "eval_incremental.py", *flags.split(), cwd=folder)
+    for view, more in VIEWS.items():
+        flags = f"--model_name_or_path static --beir beir --metrics nDCG@10 --top_k 50 --output_dir out/{view} {more}"
+        launch(ROOT / "eval_incremental.py", *flags.split(), "--cache_dir", "cpu", cwd=folder)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with open(folder / "log", "w") as log:
         worker = subprocess.Popen([sys.executable, ROOT / "tests/state_worker.py"], cwd=folder, stderr=log, **pipes)
@@ -41,13 +43,16 @@ def ranked(tmp_path_factory, beir, static):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_ranking_from_a_random_state(ranked, report, seed):
     folder, worker = ranked
-    print(seed, file=worker.stdin, flush=True)
+    view = list(VIEWS)[seed % 2]
+    print(seed, VIEWS[view], file=worker.stdin, flush=True)
     result = json.loads(worker.stdout.readline() or "null")
     assert result, (folder / "log").read_text()[-4000:]
     print(f"again: SEEDS={seed}:{seed + 1} .venv/bin/python -m pytest {__file__}", *result["calls"], sep="\n")
     assert not result["errors"] and not result["reports"]
-    found, expected = (read_run(folder / "out" / name / "run.trec") for name in (str(seed), "cpu"))
+    found, expected = (read_run(folder / "out" / name / "run.trec") for name in (str(seed), view))
     assert found.keys() == expected.keys() and len(found) == 20
+    if view == "binary":  # of exact scores, so that ids decide
+        assert [[*scores.items()] for scores in found.values()] == [[*scores.items()] for scores in expected.values()]
     for query, scores in expected.items():
         last = min(scores.values())  # of which others may be equal
         for document in scores.keys() | found[query].keys():

@@ -124,6 +124,24 @@ def test_report_has_bytes_and_a_picture(evaluate, beir, tmp_path, capsys):
     assert "index.png" not in capsys.readouterr().out  # one size
 
 
+def test_of_equal_scores_the_highest_ids_are_ranked(evaluate, beir, bert, tmp_path):
+    """As trec_eval orders, so that a deeper ranking begins with the shallower one, whatever the size of chunks and the
+    order of the corpus: 8 bits have 9 scores for 293 documents. Two processes, streams: the next test."""
+    flags = ["--truncate_dim", 8, "--precision", "binary", "--metrics", "RR@5"]
+    evaluate("--beir", beir, *flags)
+    scores = expected_scores(cached_vectors(bert, tmp_path, beir), 8, "binary")
+    order = [sorted(range(293), key=lambda row: (line[row], f"d{row}"), reverse=True) for line in scores]
+    turned = tmp_path / "turned"
+    shutil.copytree(beir, turned)
+    lines = (beir / "corpus.jsonl").read_text().splitlines(keepends=True)
+    (turned / "corpus.jsonl").write_text("".join(lines[::-1]))
+    calls = [(beir, 5, 64), (beir, 200, 4), (turned, 30, 293)]
+    for number, (folder, depth, size) in enumerate(calls):
+        evaluate("--beir", folder, *flags, "--top_k", depth, "--corpus_chunk_size", size, output=f"{number}")
+        run = read_run(tmp_path / f"{number}/run.trec")
+        assert [list(found) for found in run.values()] == [[f"d{row}" for row in line[:depth]] for line in order]
+
+
 @pytest.mark.parametrize("dtype", ["float16", "int8"] if CHAOS else ["int8"])
 def test_processes_streams_and_dtypes_of_the_cache(beir, bert, tmp_path, dtype):
     """One process, two, and two that stream have the same bytes, from a cache. No text is encoded twice."""

@@ -274,6 +274,9 @@ WORDS = {
     "joined": ("\u0c95\u0ccd\u200c\u0cb7", "\u0c95\u0ccd\u0cb7\u0cbe"),
     "accents": ("re\u0301sume\u0301", "re\u0301gime"),
     "variants": ("\u845b\U000e0100\u57ce", "\u845b\U000e0101\u5ddd"),
+    "a letter": ("C", "D"),
+    "a syllable": ("\ubb3c", "\ucc28"),
+    "a character": ("\u8336", "\u4e66"),
 }
 
 
@@ -286,6 +289,18 @@ def test_words_of_bm25_have_their_vowel_signs(tmp_path, name):
     folder = write_beir(tmp_path / "c", documents, {"q": word}, [("q", "d2", 1)])
     script.main(script.parse_args(["--beir", str(folder), "--bm25", "--output_dir", str(tmp_path / "out")]))
     assert list(read_run(tmp_path / "out/run.trec")["q"]) == ["d2"]
+
+
+@pytest.mark.parametrize("other", ["--bm25", "--cross_encoder"])
+def test_a_line_says_what_max_length_does_not_cut(evaluate, beir, static, reranker, tmp_path, other):
+    pytest.importorskip("bm25s")
+    flags = ["--beir", beir, "--model_name_or_path", static, other, *[reranker] * (other == "--cross_encoder")]
+    found = []
+    for more in ([], ["--max_length", 8]):
+        evaluate(*flags, *more)
+        (entry,) = json.loads((tmp_path / "out/metrics.json").read_text())["collections"]
+        found.append([line for line in entry["warnings"] if "--max_length 8 is for bi-encoders" in line])
+    assert [len(lines) for lines in found] == [0, 1]
 
 
 def test_pairs_are_hashed_apart(tmp_path, reranker):
