@@ -448,7 +448,7 @@ def list_files(source):
     if os.path.isfile(path):  # whatever its characters
         return [os.path.abspath(path)]
     readme = Path(path, "README.md")
-    if os.path.isdir(path) and not (readme.exists() and "\nconfigs:" in readme.read_text(errors="replace")):
+    if os.path.isdir(path) and not (readme.exists() and b"\nconfigs:" in readme.read_bytes()):
         raise UserError(f"name its files: '{source}/*.parquet' or data-*.arrow; prepare_corpus.py reads folders")
     if "://" in path or glob.has_magic(path) or file_suffix(path):
         return list(datasets.load_dataset_builder("text", data_files=path).config.data_files["train"])  # of any format
