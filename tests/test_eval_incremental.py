@@ -500,10 +500,14 @@ def test_malformed_qrels(tmp_path):
     path = tmp_path / "q.tsv"
     for score in ("good", "\u00b2", "", "inf"):
         path.write_text(f"query-id\tcorpus-id\tscore\nq1\td1\t1\nq2\td2\t{score}\n")
-        with pytest.raises(script.UserError, match="--qrels [^ ]*q.tsv: line 3 has no finite score: q2 d2"):
+        with pytest.raises(
+            script.UserError, match="--qrels [^ ]*q.tsv: line 3 has no id, or no finite score: q2 . d2"
+        ):
             script.read_qrels(str(path))
     path.write_text("q1 0 d1 high\nq2 0 d2 1\n")  # no header
-    with pytest.raises(script.UserError, match="q.tsv: line 1 has no finite score: q1 d1"):
+    with pytest.raises(
+        script.UserError, match="q.tsv: line 1 has no id, or no finite score: q1 . d1 . high .*, query-id corpus-id"
+    ):
         script.read_qrels(str(path))
     path.write_text("q1\td1\t1\nq2\td2\t0.5\n")
     with pytest.raises(script.UserError, match="--qrels [^ ]*q.tsv: a grade is not a whole number"):
@@ -542,7 +546,7 @@ def test_titles_missing_ids_and_columns(evaluate, beir, tmp_path):
     assert evaluate("--beir", folder)["texts"]["encoded"] == 293 + 1 + 60
     for bad in ({"_id": None, "text": "y"}, {"text": "y"}, {"_id": "", "text": "y"}):
         write_jsonl(folder / "corpus.jsonl", [first, bad])
-        with pytest.raises(script.UserError, match="corpus.jsonl: row 1, counted from 0, has no id in column '_id'"):
+        with pytest.raises(script.UserError, match="corpus.jsonl: column '_id': row 1, counted from 0, has no id"):
             evaluate("--beir", folder)
     write_jsonl(folder / "corpus.jsonl", [{"_id": "a", "text": ["not", "text"]}])
     with pytest.raises(script.UserError, match="corpus.jsonl: column 'text' holds list"):

@@ -321,8 +321,8 @@ def test_positive_rank(ranked, tmp_path, capsys):
         query, _, document, _, score, _ = line.split()
         found.setdefault(query, {})[document] = float(score)
     for query, scores in found.items():
-        for document, score in scores.items():
-            rank = 1 + sum(other > score for other in scores.values())
+        order = sorted(scores, key=lambda document: (np.float32(scores[document]), document), reverse=True)
+        for rank, document in enumerate(order, start=1):
             key = texts[query], f"document {int(document[1:]) % 70}"
             best[key] = min(rank, best.get(key, 99))
     flags = [*ranked, "--format", "labeled-list", "--num_negatives", 20]
@@ -373,11 +373,11 @@ def test_errors(small, tmp_path, capsys, monkeypatch):
         (tmp_path / name).write_text(text)
     corpus = ["--run", small / "x.run", "--queries", small / "queries.jsonl", "--corpus", small / "corpus.jsonl"]
     for flags, message in (
-        (["--beir", small, "--run", "words"], "--run words: line 1 has no finite score: d0 e1 high"),
-        (["--beir", small, "--run", "short"], "--run short: line 2 has no finite score"),
+        (["--beir", small, "--run", "words"], "--run words: line 1 has no id, or no finite score: d0 . e1 . high"),
+        (["--beir", small, "--run", "short"], "--run short: line 2 has no id, or no finite score"),
         (["--beir", small, "--run", "others"], "mined.jsonl: not written: no row is left"),
         (["--beir", small, "--run", "missing.run"], "--run missing.run: .*No such file"),
-        ([*corpus, "--qrels", "bad.tsv"], "--qrels bad.tsv: line 3 has no finite score"),
+        ([*corpus, "--qrels", "bad.tsv"], "--qrels bad.tsv: line 3 has no id, or no finite score"),
         ([*common, "--absolute_margin", 50], "mined.jsonl: not written: no row is left; check .*--num_negatives"),
         ([*common, "--corpus_columns", "id", "text"], "corpus.jsonl: .*id"),
     ):
