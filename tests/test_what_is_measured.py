@@ -183,6 +183,31 @@ def test_a_grade_that_trec_eval_cannot_hold(tmp_path):
         script.read_qrels(tmp_path / "q.tsv")
 
 
+@pytest.mark.parametrize("measure", ["ERR@10", "nDCG(dcg='exp-log2')@10"])
+def test_a_grade_that_a_measure_cannot_hold(evaluate, static, tmp_path, measure):
+    """gdeval.pl knows grades up to 4. It is said before a text is encoded, and nothing is left that refuses a call."""
+    judged = [("q", "d", 5), ("q", "e", 1), ("p", "e", 4)]
+    folders = [write_beir(tmp_path / name, {"d": "a text", "e": "another"}, {"q": "a word", "p": "text"}, rows)
+               for name, rows in (("low", judged[1:]), ("high", judged))]  # fmt: skip
+    flags = ["--beir", *folders, "--model_name_or_path", static, "--metrics"]
+    message = f"^--metrics {re.escape(measure)}: takes grades up to 4, those of high go to 5$"
+    with pytest.raises(script.UserError, match=message):
+        evaluate(*flags, "RR@10", measure)
+    assert not (tmp_path / "out").exists() and not (tmp_path / "cache").exists()
+    evaluate(*flags, "RR@10")
+    found = evaluate("--beir", folders[0], *flags[3:], measure, output="new")["metrics"][measure]["mean"]
+    assert 0 < found <= 1
+
+
+def test_a_failed_call_leaves_nothing_that_refuses_the_next(evaluate, beir, static, tmp_path, monkeypatch):
+    flags = ["--beir", beir, "--model_name_or_path", static, "--metrics"]
+    with monkeypatch.context() as patch, pytest.raises(script.UserError, match="the disk is full"):
+        patch.setattr(script, "bootstrap_interval", fail)
+        evaluate(*flags, "P@5")
+    assert (tmp_path / "out/run.trec").exists()
+    script.check_output(script.Args(output_dir=str(tmp_path / "out"), metrics=["RR@10"]))
+
+
 def mine(folder, run, tmp_path, *flags):
     """Return the rows that the miner writes."""
     flags = ["--beir", folder, "--split", "test", "--run", run, "--output", tmp_path / "mined.jsonl", *flags]
