@@ -226,16 +226,17 @@ def open_beir(name, args):
 
 
 def open_pairs(args):
-    """Return the Parts of --pairs: each query and each document once, with the number of its first row as its id."""
+    """Return the Parts of each source of --pairs: its queries and its documents, each once, with the number of its
+    first row as its id."""
     parts = []
-    source = " ".join(["--pairs", *args.pairs[:1]])
-    with user_errors(source):
-        files = list(chain.from_iterable(map(list_files, args.pairs)))
-        for kind, column in zip(["query", "document"], args.pair_columns):
-            pairs = open_files(files, streaming=False, columns=[column])
-            texts = as_texts(pairs[:][column], column)
-            rows = np.flatnonzero(~texts.to_pandas().duplicated())
-            parts.append(Part(source, args.pairs[0], kind, pairs, [column], rows))
+    for name in args.pairs:
+        source = f"--pairs {name}"
+        with user_errors(source):
+            for kind, column in zip(["query", "document"], args.pair_columns):
+                pairs = open_files(list_files(name), streaming=False, columns=[column])
+                texts = as_texts(pairs[:][column], column)
+                rows = np.flatnonzero(~texts.to_pandas().duplicated())
+                parts.append(Part(source, name, kind, pairs, [column], rows))
     return parts
 
 

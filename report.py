@@ -53,7 +53,8 @@ def main(args):
     summaries = {name: compare_rankings(rankings, number) for number, name in enumerate(columns)}
     table = table_of(summaries, [ranking.name for ranking in rankings])
     sizes = [ranking.size for ranking in rankings]
-    if any(sizes):
+    has_sizes = len(set(filter(None, sizes))) > 1
+    if has_sizes:
         table.insert(0, "bytes", [size or "" for size in sizes])
     output = Path(args.output_dir or args.folders[0])
     output.mkdir(parents=True, exist_ok=True)
@@ -65,7 +66,7 @@ def main(args):
     data = page_data(calls, rankings[:2])
     write_page(output / "report.html", data, lines, calls)
     print(f"{len(data['queries']):,} queries are in {output}/report.html; tables: table.md, table.tex")
-    if len(set(filter(None, sizes))) > 1:
+    if has_sizes and data["queries"]:
         plot_sizes(rankings, summaries[columns[-1]], output / "index.png")
         print(f"quality against the bytes of a document: {output}/index.png")
 

@@ -207,7 +207,7 @@ def test_pairs_have_the_ids_of_the_evaluator(tmp_path, evaluate, bert, form):
         mine(tmp_path, *source, *flags)
         found.append((tmp_path / "rows/mined.jsonl").read_bytes())
     assert found[0] == found[1] and found[0].count(b"\n") == {"n-tuple-scores": 10, "labeled-pair": 22}[form]
-    with pytest.raises(script.UserError, match="--pairs .*a.csv: .*titel"):
+    with pytest.raises(script.UserError, match="--pairs .*a.csv .*b.csv: .*titel"):
         mine(tmp_path, *pairs[:-1], "titel", *flags)
     turned = ["--pairs", tmp_path / "b.csv", tmp_path / "a.csv", *pairs[3:]]
     rows = mine(tmp_path, *turned, *flags)  # the same rows, in another order
