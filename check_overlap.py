@@ -201,8 +201,9 @@ class Part:
         rows = self.rows[numbers]
         with user_errors(self.source):
             table = self.dataset[rows]
-            texts, *ids = [as_texts(table[name], name, ids=name != self.columns[0]) for name in self.columns]
-        return ids[0] if ids else rows, texts.fill_null("")
+            texts = as_texts(table[self.columns[0]], self.columns[0]).fill_null("")
+            ids = [as_ids(table[name], name, rows) for name in self.columns[1:]]
+        return ids[0] if ids else rows, texts
 
 
 def open_beir(name, args):
@@ -217,7 +218,7 @@ def open_beir(name, args):
                 dataset = open_files(files, streaming=False, columns=["text", id_column], ids=[id_column])
                 rows = np.arange(len(dataset))
                 if kind == "query":
-                    rows = rows[pc.is_in(as_texts(dataset[:][id_column], id_column, ids=True), judged)]
+                    rows = rows[pc.is_in(as_ids(dataset[:][id_column], id_column, rows), judged)]
                 if not len(rows):
                     raise UserError(f"--split {args.split} judges none of its queries")
                 parts.append(Part(source, collection, kind, dataset, ["text", id_column], rows))
@@ -225,16 +226,17 @@ def open_beir(name, args):
 
 
 def open_pairs(args):
-    """Return the Parts of --pairs: each query and each document once, with the number of its first row as its id."""
+    """Return the Parts of each source of --pairs: its queries and its documents, each once, with the number of its
+    first row as its id."""
     parts = []
-    source = " ".join(["--pairs", *args.pairs[:1]])
-    with user_errors(source):
-        files = list(chain.from_iterable(map(list_files, args.pairs)))
-        for kind, column in zip(["query", "document"], args.pair_columns):
-            pairs = open_files(files, streaming=False, columns=[column])
-            texts = as_texts(pairs[:][column], column)
-            rows = np.flatnonzero(~texts.to_pandas().duplicated())
-            parts.append(Part(source, args.pairs[0], kind, pairs, [column], rows))
+    for name in args.pairs:
+        source = f"--pairs {name}"
+        with user_errors(source):
+            for kind, column in zip(["query", "document"], args.pair_columns):
+                pairs = open_files(list_files(name), streaming=False, columns=[column])
+                texts = as_texts(pairs[:][column], column)
+                rows = np.flatnonzero(~texts.to_pandas().duplicated())
+                parts.append(Part(source, name, kind, pairs, [column], rows))
     return parts
 
 
@@ -448,7 +450,7 @@ def list_files(source):
     if os.path.isfile(path):  # whatever its characters
         return [os.path.abspath(path)]
     readme = Path(path, "README.md")
-    if os.path.isdir(path) and not (readme.exists() and "\nconfigs:" in readme.read_text(errors="replace")):
+    if os.path.isdir(path) and not (readme.exists() and b"\nconfigs:" in readme.read_bytes()):
         raise UserError(f"name its files: '{source}/*.parquet' or data-*.arrow; prepare_corpus.py reads folders")
     if "://" in path or glob.has_magic(path) or file_suffix(path):
         return list(datasets.load_dataset_builder("text", data_files=path).config.data_files["train"])  # of any format
@@ -596,17 +598,26 @@ JUDGMENT_NAMES = [  # of the columns of query, document and grade, in small lett
 ]
 
 
-def as_texts(column, name, ids=False):
-    """Return a column of texts, or of `ids`, which may be whole numbers, as large_string; null where there is none."""
-    if not (column.type in TEXT_TYPES or (ids and pa.types.is_integer(column.type))):
+def as_texts(column, name):
+    """Return a column of texts as large_string; null where there is none."""
+    if column.type not in TEXT_TYPES:
         raise UserError(f"column {name!r} holds {str(column.type)[:100]}, not texts: {REWRITE}")
-    texts = column.cast(pa.large_string())
+    return column.cast(pa.large_string())
+
+
+def as_ids(column, name, rows):
+    """Return a column of ids as large_string. Raise UserError if no run file can have one; rows: their numbers."""
+    texts = column.cast(pa.large_string()) if pa.types.is_integer(column.type) else as_texts(column, name)
+    ids = pc.fill_null(texts, "")
     # The last two are what pyarrow makes of later rows of JSON, of dates and of numbers from 2**63 on.
-    refused = r"[\t\r\n]|^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|^\d[.\d]*e\+\d+$"
-    if ids and len(found := texts.filter(pc.match_substring_regex(texts, refused))):
-        advice = f"without tabs and line breaks; of dates and numbers above 2**63 in JSON, {REWRITE}"
-        raise UserError(f"column {name!r} has the id {found[0].as_py()!r}: write another, {advice}")
-    return texts
+    refused = r"^$|[\t\r\n]|^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|^\d[.\d]*e\+\d+$"
+    place = pc.index(pc.match_substring_regex(ids, refused), True).as_py()
+    if place >= 0:
+        found = ids[place].as_py()
+        advice = f"write another, without tabs and line breaks; of dates and numbers in JSON, {REWRITE}"
+        has = f"has the id {found!r}: {advice}" if found else "has no id"
+        raise UserError(f"column {name!r}: row {rows[place]}, counted from 0, {has}")
+    return ids
 
 
 def read_qrels(*sources):
@@ -634,22 +645,33 @@ def judgment_columns(names):
 
 
 def table_of_judgments(file):
-    """Return a DataFrame (query_id, doc_id, score) of a file with names of columns."""
-    columns = open_files([file]).column_names
-    names = judgment_columns(columns)
+    """Return a DataFrame (query_id, doc_id, score) of a file with names of columns; an empty list of documents is a
+    row without doc_id."""
+    features = open_files([file]).features
+    names = judgment_columns(list(features))
     if not names:
-        raise UserError(f"its columns must be query-id, corpus-id and score, not {', '.join(columns)}")
+        if all(isinstance(feature, dict) for feature in features.values()):
+            raise UserError("is a dictionary of dictionaries: write lines of: query 0 document grade")
+        raise UserError(f"its columns must be query-id, corpus-id and score, not {', '.join(features)[:300]}")
     table = open_files([file], streaming=False, columns=names, ids=names[:2])[:]
     table.validate(full=True)
-    frame = table.to_pandas().set_axis([*PAIR, "score"][: len(names)], axis=1).explode("doc_id")
-    for name in PAIR:
-        as_texts(pa.array(frame[name]), name, ids=True)  # raises if they are no ids
-    return frame.assign(score=pd.to_numeric(frame["score"]) if "score" in frame else 1)
+    frame = table.to_pandas().set_axis([*PAIR, "score"][: len(names)], axis=1)
+    frame["query_id"] = as_ids(table[names[0]], names[0], frame.index).to_pandas()
+    frame["score"] = pd.to_numeric(frame["score"]) if names[2:] else 1
+    is_empty = frame["doc_id"].map(np.size) == 0  # of a null it is 1
+    listed = frame[~is_empty].explode("doc_id")
+    listed["doc_id"] = as_ids(pa.array(listed["doc_id"]), names[1], listed.index).to_pandas().array
+    return pd.concat([listed, frame[is_empty].assign(doc_id=None, score=0)])
 
 
 def trec_parts(path, name):
-    """Yield DataFrames (query_id, doc_id, score) of 2**19 lines of a TREC "run", or "qrels", maybe with a header."""
-    columns = {6: [0, 2, 4]} if name == "run" else {3: [0, 1, 2], 4: [0, 2, 3]}
+    """Yield DataFrames (query_id, doc_id, score; of a run rank, as text) of 2**19 lines of a TREC "run" or "qrels"."""
+    columns = {6: [0, 2, 4, 3]} if name == "run" else {3: [0, 1, 2], 4: [0, 2, 3]}
+    form = "query Q0 document rank score tag"
+    if name == "qrels":
+        form = "query 0 document grade, maybe below a header, query-id corpus-id score"
+    if file_suffix(path) not in (None, ".tsv", ".txt", ".csv"):
+        raise UserError(f"is {file_suffix(path)}, not lines of: {form}")
     options = {"header": None, "dtype": str, "quoting": csv.QUOTE_NONE, "keep_default_na": False, "chunksize": 2**19}
     with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
         line = file.readline().rstrip("\r\n")
@@ -657,20 +679,21 @@ def trec_parts(path, name):
         named = judgment_columns(header) if name == "qrels" else None
         if named:
             columns = {len(header): [header.index(part) for part in named]}
-        else:
-            file.seek(0)
-        by_tabs = line.count("\t") + 1 in columns  # then ids may contain spaces
-        for frame in pd.read_csv(file, sep="\t" if by_tabs else r"\s+", **options):
-            places = columns.get(frame.shape[1])
-            if not places:
-                raise UserError(f"has {frame.shape[1]} fields per line, not {' or '.join(map(str, columns))}")
-            frame = frame[places].set_axis([*PAIR, "score"][: len(places)], axis=1)
+            line = file.readline().rstrip("\r\n")
+        number = 1 + bool(named)  # of this line, whose separators are those of all
+        tab = "\t" if line.count("\t") + 1 in columns else None  # then ids may contain spaces
+        places = columns.get(len(line.split(tab)))
+        if not places:
+            raise UserError(f"line {number}, {line[:100]!r}, is not one of: {form}")
+        file.seek(0)
+        for frame in pd.read_csv(file, sep=tab or r"\s+", skiprows=number - 1, **options):
+            frame = frame[places].set_axis([*PAIR, "score", "rank"][: len(places)], axis=1)
             scores = pd.to_numeric(frame.get("score", pd.Series(1, frame.index)), errors="coerce")
-            is_finite = scores.abs() <= np.finfo(np.float32).max  # of trec_eval
-            if not is_finite.all():
-                line = (~is_finite).idxmax()
-                found = f"line {line + 1 + bool(named)} has no finite score: {' '.join(frame.loc[line])}"
-                raise UserError(f"{found}; a header of judgments has query-id, corpus-id and score")
+            is_good = frame[PAIR].ne("").all(axis=1) & (scores.abs() <= np.finfo(np.float32).max)  # of trec_eval
+            if not is_good.all():
+                row = (~is_good).idxmax()
+                found = f"{' | '.join(frame.loc[row])} (separated as in line {number}, {line[:100]!r})"
+                raise UserError(f"line {number + row} has no id, or no finite score: {found}; lines are: {form}")
             yield frame.assign(score=scores)
 
 

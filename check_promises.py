@@ -40,7 +40,7 @@ LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 def run(command, log, variables, is_enough=lambda: False):
     """Run Python with a command; kill it by SIGKILL once is_enough(). Return what it printed if it ended before."""
-    with open(log, "w") as file:
+    with open(log, "w", encoding="utf-8") as file:
         process = subprocess.Popen([sys.executable, *command], stdout=file, stderr=file, env=os.environ | variables)
     try:
         while process.poll() is None and not is_enough():
@@ -66,9 +66,9 @@ def main(words, folder):
     log = folder / "log"
     listed = run([args.script, "--help"], log, {}).split()
     if words and not words[0].startswith("--"):  # a YAML or JSON file
-        flags = yaml.safe_load(Path(words[0]).read_text())
+        flags = yaml.safe_load(Path(words[0]).read_text(encoding="utf-8"))
         words[0] = str(folder / "flags.json")
-        Path(words[0]).write_text(json.dumps({name: flags[name] for name in flags.keys() - CLASHING}))
+        Path(words[0]).write_bytes(json.dumps({name: flags[name] for name in flags.keys() - CLASHING}).encode())
     exact = ["--full_determinism=true"] * torch.accelerator.is_available()
     short = [*SHORT.split(), "--micro_batch_tokens=2048", *exact, f"--output_dir={output}"]
     command = [args.script, *words, *(word for word in short if word.partition("=")[0] in listed)]

@@ -969,7 +969,7 @@ def files_of(source):
             raise UserError(UNSUPPORTED)
         return [path]
     readme = Path(folder, "README.md")
-    has_configs = readme.exists() and "\nconfigs:" in readme.read_text(errors="replace")  # the Hub's layout
+    has_configs = readme.exists() and b"\nconfigs:" in readme.read_bytes()  # the Hub's layout
     if os.path.isdir(path) and not has_configs:
         return choose_files(source, walk(path, set()), folder)
     if matches := list(filter(os.path.isfile, glob.glob(path, recursive=True))):
@@ -1016,7 +1016,7 @@ def walk(folder, seen):
     real = os.path.realpath(folder)
     names = [] if real in seen else os.listdir(folder)
     if {"state.json", "dataset_info.json"} <= {*names}:
-        state = json.loads(Path(folder, "state.json").read_text())
+        state = json.loads(Path(folder, "state.json").read_text(encoding="utf-8"))
         names = [file["filename"] for file in state["_data_files"]]
     for name in names:
         seen.add(real)

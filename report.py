@@ -53,7 +53,8 @@ def main(args):
     summaries = {name: compare_rankings(rankings, number) for number, name in enumerate(columns)}
     table = table_of(summaries, [ranking.name for ranking in rankings])
     sizes = [ranking.size for ranking in rankings]
-    if any(sizes):
+    has_sizes = len(set(filter(None, sizes))) > 1
+    if has_sizes:
         table.insert(0, "bytes", [size or "" for size in sizes])
     output = Path(args.output_dir or args.folders[0])
     output.mkdir(parents=True, exist_ok=True)
@@ -65,7 +66,7 @@ def main(args):
     data = page_data(calls, rankings[:2])
     write_page(output / "report.html", data, lines, calls)
     print(f"{len(data['queries']):,} queries are in {output}/report.html; tables: table.md, table.tex")
-    if len(set(filter(None, sizes))) > 1:
+    if has_sizes and data["queries"]:
         plot_sizes(rankings, summaries[columns[-1]], output / "index.png")
         print(f"quality against the bytes of a document: {output}/index.png")
 
@@ -137,8 +138,8 @@ def compare_rankings(rankings, number):
         row = {}
         for measure in measures:
             cell = ranking.metrics[number][measure]
-            row[measure] = {key: cell[key] for key in ("mean", "low", "high")}
-            if rows:
+            row[measure] = {key: cell[key] for key in ("mean", "low", "high", "value") if key in cell}
+            if rows and "mean" in cell:
                 others = [first.tables[part][measure] for part in parts]
                 samples = [ranking.tables[part][measure].loc[other.index] for part, other in zip(parts, others)]
                 difference = cell["mean"] - rows[0][measure]["mean"]
@@ -152,10 +153,10 @@ def compare_rankings(rankings, number):
 
 def page_data(calls, rankings):
     """Return what the script of the page reads: queries that two rankings differ on most, or one is worst at."""
-    measure = next(name for name in rankings[0].tables[0] if name in rankings[-1].tables[0])
+    measure = next((name for name in rankings[0].tables[0] if name in rankings[-1].tables[0]), None)
     collections = calls[0]["collections"]
     queries = []
-    for number in range(len(collections)):
+    for number in range(len(collections) if measure else 0):  # else all measures are numbers of whole rankings
         scores = [ranking.tables[number][measure].to_dict() for ranking in rankings]
         for row in read_jsonl(calls[0], number, "queries.jsonl"):
             values = [score[row["_id"]] for score in scores]
@@ -170,7 +171,7 @@ def page_data(calls, rankings):
     return {
         "collections": [collection["name"] for collection in collections],
         "rankings": [ranking.name for ranking in rankings],
-        "measure": measure,
+        "measure": measure or "no measure",
         "depth": DEPTH,
         "total": sum(collection["queries"] for collection in collections),
         "queries": queries,
@@ -383,6 +384,8 @@ def format_cell(cell):
     """Return the value and the difference from the first ranking, as texts."""
     if not isinstance(cell, dict):
         return str(cell), ""
+    if "value" in cell:
+        return f"{cell['value']:.4f} (no interval)", ""
     value = "{mean:.4f} [{low:.4f}, {high:.4f}]".format(**cell)
     return value, "{difference:+.4f}, p = {p:.4f}".format(**cell) if "p" in cell else ""
 
@@ -406,7 +409,7 @@ def write_tables(lines, output):
 def plot_sizes(rankings, rows, path):
     """Plot the first measure of rankings, with its interval, against the bytes of a document in their index: a line
     for each model and precision. rows: {measure: statistics} of each ranking."""
-    measure = next(iter(rows[0]))
+    measure = next(name for name, cell in rows[0].items() if "mean" in cell)
     points = defaultdict(list)  # {label: (bytes, mean, low, high)}
     for ranking, row in zip(rankings, rows):
         if ranking.size:

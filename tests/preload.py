@@ -17,7 +17,7 @@ import torch
 import torch.distributed.fsdp  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
 import transformers
-import transformers.hf_argparser
+import transformers.hf_argparser  # noqa: F401
 from tqdm.std import TqdmDefaultWriteLock
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 

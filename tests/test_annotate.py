@@ -1,7 +1,9 @@
 """--annotate: rows keep their order and get the scores of the library, each pair scored once, however often killed."""
 
+import json
 import signal
 import time
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,6 +14,7 @@ from forked import Forked, merge_flags
 from test_eval_incremental import COUNTING_DRIVER
 
 import eval_incremental as script
+import prepare_corpus
 
 SCRIPT = ROOT / "eval_incremental.py"
 # Writes a byte to a log for each pair scored, so that the work of killed runs is known.
@@ -100,6 +103,31 @@ def test_columns_of_several_types_and_dates(annotate, reranker, tmp_path):
     annotate(tmp_path / "x.jsonl", "--cross_encoder", reranker, "--columns", "q", "d", "q")
     scored = read_jsonl(tmp_path / "scored.jsonl")
     assert [len(row.pop("scores")) for row in scored] == [2, 3] and scored == rows
+
+
+def test_cells_that_json_has_not(annotate, reranker, tmp_path, monkeypatch, capsys):
+    """A number that is none is null, also in a list or struct; bytes are refused, and the advice works."""
+    monkeypatch.chdir(tmp_path)
+    infinite = [float("nan"), float("inf"), 0.1]
+    table = pa.table({"q": ["NaN", "one", "two"], "d": ["a", "b", "c"], "old": infinite,
+                      "more": [{"a": [number]} for number in infinite]})  # fmt: skip
+    for column in (pa.array([b"ab", b"\xff", None]), pa.array([[b"ab"], [], None]), pa.array([{"bytes": b"ab"}] * 3)):
+        pq.write_table(table.append_column("raw", column), "x.parquet")
+        with pytest.raises(script.UserError, match="^x.parquet: column 'raw' has bytes, which JSON has not") as error:
+            annotate("x.parquet", "--cross_encoder", reranker, "--columns", "q", "d")
+    assert not (tmp_path / "scored.jsonl").exists()
+    words = str(error.value).partition("prepare_corpus.py ")[2].replace("DIR", "made").split()
+    prepare_corpus.main(prepare_corpus.parse_args(words))
+    capsys.readouterr()
+    annotate("made/*.arrow", "--cross_encoder", reranker, "--columns", "q", "d", output="mended.jsonl")
+    assert [row["old"] for row in read_jsonl("mended.jsonl")] == [None, None, 0.1]
+    pq.write_table(table, "x.parquet")
+    shown = annotate("x.parquet", "--cross_encoder", reranker, "--columns", "q", "d", "q")
+    assert " of 3 score their first document highest, 2 would by chance" in shown
+    lines = Path("scored.jsonl").read_text().splitlines()
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert [(row["q"], row["old"], row["more"]) for row in lines] == [
+        ("NaN", None, {"a": [None]}), ("one", None, {"a": [None]}), ("two", 0.1, {"a": [0.1]})]  # fmt: skip
 
 
 def test_two_processes_write_the_file_of_one(tmp_path, data, reranker):

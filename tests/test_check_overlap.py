@@ -209,6 +209,20 @@ def test_pairs_and_several_sources(capsys):
     assert [line["row"] for line in check(*flags, "--columns", "x")] == [1, 1]
 
 
+def test_each_source_of_pairs_is_a_collection(capsys):
+    """With the rows of its own; a glob is one source."""
+    for name in ("a.csv", "b.csv", "in/0.csv", "in/1.csv"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text("q,d\n" + "".join(f"{name} question {n},{name} answer {n}\n" for n in range(4)))
+    write_jsonl(
+        Path("train.jsonl"), [{"text": text} for text in ("b.csv question 1", "in/1.csv answer 2", "a.csv ask")]
+    )
+    found = check("--train_data", "train.jsonl", "--pairs", "a.csv", "b.csv", "in/*.csv", "--pair_columns", "q", "d")
+    found = [(line["collection"], line["type"], line["id"], line["row"]) for line in found]
+    assert found == [("b.csv", "query", "1", 0), ("in/*.csv", "document", "6", 1)]
+    assert "b.csv, query: 1 of 4 texts in 1 rows\n" in capsys.readouterr().out
+
+
 def test_output_has_the_rows_without_queries():
     write_beir("c", {"q": "a query"}, {"d": "a document"})
     rows = [{"n": i, "text": ["A query", "a document", "else"][i % 3], "labels": [i, 0.5]} for i in range(3000)]

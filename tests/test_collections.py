@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import write_jsonl
 
+import check_overlap
 import eval_incremental as script
 import mine_negatives
 
@@ -151,10 +152,95 @@ def test_columns_of_judgments_go_by_their_names(evaluate, name):
     assert got["R@4"]["mean"] == 1
 
 
+def write_judgments(name, judged, documents="corpus-id"):
+    """Write (query, document) with grade 1 in the format of the suffix; None, no cell, or an empty one."""
+    names = ["query-id", documents, "score"]
+    rows = [[*pair, 1] for pair in judged]
+    if name.endswith("jsonl"):
+        write_jsonl(Path(name), [dict(zip(names, row)) for row in rows])
+    elif name.endswith("parquet"):
+        pq.write_table(pa.Table.from_pylist([dict(zip(names, row)) for row in rows]), name)
+    else:
+        separator = "," if name.endswith("csv") else "\t"
+        lines = [separator.join("" if cell is None else str(cell) for cell in row) for row in [names, *rows]]
+        Path(name).write_text("\n".join(lines) + "\n")
+    return name
+
+
+READERS = [script, mine_negatives, check_overlap]
+
+
+@pytest.mark.parametrize("judged", [("q2", None), (None, "d2"), ("", "d2"), ("q2", "")], ids=str)
+@pytest.mark.parametrize("suffix", ["tsv", "txt", "csv", "jsonl", "parquet"])
+def test_judgments_without_an_id_are_refused(suffix, judged):
+    """In each format, and by each script; the row is named."""
+    name = write_judgments(f"q.{suffix}", [*JUDGMENTS, judged])
+    for reader in READERS:
+        with pytest.raises(reader.UserError, match="^--qrels q.*: (column .*: row 2, .*|line 4) has no id"):
+            reader.read_qrels(name)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_an_empty_list_of_documents(evaluate, suffix, capsys):
+    """Its query has no relevant one, and counts; a null or an id that is none is refused."""
+    write_texts(Path("c"))
+    files = ["--corpus", "c/corpus.jsonl", "--queries", "c/queries.jsonl", "--qrels", f"q.{suffix}"]
+    write_judgments(f"q.{suffix}", [("q1", ["d0", "d3"]), ("q2", [])], "positive-corpus-ids")
+    for metrics in (["P@1", "nDCG@10"], ["R@4"]):
+        got = evaluate(*files, "--metrics", *metrics)
+        assert got["queries"] == 2 and got["metrics"][metrics[0]]["mean"] == 0.5
+    assert "warning" not in capsys.readouterr().err
+    assert {row["query"] for row in mine(*files)} == {"apple"}
+    assert "judgments have" not in capsys.readouterr().out
+    assert set(check_overlap.read_qrels(f"q.{suffix}")["query_id"]) == {"q1", "q2"}
+    for bad in (None, ["d2", None], ["", "d2"], ["d\t2"]):
+        write_judgments(f"q.{suffix}", [("q1", ["d0", "d3"]), ("q2", bad)], "positive-corpus-ids")
+        for reader in READERS:
+            with pytest.raises(reader.UserError, match="column 'positive-corpus-ids': row 1, counted from 0, has "):
+                reader.read_qrels(f"q.{suffix}")
+
+
+def test_ids_that_are_numbers_in_arrow_files(evaluate):
+    """They are texts, as those of other files."""
+    write_texts(Path("c"), documents=dict(zip("0123", DOCUMENTS.values())), queries=dict(zip("12", QUERIES.values())))
+    table = pa.table({"query-id": [1, 2], "corpus-id": [0, 2], "score": [1, 1]})
+    with pa.ipc.new_file("q.arrow", table.schema) as file:
+        file.write_table(table)
+    files = ["--corpus", "c/corpus.jsonl", "--queries", "c/queries.jsonl", "--qrels", "q.arrow"]
+    assert evaluate(*files, "--metrics", "R@4")["metrics"]["R@4"]["mean"] == 1.0
+
+
+FORMS = {  # of files that are not lines of a run, or no judgments: what is said
+    "r.parquet": "is .parquet, not lines of: query Q0 document rank score tag",
+    "r.json": "is .json, not lines of: query Q0 document rank score tag",
+    "r.csv": "line 1, 'query,doc,score', is not one of: query Q0 document rank score tag",
+    "q.json": "is a dictionary of dictionaries: write lines of: query 0 document grade",
+    "mixed.txt": r"line 2 has no id, or no finite score: .*\(separated as in line 1, 'q1 0\\td0\\t1'\)",
+    "empty.txt": "line 1, '', is not one of: query 0 document grade, maybe below a header",
+    "header.tsv": "line 2, '', is not one of: query 0 document grade",
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_other_forms_of_runs_and_judgments(name):
+    table = pa.table({"query": ["q1"], "doc": ["d0"], "score": [1.0]})
+    pq.write_table(table, "r.parquet")
+    table.to_pandas().to_csv("r.csv", index=False)
+    Path("r.json").write_text(json.dumps({"q1": {"d0": 2.0}}))
+    nested = {f"q{query}": {f"d{n}": n % 2 for n in range(query % 5)} for query in range(300)}
+    Path("q.json").write_text(json.dumps(nested, indent=1))
+    Path("mixed.txt").write_text("q1 0\td0\t1\nq2 0 d2 1\n")
+    Path("empty.txt").touch()
+    Path("header.tsv").write_text("query-id\tcorpus-id\tscore\n")
+    for reader in READERS[:2]:
+        with pytest.raises(reader.UserError, match=f"^(--qrels {name}: )?{FORMS[name]}"):
+            reader.read_qrels(name) if name[0] != "r" else next(reader.trec_parts(name, "run"))
+
+
 def test_unknown_names_of_columns_are_refused():
     for name, text in (("q.csv", "doc,question,score\n1,1,1\n"), ("q.tsv", "x\ty\n1\t1\n")):
         Path(name).write_text(text)
-        with pytest.raises(script.UserError, match="query-id, corpus-id and score|fields per line"):
+        with pytest.raises(script.UserError, match="query-id,? corpus-id (and )?score"):
             script.read_qrels(name)
 
 

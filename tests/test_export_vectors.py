@@ -200,7 +200,7 @@ def test_again_and_after_a_change(export, tmp_path, beir, bert, capsys):
     assert table["_id"].to_pylist() == [row["_id"] for row in rows[: 6 * CHUNK]]
     shutil.rmtree(vectors)
     write_jsonl(folder / "corpus.jsonl", [*({**row, "text": "x"} for row in rows[:100]), {"_id": "", "text": "y"}])
-    with pytest.raises(script.UserError, match="no id in column"):
+    with pytest.raises(script.UserError, match="column '_id': row 100, counted from 0, has no id"):
         export(tmp_path, bert, "--beir", folder)
     assert not vectors.exists()
 

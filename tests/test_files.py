@@ -112,13 +112,21 @@ def test_ids_that_no_run_file_can_hold(mark):
     for name in (f"d{mark}", f"{mark}d", f"d{mark}x"):
         for suffix in ("jsonl", "parquet"):
             file = write_rows(f"x.{suffix}", [{"_id": "d0", "text": "a"}, {"_id": name, "text": "b"}])
+            said = f"column '_id': row 1, counted from 0, has the id {name!r}: write another, without tabs"
             for call in (read, mine):
-                assert f"column '_id' has the id {name!r}: write another, without tabs" in refusal(call, [file])
+                assert said in refusal(call, [file])
         write_rows("q.jsonl", [{"query-id": "q", "corpus-id": name, "score": 1}])
-        with pytest.raises(eval_incremental.UserError, match="without tabs and line breaks"):
+        with pytest.raises(eval_incremental.UserError, match="column 'corpus-id': row 0, .* without tabs and line br"):
             eval_incremental.read_qrels("q.jsonl")
     rows = [{"_id": 'd 0, "x"', "text": "a\tb\nc"}]  # of texts they are nothing special, nor are blanks of ids
     assert read([write_rows("x.jsonl", rows)]) == mine(["x.jsonl"]) == [[*rows[0].values()]]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
+def test_texts_without_an_id_are_refused(suffix):
+    file = write_rows(f"x.{suffix}", [{"_id": "d0", "text": "a"}, {"_id": None, "text": "b"}])
+    for call in (read, mine):
+        assert "column '_id': row 1, counted from 0, has no id" in refusal(call, [file])
 
 
 LATER = {"dates": ["2020-01-02"], "times": ["2020-01-02T10:20:30"], "numbers": [BIG + 1, 7, BIG + 2]}
@@ -134,7 +142,7 @@ def test_ids_are_what_was_written_in_later_rows_of_json(streaming, later):
     rows += [{"_id": later[n % len(later)], "text": f"text {n} " + "x" * 100} for n in range(100, 200)]
     file = write_rows("x.jsonl", rows)
     for line in (refusal(read, [file], streaming), refusal(mine, [file])):
-        assert re.search(r"has the id '[\d.]+[e+\d: -]+.*' *: write another, .* prepare_corpus.py", line), line
+        assert re.search(r"row \d+, .* the id '[\d.]+[e+\d: -]+.*' *: write another, .* prepare_corpus.py", line), line
     assert read(prepare(file), streaming) == [[str(row["_id"]), row["text"]] for row in rows]
     write_rows("q.jsonl", [{"query-id": "q", "corpus-id": row["_id"], "score": 1} for row in rows])
     with pytest.raises(mine_negatives.UserError, match="has the id"):

@@ -207,7 +207,7 @@ def test_pairs_have_the_ids_of_the_evaluator(tmp_path, evaluate, bert, form):
         mine(tmp_path, *source, *flags)
         found.append((tmp_path / "rows/mined.jsonl").read_bytes())
     assert found[0] == found[1] and found[0].count(b"\n") == {"n-tuple-scores": 10, "labeled-pair": 22}[form]
-    with pytest.raises(script.UserError, match="--pairs .*a.csv: .*titel"):
+    with pytest.raises(script.UserError, match="--pairs .*a.csv .*b.csv: .*titel"):
         mine(tmp_path, *pairs[:-1], "titel", *flags)
     turned = ["--pairs", tmp_path / "b.csv", tmp_path / "a.csv", *pairs[3:]]
     rows = mine(tmp_path, *turned, *flags)  # the same rows, in another order
@@ -321,8 +321,8 @@ def test_positive_rank(ranked, tmp_path, capsys):
         query, _, document, _, score, _ = line.split()
         found.setdefault(query, {})[document] = float(score)
     for query, scores in found.items():
-        for document, score in scores.items():
-            rank = 1 + sum(other > score for other in scores.values())
+        order = sorted(scores, key=lambda document: (np.float32(scores[document]), document), reverse=True)
+        for rank, document in enumerate(order, start=1):
             key = texts[query], f"document {int(document[1:]) % 70}"
             best[key] = min(rank, best.get(key, 99))
     flags = [*ranked, "--format", "labeled-list", "--num_negatives", 20]
@@ -373,11 +373,11 @@ def test_errors(small, tmp_path, capsys, monkeypatch):
         (tmp_path / name).write_text(text)
     corpus = ["--run", small / "x.run", "--queries", small / "queries.jsonl", "--corpus", small / "corpus.jsonl"]
     for flags, message in (
-        (["--beir", small, "--run", "words"], "--run words: line 1 has no finite score: d0 e1 high"),
-        (["--beir", small, "--run", "short"], "--run short: line 2 has no finite score"),
+        (["--beir", small, "--run", "words"], "--run words: line 1 has no id, or no finite score: d0 . e1 . high"),
+        (["--beir", small, "--run", "short"], "--run short: line 2 has no id, or no finite score"),
         (["--beir", small, "--run", "others"], "mined.jsonl: not written: no row is left"),
         (["--beir", small, "--run", "missing.run"], "--run missing.run: .*No such file"),
-        ([*corpus, "--qrels", "bad.tsv"], "--qrels bad.tsv: line 3 has no finite score"),
+        ([*corpus, "--qrels", "bad.tsv"], "--qrels bad.tsv: line 3 has no id, or no finite score"),
         ([*common, "--absolute_margin", 50], "mined.jsonl: not written: no row is left; check .*--num_negatives"),
         ([*common, "--corpus_columns", "id", "text"], "corpus.jsonl: .*id"),
     ):

@@ -43,7 +43,7 @@ def test_recipe(name, tmp_path, rows, corpus, bert, beir):
     """SETUPS may add files to the folder; CHECKS has the assertions of each page."""
     text = PAGES[name].read_text()
     title, count = re.match(r"# (.+): (\d+) lines\n", text).groups()
-    blocks = dict(re.findall(r"^```(\w+)\n(.+?)^```$", text, re.M | re.S))
+    blocks = dict(reversed(re.findall(r"^```(\w+)\n(.+?)^```$", text, re.M | re.S)))  # the first of each kind
     program, command, *flags = shlex.split(blocks["sh"].replace("\\\n", ""))
     assert program == "python"
     if "diff" in blocks:
@@ -483,6 +483,13 @@ def check_measure(folder, rows):
     value = json.loads((output / "metrics.json").read_text())["results"][0]["metrics"]["AllFound@50"]
     assert value["mean"] == pytest.approx(np.mean(list(expected.values())))
     assert 0 < value["low"] < value["mean"] < value["high"] < 1
+    blocks = re.findall(r"^```(\w+)\n(.+?)^```$", PAGES["measure"].read_text(), re.M | re.S)[2:]  # of the other way
+    (_, program), (_, command) = blocks
+    _, name, *flags = command.split()
+    (folder / name).write_text(program)
+    run_file(name, folder, *flags, "--output_dir", "runs/function")
+    other = json.loads((folder / "runs/function/metrics.json").read_text())["results"][0]["metrics"]["AllFound@50"]
+    assert other == value
 
 
 def check_mteb(folder, rows):

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 
 import pandas as pd
 import pytest
@@ -227,6 +228,34 @@ def test_no_report_of_earlier_results_stays(evaluate, tmp_path):
     assert {"table.md", "table.tex", "report.html"} <= {path.name for path in (tmp_path / "again").iterdir()}
     evaluator.main(evaluator.parse_args(list(map(str, flags))))
     assert not {"table.md", "table.tex", "report.html"} & {path.name for path in (tmp_path / "again").iterdir()}
+
+
+def test_bytes_are_those_of_vectors(evaluate, tmp_path, capsys):
+    """Rankings of files alone have none."""
+    flags = [*write_collection(tmp_path), "--metrics", "RR@10"]
+    runs = [tmp_path / f"{name}.run" for name in ("rotated", "reversed", "third")]
+    shutil.copy(runs[0], runs[2])
+    evaluate(*flags, "--run", *runs)
+    script.main(script.parse_args([str(tmp_path / "out")]))
+    assert re.findall("^ +bytes .*", capsys.readouterr().out, re.M) == []
+
+
+def test_several_sources_have_one_name(evaluate, static, tmp_path, capsys):
+    for name in "abc":
+        write_jsonl(
+            tmp_path / f"{name}.jsonl", [{"q": f"{name} {n}", "d": f"{n} of {name}" if n else ""} for n in range(3)]
+        )
+    paths = [tmp_path / f"{name}.jsonl" for name in "abc"]
+    flags = ["--pairs", *paths, "--columns", "q", "d", "--metrics", "RR@10", "--model_name_or_path", static]
+    assert evaluate(*flags)["collection"] == "a.jsonl and 2 more"
+    shown = capsys.readouterr()
+    assert "a.jsonl and 2 more" in shown.out and "warning: a.jsonl and 2 more: 3 rows of --pairs lack" in shown.err
+    script.main(script.parse_args([str(tmp_path / "out")]))
+    assert "<title>a.jsonl and 2 more</title>" in (tmp_path / "out/report.html").read_text()
+    assert evaluate(*flags[:2], *flags[4:], output="one")["collection"] == "a.jsonl"
+    (tmp_path / "b.jsonl").write_text("{\n")
+    with pytest.raises(evaluator.UserError, match="^--pairs .*a.jsonl .*b.jsonl .*c.jsonl: "):
+        evaluate(*flags)
 
 
 def test_tables(evaluate, tmp_path, capsys, monkeypatch):

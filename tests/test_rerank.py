@@ -136,9 +136,11 @@ def test_two_processes_give_the_ranking_of_one(tmp_path, beir, run_file, reranke
 
 
 @pytest.mark.parametrize("content, reason", [
-    ("q0 Q0 d1 1 2.5 tag\nq0 Q0 d2 2 tag\n", "line 2 has no finite score: q0 d2 tag"),
+    ("q0 Q0 d1 1 2.5 tag\nq0 Q0 d2 2 tag\n", "line 2 has no id, or no finite score: q0 | d2 | tag"),
     ("nobody Q0 d1 1 2 tag\nq0 Q0 d2 1 1 tag more\n", "Expected 6 fields in line 2, saw 7"),
-    ("q0 d1 2\n", "has 3 fields per line, not 6"), ("", "No columns to parse"),
+    ("q0 d1 2\n", "line 1, 'q0 d1 2', is not one of: query Q0 document rank score tag"),
+    ("# made by x\nq0 Q0 d1 1 2 x\n", "line 1, '# made by x', is not one of: query"), ("", "line 1, '', is not"),
+    ("q0 Q0 d1 1 2 x\n# made by x\n", "line 2 has no id, or no finite score: # | by"),
     ("nobody Q0 d1 1 2 tag\n", "contains none of the judged queries, such as 'q0'"),
 ])  # fmt: skip
 def test_bad_run_file(evaluate, beir, reranker, tmp_path, content, reason):

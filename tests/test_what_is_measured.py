@@ -14,6 +14,12 @@ from conftest import CHAOS, ROOT, launch, read_run, skip_without_bfloat16, write
 
 import eval_incremental as script
 import mine_negatives
+import report
+
+
+def fail(*given):
+    raise OSError("the disk is full")
+
 
 SPEC = importlib.util.spec_from_file_location("files_round", ROOT / "benchmarks/files_round.py")
 files_round = importlib.util.module_from_spec(SPEC)
@@ -89,7 +95,7 @@ def test_scores_that_a_file_holds_longer_than_trec_eval_does(evaluate, tmp_path,
 
 def test_scores_beyond_float32_are_refused(evaluate, tmp_path):
     folder = write_beir(tmp_path / "c", {"d": "a text"}, {"q": "a word"}, [("q", "d", 1)])
-    with pytest.raises(script.UserError, match="line 1 has no finite score"):
+    with pytest.raises(script.UserError, match="line 1 has no id, or no finite score"):
         evaluate("--beir", folder, "--run", write_run(tmp_path / "x.run", {"q": {"d": "1e39"}}))
 
 
@@ -165,7 +171,7 @@ def test_the_grade_is_the_column_of_that_name(tmp_path, suffix, sep, grade):
 def test_a_line_of_ids_is_no_header(tmp_path, line):
     path = tmp_path / "qrels.tsv"
     path.write_text(f"{line}\n{line}0\n")
-    with pytest.raises(script.UserError, match="has 2 fields per line, not 3 or 4"):
+    with pytest.raises(script.UserError, match="line 1, .*, is not one of: query 0 document grade"):
         script.read_qrels(path)
     path.write_text("Query_ID\tDoc-ID\nquery1\tdoc1\n")
     assert script.read_qrels(path).to_numpy().tolist() == [["query1", "doc1", 1]]
@@ -175,6 +181,31 @@ def test_a_grade_that_trec_eval_cannot_hold(tmp_path):
     (tmp_path / "q.tsv").write_text("q\td\t3000000000\n")
     with pytest.raises(script.UserError, match="a grade is not a whole number, or above a million"):
         script.read_qrels(tmp_path / "q.tsv")
+
+
+@pytest.mark.parametrize("measure", ["ERR@10", "nDCG(dcg='exp-log2')@10"])
+def test_a_grade_that_a_measure_cannot_hold(evaluate, static, tmp_path, measure):
+    """gdeval.pl knows grades up to 4. It is said before a text is encoded, and nothing is left that refuses a call."""
+    judged = [("q", "d", 5), ("q", "e", 1), ("p", "e", 4)]
+    folders = [write_beir(tmp_path / name, {"d": "a text", "e": "another"}, {"q": "a word", "p": "text"}, rows)
+               for name, rows in (("low", judged[1:]), ("high", judged))]  # fmt: skip
+    flags = ["--beir", *folders, "--model_name_or_path", static, "--metrics"]
+    message = f"^--metrics {re.escape(measure)}: takes grades up to 4, those of high go to 5$"
+    with pytest.raises(script.UserError, match=message):
+        evaluate(*flags, "RR@10", measure)
+    assert not (tmp_path / "out").exists() and not (tmp_path / "cache").exists()
+    evaluate(*flags, "RR@10")
+    found = evaluate("--beir", folders[0], *flags[3:], measure, output="new")["metrics"][measure]["mean"]
+    assert 0 < found <= 1
+
+
+def test_a_failed_call_leaves_nothing_that_refuses_the_next(evaluate, beir, static, tmp_path, monkeypatch):
+    flags = ["--beir", beir, "--model_name_or_path", static, "--metrics"]
+    with monkeypatch.context() as patch, pytest.raises(script.UserError, match="the disk is full"):
+        patch.setattr(script, "bootstrap_interval", fail)
+        evaluate(*flags, "P@5")
+    assert (tmp_path / "out/run.trec").exists()
+    script.check_output(script.Args(output_dir=str(tmp_path / "out"), metrics=["RR@10"]))
 
 
 def mine(folder, run, tmp_path, *flags):
@@ -204,6 +235,47 @@ def test_the_miner_ranks_what_float32_cannot_tell_apart_by_id(tmp_path):
     folder = write_beir(tmp_path / "c", DOCUMENTS, {"q1": "apples"}, [("q1", "d1", 1)])
     run = write_run(tmp_path / "x.run", {"q1": {"d1": 0.9, "d2": 0.7 + 1e-10, "d3": 0.7}})
     assert [row["negative_1"] for row in mine(folder, run, tmp_path)] == [DOCUMENTS["d3"]]
+
+
+def test_one_rank_of_a_document_in_all_scripts(evaluate, tmp_path):
+    """By score, then id, descending; a document whose line is repeated counts once. In lines of any order."""
+    documents = {f"d{number:02}": f"text {number}" for number in range(40)}
+    queries = {"q1": "one", "q2": "two", "q3": "three"}
+    judged = [("q1", "d07", 1), ("q2", "d07", 1), ("q3", "d00", 1)]
+    folder = write_beir(tmp_path / "c", documents, queries, judged)
+    lines = [f"q1 Q0 {name} 1 1.0 x\n" for name in documents]  # all tie
+    lines += [f"q2 Q0 {name} 1 {score} x\n" for score, name in enumerate(reversed(documents))]
+    lines += [f"q2 Q0 d03 1 {score} x\n" for score in (3, 3, 50)]  # repeated, the best line last
+    lines += [f"q3 Q0 d{number % 20:02} 1 {-number} x\n" for number in range(1, 80)]
+    (tmp_path / "x.run").write_text("".join(lines))
+    evaluate("--beir", folder, "--run", tmp_path / "x.run", "--metrics", "RR@100")
+    ranks = {key: 1 + list(found).index(document) for (key, document, _), found in
+             zip(judged, read_run(tmp_path / "out/run.trec").values())}  # fmt: skip
+    assert ranks == {"q1": 33, "q2": 8, "q3": 20}
+    shown = report.read_ranks(tmp_path / "out/run.trec", [{"_id": query} for query in queries])
+    assert {query: shown[query][document] for query, document, _ in judged} == ranks
+    for least, kept in (8, ["q2"]), (19, ["q2"]), (20, ["q2", "q3"]), (32, ["q2", "q3"]), (33, ["q1", "q2", "q3"]):
+        rows = mine(folder, tmp_path / "x.run", tmp_path, "--positive_rank", least)
+        assert {row["query"] for row in rows} == {queries[query] for query in kept}
+    with pytest.raises(mine_negatives.UserError, match="no row is left"):
+        mine(folder, tmp_path / "x.run", tmp_path, "--positive_rank", 7)
+
+
+@pytest.mark.parametrize("ranks", ["distances", "similarities", "constant", "words"])
+def test_ranks_that_contradict_the_scores(evaluate, tmp_path, capsys, ranks):
+    """Scores count, as in trec_eval; a line asks whether they are distances."""
+    documents = {f"d{number}": f"text {number}" for number in range(6)}
+    folder = write_beir(tmp_path / "c", documents, {"q": "one", "p": "two"}, [("q", "d0", 1), ("p", "d1", 1)])
+    written = {"constant": "7", "words": "first"}
+    lines = [f"{query} Q0 d{n} {written.get(ranks, n + 1)} {n / 7 if ranks == 'distances' else 1 - n / 7} x\n"
+             for query in "qp" for n in range(6)]  # fmt: skip
+    (tmp_path / "x.run").write_text("".join(lines))
+    got = evaluate("--beir", folder, "--run", tmp_path / "x.run", "--metrics", "RR@10")
+    assert got["metrics"]["RR@10"]["mean"] == pytest.approx((1 / 6 + 1 / 5) / 2 if ranks == "distances" else 3 / 4)
+    line = "x.run fall with rising scores, which count: are these distances?"
+    assert (line in capsys.readouterr().err) == (ranks == "distances")
+    mine(folder, tmp_path / "x.run", tmp_path)
+    assert capsys.readouterr().out.count(line) == (ranks == "distances")
 
 
 # ------------------------------------------------------------------------------------------------ left out
