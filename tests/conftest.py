@@ -354,3 +354,45 @@ def reranker(tmp_path_factory, bert):
             parameter.mul_(30 if "pooler" in name or "classifier" in name else 3)
     model.save_pretrained(str(folder))
     return folder
+
+
+def make_splade(base, folder):
+    """Write a SparseEncoder, a masked language model with random weights, of the configuration and tokenizer of base.
+    Weights are large, so that embeddings differ; half of the words are 0 in an embedding."""
+    import torch
+    from sentence_transformers import SparseEncoder
+    from transformers import AutoConfig, AutoTokenizer, BertForMaskedLM
+
+    config = AutoConfig.from_pretrained(base, initializer_range=0.1)
+    torch.manual_seed(0)
+    BertForMaskedLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    SparseEncoder(str(folder), device="cpu").save_pretrained(str(folder), create_model_card=False)
+    return folder
+
+
+def make_colbert(base, folder, similarity=None, **options):
+    """Write a MultiVectorEncoder with a random projection to 128 dimensions, which skips full stops of documents.
+    options: of its transformer, such as query_expansion."""
+    import torch
+    from sentence_transformers import MultiVectorEncoder
+    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+
+    torch.manual_seed(0)
+    model = MultiVectorEncoder(str(base), device="cpu", similarity_fn_name=similarity)
+    model[2] = MultiVectorMask(skiplist_words=["."])
+    for name, value in options.items():
+        setattr(model[0], name, value)
+    model.save_pretrained(str(folder), create_model_card=False)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def splade(tmp_path_factory, bert):
+    return make_splade(bert, tmp_path_factory.mktemp("splade"))
+
+
+@pytest.fixture(scope="session")
+def colbert(tmp_path_factory, bert):
+    expansion = {"strategy": "fixed", "length": 12}
+    return make_colbert(bert, tmp_path_factory.mktemp("colbert"), query_expansion=expansion)

@@ -16,7 +16,7 @@ MARK = re.compile(r"^# ==== (?:machinery|the path of a batch): from here to the 
 # Each script has its own version of these: the same purpose, for another kind of row, model or output.
 OWN = {"Args", "check_flags", "forward_backward", "margin_mse", "kl", "make_loss", "Row", "read_row",
        "local_rows", "Batch", "make_batch", "make_micro_batches", "load_model", "resolve_args",
-       "open_evaluators", "open_beir", "fit_micro_batches", "resolve_source_args", "parse_args",
+       "open_evaluators", "fit_micro_batches", "resolve_source_args", "parse_args",
        "FORMATS"}  # fmt: skip
 # The scripts other than the trainers have a common version of these.
 TOOLS = {"user_errors", "print_error"}

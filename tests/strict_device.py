@@ -218,11 +218,25 @@ def on_cpu(value):
 
 
 def on_device(value):
-    return OnDevice(value) if isinstance(value, torch.Tensor) and not isinstance(value, OnDevice) else value
+    """Return a tensor as one of the device; a sparse one, which only evaluators of the library make, as it is."""
+    is_new = isinstance(value, torch.Tensor) and not isinstance(value, OnDevice) and value.layout == torch.strided
+    return OnDevice(value) if is_new else value
 
 
 def compatible(input: torch.Tensor, from_: torch.Tensor) -> bool:
     return isinstance(input, OnDevice) == isinstance(from_, OnDevice)
+
+
+def apply_to(module, *given, apply=torch.nn.Module._apply):
+    """Do as Module._apply does, but tied weights stay one, as they do where `compatible` holds for two devices."""
+    weights = dict(module.named_parameters(remove_duplicate=False))
+    first = {weight: name for name, weight in reversed(weights.items())}
+    result = apply(module, *given)
+    for name, weight in weights.items():
+        if first[weight] != name:
+            owner, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, module.get_parameter(first[weight]))
+    return result
 
 
 class Event:
@@ -385,7 +399,7 @@ class StrictDevice(TorchDispatchMode):
             (torch, "tensor", self.tensor), (torch, "manual_seed", self.manual_seed),
             (torch.Tensor, "pin_memory", lambda t, *_: self.pin_memory(t)),
             (torch.Tensor, "is_pinned", lambda t, *_: self.pinned(t)),
-            (torch, "_has_compatible_shallow_copy_type", compatible),
+            (torch, "_has_compatible_shallow_copy_type", compatible), (torch.nn.Module, "_apply", apply_to),
             (dist, "is_nccl_available", lambda: True),
             (dist.distributed_c10d, "is_nccl_available", lambda: True),
             (dist, "init_process_group", self.init_process_group),

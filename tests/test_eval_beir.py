@@ -90,7 +90,7 @@ def test_collections_that_only_the_evaluator_measures(line, collections, tmp_pat
     with open(folder / "qrels/test.tsv", "a") as file:
         file.write(line)
     with pytest.raises(script.UserError, match="^has grades, or documents with ids of queries$"):
-        script.open_beir(str(folder), "test")
+        script.read_beir(str(folder), "test")
 
 
 def test_ids_of_collections_are_texts(collections, tmp_path):
@@ -99,11 +99,11 @@ def test_ids_of_collections_are_texts(collections, tmp_path):
     write_jsonl(folder / "corpus.jsonl", [{"_id": i, "title": "", "text": f"text {i}"} for i in (16, 17)])
     write_jsonl(folder / "queries.jsonl", [{"_id": 1, "text": "a query"}, {"_id": 2, "text": "another"}])
     (folder / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n1\t16\t1\n2\t0017\t1\n")
-    evaluator = script.open_beir(str(folder), "test")
-    assert evaluator.relevant_docs == {"1": {"16"}, "2": {"0017"}} and evaluator.corpus_ids == ["16", "17"]
+    _, documents, relevant = script.read_beir(str(folder), "test")
+    assert relevant == {"1": {"16"}, "2": {"0017"}} and list(documents) == ["16", "17"]
     (folder / "qrels/dev.tsv").write_text("query-id\tcorpus-id\tscore\nother\tx\t1\n")
     with pytest.raises(script.UserError, match="no judgment of split 'dev' has a query of queries.jsonl"):
-        script.open_beir(str(folder), "dev")
+        script.read_beir(str(folder), "dev")
 
 
 def test_a_missing_collection(collections, corpus, bert, tmp_path):

@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataPar
 from conftest import CHAOS, RATES, ROOT, TRAINERS, launch, metrics, skip_without_bfloat16, weights
 from forked import launcher_environment
 from safetensors.torch import load_file
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
 from sentence_transformers.sentence_transformer.modules import Router
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -146,19 +146,21 @@ def test_moments_of_a_shard_are_counted(monkeypatch):
         monkeypatch.setattr(script, "total_memory", lambda _: 2 * 2**20 + 4 * 4096)  # moments, four graphs
         model = torch.nn.ParameterList([weight])
         accelerator = SimpleNamespace(device=torch.device("cpu"), gather=lambda fitting: fitting)
-        assert script.measure_micro_batch_tokens(lambda count: (count, 0), model, 2**15, accelerator) == 4096
+        run = lambda count: (count, 0, 0)  # noqa: E731
+        assert script.measure_micro_batch_tokens(run, model, 2**15, script.Args(), accelerator) == 4096
     finally:
         dist.destroy_process_group()
 
 
-def test_two_encoders_are_refused(bert):
+def test_two_encoders_are_refused(bert, splade, colbert):
     """Their passes, sorted by role, would differ over processes, and gradients of one be added to the other's."""
     script = importlib.import_module("train_bi_encoder")
     parts = (SentenceTransformer(str(bert), device="cpu") for _ in range(2))
     model = SentenceTransformer(modules=[Router.for_query_document(*map(list, parts))], device="cpu")
     accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP)
-    with pytest.raises(script.UserError, match="FSDP: unsupported for a model that reads roles"):
-        script.resolve_args(script.Args(), model, accelerator)
+    for other in (model, SparseEncoder(str(splade), device="cpu"), MultiVectorEncoder(str(colbert), device="cpu")):
+        with pytest.raises(script.UserError, match="FSDP: unsupported for sparse and multi-vector models, and those"):
+            script.resolve_args(script.Args(), other, accelerator)
 
 
 def test_the_batch_of_a_bad_row_has_its_source(monkeypatch):

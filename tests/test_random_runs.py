@@ -83,6 +83,24 @@ def draw_settings(rng, name, model, static):
     ]
 
 
+def draw_kind(seed, flags, others):
+    """Return flags with another kind of model for a third of the bi-encoders of transformers; others: such models."""
+    rng = random.Random(f"kind {seed}")
+    model = rng.choice([None, None, None, None, *others])
+    if model is None:
+        return flags
+    flags = [*flags, "--model_name_or_path", model]
+    for name, instead in ("--matryoshka_dims", []), ("--loss", ["--loss_kwargs", '{"in_batch":false}']):
+        if name in flags:  # these are of dense models
+            first = flags.index(name)
+            last = next(index for index in range(first + 1, len(flags)) if str(flags[index]).startswith("--"))
+            flags[first:last] = instead
+    if "--label_column" in flags:
+        first = flags.index("--label_column")
+        flags[first : first + 2] = []
+    return flags
+
+
 def draw_layout(rng, is_static):
     """Return (words, processes): how a run computes what another layout must compute too."""
     words = f"--micro_batch_tokens {rng.choice([100, 300, 2000])} --dataloader_num_workers {rng.choice([0, 0, 1, 2])}"
@@ -108,13 +126,15 @@ def kill(process, output, step):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_two_runs_agree(files, bert, reranker, static, tmp_path, report, seed):
+def test_two_runs_agree(files, bert, reranker, static, splade, colbert, tmp_path, report, seed):
     rng = random.Random(f"draw1956 {seed}")  # its first dozen: most pairs, kills of two batches a step
     name = rng.choice(TRAINERS)
     model = bert if name == "train_bi_encoder" else reranker  # with fresh weights, gradients cancel
     script, one, two = ROOT / f"{name}.py", tmp_path / "one", tmp_path / "two"
     flags = [*draw_sources(rng, files), *draw_settings(rng, name, model, static)]
     is_static = static in flags
+    if bert in flags:
+        flags = draw_kind(seed, flags, [splade, colbert])
     layout, processes = draw_layout(rng, is_static)
     print(f"again: SEEDS={seed}:{seed + 1} .venv/bin/python -m pytest {__file__}")
     print(name, *flags)

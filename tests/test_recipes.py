@@ -24,11 +24,8 @@ import torch.nn.functional as F
 import yaml
 from conftest import ROOT, launch, metrics, read_jsonl, write_beir
 from safetensors.torch import load_file
-from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder, util
-from sentence_transformers.multi_vector_encoder import modules
+from sentence_transformers import SentenceTransformer, util
 from sentence_transformers.sentence_transformer import losses
-from sentence_transformers.sparse_encoder import losses as sparse_losses
-from transformers import AutoConfig, AutoTokenizer, BertForMaskedLM
 
 import train_bi_encoder
 
@@ -293,71 +290,6 @@ def check_sql(folder, rows):
     assert changed["data_fingerprint"]([path]) != before
 
 
-def setup_splade(folder, rows):
-    """Write a masked language model with random weights that are large enough to rank texts."""
-    config, tokenizer = (kind.from_pretrained(folder / "model") for kind in (AutoConfig, AutoTokenizer))
-    config.initializer_range = 0.1
-    torch.manual_seed(0)
-    BertForMaskedLM(config).save_pretrained(folder / "mlm")
-    tokenizer.save_pretrained(folder / "mlm")
-
-
-def check_splade(folder, rows):
-    """The first step is that of SpladeLoss in one pass. SparseEncoder gives the last evaluation."""
-    queries, documents, _ = next(batches(folder))
-    model = SparseEncoder(str(folder / "mlm"), device="cpu")
-    train_bi_encoder.set_dropout(model.train(), 0)
-    weights = {"document_regularizer_weight": 0.02, "query_regularizer_weight": 0.01}
-    loss = sparse_losses.SpladeLoss(model, sparse_losses.SparseMultipleNegativesRankingLoss(model), **weights)
-    parts = loss([model.preprocess(texts) for texts in (queries, sum(documents, []))])
-    total = sum(parts.values())
-    assert parts["document_regularizer_loss"] > 0.1 * total
-    assert_first_step(folder, total, model.parameters())
-    trained = SparseEncoder(str(folder / "runs/recipe/model"), device="cpu")
-    scores = trained.similarity(*map(trained.encode, held_out(folder))) / 100  # of scores near 100
-    assert_reciprocal_ranks(logged(folder, "held_out_dot_mrr@10")[-1], scores)
-
-
-def setup_colbert(folder, rows):
-    """Write a model that reads queries and documents differently: a length of queries, words skipped in documents."""
-    torch.manual_seed(0)  # for the projection
-    model = MultiVectorEncoder(str(folder / "model"), device="cpu")
-    model[2] = modules.MultiVectorMask(skiplist_words=["."])
-    model[0].query_length = 8
-    model.save_pretrained(str(folder / "colbert"))
-
-
-def check_colbert(folder, rows):
-    """The first step is autograd's by the library's similarity, which also gives the last evaluation and the scores of
-    margin_mse and kl. A model with query expansion is refused."""
-    queries, documents, _ = next(batches(folder))
-    model = MultiVectorEncoder(str(folder / "colbert"), device="cpu").eval()
-    parts = []
-    for texts, task in (queries, "query"), (sum(documents, []), "document"):
-        output = model(model.preprocess(texts, task=task), task=task)
-        masked = zip(output["token_embeddings"], output["attention_mask"].bool())
-        parts.append([tokens[mask] for tokens, mask in masked])
-    assert max(map(len, parts[0])) == 8 < max(map(len, parts[1]))
-    loss = F.cross_entropy(model.similarity(*parts), torch.arange(len(queries)))
-    assert_first_step(folder, loss, model.parameters())
-    trained = MultiVectorEncoder(str(folder / "runs/recipe/model"), device="cpu")
-    texts = held_out(folder)
-    embeddings = trained.encode_query(texts[0]), trained.encode_document(texts[1])
-    scores = trained.similarity(*embeddings) / 10  # of scores near 10
-    assert_reciprocal_ranks(logged(folder, "held_out_maxsim_mrr@10")[-1], scores)
-    changed = runpy.run_path(str(folder / TRAINER))
-    opposite = [-query.abs() for query in embeddings[0]], [text.abs() for text in embeddings[1]]  # padding would win
-    columns = [torch.nn.utils.rnn.pad_sequence(column, batch_first=True) for column in opposite]
-    whole = changed["WholeBatch"](torch.arange(80).view(2, 40), torch.zeros(40, 1), torch.tensor([3, 5]), 0)
-    scores, _ = changed["row_scores"](columns, whole, 0.5, 1.0)
-    assert torch.allclose(scores[:, 0], trained.similarity_pairwise(*opposite)[[3, 5]] / 0.5, atol=1e-4)
-    model[0].query_length = None
-    model[0].query_expansion = {"strategy": "fixed", "length": 16}
-    model.save_pretrained(str(folder / "expanded"))
-    with pytest.raises(changed["UserError"], match="without query expansion"):
-        changed["load_model"](changed["Args"](model_name_or_path=str(folder / "expanded")))
-
-
 def setup_teacher_embeddings(folder, rows):
     """Write rows with random vectors of the model's 32 dimensions for both texts."""
     vectors = np.random.default_rng(0).normal(size=(len(rows), 2, 32)).tolist()
@@ -443,9 +375,9 @@ def check_dev_set(folder, rows):
     ids = {row["_id"] for row in corpus}
     assert len(ids) == len(corpus) == 160 and {f"d{number}" for number in range(60)} <= ids
     assert [row["_id"] for row in queries] == [f"q{number}" for number in range(60)]
-    evaluator = train_bi_encoder.open_beir(str(folder / "dev"), "test")
-    assert len(evaluator.corpus) == 160 and evaluator.relevant_docs["q1"] == {"d1", "d7"}
-    assert evaluator.relevant_docs["q2"] == {"d2"}  # d9 is judged irrelevant
+    _, documents, relevant = train_bi_encoder.read_beir(str(folder / "dev"), "test")
+    assert len(documents) == 160 and relevant["q1"] == {"d1", "d7"}
+    assert relevant["q2"] == {"d2"}  # d9 is judged irrelevant
 
 
 def check_passages(folder, rows):

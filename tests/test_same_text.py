@@ -109,7 +109,8 @@ def test_a_query_is_not_its_own_wrong_answer(bert, rows):
 def held_out_search(rows):
     """Return (name of the measure, evaluator) of held-out (query, document)."""
     rows = [SimpleNamespace(query=query, documents=[document], labels=[]) for query, document in rows]
-    return script.held_out_evaluator("held_out", rows, None, SimpleNamespace(similarity_fn_name="cosine"))
+    model = SimpleNamespace(similarity_fn_name="cosine", model_type="SentenceTransformer")
+    return script.held_out_evaluator("held_out", rows, None, model)
 
 
 def test_twins_are_one_document_of_a_held_out_search(bert, rows):

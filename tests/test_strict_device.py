@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import CHAOS, RATES, ROOT, TRAINERS, write_jsonl
+from conftest import CHAOS, RATES, ROOT, TRAINERS, make_colbert, make_splade, write_jsonl
 from forked import merge_flags
 from late_programs import PROGRAMS
 from test_decoders import CHAT, make_decoder, make_reranker
@@ -25,6 +25,8 @@ LOSSES = {
         "margin_mse": f"{TEACHER} --loss margin_mse {TEMPERATURE}",
         "kl": f'{TEACHER} --loss kl --loss_kwargs {{"teacher_temperature":0.05,"infonce":1}}',
         "CoSENTLoss": f"{PAIRS} --label_column label --loss CoSENTLoss",
+        "sparse": "--columns docstring code wrong --model_name_or_path splade",
+        "multi-vector": "--columns docstring code wrong --model_name_or_path colbert",
     },
     "train_cross_encoder": {
         "listwise_ce": f"{PAIRS} --num_negatives 5",
@@ -56,6 +58,8 @@ RUNS = {
     "flash in float32": (f"{FEW} --attn_implementation flash_attention_2", {"flash": True}),
     "bf16, 2 processes": (LONG, {"mixed": "bf16", "processes": 2}),
     "grad_cache": (f"{FEW} --grad_cache true", {}),
+    "sparse in bf16": (f"{LONG} --model_name_or_path splade", {"mixed": "bf16"}),
+    "multi-vector in bf16": (f"{LONG} --model_name_or_path colbert --micro_batch_tokens 300", {"mixed": "bf16"}),
     "dropout": (f"{FEW} --grad_cache true --micro_batch_tokens 200 --dropout 0.5 --lora_rank 2", {"mixed": "bf16"}),
     "waits": (f"{WAITING} --micro_batch_tokens 100000 --attn_implementation sdpa", {"mixed": "bf16"}),
     "waits, concatenated": (f"{WAITING} --micro_batch_tokens 100000", {"mixed": "bf16"}),
@@ -67,6 +71,7 @@ RUNS = {
 }
 # Of the bi-encoder alone: both trainers resume, scale losses, and try a model, by the same functions.
 ONE = {"long, resumed", "long, resumed in fp16", "fp16", "fp16, resumed", "mobile, resumed"}
+ONE |= {"sparse in bf16", "multi-vector in bf16"}
 ONE |= set() if CHAOS else {"mobile", "mobile, padded"}
 RAN = [(script, name) for script in TRAINERS for name in RUNS if script == "train_bi_encoder" or name not in ONE]
 LIMIT = 6_000_000  # bytes, of which one graph of all texts of a batch takes more
@@ -111,6 +116,8 @@ def folder(tmp_path_factory, rows, bert, beir):
         for parameter in model.parameters():
             parameter.mul_(5 if parameter.ndim > 1 else 1)
     model.save_pretrained(str(folder / "reranker"))
+    make_splade(folder / "bert", folder / "splade")
+    make_colbert(folder / "bert", folder / "colbert", query_expansion={"strategy": "fixed", "length": 12})
     shutil.copytree(folder / "bert", folder / "wide")
     wide = transformers.AutoModel.from_pretrained(folder / "bert")
     wide.resize_token_embeddings(100_000)
@@ -155,7 +162,8 @@ def ran(folder):
         flags, options = RUNS[name]
         jobs[f"{script} {name}"] = make_job(script, next(iter(LOSSES[script])), name, flags, **options)
     for name, kind in (("cpu", ""), ("device", "cuda"), ("cached", "cuda"), ("xpu", "xpu")):
-        flags = "--model_name_or_path bert --cross_encoder reranker --rerank_k 5 --beir beir --max_length 32 "
+        flags = "--model_name_or_path bert splade colbert --cross_encoder reranker --rerank_k 5 --beir beir "
+        flags += "--max_length 32 "
         flags += "--corpus_chunk_size 64 --top_k 10 --metrics nDCG@10 --cache_dtype float32 "
         flags += f"--output_dir evaluated/{name} --cache_dir {kind}_cache --micro_batch_tokens 200 "  # several groups
         flags += "--attn_implementation eager" * (kind == "xpu")  # the fused kernels of others are not simulated
@@ -342,7 +350,7 @@ def test_evaluator_ranks_as_on_the_cpu(ran, folder):
         assert not ran[f"eval_incremental {name}"]["error"]
         lines = [path.read_text().splitlines() for path in sorted((folder / "evaluated" / name).rglob("run.trec"))]
         found[name] = [[float(line.split()[4]) for line in run] for run in lines]
-        assert len(found[name]) == 2 and len(found[name][0]) == 200
+        assert len(found[name]) == 6 and sum(map(len, found[name])) == 3 * (200 + 100)
     for name in ("device", "cached", "xpu"):
         for scores, expected in zip(found[name], found["cpu"]):
             assert scores == pytest.approx(expected, rel=1e-4, abs=1e-5)
