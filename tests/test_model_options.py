@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState
 from conftest import ROOT, TRAINERS, few_or_all, launch, write_jsonl
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
+from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import BoW, Pooling, WordEmbeddings
 from sentence_transformers.sentence_transformer.modules.tokenizer import WhitespaceTokenizer
 from test_best_model import train
@@ -191,7 +191,7 @@ def test_adapters_of_a_model_without_a_transformer(static):
 
 def load_to_evaluate(folder, **flags):
     """Return the bi-encoder that the evaluator loads."""
-    return eval_incremental.load_bi_encoder(str(folder), eval_incremental.Args(**flags))[0]
+    return eval_incremental.load_bi_encoder(str(folder), eval_incremental.Args(**flags))
 
 
 def words(folder, *modules):
@@ -200,10 +200,6 @@ def words(folder, *modules):
 
 VOCABULARY = ["red", "pie"]
 OTHER_KINDS = {
-    "SparseEncoder": lambda base, folder: SparseEncoder(str(base), device="cpu").save_pretrained(str(folder)),
-    "MultiVectorEncoder": lambda base, folder: MultiVectorEncoder(str(base), device="cpu").save_pretrained(
-        str(folder)
-    ),
     "CrossEncoder": lambda base, folder: make_reranker(base, folder),
     "WordEmbeddings": lambda base, folder: words(
         folder, WordEmbeddings(WhitespaceTokenizer(VOCABULARY, stop_words=[]), torch.randn(2, 8)), Pooling(8)
@@ -216,10 +212,7 @@ OTHER_KINDS = {
 @pytest.mark.parametrize("kind", OTHER_KINDS)
 def test_models_of_other_kinds_are_refused_by_name(kind, load_model, bert, tmp_path):
     """sentence-transformers would pool what the transformer alone gives, or end in a traceback at the first text."""
-    base = bert
-    if kind == "SparseEncoder":
-        base = make_encoder(tmp_path / "base", "BertForMaskedLM", bert)
-    OTHER_KINDS[kind](base, tmp_path / "model")
+    OTHER_KINDS[kind](bert, tmp_path / "model")
     with pytest.raises(ValueError, match=f"^--model_name_or_path {tmp_path}/model: .*{kind}") as error:
         load_model(tmp_path / "model")
     assert "\n" not in str(error.value)
