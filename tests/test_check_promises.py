@@ -1,4 +1,7 @@
-"""check_promises.py on trainers, templates, recipes, and on edits that break a promise; its runs are forked."""
+"""check_promises.py on trainers, templates, recipes, and on edits that break a promise; its runs are forked.
+
+The edits are tests/mutations/promise_*.patch, which name the promises that they break.
+"""
 
 import json
 import os
@@ -19,24 +22,9 @@ from test_recipes import APPLY, PAGES, SETUPS, TRAINER
 
 import check_promises
 
-PROMISES = ["two runs", "passes", "graphs", "two processes", "killed"]  # as their lines begin
-LOSS = "    return loss / count_rows(whole)\n"
-ENCODE = '        return model(features, task=role)["sentence_embedding"].float()\n'
-FOUND = ENCODE.replace("return", "found =")
-SEED = "        torch.manual_seed(int(seeds.generate_state(1)[0]))  # dropout is the same in a second forward pass\n"
-EDITS = {  # {kind: (old text, new text, promises that it breaks)}
-    "a draw without a seed": (LOSS, LOSS.replace("\n", " * (1 + os.urandom(1)[0] / 1e8)\n"), ["two runs", "killed"]),
-    "dropout without the batch's seed": (SEED, "", ["graphs", "killed"]),
-    "a mean over a pass": (ENCODE, f"{FOUND}        return found - found.mean(0)\n", ["passes", "two processes"]),
-    "another second pass": (ENCODE, f"{FOUND}        return found * (1 + torch.is_grad_enabled())\n", ["graphs"]),
-    "a mean over own rows": (LOSS, "    return loss / (anchors[whole.own_rows] >= 0).sum()\n", ["two processes"]),
-    "a global moving average": (
-        LOSS,
-        "    AVERAGE.append((AVERAGE or [1.0])[-1] * 0.9 + loss.detach() * 0.1)\n    return loss / AVERAGE[-1]\n\n\n"
-        "AVERAGE = []\n",
-        ["two processes", "killed"],
-    ),
-}  # fmt: skip
+PROMISES = ["two runs", "graphs", "killed", "passes", "two processes"]  # as their lines begin
+PATCHES = {path.stem.removeprefix("promise_"): path for path in (ROOT / "tests/mutations").glob("promise_*.patch")}
+FEW = ["draw_without_seed", "dropout_without_seed", "warmup_of_passes", "rate_of_one_process"]  # one of each promise
 
 
 class ForkedPopen(Forked):
@@ -111,27 +99,40 @@ def test_recipes_keep_all(check, tmp_path, monkeypatch, rows, corpus, bert, name
     assert not is_broken and verdicts == dict.fromkeys(PROMISES, "kept"), printed
 
 
-@pytest.mark.parametrize("kind", EDITS)
-def test_edits_break_a_promise(check, flags, tmp_path, kind):
-    old, new, broken = EDITS[kind]
-    text = (ROOT / TRAINER).read_text()
-    assert text.count(old) == 1
-    (tmp_path / "edited.py").write_text(text.replace(old, new))
-    is_broken, verdicts, printed = check(tmp_path / "edited.py", *flags)
-    assert is_broken and [name for name in PROMISES if verdicts[name] == "BROKEN"] == broken, printed
+@pytest.mark.skipif(not APPLY, reason="needs git or patch")
+@pytest.mark.parametrize("name", sorted(PATCHES) if CHAOS else FEW)
+def test_edits_break_a_promise(check, flags, tmp_path, name):
+    shutil.copy(ROOT / TRAINER, tmp_path)
+    subprocess.run([*APPLY[0], PATCHES[name]], cwd=tmp_path, check=True)
+    is_broken, verdicts, printed = check(tmp_path / TRAINER, *flags)
+    (broken,) = re.findall("^Breaks: (.+)$", PATCHES[name].read_text(), re.M)
+    assert is_broken and [name for name in PROMISES if verdicts[name] == "BROKEN"] == broken.split(", "), printed
 
 
 STUB = """
-import json, sys, time
+import json, os, sys, time
 from pathlib import Path
 if "--help" in sys.argv:
-    sys.exit(print("--dropout X --max_steps N --output_dir FOLDER"))
+    sys.exit(print("--dropout X --max_steps N --output_dir FOLDER --micro_batch_tokens N"))
 with open("words.jsonl", "a") as file:
     print(json.dumps(sys.argv[1:]), file=file)
-THEN
 folder = Path(next(word for word in sys.argv if word.startswith("--output_dir=")).partition("=")[2])
-folder.mkdir()
-(folder / "metrics.jsonl").write_text(json.dumps({"step": 5, "loss": 1.0, "grad_norm": globals().get("norm", 1.0)}))
+is_small = "--micro_batch_tokens=512" in sys.argv
+rank = int(os.environ.get("RANK", 0))
+loss, rate, steps, logged = 1.0, 0.1, 5, [1, 2, 3, 4, 5]
+THEN
+import torch
+from safetensors.torch import save_file
+weight = torch.nn.Parameter(torch.ones(3))
+optimizer = torch.optim.SGD([weight], lr=rate)
+for _ in range(steps):
+    weight.grad = torch.ones(3)
+    optimizer.step()
+if rank == 0:
+    folder.mkdir()
+    save_file({"weight": weight.detach()}, folder / "model.safetensors")
+    lines = [{"step": step, "loss": loss if step == 2 else 1.0, "grad_norm": 1.0} for step in logged]
+    (folder / "metrics.jsonl").write_text("\\n".join(map(json.dumps, lines)))
 """
 
 
@@ -139,41 +140,71 @@ folder.mkdir()
 def stub(tmp_path, monkeypatch):
     """stub(line) writes a script of a few lines, with flags of few promises, into the working directory."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(check_promises, "LAUNCHER", [])
-    (tmp_path / "check").mkdir()
     return lambda line: Path("stub.py").write_text(STUB.replace("THEN", line))
 
 
-def test_flags_and_what_is_not_checked(stub, capsys):
-    """Those of a file of flags, too; those that clash with a short run are left out. NaN is within no tolerance."""
-    stub("norm = float('nan' if len(open('words.jsonl').readlines()) > 3 else 1)")
+def test_flags_of_a_run(stub, check):
+    """Those of a file of flags, too; those that clash with a short run are left out."""
+    stub("")
     given = {"seed": 7, "train_data": [{"path": "x"}], "metric_for_best_model": "x", "eval_beir": ["a"]}
     Path("run.yaml").write_text(yaml.safe_dump(given))
     more = ["--early_stopping_patience", "3", "--query_prompt=a: b", "--eval_beir", "a", "b", "--streaming"]
-    assert check_promises.main(["stub.py", "run.yaml", *more, "--resume"], Path("check"))
+    is_broken, verdicts, printed = check("stub.py", "run.yaml", *more, "--resume")
     file, *words, _, dropout = json.loads(Path("words.jsonl").read_text().splitlines()[-1])
-    assert words == ["--query_prompt=a: b", "--streaming", "--max_steps=5"] and dropout == "--dropout=0"
+    assert words == ["--query_prompt=a: b", "--streaming", "--max_steps=5", "--micro_batch_tokens=2048"]
+    assert dropout == "--dropout=0" and not is_broken
     assert json.loads(Path(file).read_text()) == {"seed": 7, "train_data": [{"path": "x"}]}
-    expected = """kept    two runs give the same bytes: losses differ by 0, tolerance 0
+    assert (
+        printed
+        == """kept    two runs give the same bytes: losses differ by 0, saved weights are equal
 not checked: graphs computed again: no --grad_cache=true
 not checked: killed after two steps and resumed: no --resume=true
-not checked: passes of a quarter of the tokens: no --micro_batch_tokens=512
-BROKEN  two processes against one: losses differ by nan, tolerance 0.0001; as by a mean over the rows of a process
+kept    passes of a quarter of the tokens: losses, gradient, update differ by 0, 0, 0; tolerances (0.0001, 0.001, 0.1)
+kept    two processes against one: losses, gradient, update differ by 0, 0, 0; tolerances (0.0001, 0.001, 0.1)
 """
-    assert capsys.readouterr().out == expected
+    )
 
 
-def test_a_script_that_fails(stub, capsys):
+@pytest.mark.parametrize(
+    "line, promise, verdict, reason",
+    [
+        ("loss = float('inf')", "passes", "kept", "losses, gradient, update differ by 0, 0, 0"),
+        ("loss = float('nan')", "passes", "BROKEN", "loss of step 2: nan beside nan"),
+        ("loss = float('inf' if is_small else 'nan')", "passes", "BROKEN", "loss of step 2: inf beside nan"),
+        (
+            "logged = [1] if is_small else logged",
+            "passes",
+            "BROKEN",
+            "only one of both runs logs the grad_norm of step 2",
+        ),
+        ("logged = []", "passes", "kept", "losses, gradient, update differ by 0, 0, 0"),
+        ("rate *= 2 if is_small else 1", "passes", "BROKEN", "losses, gradient, update differ by 0, 0, 1"),
+        ("rate = 0", "two runs", "not checked:", "three steps of an optimizer of torch change no weight"),
+        ("steps = 3", "two runs", "not checked:", "three steps of an optimizer of torch change no weight"),
+        ("rate += 1e-7 * rank", "two processes", "BROKEN", "after three steps the weights of both processes are not"),
+        ("steps *= rank == 0", "two processes", "BROKEN", "after three steps the weights of both processes are not"),
+    ],
+)
+def test_what_is_compared_is_said(stub, check, line, promise, verdict, reason):
+    """Equal infinities are equal, NaN is equal to nothing; steps that one run does not log; updates, weights."""
+    stub(line)
+    is_broken, verdicts, printed = check("stub.py")
+    assert verdicts[promise] == verdict and is_broken == ("BROKEN" in printed), printed
+    assert re.search(f"^{verdict} +{promise}[^:]+: {reason}", printed, re.M), printed
+
+
+def test_a_script_that_fails(stub, check, capsys):
     """Its last lines are printed. The status is not that of a broken promise."""
     stub("{}['no such key']")
     with pytest.raises(SystemExit) as ended:
-        check_promises.main(["stub.py", "--seed", "1"], Path("check"))
-    assert ended.value.code == 2 and capsys.readouterr().err.endswith("KeyError: 'no such key'\n\n")
+        check("stub.py", "--seed", "1")
+    assert ended.value.code == 2 and "KeyError: 'no such key'" in capsys.readouterr().err
 
 
 def test_interrupted(stub, tmp_path):
     """Ctrl-C ends it without a traceback, and leaves neither files nor processes."""
     stub("time.sleep(100)")
+    Path("check").mkdir()
     words = [sys.executable, ROOT / "check_promises.py", "stub.py"]
     variables = os.environ | {"TMPDIR": str(tmp_path / "check")}
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=variables)
