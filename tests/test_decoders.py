@@ -70,6 +70,8 @@ def make_encoder(folder, name, bert):
              "num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": 130}  # fmt: skip
     if name.startswith("T5"):
         shape = {"vocab_size": 1000, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    if name.startswith("Deberta"):
+        shape |= {"pooler_hidden_size": 32}
     if name.startswith("XLNet"):
         shape = {"vocab_size": 1000, "d_model": 32, "d_inner": 64, "n_layer": 2, "n_head": 2}
     torch.manual_seed(0)
@@ -366,18 +368,20 @@ def test_options_of_adapters(corpus, tmp_path):
             load(name, base, "--lora_rank", "4", "--lora_kwargs", options)
 
 
-def test_adapters_contain_all_that_is_trained(corpus, bert, tmp_path):
-    """Other modules, such as a Dense layer, are frozen: else a resume would lose them."""
+def test_modules_behind_a_transformer_are_trained_beside_adapters(corpus, bert, tmp_path):
+    """A Dense layer, which may be new, is trained as it is, and is in checkpoints."""
     model = SentenceTransformer(str(bert), device="cpu")
     model.append(Dense(32, 16))
     model.save_pretrained(str(tmp_path / "base"))
     flags = flags_of(corpus, tmp_path / "base", tmp_path / "out", "--lora_rank", 4)
     train("train_bi_encoder", *flags)
     before, after = (load_file(tmp_path / f"{name}/2_Dense/model.safetensors") for name in ("base", "out/model"))
-    assert torch.equal(before["linear.weight"], after["linear.weight"])
+    assert not any(torch.equal(before[name], after[name]) for name in before)
     expected = losses(tmp_path / "out")
     resume_from_step_3("train_bi_encoder", tmp_path / "out", flags)
     assert losses(tmp_path / "out") == expected
+    again = load_file(tmp_path / "out/model/2_Dense/model.safetensors")
+    assert all(torch.equal(again[name], after[name]) for name in after)
 
 
 def test_adapters_under_fsdp2(corpus, tmp_path):

@@ -12,7 +12,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import ROOT, TRAINERS, few_or_all, launch, write_jsonl
+from conftest import ROOT, TRAINERS, few_or_all, launch, weights, write_jsonl
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
@@ -545,7 +545,7 @@ def test_a_head_and_a_pooler_may_be_new(kind, bert, tmp_path):
     make_encoder(folder, kind, bert)
     load(folder)
     if kind == "T5EncoderModel":
-        with pytest.raises(train_cross_encoder.UserError, match="such as decoder"):
+        with pytest.raises(train_cross_encoder.UserError, match="such as transformer.decoder"):
             load_reranker(folder)
     else:
         load_reranker(folder)
@@ -559,6 +559,13 @@ def test_a_decoder_may_have_a_new_head(kind, tied, tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
     load(folder)
     load_reranker(folder, "--template", TEMPLATE)
+    if not tied:  # but not the layer whose logits of words are scores
+        base = make_decoder(tmp_path / "words", "Qwen3ForCausalLM")
+        kept = load_file(base / "model.safetensors")
+        kept.pop("lm_head.weight")
+        save_file(kept, base / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(train_cross_encoder.UserError, match="lack 1 weights, such as lm_head.weight"):
+            load_reranker(base, "--template", TEMPLATE)
 
 
 @pytest.mark.parametrize("kind", ["XLNetModel", "T5EncoderModel"])
@@ -615,22 +622,38 @@ def test_a_folder_of_adapters(bert, tmp_path):
             load(folder, *flags)
 
 
-def test_adapters_of_a_reranker_whose_head_has_two_layers(corpus, bert, tmp_path):
-    """DistilBERT's pre_classifier and classifier, both new, are trained as they are; all matrices of layers change by
-    matrices of the given rank, and nothing else. A resume: tests/test_decoders.py."""
-    folder = make_encoder(tmp_path / "model", "DistilBertForMaskedLM", bert)
-    flags = flags_for("train_cross_encoder", corpus, folder, tmp_path / "out", "--lora_rank", 2)
+@pytest.mark.parametrize("kind, new", [
+    ("DistilBertForMaskedLM", {"pre_classifier", "classifier"}),
+    ("BertForMaskedLM", {"bert.pooler.dense", "classifier"}),  # whose files have no pooler
+    ("DebertaV2Model", {"pooler.dense", "classifier"}),
+    ("ModernBertModel", {"head.dense", "head.norm", "classifier"}),
+    ("XLNetModel", {"sequence_summary.summary", "logits_proj"}),
+])  # fmt: skip
+def test_what_is_new_is_trained_beside_adapters(kind, new, corpus, bert, tmp_path):
+    """Heads and poolers that the files lack, whatever their names, are trained as they are; matrices of layers change
+    by matrices of the given rank, and nothing else. Checkpoints have all of it: a resume with another seed, by which
+    other heads are drawn, saves the same bytes."""
+    folder = make_encoder(tmp_path / "model", kind, bert)
+    flags = flags_for("train_cross_encoder", corpus, folder, tmp_path / "out", "--lora_rank", 2, "--max_steps", 2)
     before, _ = load_reranker(folder)
-    train("train_cross_encoder", *flags, "--max_steps", 2)
+    train("train_cross_encoder", *flags)
     after = CrossEncoder(str(tmp_path / "out/model"), device="cpu").state_dict()
-    ranks = {}
-    for name, tensor in before.state_dict().items():
-        if not torch.equal(after[name], tensor) and tensor.ndim == 2:
-            ranks[name] = int(torch.linalg.matrix_rank(after[name] - tensor, atol=1e-5))
-        elif not torch.equal(after[name], tensor):
-            assert "classifier" in name
-    assert ranks.pop("0.model.pre_classifier.weight") > 2 and ranks.pop("0.model.classifier.weight") == 1
-    assert len(ranks) == 12 and all(".layer." in name for name in ranks) and set(ranks.values()) == {2}
+    changed = {name: after[name] - tensor for name, tensor in before.state_dict().items()}
+    changed = {name.removeprefix("0.model."): change for name, change in changed.items() if change.any()}
+    assert {name.rpartition(".")[0] for name in changed} >= new
+    layers = {name: change for name, change in changed.items() if name.rpartition(".")[0] not in new}
+    ranks = {int(torch.linalg.matrix_rank(change, atol=1e-5)) for change in layers.values()}
+    assert ranks == {2} and len(layers) >= 4 and all(".layer" in name for name in layers)
+    saved = weights(tmp_path / "out/model")
+    shutil.rmtree(tmp_path / "out/model")
+    train("train_cross_encoder", *flags, "--resume", "--accept_changes", "--seed", 5)
+    assert torch.equal(weights(tmp_path / "out/model"), saved)
+
+
+def test_a_head_that_is_unknown_gets_no_adapters(reranker, monkeypatch):
+    monkeypatch.setattr(transformers.BertForSequenceClassification, "base_model_prefix", "body")
+    with pytest.raises(train_cross_encoder.UserError, match="^--lora_rank, .*: its base_model_prefix names no part"):
+        load_reranker(reranker, "--lora_rank", "2")
 
 
 def test_padding_on_the_left_with_absolute_positions(bert, tmp_path):
