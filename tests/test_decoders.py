@@ -164,6 +164,50 @@ def resume_from_step_3(name, output, flags):
     train(name, *flags, "--resume")
 
 
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [1.0, 9, 20, 64],
+            "original_max_position_embeddings": 32}  # fmt: skip
+DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize("name, options", [
+    ("Phi3Model", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
+    ("Gemma3TextModel", {"rope_parameters": {"full_attention": LONGROPE, "sliding_attention": DEFAULT}}),
+])  # fmt: skip
+def test_positions_that_depend_on_the_longest_text_of_a_pass(name, options, tmp_path):
+    """Refused if a text may be longer than the original length; at that length, a text does not depend on others."""
+    folder = make_decoder(tmp_path / "model", name)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | options))
+    message = r"longrope above 32 tokens depends on the other texts of a pass: set --max_length 32 "
+    for trainer in TRAINERS:
+        with pytest.raises(ValueError, match=f"^--model_name_or_path {folder}: {message}"):
+            load(trainer, folder)
+        check(trainer, folder, "--max_length", "32")
+    with pytest.raises(ValueError, match=message):
+        eval_incremental.load_bi_encoder(str(folder), eval_incremental.Args())
+    CrossEncoder(str(folder), device="cpu", num_labels=1).save_pretrained(str(tmp_path / "reranker"))
+    with pytest.raises(ValueError, match=f"^--cross_encoder .*{message}.*--rerank_max_length 32"):
+        eval_incremental.load_cross_encoder(str(tmp_path / "reranker"), eval_incremental.Args())
+    eval_incremental.load_cross_encoder(str(tmp_path / "reranker"), eval_incremental.Args(rerank_max_length=32))
+
+
+@pytest.mark.parametrize("options, most", [
+    ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 32}, 32),  # as remote code has it
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, 100),
+    ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 32}}, 10**6),
+    ({"rope_parameters": None}, 10**6),
+])  # fmt: skip
+def test_lengths_of_rotary_positions(options, most):
+    config = SimpleNamespace(max_position_embeddings=100, **options)
+    config.get_text_config = lambda: config
+    module = SimpleNamespace(config=config, max_seq_length=most, query_length=None, document_length=8)
+    train_bi_encoder.check_rope(module)
+    if most < 10**6:
+        module.document_length = most + 1
+        with pytest.raises(ValueError, match=f"above {most} tokens"):
+            train_bi_encoder.check_rope(module)
+
+
 # ---- tokens
 
 
