@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from itertools import product
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from conftest import ROOT, TRAINERS, few_or_all, launch, weights, write_jsonl
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
-from sentence_transformers.sentence_transformer.modules import BoW, Pooling, WordEmbeddings
+from sentence_transformers.sentence_transformer.modules import BoW, Dense, Normalize, Pooling, WordEmbeddings
 from sentence_transformers.sentence_transformer.modules.tokenizer import WhitespaceTokenizer
 from test_best_model import train
 from test_decoders import TEMPLATE, losses, make_decoder, make_encoder, make_reranker
@@ -64,6 +65,12 @@ def test_dropout_is_set_in_modules_and_configs(bert):
     train_bi_encoder.set_dropout(model, 0.25)
     assert model.layers[0].attn.attention_dropout == model.config.attention_dropout == 0.25
     assert model.layers[0].mlp.drop.p == 0.25
+    shape = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 9, "rotary_dim": 4}
+    for kind in ("GPT2", "GPTJ", "CodeGen"):
+        config = getattr(transformers, f"{kind}Config")(**shape, attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1)
+        model = getattr(transformers, f"{kind}Model")(config)
+        train_bi_encoder.set_dropout(model, 0.25)
+        assert {model.config.attn_pdrop, model.config.resid_pdrop, model.config.embd_pdrop} == {0.25}
 
 
 PROMPTS = ["--query_prompt", "q: ", "--document_prompt", "d: "]
@@ -88,6 +95,13 @@ def test_pooling_prompts_and_length(bert, static, tmp_path):
     assert load(static, "--max_length", "3")[0].tokenizer.truncation["direction"] == "right"
     with pytest.raises(train_bi_encoder.UserError, match="--pooling: the model has no pooling"):
         load(static, "--pooling", "cls")
+    transformer = SentenceTransformer(str(bert), device="cpu")[0]
+    words(tmp_path / "dense", transformer, Pooling(32, ("cls", "mean")), Dense(64, 8))
+    assert load(tmp_path / "dense").get_embedding_dimension() == 8
+    with pytest.raises(train_bi_encoder.UserError, match="--pooling mean gives 32 numbers, modules behind it take 64"):
+        load(tmp_path / "dense", "--pooling", "mean")
+    words(tmp_path / "no_dense", transformer, Pooling(32, ("cls", "mean")), Normalize())
+    assert load(tmp_path / "no_dense", "--pooling", "mean").get_embedding_dimension() == 32
     with pytest.raises(train_bi_encoder.UserError, match="positions for 512 tokens, not for 2000: lower --max_length"):
         load(bert, "--max_length", "2000")
 
@@ -267,6 +281,11 @@ def test_full_determinism(corpus, bert, tmp_path, monkeypatch):
     for more in ([], ["--full_determinism", "--seed", 3], ["--seed", 3]):
         train(name, *flags_for(name, corpus, bert, tmp_path / str(len(more)), "--max_steps", 2, *more))
     assert requested == [3] and losses(tmp_path / "3") == losses(tmp_path / "2") != losses(tmp_path / "0")
+    load_by(name, bert, "--seed", str(2**32))
+    for trainer, seed, more in product(TRAINERS, (2**32, 2**64), (["--full_determinism"], [])):
+        if more or seed == 2**64:
+            with pytest.raises(ValueError, match="^--seed is below"):
+                load_by(trainer, bert, "--seed", str(seed), *more)
 
 
 @pytest.mark.parametrize("name, output", [("train_bi_encoder", "encode"), ("train_cross_encoder", "score")])
