@@ -386,6 +386,7 @@ class UserError(ValueError):
 # Errors of code, such as an edited function: they keep their traceback.
 BUGS = (KeyError, IndexError, TypeError, AttributeError, NameError)
 DIFFERS = "Couldn't cast|in schema"  # what is said of rows with other types, or columns
+ABSENT = "no such file or folder, and not in the cache"
 REASONS = {  # {pattern of "type: text" of an error: what is said of it}, the first that fits; of others their own text
     "offset overflow": "a window has more than 2 GB in one column: lower --shuffle_buffer or --length_window",
     f"{DIFFERS}|^ArrowInvalid:": "{}; if rows differ, prepare_corpus.py rewrites them",
@@ -396,6 +397,8 @@ REASONS = {  # {pattern of "type: text" of an error: what is said of it}, the fi
     "^ParserWarning:": "line 2 has more fields than the header: check the separator, and quote texts with it",
     "^ParserError:": "{}: check the separator, and the quotes of the rows before",
     "^Timeout:": "another run is writing to it",
+    "^LocalEntryNotFoundError:.*outgoing": f"{ABSENT}; the Hub is switched off (HF_HUB_OFFLINE)",
+    "^Connect(Error|Timeout):": ABSENT + ", and the Hub cannot be reached: {}",
 }
 
 

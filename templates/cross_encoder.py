@@ -6,9 +6,9 @@
 
 To change: rows -> open_source, read_row; labels and negatives -> read_batch; the model and its prompt -> load_model;
 weights, rates -> make_optimizer; loss -> compute_loss; measure -> make_evaluators; step -> main. `step`: steps before.
-`extra`: state of your own, tensors and numbers equal on all processes. A process scores every P-th pair, and computes
-the loss from all scores; its gradient goes back through micro-batches (Gao et al. 2021), and gradients are summed: the
-same on any number of both but for dropout. Left out: DDP, FSDP, fp16, checks of CSV (a stray quote joins rows).
+`extra`: state of your own, tensors and numbers equal on all processes. A process scores every P-th pair; the gradient
+of all scores goes back through micro-batches (Gao et al. 2021), and gradients are summed: the same on any number of
+both but for dropout. Left out: DDP, FSDP, fp16, checks of CSV (a stray quote joins rows).
 """
 
 import json
@@ -121,7 +121,22 @@ def load_model(args):
     model = CrossEncoder(args.model_name_or_path, num_labels=1, device="cpu").float()
     model.max_seq_length = args.max_length or model.max_seq_length
     model.activation_fn = torch.nn.Sigmoid() if args.loss == "bce" else torch.nn.Identity()  # of predict()
+    preprocess = model[0].preprocess
+    model[0].preprocess = lambda pairs, **more: preprocess([cut_pair(pair, model.tokenizer) for pair in pairs], **more)
     return model
+
+
+def cut_pair(pair, tokenizer):
+    """Return a pair with the same tokens after truncation, which holds all parts of a text beside each other one."""
+    size = tokenizer.model_max_length + 16  # the last of these tokens may change with what is missing
+    is_long = min(map(len, pair)) > 4 * size and tokenizer.truncation_side == "right"
+    options = {"add_special_tokens": False, "return_offsets_mapping": True}
+    spans = tokenizer([*pair], **options)["offset_mapping"] if is_long else [[], []]
+    if min(map(len, spans)) < size:
+        return pair
+    longest = max(map(len, spans))  # the longer text remains so: a token more may be left of it
+    counts = [size + 16 * (len(offsets) == longest) for offsets in spans]
+    return tuple(text[: offsets[:count][-1][1]] for text, offsets, count in zip(pair, spans, counts))
 
 
 def make_optimizer(model, args):
@@ -134,9 +149,8 @@ def make_optimizer(model, args):
 
 def score(model, features, accelerator):
     """Return (pairs,) logits of a micro-batch."""
-    features = batch_to_device(features, accelerator.device)
     with accelerator.autocast():
-        return model(features)["scores"].float().squeeze(1)
+        return model(batch_to_device(features, accelerator.device))["scores"].float().squeeze(1)
 
 
 def cut(lengths, max_tokens):
@@ -166,16 +180,8 @@ def make_micro_batches(model, pairs, args, accelerator):
         for places in cut(mask.sum(1).tolist(), args.micro_batch_tokens):
             used = mask[places].any(0)  # columns that are not padding in all of these pairs
             tensors = {name: value[places][:, used] for name, value in features.items() if torch.is_tensor(value)}
-            indices = [mine[place] for place in places if mine]
-            micro_batches.append((role, indices, {**features, **tensors}))
+            micro_batches.append((role, [mine[place] for place in places if mine], {**features, **tensors}))
     return micro_batches
-
-
-def gather(outputs, slots, shape, accelerator):
-    """Return the (B, L) scores of all processes, without graphs; outputs: (pairs,) of each micro-batch."""
-    scores = outputs[0].new_zeros(shape)
-    scores[slots] = torch.cat(outputs).detach()
-    return accelerator.reduce(scores, "sum")
 
 
 def compute_loss(scores, batch, args):
@@ -187,9 +193,7 @@ def compute_loss(scores, batch, args):
 
 def forward_backward(model, batch, args, accelerator):
     """Set the gradient of the batch's loss in the weights, and return the loss: the same on all processes."""
-    pairs = []
-    for query, *documents in batch.texts:
-        pairs += [(model.default_prompt_name, (query, document)) for document in documents]
+    pairs = [(model.default_prompt_name, (query, text)) for query, *documents in batch.texts for text in documents]
     _, indices, features = zip(*make_micro_batches(model, pairs, args, accelerator))
     keep_graphs = sum(part["input_ids"].numel() for part in features) <= args.max_graph_tokens
 
@@ -200,26 +204,22 @@ def forward_backward(model, batch, args, accelerator):
     with torch.set_grad_enabled(keep_graphs):
         outputs = [*map(forward, range(len(features)))]
     slots = torch.unravel_index(torch.tensor([*chain.from_iterable(indices)]).long(), batch.labels.shape)
-    scores = gather(outputs, slots, batch.labels.shape, accelerator).requires_grad_()
+    scores = outputs[0].new_zeros(batch.labels.shape)  # (B, L)
+    scores[slots] = torch.cat(outputs).detach()  # of this process
+    scores = accelerator.reduce(scores, "sum").requires_grad_()
     loss = compute_loss(scores, batch, args)
     loss.backward()
-    gradients = scores.grad[slots].split([*map(len, outputs)])
-    for number, gradient in enumerate(gradients):
-        output = outputs[number] if keep_graphs else forward(number)
-        output.backward(gradient)
-    for weight in model.parameters():
-        if weight.requires_grad:
-            own = torch.zeros_like(weight) if weight.grad is None else weight.grad  # others may have a gradient
-            weight.grad = accelerator.reduce(own, "sum")
+    for number, gradient in enumerate(scores.grad[slots].split([*map(len, outputs)])):
+        (outputs[number] if keep_graphs else forward(number)).backward(gradient)
+    for weight in [weight for weight in model.parameters() if weight.requires_grad]:
+        own = torch.zeros_like(weight) if weight.grad is None else weight.grad  # others may have a gradient
+        weight.grad = accelerator.reduce(own, "sum")
     return loss.item()
 
 
 def make_evaluators(rows):
     """Return {measure: evaluator}: each query of held-out rows ranks the documents of its row."""
-    samples = []
-    for query, positive, *negatives in rows:
-        if negatives:
-            samples.append({"query": query, "positive": positive, "negative": negatives})
+    samples = [{"query": query, "positive": best, "negative": others} for query, best, *others in rows if others]
     return {"held_out_ndcg@10": CrossEncoderRerankingEvaluator(samples, name="held_out")} if samples else {}
 
 

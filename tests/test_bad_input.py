@@ -25,6 +25,7 @@ from forked import merge_flags
 from safetensors.torch import load_file
 
 import train_bi_encoder as script
+import train_cross_encoder
 
 SCRIPT = ROOT / "train_bi_encoder.py"
 ROWS = [{"a": f"anchor {i} of the corpus", "b": f"positive {i} of the corpus", "score": i / 60} for i in range(60)]
@@ -186,6 +187,19 @@ def test_a_misspelt_folder_is_not_asked_for_on_the_hub(monkeypatch, load):
     for source, line in (said | {name: f"asked for {name}" for name in ("minned", "org/minned")}).items():
         with pytest.raises((ConnectionError, script.UserError), match=line):
             getattr(script, load)(script.Args(model_name_or_path=source) if load == "load_model" else source)
+
+
+@pytest.mark.parametrize("name", ["minned", "org/minned"])
+def test_a_model_that_is_neither_here_nor_on_the_hub(name):
+    absent = "no such file or folder, and not in the cache"
+    for trainer in (script, train_cross_encoder):
+        with pytest.raises(trainer.UserError) as error:
+            trainer.load_model(trainer.Args(model_name_or_path=name))
+        line = f"--model_name_or_path {name}: {absent}; the Hub is switched off (HF_HUB_OFFLINE)"
+        assert str(error.value) == line
+    error = OSError("We couldn't connect")
+    error.__cause__ = type("ConnectError", (Exception,), {})("[Errno 111] Connection refused")  # of httpx
+    assert script.reason_of(error) == f"{absent}, and the Hub cannot be reached: [Errno 111] Connection refused"
 
 
 @pytest.mark.parametrize("suffix, way", [("parquet", "mapped"), ("arrow", "streamed"), ("jsonl.gz", "mapped"),

@@ -70,6 +70,8 @@ def make_encoder(folder, name, bert):
              "num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": 130}  # fmt: skip
     if name.startswith("T5"):
         shape = {"vocab_size": 1000, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    if name.startswith("Deberta"):
+        shape |= {"pooler_hidden_size": 32}
     if name.startswith("XLNet"):
         shape = {"vocab_size": 1000, "d_model": 32, "d_inner": 64, "n_layer": 2, "n_head": 2}
     torch.manual_seed(0)
@@ -160,6 +162,50 @@ def resume_from_step_3(name, output, flags):
     shutil.rmtree(output / "checkpoints/step_00000006")
     shutil.rmtree(output / "model")
     train(name, *flags, "--resume")
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [1.0, 9, 20, 64],
+            "original_max_position_embeddings": 32}  # fmt: skip
+DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize("name, options", [
+    ("Phi3Model", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
+    ("Gemma3TextModel", {"rope_parameters": {"full_attention": LONGROPE, "sliding_attention": DEFAULT}}),
+])  # fmt: skip
+def test_positions_that_depend_on_the_longest_text_of_a_pass(name, options, tmp_path):
+    """Refused if a text may be longer than the original length; at that length, a text does not depend on others."""
+    folder = make_decoder(tmp_path / "model", name)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | options))
+    message = r"longrope above 32 tokens depends on the other texts of a pass: set --max_length 32 "
+    for trainer in TRAINERS:
+        with pytest.raises(ValueError, match=f"^--model_name_or_path {folder}: {message}"):
+            load(trainer, folder)
+        check(trainer, folder, "--max_length", "32")
+    with pytest.raises(ValueError, match=message):
+        eval_incremental.load_bi_encoder(str(folder), eval_incremental.Args())
+    CrossEncoder(str(folder), device="cpu", num_labels=1).save_pretrained(str(tmp_path / "reranker"))
+    with pytest.raises(ValueError, match=f"^--cross_encoder .*{message}.*--rerank_max_length 32"):
+        eval_incremental.load_cross_encoder(str(tmp_path / "reranker"), eval_incremental.Args())
+    eval_incremental.load_cross_encoder(str(tmp_path / "reranker"), eval_incremental.Args(rerank_max_length=32))
+
+
+@pytest.mark.parametrize("options, most", [
+    ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 32}, 32),  # as remote code has it
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, 100),
+    ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 32}}, 10**6),
+    ({"rope_parameters": None}, 10**6),
+])  # fmt: skip
+def test_lengths_of_rotary_positions(options, most):
+    config = SimpleNamespace(max_position_embeddings=100, **options)
+    config.get_text_config = lambda: config
+    module = SimpleNamespace(config=config, max_seq_length=most, query_length=None, document_length=8)
+    train_bi_encoder.check_rope(module)
+    if most < 10**6:
+        module.document_length = most + 1
+        with pytest.raises(ValueError, match=f"above {most} tokens"):
+            train_bi_encoder.check_rope(module)
 
 
 # ---- tokens
@@ -366,18 +412,20 @@ def test_options_of_adapters(corpus, tmp_path):
             load(name, base, "--lora_rank", "4", "--lora_kwargs", options)
 
 
-def test_adapters_contain_all_that_is_trained(corpus, bert, tmp_path):
-    """Other modules, such as a Dense layer, are frozen: else a resume would lose them."""
+def test_modules_behind_a_transformer_are_trained_beside_adapters(corpus, bert, tmp_path):
+    """A Dense layer, which may be new, is trained as it is, and is in checkpoints."""
     model = SentenceTransformer(str(bert), device="cpu")
     model.append(Dense(32, 16))
     model.save_pretrained(str(tmp_path / "base"))
     flags = flags_of(corpus, tmp_path / "base", tmp_path / "out", "--lora_rank", 4)
     train("train_bi_encoder", *flags)
     before, after = (load_file(tmp_path / f"{name}/2_Dense/model.safetensors") for name in ("base", "out/model"))
-    assert torch.equal(before["linear.weight"], after["linear.weight"])
+    assert not any(torch.equal(before[name], after[name]) for name in before)
     expected = losses(tmp_path / "out")
     resume_from_step_3("train_bi_encoder", tmp_path / "out", flags)
     assert losses(tmp_path / "out") == expected
+    again = load_file(tmp_path / "out/model/2_Dense/model.safetensors")
+    assert all(torch.equal(again[name], after[name]) for name in after)
 
 
 def test_adapters_under_fsdp2(corpus, tmp_path):

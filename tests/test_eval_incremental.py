@@ -481,6 +481,7 @@ ERRORS = {
     "--beir {beir} --max_length 9999": "has positions for 512 tokens, not for 9999",
     "--beir {beir} --corpus_columns _id body": "{beir}/corpus.jsonl: ",
     "--beir {beir} --model_name_or_path /nowhere": "/nowhere: no such file or folder",
+    "--beir {beir} --model_name_or_path minned": "minned: no such file or folder, and not in the cache; the Hub is",
     "--beir {beir} --model_name_or_path {damaged}": "--model_name_or_path {damaged}: ",
     "--beir {beir} --model_name_or_path {reranker}": "{reranker}: is a cross-encoder: use --cross_encoder",
     "--beir {beir} --cache_dir {file}": "--cache_dir {file}",

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,11 +13,11 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import ROOT, TRAINERS, few_or_all, launch, write_jsonl
+from conftest import ROOT, TRAINERS, few_or_all, launch, weights, write_jsonl
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import BoW, Pooling, WordEmbeddings
+from sentence_transformers.sentence_transformer.modules import BoW, Dense, Normalize, Pooling, WordEmbeddings
 from sentence_transformers.sentence_transformer.modules.tokenizer import WhitespaceTokenizer
 from test_best_model import train
 from test_decoders import TEMPLATE, losses, make_decoder, make_encoder, make_reranker
@@ -64,6 +65,12 @@ def test_dropout_is_set_in_modules_and_configs(bert):
     train_bi_encoder.set_dropout(model, 0.25)
     assert model.layers[0].attn.attention_dropout == model.config.attention_dropout == 0.25
     assert model.layers[0].mlp.drop.p == 0.25
+    shape = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 9, "rotary_dim": 4}
+    for kind in ("GPT2", "GPTJ", "CodeGen"):
+        config = getattr(transformers, f"{kind}Config")(**shape, attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1)
+        model = getattr(transformers, f"{kind}Model")(config)
+        train_bi_encoder.set_dropout(model, 0.25)
+        assert {model.config.attn_pdrop, model.config.resid_pdrop, model.config.embd_pdrop} == {0.25}
 
 
 PROMPTS = ["--query_prompt", "q: ", "--document_prompt", "d: "]
@@ -88,6 +95,13 @@ def test_pooling_prompts_and_length(bert, static, tmp_path):
     assert load(static, "--max_length", "3")[0].tokenizer.truncation["direction"] == "right"
     with pytest.raises(train_bi_encoder.UserError, match="--pooling: the model has no pooling"):
         load(static, "--pooling", "cls")
+    transformer = SentenceTransformer(str(bert), device="cpu")[0]
+    words(tmp_path / "dense", transformer, Pooling(32, ("cls", "mean")), Dense(64, 8))
+    assert load(tmp_path / "dense").get_embedding_dimension() == 8
+    with pytest.raises(train_bi_encoder.UserError, match="--pooling mean gives 32 numbers, modules behind it take 64"):
+        load(tmp_path / "dense", "--pooling", "mean")
+    words(tmp_path / "no_dense", transformer, Pooling(32, ("cls", "mean")), Normalize())
+    assert load(tmp_path / "no_dense", "--pooling", "mean").get_embedding_dimension() == 32
     with pytest.raises(train_bi_encoder.UserError, match="positions for 512 tokens, not for 2000: lower --max_length"):
         load(bert, "--max_length", "2000")
 
@@ -260,6 +274,11 @@ def test_full_determinism(corpus, bert, tmp_path, monkeypatch):
     for more in ([], ["--full_determinism", "--seed", 3], ["--seed", 3]):
         train(name, *flags_for(name, corpus, bert, tmp_path / str(len(more)), "--max_steps", 2, *more))
     assert requested == [3] and losses(tmp_path / "3") == losses(tmp_path / "2") != losses(tmp_path / "0")
+    load_by(name, bert, "--seed", str(2**32))
+    for trainer, seed, more in product(TRAINERS, (2**32, 2**64), (["--full_determinism"], [])):
+        if more or seed == 2**64:
+            with pytest.raises(ValueError, match="^--seed is below"):
+                load_by(trainer, bert, "--seed", str(seed), *more)
 
 
 @pytest.mark.parametrize("name, output", [("train_bi_encoder", "encode"), ("train_cross_encoder", "score")])
@@ -538,7 +557,7 @@ def test_a_head_and_a_pooler_may_be_new(kind, bert, tmp_path):
     make_encoder(folder, kind, bert)
     load(folder)
     if kind == "T5EncoderModel":
-        with pytest.raises(train_cross_encoder.UserError, match="such as decoder"):
+        with pytest.raises(train_cross_encoder.UserError, match="such as transformer.decoder"):
             load_reranker(folder)
     else:
         load_reranker(folder)
@@ -552,6 +571,13 @@ def test_a_decoder_may_have_a_new_head(kind, tied, tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
     load(folder)
     load_reranker(folder, "--template", TEMPLATE)
+    if not tied:  # but not the layer whose logits of words are scores
+        base = make_decoder(tmp_path / "words", "Qwen3ForCausalLM")
+        kept = load_file(base / "model.safetensors")
+        kept.pop("lm_head.weight")
+        save_file(kept, base / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(train_cross_encoder.UserError, match="lack 1 weights, such as lm_head.weight"):
+            load_reranker(base, "--template", TEMPLATE)
 
 
 @pytest.mark.parametrize("kind", ["XLNetModel", "T5EncoderModel"])
@@ -608,22 +634,38 @@ def test_a_folder_of_adapters(bert, tmp_path):
             load(folder, *flags)
 
 
-def test_adapters_of_a_reranker_whose_head_has_two_layers(corpus, bert, tmp_path):
-    """DistilBERT's pre_classifier and classifier, both new, are trained as they are; all matrices of layers change by
-    matrices of the given rank, and nothing else. A resume: tests/test_decoders.py."""
-    folder = make_encoder(tmp_path / "model", "DistilBertForMaskedLM", bert)
-    flags = flags_for("train_cross_encoder", corpus, folder, tmp_path / "out", "--lora_rank", 2)
+@pytest.mark.parametrize("kind, new", [
+    ("DistilBertForMaskedLM", {"pre_classifier", "classifier"}),
+    ("BertForMaskedLM", {"bert.pooler.dense", "classifier"}),  # whose files have no pooler
+    ("DebertaV2Model", {"pooler.dense", "classifier"}),
+    ("ModernBertModel", {"head.dense", "head.norm", "classifier"}),
+    ("XLNetModel", {"sequence_summary.summary", "logits_proj"}),
+])  # fmt: skip
+def test_what_is_new_is_trained_beside_adapters(kind, new, corpus, bert, tmp_path):
+    """Heads and poolers that the files lack, whatever their names, are trained as they are; matrices of layers change
+    by matrices of the given rank, and nothing else. Checkpoints have all of it: a resume with another seed, by which
+    other heads are drawn, saves the same bytes."""
+    folder = make_encoder(tmp_path / "model", kind, bert)
+    flags = flags_for("train_cross_encoder", corpus, folder, tmp_path / "out", "--lora_rank", 2, "--max_steps", 2)
     before, _ = load_reranker(folder)
-    train("train_cross_encoder", *flags, "--max_steps", 2)
+    train("train_cross_encoder", *flags)
     after = CrossEncoder(str(tmp_path / "out/model"), device="cpu").state_dict()
-    ranks = {}
-    for name, tensor in before.state_dict().items():
-        if not torch.equal(after[name], tensor) and tensor.ndim == 2:
-            ranks[name] = int(torch.linalg.matrix_rank(after[name] - tensor, atol=1e-5))
-        elif not torch.equal(after[name], tensor):
-            assert "classifier" in name
-    assert ranks.pop("0.model.pre_classifier.weight") > 2 and ranks.pop("0.model.classifier.weight") == 1
-    assert len(ranks) == 12 and all(".layer." in name for name in ranks) and set(ranks.values()) == {2}
+    changed = {name: after[name] - tensor for name, tensor in before.state_dict().items()}
+    changed = {name.removeprefix("0.model."): change for name, change in changed.items() if change.any()}
+    assert {name.rpartition(".")[0] for name in changed} >= new
+    layers = {name: change for name, change in changed.items() if name.rpartition(".")[0] not in new}
+    ranks = {int(torch.linalg.matrix_rank(change, atol=1e-5)) for change in layers.values()}
+    assert ranks == {2} and len(layers) >= 4 and all(".layer" in name for name in layers)
+    saved = weights(tmp_path / "out/model")
+    shutil.rmtree(tmp_path / "out/model")
+    train("train_cross_encoder", *flags, "--resume", "--accept_changes", "--seed", 5)
+    assert torch.equal(weights(tmp_path / "out/model"), saved)
+
+
+def test_a_head_that_is_unknown_gets_no_adapters(reranker, monkeypatch):
+    monkeypatch.setattr(transformers.BertForSequenceClassification, "base_model_prefix", "body")
+    with pytest.raises(train_cross_encoder.UserError, match="^--lora_rank, .*: its base_model_prefix names no part"):
+        load_reranker(reranker, "--lora_rank", "2")
 
 
 def test_padding_on_the_left_with_absolute_positions(bert, tmp_path):

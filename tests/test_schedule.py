@@ -14,19 +14,21 @@ from torch.utils.data import SequentialSampler
 
 import train_bi_encoder as script
 
-NAMES = ["linear", "cosine", "constant", "constant_with_warmup", "warmup_stable_decay"]
+NAMES = ["linear", "cosine", "constant", "constant_with_warmup", "warmup_stable_decay", "polynomial"]
+RATE = 2e-5  # polynomial ends at a rate of 1e-7
 
 
-def factors(name, steps, warmup_ratio):
+def factors(name, steps, warmup_ratio, rate=RATE):
     """Return the factor of the rates at each step of a run."""
-    schedule = script.make_schedule(script.Args(lr_scheduler_type=name, warmup_ratio=warmup_ratio, max_steps=steps))
+    args = script.Args(lr_scheduler_type=name, warmup_ratio=warmup_ratio, max_steps=steps, learning_rate=rate)
+    schedule = script.make_schedule(args)
     return [schedule(step) for step in range(steps)]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_schedules_are_those_of_transformers(name):
     for steps, warmup_ratio in ((20, 0.1), (13, 0.1), (16, 0.0), (100, 0.25), (10, 0.99), (2, 0.1)):
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE)
         warmup = min(math.ceil(warmup_ratio * steps), steps - 1)
         kwargs = {"num_decay_steps": math.ceil(steps / 10)} if name == "warmup_stable_decay" else None
         (factor,) = transformers.get_scheduler(name, optimizer, warmup, steps, kwargs).lr_lambdas
@@ -41,6 +43,8 @@ def test_a_schedule_that_is_not_offered():
     for name, line in (("sometimes", "please select one of \\['linear', 'cosine'"), ("cosine_with_min_lr", "min_lr")):
         with pytest.raises(script.UserError, match=f"^--lr_scheduler_type {name}: .*{line}"):
             factors(name, 10, 0.1)
+    with pytest.raises(script.UserError, match="^--lr_scheduler_type polynomial: lr_end .* must be smaller"):
+        factors("polynomial", 10, 0.1, rate=1e-7)
 
 
 class InOrder(DefaultBatchSampler):

@@ -45,6 +45,7 @@ LAST = {"removed": "checkpoints/step_00000003"}
 FLASH = {"mixed": "bf16", "flash": True}
 FP16 = {"mixed": "fp16", "scale": 2.0**127}
 WAITING = f"{FEW} --max_steps 3 --logging_steps 100"
+WINDOW = "--model_name_or_path window --eval_rows 0 --save_steps 2"
 MOBILE = "--model_name_or_path mobile --max_steps 2 --eval_rows 0 --save_steps 1"
 # {name: (flags, options of the job)} for each trainer but those of ONE; "NAME, resumed" resumes NAME.
 RUNS = {
@@ -68,10 +69,13 @@ RUNS = {
     "mobile": (MOBILE, {"mixed": "bf16"}),
     "mobile, padded": (f"{MOBILE} --attn_implementation sdpa", {"mixed": "bf16"}),
     "mobile, resumed": (f"{MOBILE} --resume", {"mixed": "bf16", "removed": "checkpoints/step_00000002"}),
+    "window": (f"{WINDOW} --max_length 20 --max_steps 2", {"mixed": "bf16"}),
+    "window, resumed": (f"{WINDOW} --max_steps 3 --resume --accept_changes", {"mixed": "bf16"}),
 }
 # Of the bi-encoder alone: both trainers resume, scale losses, and try a model, by the same functions.
 ONE = {"long, resumed", "long, resumed in fp16", "fp16", "fp16, resumed", "mobile, resumed"}
 ONE |= {"sparse in bf16", "multi-vector in bf16"}
+ONE |= {"window", "window, resumed"}
 ONE |= set() if CHAOS else {"mobile", "mobile, padded"}
 RAN = [(script, name) for script in TRAINERS for name in RUNS if script == "train_bi_encoder" or name not in ONE]
 LIMIT = 6_000_000  # bytes, of which one graph of all texts of a batch takes more
@@ -133,6 +137,8 @@ def folder(tmp_path_factory, rows, bert, beir):
     narrow |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_labels": 1}
     kind(transformers.MobileBertConfig(vocab_size=1000, **narrow)).save_pretrained(folder / "mobile")
     transformers.AutoTokenizer.from_pretrained(bert).save_pretrained(folder / "mobile")
+    window = make_decoder(folder / "window", "MistralModel") / "config.json"
+    window.write_text(json.dumps(json.loads(window.read_text()) | {"sliding_window": 24, "is_causal": False}))
     make_reranker(folder / "bert", folder / "modular")
     shutil.copytree(folder / "modular", folder / "modular_flash")
     (folder / "modular_flash/config.json").write_text((folder / "flash/config.json").read_text())
@@ -311,13 +317,24 @@ def test_concatenated_inputs_have_the_losses_of_padded_ones(ran, script):
 
 @pytest.mark.parametrize("script", [script for script, name in RAN if name == "mobile"])
 def test_a_model_that_differs_is_padded_and_the_checkpoint_says_why(ran, folder, script):
-    """A resume pads without a trial."""
+    """A resume pads, too."""
     assert losses(ran[f"{script} mobile"]) == losses(ran[f"{script} mobile, padded"])
     if script == "train_bi_encoder":
         assert losses(ran[f"{script} mobile, resumed"]) == losses(ran[f"{script} mobile"])
     output = folder / script / next(iter(LOSSES[script])) / "mobile"
     progress = json.loads((output / "checkpoints/step_00000002/state.json").read_text())["progress"]
     assert progress["padded"].startswith("MobileBertModel: concatenated, its last_hidden_state differs by ")
+
+
+def test_a_verdict_is_that_of_the_lengths_of_this_start(ran, folder):
+    """A window of 24 tokens, which the kernel sees otherwise, matters with --max_length 64, but not with 20."""
+    found = [ran[f"train_bi_encoder {name}"] for name in ("window", "window, resumed")]
+    assert all(map(losses, found))
+    assert found[0]["metrics"][-1]["padding_fraction"] == 0 < found[1]["metrics"][-1]["padding_fraction"]
+    for step, verdict in (2, ""), (3, "MistralModel: concatenated, its last_hidden_state differs by "):
+        path = folder / f"train_bi_encoder/infonce/window/checkpoints/step_{step:08}/state.json"
+        padded = json.loads(path.read_text())["progress"]["padded"]
+        assert padded.startswith(verdict) and bool(padded) == bool(verdict)
 
 
 @pytest.mark.parametrize("model, waits", [("modular", 1), ("chat", 2)])  # one in the pooling of last tokens
@@ -360,8 +377,9 @@ def test_evaluator_ranks_as_on_the_cpu(ran, folder):
 
 def test_nothing_is_reported(ran):
     """No run uses what has not arrived, or what another stream still uses; all that is copied ahead is pinned."""
-    allowed = {  # evaluations in float32; a device that is no CUDA; the passes that measure memory
+    allowed = {  # evaluations in float32; check_attention; a device that is no CUDA; the passes that measure memory
         "templates/": "float32 Linear outside autocast",
+        "train_bi_encoder window": "float32 Linear outside autocast",
         "eval_incremental xpu": "not pinned",
         "train_bi_encoder memory, measured": "not pinned",
     }
