@@ -3,8 +3,10 @@ and what was encoded before a kill."""
 
 import argparse
 import dataclasses
+import gc
 import shutil
 import types
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +114,21 @@ def test_a_comparison_of_attention_implementations_is_one(bert, tmp_path):
         new = encoder.meter["new"]
         encoder.close()
     assert new == 0 and count_cached(tmp_path / "cache") == [2, 2]
+
+
+def test_vectors_leave_memory_without_a_collection_of_garbage(bert, tmp_path, monkeypatch):
+    """Python collects garbage rarely where much is in memory: nothing that a chunk leaves may refer to itself."""
+    encoder = open_encoder(script.CachedEncoder, bert, tmp_path)
+    look_up = script.look_up
+    alive = weakref.WeakSet()
+    monkeypatch.setattr(script, "look_up", lambda *given: [lookup := look_up(*given), alive.add(lookup)][0])
+    gc.disable()
+    try:
+        encoder.encode([f"a red fish {number}" for number in range(40)], "document")
+        assert not alive
+    finally:
+        gc.enable()
+        encoder.close()
 
 
 # -------------------------------------------------------------------------------------------------- small types
