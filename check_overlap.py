@@ -440,6 +440,9 @@ FORMATS = {  # {suffix: (builder of `datasets`, its options)}
 }
 TEXT_TYPES = (pa.string(), pa.large_string())
 LISTS = pa.ListType | pa.LargeListType | pa.FixedSizeListType  # types of Arrow
+# A list of texts in a cell of CSV, as JSON, Python or NumPy (without commas, and maybe cut by ...) writes it.
+QUOTED = r"""(?:'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+")"""
+LIST_OF_TEXTS = re.compile(rf"\[\s*(?:(?:{QUOTED}|np\.str_\({QUOTED}\)|None|null|\.\.\.)[\s,]*)*+\]\s*", re.S)
 
 
 def list_files(source):
@@ -481,7 +484,7 @@ def open_files(files, streaming=True, columns=None, ids=()):
     load = partial(datasets.load_dataset, kind, data_files=patterns, split="train", **options)
     headers = set()  # of formats whose columns `datasets` does not compare
     if kind == "csv":
-        headers = {frozenset(check_csv(file, **options)) for file in files}
+        headers = {frozenset(check_csv(file, columns or (), **options)) for file in files}
     elif kind == "arrow" or (kind == "parquet" and not columns):
         parts = [load(data_files=file, streaming=True) for file in patterns]
         headers = {frozenset(part.column_names) for part in parts}
@@ -506,16 +509,23 @@ def open_files(files, streaming=True, columns=None, ids=()):
     return (dataset.select_columns(columns) if columns else dataset).with_format("arrow")
 
 
-def check_csv(file, sep=",", quoting=csv.QUOTE_MINIMAL, **_):
-    """Return the header of a CSV file; raise UserError if a line lacks fields, or a quote would join rows."""
+def check_csv(file, columns, sep=",", quoting=csv.QUOTE_MINIMAL, **_):
+    """Return the header of a CSV file; raise UserError if a line lacks fields, a quote would join rows, or a cell of
+    `columns` is a list of texts."""
     csv.field_size_limit(2**31 - 1)
     with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", errors="replace", newline="") as lines:
         bar = tqdm(lines, f"checking {file}", delay=2, disable=os.environ.get("RANK", "0") != "0")
         reader = csv.reader(bar, delimiter=sep, quoting=quoting, strict=True)
         try:
             header = next(reader, [])
-            if any(0 < len(row) < len(header) for row in reader):
-                raise csv.Error(f"lacks fields (if they are empty, {REWRITE})")
+            places = [header.index(name) for name in columns if name in header]
+            for row in filter(None, reader):
+                if len(row) < len(header):
+                    raise csv.Error(f"lacks fields (if they are empty, {REWRITE})")
+                for place in places:
+                    if row[place].startswith("[") and LIST_OF_TEXTS.fullmatch(row[place]):
+                        advice = f"{REWRITE}, which makes it a list (or if it is one text, write JSON Lines)"
+                        raise UserError(f"line {reader.line_num}: {header[place]!r} has a list of texts: {advice}")
         except csv.Error as error:
             raise UserError(f"{file}: line {reader.line_num}: {error}: double the quotes, here or above") from error
     return header

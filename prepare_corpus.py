@@ -588,6 +588,9 @@ FORMATS = {".parquet": "parquet", ".orc": "orc", ".arrow": "arrow", ".jsonl": "j
 COLUMNAR = {"parquet": ParquetFileFormat(pre_buffer=False), "orc": OrcFileFormat()}  # pre_buffer: up to 1 GiB ahead
 TEXT_TYPES = (pa.string(), pa.large_string())
 LISTS = pa.ListType | pa.LargeListType | pa.FixedSizeListType  # types of Arrow
+# A list of texts in a cell of CSV, as JSON, Python or NumPy (without commas, and maybe cut by ...) writes it.
+QUOTED = r"""(?:'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+")"""
+LIST_OF_TEXTS = re.compile(rf"\[\s*(?:(?:{QUOTED}|np\.str_\({QUOTED}\)|None|null|\.\.\.)[\s,]*)*+\]\s*", re.S)
 OTHER_TEXTS = (pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view())
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 SURROGATES = re.compile("[\ud800-\udfff]")
@@ -713,12 +716,27 @@ def csv_rows(lines, file):
                 raise ValueError(f"{more}: check the separator, and quote texts that contain it")
             num_short += len(row) < len(names)
             row += [""] * (len(names) - len(row))
-            yield {name: cell or None for name, cell in zip(names, row)}
+            yield {name: cell_value(cell, name) for name, cell in zip(names, row)}
         if num_short:
             print_once(f"{file}: rows with fewer fields than the header, null in the others: {num_short:,}")
     except csv.Error as error:
         advice = 'double the quotes within a quoted text; where they are \\", see CSV in docs/training.md'
         raise ValueError(f"line {reader.line_num}: {error}: {advice}") from None
+
+
+def cell_value(cell, name):
+    """Return the value of a cell of CSV: a text, None if it is empty, or a list of texts."""
+    if not (cell.startswith("[") and LIST_OF_TEXTS.fullmatch(cell)):
+        return cell or None
+    print_once(f"column {name}: cells that are lists of texts, read as lists")
+    with suppress(ValueError):
+        return json.loads(cell)
+    texts = []
+    for item in re.findall(rf"{QUOTED}|None|null|\.\.\.", cell):
+        if item == "...":
+            raise ValueError(f"column {name} has a list that NumPy has cut: write it again by json.dumps: {cell[:60]}")
+        texts.append(ast.literal_eval(item) if item[0] in "'\"" else None)
+    return texts
 
 
 def header_names(cells):

@@ -340,8 +340,9 @@ def test_credentials_in_a_url(name, message_of):
 
 WRONG_FLAGS = ["--batch_size 0", "--learning_rate nan", "--num_train_epochs inf", "--eval_rows 60", "--loss_kwargs {",
                '--loss_kwargs {"tau":1}', '--loss_kwargs {"temperature":0}', '--loss_kwargs {"temperature":"0.05"}',
-               "--warmup_ratio 100", "--loss NoSuchLoss", "--loss CoSENTLoss",
-               "--loss TripletLoss", "--loss margin_mse", "--loss kl --label_column score", "--mix_by column",
+               '--loss_kwargs {"symmetric":true,"in_batch":false}', "--warmup_ratio 100",
+               "--loss NoSuchLoss", "--loss CoSENTLoss", "--loss TripletLoss",
+               "--loss margin_mse", "--loss kl --label_column score", "--mix_by column",
                "--matryoshka_dims 1000", "--report_to nosuchtracker", "--report_to comet_ml",  # not installed
                "--model_name_or_path ./missing",
                "--mixing_weights 1 2 3", "--mixing_weights nan", "--streaming --max_steps 0", "--label_column score",

@@ -142,6 +142,10 @@ CASES = {
     "a quote that is not closed": Case({"x.csv.gz": gzip.compress((CSV + 'query,"text\n').encode())}, "x.csv.gz",
         ".*x.csv.gz: line 10: unexpected end of data: double the quotes", None, ["x.csv"],
         {"x.csv": CSV + 'query 7,"""text"\n'}, count=9, rows=[["query 7", ['"text'], []]]),
+    "lists in CSV": Case(
+        {"x.csv": "a,b,c\n" + "".join(f"query {n},['text {n}'],['wrong {n}' 'd']\n" for n in range(8))}, "x.csv",
+        "line 2: .b. has a list of texts: rewrite it by prepare_corpus.py SOURCE --output_dir D", "", columns="a b c",
+        rows=[["query 7", ["text 7", "wrong 7", "d"], []]]),
     "broken JSON": Case({"x.jsonl": '{"a": "q", "b": "t"}\n{"a": "q"\n'}, "x.jsonl",
         f".*Missing a comma .*.*{REGULAR}", None, ["x.jsonl"], {"x.jsonl": PAIRS}),
 }  # fmt: skip

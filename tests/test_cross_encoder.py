@@ -285,6 +285,21 @@ def test_row_formats(suffix, way):
     assert read([{"q": "a", "d": "b", "e": "c"}], "--num_negatives", 0)[1] == [(["a", "b"], [1])]
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet", "tsv.gz"])
+@pytest.mark.parametrize("label, loss", [([1, 0], "listwise_ce"), (0.5, "bce"), (True, "bce")])
+def test_the_first_label_that_is_there_decides_the_loss(suffix, label, loss):
+    """Whatever the format, and where the first rows, or those of a whole file, have none."""
+    for number, labels in enumerate([[None] * 5 + [label], [None] * 1500 + [label] * 9]):
+        rows = [{"q": "a", "d": "b", "e": "c", "y": value} for value in labels]
+        write_rows(f"{number}.{suffix}", rows)
+        args = parse("--train_data", f"{number}.{suffix}", "--columns", *"qde", "--label_column", "y")
+        assert script.choose_loss(args) == loss
+    if suffix != "jsonl":  # in which a column of nulls is one of texts
+        write_rows(f"00.{suffix}", [row | {"y": "" if "sv" in suffix else None} for row in rows])
+        args = parse("--train_data", f"0*.{suffix}", "--columns", *"qde", "--label_column", "y")
+        assert script.choose_loss(args) == loss
+
+
 def read_pairs(pairs, *flags, first=0, **cells):
     """Return (rows as local_rows returns them, with negatives, of all of a batch); pairs: (query, document or
     documents); first: number of the first row; cells: further columns."""

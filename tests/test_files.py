@@ -33,6 +33,7 @@ def small_blocks(monkeypatch, tmp_path):
 def prepare(*words):
     """Run the command that refusals name; return the files that it writes."""
     shutil.rmtree("made", ignore_errors=True)
+    prepare_corpus.print_once.cache_clear()
     prepare_corpus.main(prepare_corpus.parse_args([*words, "--output_dir", "made"]))
     return sorted(map(str, Path("made").glob("*")))
 
@@ -50,8 +51,8 @@ def mine(files, columns=()):
 
 def refusal(call, *given):
     """Return the one line of a refusal."""
-    script = {read: eval_incremental, mine: mine_negatives, prepare: prepare_corpus}.get(call, train_bi_encoder)
-    with pytest.raises((script.UserError, check_overlap.UserError, eval_incremental.UserError)) as error:
+    errors = [script.UserError for script in (*SCRIPTS.values(), prepare_corpus)]
+    with pytest.raises(tuple(errors)) as error:
         call(*given)
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -197,6 +198,54 @@ def test_the_whole_csv_file_is_checked():
     assert table["answer"].to_pylist() == ['a "text"\nof lines']
 
 
+LIST_CELLS = {"json": '["a, \\"b\\"", "c"]', "python": "['a, \"b\"', 'c']", "numpy": "['a, \"b\"'\n 'c']",
+              "strings of numpy": "[np.str_('a, \"b\"'), np.str_('c')]"}  # fmt: skip
+BRACKETS = [
+    "[1] as cited",
+    "[a, b]",
+    '["a", 1]',
+    "['a' is a letter]",
+    "[[MASK]]",
+    "[1, 0]",
+    "['a'",
+    "a ['b']",
+    '["\\"]',
+]
+
+
+@pytest.mark.parametrize("suffix, name", [*(("csv", name) for name in LIST_CELLS), ("tsv", "json")])
+def test_lists_of_texts_in_csv(suffix, name, capsys):
+    """Refused by all scripts, as each was one text; prepare_corpus.py reads them. A text that begins with a bracket
+    is a text."""
+    file = f"x.{suffix}"
+    options = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None} if suffix == "tsv" else {}
+
+    def write(rows):
+        with open(file, "w", newline="") as lines:
+            csv.writer(lines, **options).writerows([["q", "d", "n"], *rows])
+        return file
+
+    write([["question", text, f"[{text}"] for text in BRACKETS])
+    for script in SCRIPTS.values():
+        assert script.open_files([file], False, ["d"])[:]["d"].to_pylist() == BRACKETS
+    (made,) = prepare(file)
+    assert ipc.open_stream(made).read_all()["d"].to_pylist() == BRACKETS and "that are" not in capsys.readouterr().out
+    write([["question", "a text", ""], ["question", LIST_CELLS[name], "[]"]])
+    overlap = check_overlap.parse_args(["--train_data", file, "--columns", "d", "--beir", "x"])
+    args = eval_incremental.Args(annotate=[file], columns=["q", "d"])
+    calls = [lambda: source(file, False, "q", "d"), lambda: mine_negatives.read_pairs([file], "qd"),
+             lambda: eval_incremental.read_pairs([file], "qd"), lambda: check_overlap.open_train_data(file, overlap),
+             lambda: next(eval_incremental.read_documents(args))]  # fmt: skip
+    said = rf"{file}: line \d: 'd' has a list of texts: rewrite it by prepare_corpus.py SOURCE --output_dir DIR"
+    assert all(re.search(said, refusal(call)) for call in calls)
+    (made,) = prepare(file)
+    rows = ipc.open_stream(made).read_all().to_pylist()
+    assert [row["d"] for row in rows] == [["a text"], ['a, "b"', "c"]] and [row["n"] for row in rows] == [None, []]
+    assert "column d: cells that are lists of texts, read as lists\n" in capsys.readouterr().out
+    write([["question", "['a' 'b' ... 'y' 'z']", ""]])
+    assert re.search(said, refusal(calls[0])) and "a list that NumPy has cut" in refusal(prepare, file)
+
+
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "parquet", "arrow"])
 def test_a_missing_column_is_said_with_those_there_are(suffix):
     """Of all scripts and formats: the likeliest first error. Then the command that adds a header to CSV works."""
@@ -210,7 +259,7 @@ def test_a_missing_column_is_said_with_those_there_are(suffix):
                     script.open_files([file], streaming, columns)
                 assert str(error.value).startswith(said)
     args = eval_incremental.Args(annotate=[file], columns=["first", "d"])
-    with pytest.raises(eval_incremental.UserError, match=rf"x.{suffix}: .*\['d'\].*: \['first', 'second'\]"):
+    with pytest.raises(eval_incremental.UserError, match=rf"x.{suffix}: .*\['d'\], but \['first', 'second'\]"):
         next(eval_incremental.read_documents(args))
     if suffix == "csv":
         Path(file).write_text("What is it?,It is this.\nWhy?,For that.\n")

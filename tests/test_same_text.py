@@ -67,30 +67,31 @@ def test_texts_of_other_ids_may_be_equal():
     assert train_cross_encoder.held_out_samples(graded, args)[0]["negative"] == ["b"]
 
 
-@pytest.mark.parametrize("kind", ["texts", "lists", "ids"])
+@pytest.mark.parametrize("kind", ["texts", "lists", "ids", "lists of ids"])
 def test_a_positive_of_another_row_is_not_a_negative(kind):
     """Of random batches of a cross-encoder, whatever its form or id, given or drawn, read by one process or by two;
     every other negative that is given stays. Of a list, also the positives that are not drawn."""
     random = np.random.default_rng(0)
     forms = [str.upper, lambda text: f" {text}", lambda text: text.replace(" ", "  "), str]
-    distinct = [f"q {n}" for n in range(4)] + [f"d {n}" for n in range(12)]
+    distinct = [f"q {n}" for n in range(8)] + [f"d {n}" for n in range(12)]
     texts = {f"{text} {i}": form(text) for text in distinct for i, form in enumerate(forms)}
-    lookup = SimpleNamespace(texts=lambda ids: list(map(texts.get, ids))) if kind == "ids" else None
-    flags = ["--corpus", "x", "--queries", "x"] * (kind == "ids") + ["--num_negatives", "3"]
+    has_ids = "ids" in kind
+    lookup = SimpleNamespace(texts=lambda ids: list(map(texts.get, ids))) if has_ids else None
+    flags = ["--corpus", "x", "--queries", "x"] * has_ids + ["--num_negatives", "3"]
     args = train_cross_encoder.parse_args([*REQUIRED.split()[:-3], "--columns", *"qpn", *flags])
     source = SimpleNamespace(args=train_cross_encoder.resolve_source_args(args), name="x")
     data = SimpleNamespace(sources=[source], lookups=[lookup, lookup])
 
     def choose(letter, count):
         keys = random.choice([key for key in texts if key[0] == letter], count).tolist()
-        return keys if kind == "ids" else list(map(texts.get, keys))
+        return keys if has_ids else list(map(texts.get, keys))
 
     def folded(keys):
-        return [script.fold(texts.get(key, key) if kind == "ids" else key) for key in keys]
+        return [script.fold(texts[key] if has_ids else key) for key in keys]
 
     replaced = 0
     for number in range(40):
-        sizes = [1 + (kind == "lists") * random.integers(3) for _ in range(9)]
+        sizes = [1 + ("lists" in kind) * random.integers(3) for _ in range(9)]
         columns = {"q": choose("q", 9), "p": [choose("d", size) for size in sizes],
                    "n": [choose("d", random.integers(4)) for _ in sizes]}  # fmt: skip
         numbers = {script.SOURCE: [0] * 9, script.NUMBER: [f"0 {number * 9 + row}" for row in range(9)]}
@@ -104,7 +105,7 @@ def test_a_positive_of_another_row_is_not_a_negative(kind):
             known.setdefault(query, {query}).update(folded(positives))
         for row, query, given in zip(rows, folded(columns["q"]), columns["n"]):
             kept = [text for text in folded(given) if text not in known[query]]
-            negatives = folded(row.documents[1:]) if kind != "ids" else list(map(script.fold, row.documents[1:]))
+            negatives = list(map(script.fold, row.documents[1:]))
             assert negatives == kept or not (kept or set(negatives) & known[query])
             assert row.labels == [1] + [0] * len(negatives)
             replaced += bool(given and negatives) and not kept
