@@ -256,6 +256,39 @@ def test_only_bad_rows(flags, refusal, kind, way):
     assert not os.path.exists("out/model")
 
 
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_first_batch_with_one_good_row(name, static, reranker, capsys):
+    """It is not said to have none, and the run goes on; with a negative of its own its loss is not 0."""
+    rows = jsonl("x.jsonl", replace_cells([row | {"c": f"wrong {n}"} for n, row in enumerate(ROWS)], 1, a=""))
+    flags = run_flags(static if name == "train_bi_encoder" else reranker)
+    more = ["--train_data", rows, "--batch_size", 2, "--shuffle_buffer", 0, "--eval_rows", 0, "--on_bad_row", "skip"]
+    columns = ["--columns", *"abc"[: 2 + (name == "train_cross_encoder")]]
+    trainer = importlib.import_module(name)
+    trainer.main(trainer.parse_args(merge_flags([*flags, *more, *columns])))
+    said = "step 1: 1 good row(s) are left in a batch of 2, with nothing to compare, so its loss is 0\n"
+    out = capsys.readouterr().out
+    assert (said in out) == (name == "train_bi_encoder") and "1 bad rows skipped" in out
+    assert metrics("out")[-1]["step"] == 4
+
+
+@both_ways
+def test_eval_data_with_other_columns(flags, refusal, way):
+    """The line has the entry that works: of mined rows and of pairs, whatever the names."""
+    mined = jsonl("mined.jsonl", [row | {"wrong": f"wrong {n}"} for n, row in enumerate(ROWS)])
+    given = [*flags, "--train_data", mined, "--columns", "a", "b", "wrong", *streaming(way), "--eval_rows", 8]
+    same, other = jsonl("same.jsonl", ROWS[:9]), jsonl("d.jsonl", [{"q": row["a"], "d": row["b"]} for row in ROWS])
+    three = jsonl("three.jsonl", [{"q": row["a"], "d": row["b"], "e": 1} for row in ROWS])
+    for name, columns in (same, ["a", "b"]), (other, ["q", "d"]), (three, ["QUERY", "POSITIVE"]):
+        message = refusal(given, "--eval_data", name)
+        entry = json.dumps({"path": name, "columns": columns})
+        assert f"{name}: has no column [" in message and f"]: give it its own, --eval_data '{entry}', or na" in message
+        if name != three:
+            train(given, "--eval_data", entry, "--output_dir", name.partition(".")[0])
+    if way == "mapped":
+        assert f"give it its own, --train_data '{entry}', or" in refusal(given, "--train_data", mined, three)
+        assert "its own" not in refusal(given, "--train_data", three)
+
+
 def test_negatives_are_not_drawn_from_bad_rows():
     """A batch with bad rows equals the batch without them."""
     trainer = importlib.import_module("train_cross_encoder")

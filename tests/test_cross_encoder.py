@@ -282,7 +282,8 @@ def test_row_formats(suffix, way):
     assert read(as_text, "--label_column", "y") == ("listwise_ce", [(["a", "b", "c"], [1, 0])])
     teacher = ["--label_column", "y", "--loss", "margin_mse", "--loss_kwargs", '{"teacher_temperature": 1}']
     assert read([{"q": "a", "d": "b", "e": "c", "y": [3.0, 0.5]}], *teacher)[1] == [(["a", "b", "c"], [3, 0.5])]
-    assert read([{"q": "a", "d": "b", "e": "c"}], "--num_negatives", 0)[1] == [(["a", "b"], [1])]
+    with pytest.raises(script.UserError, match="--num_negatives 0: without labels, a document has nothing to be comp"):
+        read([{"q": "a", "d": "b", "e": "c"}], "--num_negatives", 0)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet", "tsv.gz"])
