@@ -387,6 +387,7 @@ DIFFERS = "Couldn't cast|in schema"  # what is said of rows with other types, or
 REASONS = {  # {pattern of "type: text" of an error: what is said of it}, the first that fits; of others their own text
     "offset overflow": "a window has more than 2 GB in one column: lower --shuffle_buffer or --length_window",
     f"{DIFFERS}|^ArrowInvalid:": "{}; if rows differ, prepare_corpus.py rewrites them",
+    "datasets dtype equivalent": "{}: rewrite it by prepare_corpus.py SOURCE --output_dir DIR",
     "^CastError:": "not all rows have the same columns: {}; prepare_corpus.py rewrites irregular rows",
     "^StopIteration:": "contains no row",
     "^KeyError:": "there is no {}",
@@ -480,6 +481,8 @@ def open_files(files, streaming=True, columns=None, ids=()):
         advice = f"name those of one format by a glob, or {REWRITE}"
         raise UserError(f"is not all of one format, of {' '.join(FORMATS)} (.gz and .zst, too): {advice}")
     kind, options = formats[0]
+    for file in files:
+        check_content(file, kind)
     patterns = [file if file.startswith(("http://", "https://")) else glob.escape(file) for file in files]
     load = partial(datasets.load_dataset, kind, data_files=patterns, split="train", **options)
     headers = set()  # of formats whose columns `datasets` does not compare
@@ -507,6 +510,21 @@ def open_files(files, streaming=True, columns=None, ids=()):
             options |= {"name": data_fingerprint(files), "writer_batch_size": 20_000}  # few record batches to list
         dataset = load(**options)
     return (dataset.select_columns(columns) if columns else dataset).with_format("arrow")
+
+
+def check_content(file, kind):
+    """Raise UserError if a file on disk is a pointer of git-LFS or, of text, in UTF-16 or UTF-32."""
+    head = text = b""
+    with suppress(OSError), open(file, "rb") as source:  # else it is not on disk
+        head = source.read(64)
+        with suppress(Exception), fsspec.open(file, "rb", compression="infer") as source:
+            text = source.read(64)
+    if head.startswith(b"version https://git-lfs"):
+        raise UserError(f"{file}: is a pointer of git-LFS, not the file: git lfs pull")
+    if kind in ("csv", "json", "text") and (b"\0" in text or text.startswith((b"\xff\xfe", b"\xfe\xff"))):
+        order = {b"\xff": "", b"\xfe": "", b"\0": "-be"}.get(text[:1], "-le")  # none with a mark
+        encoding = ("utf-32" if b"\0\0\0" in text else "utf-16") + order
+        raise UserError(f"{file}: is in {encoding.upper()}: {REWRITE} --encoding {encoding}")
 
 
 def check_csv(file, columns, sep=",", quoting=csv.QUOTE_MINIMAL, **_):
@@ -552,7 +570,8 @@ def read_features(load, kind, files, columns, ids):
         own = part.type if is_own else plain_type(part.type, part.name in ids)
         types[part.name] = text if kind == "csv" or own == pa.string() else own
         if part.name in (columns or []) and not is_plain(types[part.name]):
-            raise UserError(f"column {part.name!r} has {part.type}, not texts, numbers or lists of them: {REWRITE}")
+            found = str(part.type)[:100]  # of a dictionary of columns, a field for each row
+            raise UserError(f"column {part.name!r} has {found}, not texts, numbers or lists of them: {REWRITE}")
     return datasets.Features.from_arrow_schema(pa.schema(types))
 
 

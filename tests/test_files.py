@@ -1,6 +1,7 @@
 """Files and ids in all scripts: what is regular is read as it was written, the rest refused in one line."""
 
 import csv
+import gzip
 import re
 import shutil
 import subprocess
@@ -196,6 +197,35 @@ def test_the_whole_csv_file_is_checked():
         csv.writer(file, quoting=csv.QUOTE_ALL).writerows(cells)
     table = source("bom.csv", False, "question, in words", "answer").take(1)
     assert table["answer"].to_pylist() == ['a "text"\nof lines']
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("suffix", ["csv", "tsv.gz", "jsonl", "json"])
+def test_text_in_utf_16(suffix, encoding):
+    """Of Excel and PowerShell: refused by all scripts, with the command that works, also where no mark begins it."""
+    rows = [{"a": f"é {n}", "b": f"\u4e2d {n}"} for n in range(5)]
+    plain = Path(write_rows(f"plain.{suffix.removesuffix('.gz')}", rows)).read_text()
+    if suffix == "json":
+        plain = str(rows).replace("'", '"')
+    data = plain.encode(encoding)
+    file = f"x.{suffix}"
+    Path(file).write_bytes(gzip.compress(data) if file.endswith(".gz") else data)
+    command = f"prepare_corpus.py SOURCE --output_dir DIR --encoding {encoding}"
+    for script in SCRIPTS.values():
+        with pytest.raises(script.UserError, match=f"{file}: is in {encoding.upper()}: rewrite it by {command}$"):
+            script.open_files([file], False, ["a", "b"])
+    assert refusal(prepare, file).endswith(command)
+    assert ipc.open_stream(*prepare(file, "--encoding", encoding)).read_all().to_pylist() == rows
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl.gz", "parquet", "arrow", "txt"])
+def test_pointers_of_git_lfs(suffix):
+    file = f"x.{suffix}"
+    Path(file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:" + "ab" * 32 + "\nsize 123\n")
+    for script in SCRIPTS.values():
+        with pytest.raises(script.UserError, match=f"{file}: is a pointer of git-LFS, not the file: git lfs pull$"):
+            script.open_files([file], True, ["a"])
+    assert refusal(prepare, file) == f"{file}: is a pointer of git-LFS, not the file: git lfs pull"
 
 
 LIST_CELLS = {"json": '["a, \\"b\\"", "c"]', "python": "['a, \"b\"', 'c']", "numpy": "['a, \"b\"'\n 'c']",
