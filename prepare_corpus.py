@@ -80,8 +80,7 @@ def parse_args(argv):
            help=f"new folder for the shards (default: {DEMO}; for reports: runs/lengths)")  # fmt: skip
     option("--overwrite", action="store_true", help="replace a non-empty --output_dir, when the new one is complete")
     option("--columns", nargs="+", action="extend", metavar="C", help="columns to keep, in this order (default: all)")
-    option("--filter", metavar="F",
-           help="rows to keep: \"[('lang', 'in', ['en', 'de'])]\"; of CSV, compare texts")  # fmt: skip
+    option("--filter", metavar="F", help="rows to keep: \"[('lang', 'in', ['en', 'de'])]\"; of CSV, compare texts")
     option("--drop_missing", nargs="+", action="extend", default=[], metavar="C", help="leave out rows without these")
     option("--split_by", metavar="C", help="write train/ and heldout/, all rows of a value of this column on one side")
     option("--eval_share", type=float, default=0.1, metavar="X", help="share of the values of --split_by in heldout/")
@@ -94,15 +93,13 @@ def parse_args(argv):
     option("--max_length", type=int, metavar="N", help="tokens a text is truncated to (default: the tokenizer's own)")
     option("--sample", type=int, default=100_000, metavar="N", help="random rows that --length_report reads")
     args = parser.parse_args(argv)
-    if min(args.rows_per_shard, args.sample, args.max_length or 1) < 1:
-        parser.error("--rows_per_shard, --sample and --max_length must be above 0")
+    if min(args.rows_per_shard, args.sample, args.max_length or 1) < 1 or not 0 < args.eval_share < 1:
+        parser.error("--rows_per_shard, --sample, --max_length and --eval_share must be above 0, the last below 1")
     rows_of_interest = args.filter or args.drop_missing or args.split_by
     if args.length_report and (not args.sources or not args.model_name_or_path or rows_of_interest):
         parser.error("--length_report requires SOURCE and --model_name_or_path, without flags that choose rows")
     if (args.ir_dataset and args.sources) or ((args.columns or rows_of_interest) and not args.sources):
         parser.error("--columns, --filter, --drop_missing, --split_by require SOURCE; --ir_dataset excludes SOURCE")
-    if not 0 < args.eval_share < 1:
-        parser.error("--eval_share must be above 0 and below 1")
     if (args.ir_dataset or args.sources) and not (args.output_dir or args.length_report):
         parser.error("SOURCE and --ir_dataset require --output_dir")
     if "://" in (args.output_dir or ""):
@@ -325,9 +322,8 @@ def save_cross_encoder(folder, texts):
         normalized = wordpieces._tokenizer.normalizer.normalize_str(char).strip()
         counts.update(dict.fromkeys(normalized, count))
     alphabet = sorted(counts, key=lambda char: (-counts[char], char))[:1000]
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"##{char}" for char in alphabet)]
-    options = {"initial_alphabet": alphabet, "special_tokens": special, "show_progress": False}
-    wordpieces.train_from_iterator(texts, vocab_size=30_000, **options)
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"##{char}" for char in alphabet)]  # of 30,000 words
+    wordpieces.train_from_iterator(texts, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
     wordpieces = BertWordPieceTokenizer(wordpieces.get_vocab())  # only the five usual tokens stay special
     tokenizer = BertTokenizerFast(tokenizer_object=wordpieces._tokenizer, model_max_length=MODEL_MAX_LENGTH)
     tokenizer.save_pretrained(folder)
@@ -341,8 +337,7 @@ def save_cross_encoder(folder, texts):
 
 
 def convert(args, folder):
-    """Write the rows of args.sources that are chosen into `folder`, in order, or into the two sides of args.split_by
-    in it; print their number and types."""
+    """Write the chosen rows, in order, into `folder`, or its two sides by args.split_by; print number and types."""
     schema, read = open_tables(args)
     types = ", ".join(f"{field.name} ({field.type})" for field in schema)
     for side in ("train/", "heldout/") if args.split_by else ("",):
@@ -403,8 +398,7 @@ def is_given(cell):
 
 
 def open_tables(args):
-    """Return the schema of the chosen rows of args.sources, and a function that returns an iterator of tables of them,
-    with more columns if these are tested."""
+    """Return the schema of what is written, and a function that returns an iterator of tables with these columns."""
     files = []
     for source in args.sources:
         with errors_of(source):
@@ -427,8 +421,7 @@ def open_tables(args):
     if args.split_by and isinstance(fields[args.split_by], LISTS):
         raise UserError(f"--split_by {args.split_by}: has lists, not one value a row")
     # only columns that are written or tested are read; the others may be of any type
-    used = {*columns, *tested, *constants}
-    schema = pa.schema([(name, kind) for name, kind in fields.items() if name in used])
+    schema = pa.schema([part for part in fields.items() if part[0] in {*columns, *tested, *constants}])
     try:
         empty = schema.empty_table().filter(keep) if args.filter else schema.empty_table()
     except Exception as error:
@@ -734,8 +727,7 @@ def read_untyped(source, file, kind, encoding):
 
 
 def json_rows(lines, file):
-    """Yield the objects of JSON Lines, or of one array, as dicts; of an array of texts, {"text": text}; of .json
-    with one object rows_of_object().
+    """Yield the objects of JSON Lines, or of one array, as dicts, its texts as {"text": text}; or rows_of_object().
 
     A lone surrogate, which no text file can hold, becomes U+FFFD; a warning has their number."""
     lines = filter(str.strip, lines)
@@ -821,12 +813,10 @@ def cell_value(cell, name):
     print_once(f"column {name}: cells that are lists of texts, read as lists")
     with suppress(ValueError):
         return json.loads(cell)
-    texts = []
-    for item in re.findall(rf"{QUOTED}|None|null|\.\.\.", cell):
-        if item == "...":
-            raise ValueError(f"column {name} has a list that NumPy has cut: write it again by json.dumps: {cell[:60]}")
-        texts.append(ast.literal_eval(item) if item[0] in "'\"" else None)
-    return texts
+    items = re.findall(rf"{QUOTED}|None|null|\.\.\.", cell)
+    if "..." in items:
+        raise ValueError(f"column {name} has a list that NumPy has cut: write it again by json.dumps: {cell[:60]}")
+    return [ast.literal_eval(item) if item[0] in "'\"" else None for item in items]
 
 
 def header_names(cells):
@@ -874,28 +864,24 @@ def save_collection(name, folder):
             lines = (f"{row.query_id}\t{row.doc_id}\t{row.relevance}" for row in part.qrels_iter())
             files[f"qrels/{split}.tsv"] = chain(["query-id\tcorpus-id\tscore"], lines)
     if dataset.has_docpairs():
-        files["triples.jsonl"] = (
-            {"query": row.query_id, "positive": row.doc_id_a, "negative": row.doc_id_b}
-            for row in dataset.docpairs_iter()
-        )
+        triples = dataset.docpairs_iter()
+        keys = {"query": "query_id", "positive": "doc_id_a", "negative": "doc_id_b"}
+        files["triples.jsonl"] = ({key: getattr(row, name) for key, name in keys.items()} for row in triples)
     if not files:
         raise ValueError("contains no documents, queries or judgments; specify one of its subsets")
     for file, lines in files.items():
         (folder / file).parent.mkdir(exist_ok=True)
         with open(folder / file, "w", encoding="utf-8") as sink:
             for line in tqdm(lines, desc=file, unit_scale=True):
-                sink.write(line if isinstance(line, str) else json.dumps(line, ensure_ascii=False))
-                sink.write("\n")
+                print(line if isinstance(line, str) else json.dumps(line, ensure_ascii=False), file=sink)
 
 
 def document_rows(dataset):
     """Yield the rows of corpus.jsonl. Without a title and a text, default_text() is what the package would index."""
     has_title = {"title", "text"} <= set(dataset.docs_cls()._fields)
     for document in dataset.docs_iter():
-        if has_title:
-            yield {"_id": document.doc_id, "title": document.title, "text": document.text}
-        else:
-            yield {"_id": document.doc_id, "title": "", "text": document.default_text()}
+        title, text = (document.title, document.text) if has_title else ("", document.default_text())
+        yield {"_id": document.doc_id, "title": title, "text": text}
 
 
 # ---- the length report
@@ -913,14 +899,8 @@ def report_lengths(args, folder):
     columns = pd.DataFrame(columns).T
     longest = math.ceil(np.percentile(texts, 99) / 8) * 8  # truncates the longest 1 %
     beyond = (texts > limit).mean()
-    report = {
-        "texts": len(texts),
-        "tokens": int(texts.sum()),
-        "limit": limit,
-        "share_beyond_limit": beyond,
-        "advice": {"max_length": min(longest, limit)},
-        "columns": columns.to_dict("index"),
-    }
+    report = {"texts": len(texts), "tokens": int(texts.sum()), "limit": limit, "share_beyond_limit": beyond}
+    report |= {"advice": {"max_length": min(longest, limit)}, "columns": columns.to_dict("index")}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "lengths.json").write_text(json.dumps(report, indent=1) + "\n")
     plot_lengths(lengths, min(longest, limit), folder / "lengths.png")
@@ -947,8 +927,7 @@ def lowest_keys(table, size):
 
 
 def count_tokens(rows, args):
-    """Return {column: [tokens of each of its texts]}, without truncation, and the limit: --max_length, or the lowest
-    of the model's files."""
+    """Return {column: [tokens of each text, not truncated]}, and --max_length, or the lowest in the model's files."""
     from transformers import AutoTokenizer
     from transformers.utils import cached_file
 

@@ -680,7 +680,7 @@ WRONG_FLAGS = {
     "a.csv --output_dir x --rows_per_shard 0": "must be above 0",
     "--filter []": "require SOURCE",
     "--split_by a": "require SOURCE",
-    "a.csv --output_dir x --split_by a --eval_share 1": "must be above 0 and below 1",
+    "a.csv --output_dir x --split_by a --eval_share 1": "must be above 0, the last below 1",
     "a.csv --length_report --model_name_or_path x --drop_missing a": "without flags that choose rows",
     "a.csv --ir_dataset beir/scifact": "excludes",
     "a.csv --length_report": "--length_report requires",
