@@ -390,6 +390,7 @@ ABSENT = "no such file or folder, and not in the cache"
 REASONS = {  # {pattern of "type: text" of an error: what is said of it}, the first that fits; of others their own text
     "offset overflow": "a window has more than 2 GB in one column: lower --shuffle_buffer or --length_window",
     f"{DIFFERS}|^ArrowInvalid:": "{}; if rows differ, prepare_corpus.py rewrites them",
+    "datasets dtype equivalent": "{}: rewrite it by prepare_corpus.py SOURCE --output_dir DIR",
     "^CastError:": "not all rows have the same columns: {}; prepare_corpus.py rewrites irregular rows",
     "^StopIteration:": "contains no row",
     "^KeyError:": "there is no {}",
@@ -445,6 +446,9 @@ FORMATS = {  # {suffix: (builder of `datasets`, its options)}
 }
 TEXT_TYPES = (pa.string(), pa.large_string())
 LISTS = pa.ListType | pa.LargeListType | pa.FixedSizeListType  # types of Arrow
+# A list of texts in a cell of CSV, as JSON, Python or NumPy (without commas, and maybe cut by ...) writes it.
+QUOTED = r"""(?:'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+")"""
+LIST_OF_TEXTS = re.compile(rf"\[\s*(?:(?:{QUOTED}|np\.str_\({QUOTED}\)|None|null|\.\.\.)[\s,]*)*+\]\s*", re.S)
 
 
 def list_files(source):
@@ -482,11 +486,13 @@ def open_files(files, streaming=True, columns=None, ids=()):
         advice = f"name those of one format by a glob, or {REWRITE}"
         raise UserError(f"is not all of one format, of {' '.join(FORMATS)} (.gz and .zst, too): {advice}")
     kind, options = formats[0]
+    for file in files:
+        check_content(file, kind)
     patterns = [file if file.startswith(("http://", "https://")) else glob.escape(file) for file in files]
     load = partial(datasets.load_dataset, kind, data_files=patterns, split="train", **options)
     headers = set()  # of formats whose columns `datasets` does not compare
     if kind == "csv":
-        headers = {frozenset(check_csv(file, **options)) for file in files}
+        headers = {frozenset(check_csv(file, columns or (), **options)) for file in files}
     elif kind == "arrow" or (kind == "parquet" and not columns):
         parts = [load(data_files=file, streaming=True) for file in patterns]
         headers = {frozenset(part.column_names) for part in parts}
@@ -511,16 +517,38 @@ def open_files(files, streaming=True, columns=None, ids=()):
     return (dataset.select_columns(columns) if columns else dataset).with_format("arrow")
 
 
-def check_csv(file, sep=",", quoting=csv.QUOTE_MINIMAL, **_):
-    """Return the header of a CSV file; raise UserError if a line lacks fields, or a quote would join rows."""
+def check_content(file, kind):
+    """Raise UserError if a file on disk is a pointer of git-LFS or, of text, in UTF-16 or UTF-32."""
+    head = text = b""
+    with suppress(OSError), open(file, "rb") as source:  # else it is not on disk
+        head = source.read(64)
+        with suppress(Exception), fsspec.open(file, "rb", compression="infer") as source:
+            text = source.read(64)
+    if head.startswith(b"version https://git-lfs"):
+        raise UserError(f"{file}: is a pointer of git-LFS, not the file: git lfs pull")
+    if kind in ("csv", "json", "text") and (b"\0" in text or text.startswith((b"\xff\xfe", b"\xfe\xff"))):
+        order = {b"\xff": "", b"\xfe": "", b"\0": "-be"}.get(text[:1], "-le")  # none with a mark
+        encoding = ("utf-32" if b"\0\0\0" in text else "utf-16") + order
+        raise UserError(f"{file}: is in {encoding.upper()}: {REWRITE} --encoding {encoding}")
+
+
+def check_csv(file, columns, sep=",", quoting=csv.QUOTE_MINIMAL, **_):
+    """Return the header of a CSV file; raise UserError if a line lacks fields, a quote would join rows, or a cell of
+    `columns` is a list of texts."""
     csv.field_size_limit(2**31 - 1)
     with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", errors="replace", newline="") as lines:
         bar = tqdm(lines, f"checking {file}", delay=2, disable=os.environ.get("RANK", "0") != "0")
         reader = csv.reader(bar, delimiter=sep, quoting=quoting, strict=True)
         try:
             header = next(reader, [])
-            if any(0 < len(row) < len(header) for row in reader):
-                raise csv.Error(f"lacks fields (if they are empty, {REWRITE})")
+            places = [header.index(name) for name in columns if name in header]
+            for row in filter(None, reader):
+                if len(row) < len(header):
+                    raise csv.Error(f"lacks fields (if they are empty, {REWRITE})")
+                for place in places:
+                    if row[place].startswith("[") and LIST_OF_TEXTS.fullmatch(row[place]):
+                        advice = f"{REWRITE}, which makes it a list (or if it is one text, write JSON Lines)"
+                        raise UserError(f"line {reader.line_num}: {header[place]!r} has a list of texts: {advice}")
         except csv.Error as error:
             raise UserError(f"{file}: line {reader.line_num}: {error}: double the quotes, here or above") from error
     return header
@@ -547,7 +575,8 @@ def read_features(load, kind, files, columns, ids):
         own = part.type if is_own else plain_type(part.type, part.name in ids)
         types[part.name] = text if kind == "csv" or own == pa.string() else own
         if part.name in (columns or []) and not is_plain(types[part.name]):
-            raise UserError(f"column {part.name!r} has {part.type}, not texts, numbers or lists of them: {REWRITE}")
+            found = str(part.type)[:100]  # of a dictionary of columns, a field for each row
+            raise UserError(f"column {part.name!r} has {found}, not texts, numbers or lists of them: {REWRITE}")
     return datasets.Features.from_arrow_schema(pa.schema(types))
 
 

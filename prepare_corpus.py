@@ -15,7 +15,8 @@ Output of a conversion: data-*.arrow or .parquet, with columns of texts, numbers
 files were read, and what was changed. Of a folder, files of the most frequent format are read, at any depth. What a
 file or row lacks is null. Of objects, each field becomes a column, A.B. JSON is read twice, first to find types that
 fit every row: lists where texts stand beside lists, text where numbers and texts are mixed. Dates and columns of CSV
-become texts, as they are written. Folders KEY=VALUE are columns; a lone surrogate of JSON becomes U+FFFD.
+become texts, as they are written, but for lists of texts. Folders KEY=VALUE are columns; a lone surrogate of JSON
+becomes U+FFFD. Rows are chosen by --filter, --drop_missing; --split_by writes train/ and heldout/.
 Output of --ir_dataset: a BEIR folder and triples of ids. Left out: types set by hand, shuffling, remote outputs.
 """
 
@@ -79,11 +80,10 @@ def parse_args(argv):
            help=f"new folder for the shards (default: {DEMO}; for reports: runs/lengths)")  # fmt: skip
     option("--overwrite", action="store_true", help="replace a non-empty --output_dir, when the new one is complete")
     option("--columns", nargs="+", action="extend", metavar="C", help="columns to keep, in this order (default: all)")
-    option(
-        "--filter",
-        metavar="F",
-        help="rows to keep, a pyarrow filter: \"[('lang', 'in', ['en', 'de'])]\"; of CSV, compare texts",
-    )
+    option("--filter", metavar="F", help="rows to keep: \"[('lang', 'in', ['en', 'de'])]\"; of CSV, compare texts")
+    option("--drop_missing", nargs="+", action="extend", default=[], metavar="C", help="leave out rows without these")
+    option("--split_by", metavar="C", help="write train/ and heldout/, all rows of a value of this column on one side")
+    option("--eval_share", type=float, default=0.1, metavar="X", help="share of the values of --split_by in heldout/")
     option("--encoding", default="utf-8-sig", metavar="E", help="of JSON, CSV, text: cp1252, ... (default: UTF-8)")
     option("--format", choices=["arrow", "parquet"], default="arrow", help="arrow: mapped as it is; parquet: smaller")
     option("--rows_per_shard", type=int, default=1_000_000, help="maximum rows per file")
@@ -93,12 +93,13 @@ def parse_args(argv):
     option("--max_length", type=int, metavar="N", help="tokens a text is truncated to (default: the tokenizer's own)")
     option("--sample", type=int, default=100_000, metavar="N", help="random rows that --length_report reads")
     args = parser.parse_args(argv)
-    if min(args.rows_per_shard, args.sample, args.max_length or 1) < 1:
-        parser.error("--rows_per_shard, --sample and --max_length must be above 0")
-    if args.length_report and (not args.sources or not args.model_name_or_path or args.filter):
-        parser.error("--length_report requires SOURCE and --model_name_or_path, without --filter")
-    if (args.ir_dataset and args.sources) or ((args.columns or args.filter) and not args.sources):
-        parser.error("--columns and --filter require SOURCE; --ir_dataset excludes SOURCE")
+    if min(args.rows_per_shard, args.sample, args.max_length or 1) < 1 or not 0 < args.eval_share < 1:
+        parser.error("--rows_per_shard, --sample, --max_length and --eval_share must be above 0, the last below 1")
+    rows_of_interest = args.filter or args.drop_missing or args.split_by
+    if args.length_report and (not args.sources or not args.model_name_or_path or rows_of_interest):
+        parser.error("--length_report requires SOURCE and --model_name_or_path, without flags that choose rows")
+    if (args.ir_dataset and args.sources) or ((args.columns or rows_of_interest) and not args.sources):
+        parser.error("--columns, --filter, --drop_missing, --split_by require SOURCE; --ir_dataset excludes SOURCE")
     if (args.ir_dataset or args.sources) and not (args.output_dir or args.length_report):
         parser.error("SOURCE and --ir_dataset require --output_dir")
     if "://" in (args.output_dir or ""):
@@ -128,7 +129,9 @@ def main(args):
             write_output(part, args)
     print(f"output: {output}")
     if args.sources:
-        print(f"to train on it: --train_data '{output}/*.{args.format}' --columns QUERY POSITIVE ...")
+        held_out = f" --eval_data '{output}/heldout/*.{args.format}'" if args.split_by else ""
+        train = output / "train" if args.split_by else output
+        print(f"to train on it: --train_data '{train}/*.{args.format}'{held_out} --columns QUERY POSITIVE ...")
 
 
 def write_output(folder, args):
@@ -319,26 +322,13 @@ def save_cross_encoder(folder, texts):
         normalized = wordpieces._tokenizer.normalizer.normalize_str(char).strip()
         counts.update(dict.fromkeys(normalized, count))
     alphabet = sorted(counts, key=lambda char: (-counts[char], char))[:1000]
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    wordpieces.train_from_iterator(
-        texts,
-        vocab_size=30_000,
-        initial_alphabet=alphabet,
-        special_tokens=special + [f"##{char}" for char in alphabet],
-        show_progress=False,
-    )
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"##{char}" for char in alphabet)]  # of 30,000 words
+    wordpieces.train_from_iterator(texts, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
     wordpieces = BertWordPieceTokenizer(wordpieces.get_vocab())  # only the five usual tokens stay special
     tokenizer = BertTokenizerFast(tokenizer_object=wordpieces._tokenizer, model_max_length=MODEL_MAX_LENGTH)
     tokenizer.save_pretrained(folder)
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        max_position_embeddings=MODEL_MAX_LENGTH,
-        hidden_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=1024,
-        num_labels=1,
-    )
+    shape = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=MODEL_MAX_LENGTH, num_labels=1, **shape)
     torch.manual_seed(0)
     BertForSequenceClassification(config).save_pretrained(folder)
 
@@ -347,30 +337,76 @@ def save_cross_encoder(folder, texts):
 
 
 def convert(args, folder):
-    """Write the rows of args.sources that pass args.filter into `folder`, in order; print their number and types."""
-    schema, tables = open_tables(args)
-    rows = write_shards(tables, schema, folder, "data", args.format, args.rows_per_shard)
-    if not rows:
-        condition = f" passes --filter {args.filter!r}" if args.filter else ""
-        raise UserError(f"{args.sources[0]}: no row{condition}")
-    print(f"{rows:,} rows of {', '.join(f'{field.name} ({field.type})' for field in schema)}")
+    """Write the chosen rows, in order, into `folder`, or its two sides by args.split_by; print number and types."""
+    schema, read = open_tables(args)
+    types = ", ".join(f"{field.name} ({field.type})" for field in schema)
+    for side in ("train/", "heldout/") if args.split_by else ("",):
+        parts = (choose_side(table, side, args).select(schema.names) for table in read())
+        rows = write_shards(parts, schema, folder / side, "data", args.format, args.rows_per_shard)
+        if not rows:
+            condition = f" passes --filter {args.filter!r}" if args.filter else ""
+            raise UserError(f"{args.sources[0]}: no row{condition}{f': set --eval_share for {side}' * bool(side)}")
+        print(f"{side} {rows:,} rows of {types}".lstrip())
+    if rows == 1 and any(isinstance(kind, LISTS) for kind in schema.types):
+        print("one row, with lists: of JSON whose rows are in a list, write them first: jq -c '.NAME[]' FILE > NEW")
+
+
+def choose_side(table, side, args):
+    """Return the rows of a Table on a side of args.split_by, if there are sides. The hash of a value decides, so that
+    it stays on its side when the table grows. Rows without one are trained on."""
+    is_chosen = []
+    for value in table[args.split_by].cast(pa.string()).to_pylist() if side else ():
+        digest = hashlib.blake2b(str(value).encode(), digest_size=8).digest()
+        is_heldout = value is not None and int.from_bytes(digest) < args.eval_share * 2**64
+        is_chosen.append(is_heldout == (side == "heldout/"))
+    return table.filter(pa.array(is_chosen, pa.bool_())) if side else table
+
+
+FILTER = "a list of (column, operator, value), by = != < > <= >= in, not in; texts, as all of CSV, compare with texts"
+
+
+def parse_filter(text):
+    """Return the expression of pyarrow that --filter is, and the constants in it, columns and values, as texts."""
+    try:
+        keep = pq.filters_to_expression(ast.literal_eval(text))
+        constants = {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)}
+    except Exception as error:
+        raise UserError(f"--filter {text!r}: is not {FILTER}") from error
+    if None in constants:
+        raise UserError(f"--filter {text!r}: None equals nothing: --drop_missing leaves out rows without a value")
+    return keep, set(map(str, constants))
+
+
+def without_missing(tables, names):
+    """Yield tables without the rows that lack a value in one of some columns; print how many they were."""
+    counts = Counter()
+    for table in tables:
+        for name in names:
+            has_value = pa.array(map(is_given, table[name].to_pylist()), pa.bool_())
+            counts[name] += len(table) - pc.sum(has_value, min_count=0).as_py()
+            table = table.filter(has_value)
+        yield table
+    for name in names:
+        print_once(f"column {name}: {counts[name]:,} rows without a value left out")
+
+
+def is_given(cell):
+    """Return whether a cell has a value: neither null, NaN, white space nor a list without one."""
+    if isinstance(cell, list):
+        return any(map(is_given, cell))
+    return cell is not None and cell == cell and bool(str(cell).strip())
 
 
 def open_tables(args):
-    """Return the schema of the rows of args.sources that pass args.filter, and an iterator of tables of them."""
+    """Return the schema of what is written, and a function that returns an iterator of tables with these columns."""
     files = []
     for source in args.sources:
         with errors_of(source):
             files += files_of(source)
             refuse_delta(files)
-    keep = None
-    tested = set()
-    if args.filter:
-        with errors_of(f"--filter {args.filter!r}"):
-            keep = pq.filters_to_expression(ast.literal_eval(args.filter))
-            nodes = ast.walk(ast.parse(args.filter))
-            tested = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}  # columns, and values
-    types = common_types(files, args.encoding, args.columns and {*args.columns, *tested})
+    keep, constants = parse_filter(args.filter) if args.filter else (None, set())
+    tested = {*args.drop_missing, *[args.split_by] * bool(args.split_by)}
+    types = common_types(files, args.encoding, args.columns and {*args.columns, *tested, *constants})
     fields = {}
     for name, kind in types.items():
         for part, values in flatten(name, pa.array([], kind)):
@@ -378,17 +414,24 @@ def open_tables(args):
                 raise UserError(f"two columns become {part!r}: rename one, or set --columns without them")
             fields[part] = values.type
     columns = list(dict.fromkeys(args.columns or fields))
-    for name in columns:
+    for name in (*columns, *tested):
         if name not in fields:
-            raise UserError(f"--columns {name}: the columns are: {', '.join(fields)}")
-    # only columns that are written or in the filter are read; the others may be of any type
-    schema = pa.schema([(name, kind) for name, kind in fields.items() if name in {*columns, *tested}])
-    empty = schema.empty_table()
-    if args.filter:
-        with errors_of(f"--filter {args.filter!r}", *BUGS):
-            empty.filter(keep)  # raises if it does not fit the columns
-    tables = read_tables(files, args.encoding, types, schema, keep)
-    return empty.select(columns).schema, (table.select(columns) for table in tables)
+            flag = "--columns" if name in columns else "--drop_missing, --split_by"
+            raise UserError(f"{flag} {name}: the columns are: {', '.join(fields)}")
+    if args.split_by and isinstance(fields[args.split_by], LISTS):
+        raise UserError(f"--split_by {args.split_by}: has lists, not one value a row")
+    # only columns that are written or tested are read; the others may be of any type
+    schema = pa.schema([part for part in fields.items() if part[0] in {*columns, *tested, *constants}])
+    try:
+        empty = schema.empty_table().filter(keep) if args.filter else schema.empty_table()
+    except Exception as error:
+        found = ", ".join(f"{name} ({str(kind)[:100]})" for name, kind in fields.items())[:300]
+        raise UserError(f"--filter {args.filter!r}: does not fit {found}: {FILTER}, and lists with nothing") from error
+
+    def read():
+        return without_missing(read_tables(files, args.encoding, types, schema, keep), args.drop_missing)
+
+    return empty.select(columns).schema, read
 
 
 def is_of(name, columns):
@@ -415,7 +458,7 @@ def common_types(files, encoding, requested):
                         kind = type_of(values) if isinstance(values, list) else values.type
                         found[name][kind] = None
                         types[name] = common_type(types[name], regular_type(kind))
-            if FORMATS[file_suffix(file)] not in ("json", "csv"):
+            if not any(isinstance(values, list) for name, values in columns.items() if is_of(name, requested)):
                 break  # the first table has the types of the file
         num_files.update(names)
     for name, kinds in found.items():
@@ -479,9 +522,11 @@ def regular_type(kind):
         return pa.struct([(part.name, regular_type(part.type)) for part in kind])
     if pa.types.is_dictionary(kind):
         return regular_type(kind.value_type)
-    if kind in OTHER_TEXTS or pa.types.is_temporal(kind):
+    is_time = pa.types.is_temporal(kind) and not (pa.types.is_duration(kind) or pa.types.is_interval(kind))
+    if kind in OTHER_TEXTS or is_time or pa.types.is_fixed_size_binary(kind):
         return pa.string()
-    if not (is_plain(kind) or pa.types.is_null(kind)):
+    is_small = pa.types.is_decimal(kind) and kind.bit_width < 128  # which `datasets` does not read
+    if is_small or not (is_plain(kind) or pa.types.is_null(kind)):
         raise ValueError(f"has {kind}, neither texts, numbers, objects nor lists of them")
     return kind
 
@@ -494,7 +539,8 @@ def read_tables(files, encoding, types, schema, keep):
             with errors_of(file):
                 parts = {}
                 for name, values in columns.items():
-                    parts |= flatten(name, to_array(values, types[name]))
+                    with errors_of(f"{file}: choose --columns without {name!r}"):
+                        parts |= flatten(name, to_array(values, types[name]))
                 arrays = []
                 for field in schema:
                     array = parts.get(field.name)
@@ -588,6 +634,9 @@ FORMATS = {".parquet": "parquet", ".orc": "orc", ".arrow": "arrow", ".jsonl": "j
 COLUMNAR = {"parquet": ParquetFileFormat(pre_buffer=False), "orc": OrcFileFormat()}  # pre_buffer: up to 1 GiB ahead
 TEXT_TYPES = (pa.string(), pa.large_string())
 LISTS = pa.ListType | pa.LargeListType | pa.FixedSizeListType  # types of Arrow
+# A list of texts in a cell of CSV, as JSON, Python or NumPy (without commas, and maybe cut by ...) writes it.
+QUOTED = r"""(?:'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+")"""
+LIST_OF_TEXTS = re.compile(rf"\[\s*(?:(?:{QUOTED}|np\.str_\({QUOTED}\)|None|null|\.\.\.)[\s,]*)*+\]\s*", re.S)
 OTHER_TEXTS = (pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view())
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 SURROGATES = re.compile("[\ud800-\udfff]")
@@ -605,6 +654,7 @@ def read_columns(file, encoding="utf-8-sig", names=None):
     for key, value in re.findall(r"([^/=]+)=([^/]*)/", Path(file).as_posix()):
         keys[key] = None if value == HIVE_NULL else unquote(value)
     with errors_of(file), xopen(file, "rb") as source:
+        check_content(file, kind if encoding == "utf-8-sig" else None)
         if kind in ("parquet", "orc", "arrow"):
             parts = read_columnar(source, kind, names)
         else:
@@ -630,11 +680,23 @@ def read_columnar(source, kind, names):
         # threads would decode an ORC file as fast as they can, and hold what is not yet written
         options = {"batch_size": BATCH_ROWS, "batch_readahead": 0, "fragment_readahead": 0, "use_threads": False}
         batches = fragment.to_batches(schema, **options)
-    for table in chain([schema.empty_table()], (pa.Table.from_batches([batch]) for batch in batches)):
+    empty = pa.table([pa.nulls(0, part.type) for part in schema], schema=schema)  # empty_table() lacks some types
+    for table in chain([empty], (pa.Table.from_batches([batch]) for batch in batches)):
         table.validate(full=True)  # invalid offsets or texts of a damaged file
         if len({*table.column_names}) < table.num_columns:
             raise ValueError(f"two columns have one name, of {', '.join(table.column_names)}: rename one")
-        yield len(table), dict(zip(table.column_names, table.columns))
+        yield len(table), {name: known_values(table[name], name) for name in table.column_names}
+
+
+def known_values(column, name):
+    """Return a ChunkedArray, or a list, as of JSON, if its type has no text or number: durations, UUIDs, maps, ..."""
+    with suppress(ValueError):
+        regular_type(column.type)
+        return column
+    values = json.loads(json.dumps(column.to_pylist(), default=str))
+    if values:
+        print_once(f"column {name} ({str(column.type)[:100]}): read as JSON, text where that has no type")
+    return values
 
 
 def open_arrow(source):
@@ -665,14 +727,17 @@ def read_untyped(source, file, kind, encoding):
 
 
 def json_rows(lines, file):
-    """Yield the objects of JSON Lines, or of one array, as dicts; of an array of texts, {"text": text}.
+    """Yield the objects of JSON Lines, or of one array, as dicts, its texts as {"text": text}; or rows_of_object().
 
     A lone surrogate, which no text file can hold, becomes U+FFFD; a warning has their number."""
     lines = filter(str.strip, lines)
     first = next(lines, "[]")
+    second = next(lines, "")
     is_array = first.lstrip().startswith("[")
+    is_object = file_suffix(file) == ".json" and not (is_array or (second and first.rstrip().endswith("}")))
     num_replaced = 0
-    for text in ["".join([first, *lines])] if is_array else chain([first], lines):
+    lines = filter(None, chain([first, second], lines))
+    for text in ["".join(lines)] if is_array or is_object else lines:
         try:
             found = json.loads(text, object_pairs_hook=unique_keys, parse_constant=CONSTANTS.get)
             if "\\ud" in text.lower():  # only an escape can be half of a surrogate pair
@@ -680,11 +745,31 @@ def json_rows(lines, file):
                 found = json.loads(clean) if count else found
                 num_replaced += count
             rows = found if is_array else [found]
+            if is_object:
+                rows = rows_of_object(found, file)
             yield from ({"text": row} if is_array and isinstance(row, str) else {**row} for row in rows)
         except (ValueError, TypeError):
             raise ValueError(f"not JSON Lines, nor an array of objects: {text[:80]}") from None
     if num_replaced:
         print_once(f"{file}: lone surrogates, halves of a character, written as U+FFFD: {num_replaced:,}")
+
+
+def rows_of_object(found, file):
+    """Return the rows of a JSON object: of the one list of objects in it, or of its columns, which are lists or, as of
+    pandas' to_json(), objects {"0": value, "1": value, ...}; else it is a row. Print which."""
+    lists = [name for name, cell in found.items() if isinstance(cell, list) and cell and isinstance(cell[0], dict)]
+    columns = []
+    for cell in found.values():
+        is_frame = isinstance(cell, dict) and all(key.isdigit() for key in cell)
+        columns.append(list(cell.values()) if is_frame else cell)
+    rows = [found]
+    if len(lists) == 1:
+        rows = found[lists[0]]
+        print_once(f"{file}: one object: reads the {len(rows):,} objects of its list {lists[0]!r}")
+    elif all(isinstance(column, list) for column in columns) and len(set(map(len, columns))) == 1:
+        rows = [dict(zip(found, cells)) for cells in zip(*columns)]
+        print_once(f"{file}: one object, of columns: reads {len(rows):,} rows")
+    return rows
 
 
 def unique_keys(pairs):
@@ -713,12 +798,25 @@ def csv_rows(lines, file):
                 raise ValueError(f"{more}: check the separator, and quote texts that contain it")
             num_short += len(row) < len(names)
             row += [""] * (len(names) - len(row))
-            yield {name: cell or None for name, cell in zip(names, row)}
+            yield {name: cell_value(cell, name) for name, cell in zip(names, row)}
         if num_short:
             print_once(f"{file}: rows with fewer fields than the header, null in the others: {num_short:,}")
     except csv.Error as error:
         advice = 'double the quotes within a quoted text; where they are \\", see CSV in docs/training.md'
         raise ValueError(f"line {reader.line_num}: {error}: {advice}") from None
+
+
+def cell_value(cell, name):
+    """Return the value of a cell of CSV: a text, None if it is empty, or a list of texts."""
+    if not (cell.startswith("[") and LIST_OF_TEXTS.fullmatch(cell)):
+        return cell or None
+    print_once(f"column {name}: cells that are lists of texts, read as lists")
+    with suppress(ValueError):
+        return json.loads(cell)
+    items = re.findall(rf"{QUOTED}|None|null|\.\.\.", cell)
+    if "..." in items:
+        raise ValueError(f"column {name} has a list that NumPy has cut: write it again by json.dumps: {cell[:60]}")
+    return [ast.literal_eval(item) if item[0] in "'\"" else None for item in items]
 
 
 def header_names(cells):
@@ -766,28 +864,24 @@ def save_collection(name, folder):
             lines = (f"{row.query_id}\t{row.doc_id}\t{row.relevance}" for row in part.qrels_iter())
             files[f"qrels/{split}.tsv"] = chain(["query-id\tcorpus-id\tscore"], lines)
     if dataset.has_docpairs():
-        files["triples.jsonl"] = (
-            {"query": row.query_id, "positive": row.doc_id_a, "negative": row.doc_id_b}
-            for row in dataset.docpairs_iter()
-        )
+        triples = dataset.docpairs_iter()
+        keys = {"query": "query_id", "positive": "doc_id_a", "negative": "doc_id_b"}
+        files["triples.jsonl"] = ({key: getattr(row, name) for key, name in keys.items()} for row in triples)
     if not files:
         raise ValueError("contains no documents, queries or judgments; specify one of its subsets")
     for file, lines in files.items():
         (folder / file).parent.mkdir(exist_ok=True)
         with open(folder / file, "w", encoding="utf-8") as sink:
             for line in tqdm(lines, desc=file, unit_scale=True):
-                sink.write(line if isinstance(line, str) else json.dumps(line, ensure_ascii=False))
-                sink.write("\n")
+                print(line if isinstance(line, str) else json.dumps(line, ensure_ascii=False), file=sink)
 
 
 def document_rows(dataset):
     """Yield the rows of corpus.jsonl. Without a title and a text, default_text() is what the package would index."""
     has_title = {"title", "text"} <= set(dataset.docs_cls()._fields)
     for document in dataset.docs_iter():
-        if has_title:
-            yield {"_id": document.doc_id, "title": document.title, "text": document.text}
-        else:
-            yield {"_id": document.doc_id, "title": "", "text": document.default_text()}
+        title, text = (document.title, document.text) if has_title else ("", document.default_text())
+        yield {"_id": document.doc_id, "title": title, "text": text}
 
 
 # ---- the length report
@@ -797,33 +891,30 @@ def report_lengths(args, folder):
     """Write lengths.json and lengths.png, the token lengths of each column, and print a --max_length for them."""
     rows = sample_rows(args)
     with errors_of(f"--model_name_or_path {args.model_name_or_path}"):
-        lengths, max_length = count_tokens(rows, args)
+        lengths, limit = count_tokens(rows, args)
     if not lengths:
         raise UserError(f"{args.sources[0]}: contains no text; set --columns")
     texts = np.concatenate(list(lengths.values()))  # their lengths
     columns = {name: pd.Series(values).describe([0.5, 0.9, 0.95, 0.99]) for name, values in lengths.items()}
     columns = pd.DataFrame(columns).T
-    longest = min(max_length, math.ceil(np.percentile(texts, 99) / 8) * 8)  # truncates the longest 1 %
-    report = {
-        "texts": len(texts),
-        "tokens": int(texts.sum()),
-        "max_length": max_length,
-        "advice": {"max_length": longest},
-        "columns": columns.to_dict("index"),
-    }
+    longest = math.ceil(np.percentile(texts, 99) / 8) * 8  # truncates the longest 1 %
+    beyond = (texts > limit).mean()
+    report = {"texts": len(texts), "tokens": int(texts.sum()), "limit": limit, "share_beyond_limit": beyond}
+    report |= {"advice": {"max_length": min(longest, limit)}, "columns": columns.to_dict("index")}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "lengths.json").write_text(json.dumps(report, indent=1) + "\n")
-    plot_lengths(lengths, longest, folder / "lengths.png")
+    plot_lengths(lengths, min(longest, limit), folder / "lengths.png")
     print(columns.fillna(0).round().astype(int).to_string(), end="\n\n")
-    print(f"try --max_length {longest}; see {folder}/lengths.png")
+    print(f"99 % of the texts have at most {longest} tokens; {beyond:.1%} exceed the limit of {limit}")
+    print(f"try --max_length {min(longest, limit)}{', that limit' * (longest > limit)}; see {folder}/lengths.png")
 
 
 def sample_rows(args):
     """Return a Table of args.sample random rows of the sources, in random order."""
-    schema, tables = open_tables(args)
+    schema, read = open_tables(args)
     sample = schema.append(pa.field("", pa.float64())).empty_table()  # a random key for each row
     random_keys = np.random.default_rng(0)
-    for table in tables:
+    for table in (table.select(schema.names) for table in read()):
         sample = pa.concat_tables([sample, table.append_column("", pa.array(random_keys.random(len(table))))])
         if len(sample) >= 2 * args.sample:
             sample = lowest_keys(sample, args.sample)
@@ -836,21 +927,27 @@ def lowest_keys(table, size):
 
 
 def count_tokens(rows, args):
-    """Return {column: [tokens of each of its texts]}, and the number of tokens that texts are truncated to."""
+    """Return {column: [tokens of each text, not truncated]}, and --max_length, or the lowest in the model's files."""
     from transformers import AutoTokenizer
+    from transformers.utils import cached_file
 
     check_exists(args.model_name_or_path)
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, trust_remote_code=False)
-    max_length = args.max_length or min(tokenizer.model_max_length, 2**20)
+    limits = [tokenizer.model_max_length, 2**20]
+    for name, key in ("sentence_bert_config.json", "max_seq_length"), ("config.json", "max_position_embeddings"):
+        with suppress(OSError):  # not all models have it
+            found = json.loads(Path(cached_file(args.model_name_or_path, name)).read_text()).get(key) or 0
+            limits += [found] * (found > 0)  # XLNet has -1
+    tokenizer.model_max_length = 2**40  # else it warns
     lengths = defaultdict(list)
     batches = rows.combine_chunks().to_batches(BATCH_ROWS)
     for table in tqdm(batches, desc="counting tokens", unit=" x 1,000 rows"):
         for name in table.schema.names:
             texts = [text for text in texts_of(table[name]) if text and text.strip()]
             if texts:
-                ids = tokenizer(texts, truncation=True, max_length=max_length)["input_ids"]
+                ids = tokenizer(texts, truncation=False)["input_ids"]
                 lengths[name] += [max(1, len(one)) for one in ids]
-    return lengths, max_length
+    return lengths, args.max_length or min(limits)
 
 
 def plot_lengths(lengths, longest, path):
@@ -931,6 +1028,7 @@ def errors_of(name, *expected):
 
 # ---- files of a source
 
+REWRITE = "rewrite it by prepare_corpus.py SOURCE --output_dir DIR"
 UNSUPPORTED = f"not one of {' '.join(FORMATS)}, with or without .gz or .zst"
 NOT_ROWS = re.compile(r"(readme|licen[cs]e)(\.md|\.txt)?|(config|dataset_infos?|dataset_dict)\.json", re.I)
 # A word that names a split, as test, testdata, dev_set and the first one of TestSet do.
@@ -997,6 +1095,21 @@ def files_of_split(source):
     if not file_suffix(files[split][0]):
         raise UserError(f"{files[split][0]}: {UNSUPPORTED}")
     return list(files[split])
+
+
+def check_content(file, kind):
+    """Raise UserError if a file on disk is a pointer of git-LFS or, of text, in UTF-16 or UTF-32."""
+    head = text = b""
+    with suppress(OSError), open(file, "rb") as source:  # else it is not on disk
+        head = source.read(64)
+        with suppress(Exception), fsspec.open(file, "rb", compression="infer") as source:
+            text = source.read(64)
+    if head.startswith(b"version https://git-lfs"):
+        raise UserError(f"{file}: is a pointer of git-LFS, not the file: git lfs pull")
+    if kind in ("csv", "json", "text") and (b"\0" in text or text.startswith((b"\xff\xfe", b"\xfe\xff"))):
+        order = {b"\xff": "", b"\xfe": "", b"\0": "-be"}.get(text[:1], "-le")  # none with a mark
+        encoding = ("utf-32" if b"\0\0\0" in text else "utf-16") + order
+        raise UserError(f"{file}: is in {encoding.upper()}: {REWRITE} --encoding {encoding}")
 
 
 def refuse_delta(files):

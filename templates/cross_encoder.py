@@ -16,7 +16,7 @@ import unicodedata
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import chain, count, islice
-from math import ceil
+from math import ceil, nan
 from pathlib import Path
 from random import Random
 
@@ -94,26 +94,27 @@ def fold(text):
 @dataclass
 class Batch:
     texts: list  # (B, 1 + L): query and documents
-    labels: torch.Tensor  # (B, L)
+    labels: torch.Tensor  # (B, L); NaN where a row has fewer documents
     step: int
     extra: dict
 
 
 def read_batch(rows, size, num_negatives, step, extra, args):
     """Return the Batch of the next `size` rows. Negatives of a row without any are documents of others."""
-    read = (read_row(cells, step, args) for cells in rows)
-    texts = [*islice(filter(None, read), size)]
-    listed = defaultdict(set)  # {query: its documents}, folded
-    for query, *documents in texts:
-        listed[fold(query)].update(map(fold, [query, *documents]))
+    texts = [*islice(filter(None, (read_row(cells, step, args) for cells in rows)), size)]
+    known = defaultdict(set)  # {query: itself and its positives in any row, none of which is a negative}, folded
+    for query, positive, *_ in texts:
+        known[fold(query)] |= {fold(query), fold(positive)}
     pool = {fold(document): document for _, *documents in texts for document in documents}
     random = Random(args.seed + step)  # the same on all processes
-    wanted = min([num_negatives, *(len(pool.keys() - known) for known in listed.values())])  # fewer of a small batch
+    wanted = min([num_negatives, *(len(pool.keys() - some) for some in known.values())])  # fewer of a small batch
     for row in texts:
-        others = [pool[key] for key in pool if key not in listed[fold(row[0])]]
-        row += random.sample(others, wanted) if len(row) == 2 else []
-    labels = [[1.0] + [0.0] * (len(row) - 2) for row in texts]
-    return Batch(texts, torch.tensor(labels), step, extra)  # an error if rows have unequally many documents
+        left_out = known[fold(row[0])]
+        negatives = [text for text in row[2:] if fold(text) not in left_out]
+        row[2:] = negatives or random.sample([pool[key] for key in pool if key not in left_out], wanted)
+    longest = max(map(len, texts), default=0)
+    labels = [[1.0] + [0.0] * (len(row) - 2) + [nan] * (longest - len(row)) for row in texts]
+    return Batch(texts, torch.tensor(labels), step, extra)
 
 
 def load_model(args):
@@ -186,9 +187,12 @@ def make_micro_batches(model, pairs, args, accelerator):
 
 def compute_loss(scores, batch, args):
     """Return the cross-entropy of positives among the documents of their rows, or of all pairs; scores: (B, L)."""
-    assert scores.shape[1] > 1  # no other row has a document to draw as a negative
-    losses = {"listwise_ce": F.cross_entropy, "bce": F.binary_cross_entropy_with_logits}
-    return losses[args.loss](scores, batch.labels.to(scores.device))
+    assert scores.shape[1] > 1 and args.loss in ("listwise_ce", "bce")  # no other row has a document to draw
+    labels = batch.labels.to(scores.device)
+    given = labels.isfinite()
+    if args.loss == "bce":
+        return F.binary_cross_entropy_with_logits(scores[given], labels[given])
+    return F.cross_entropy(scores.masked_fill(~given, -1e9), labels.nan_to_num())
 
 
 def forward_backward(model, batch, args, accelerator):
@@ -203,7 +207,8 @@ def forward_backward(model, batch, args, accelerator):
 
     with torch.set_grad_enabled(keep_graphs):
         outputs = [*map(forward, range(len(features)))]
-    slots = torch.unravel_index(torch.tensor([*chain.from_iterable(indices)]).long(), batch.labels.shape)
+    places = batch.labels.isfinite().nonzero()  # (pairs, 2)
+    slots = places[[*chain.from_iterable(indices)]].unbind(1)
     scores = outputs[0].new_zeros(batch.labels.shape)  # (B, L)
     scores[slots] = torch.cat(outputs).detach()  # of this process
     scores = accelerator.reduce(scores, "sum").requires_grad_()

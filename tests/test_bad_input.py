@@ -270,6 +270,39 @@ def test_only_bad_rows(flags, refusal, kind, way):
     assert not os.path.exists("out/model")
 
 
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_first_batch_with_one_good_row(name, static, reranker, capsys):
+    """It is not said to have none, and the run goes on; with a negative of its own its loss is not 0."""
+    rows = jsonl("x.jsonl", replace_cells([row | {"c": f"wrong {n}"} for n, row in enumerate(ROWS)], 1, a=""))
+    flags = run_flags(static if name == "train_bi_encoder" else reranker)
+    more = ["--train_data", rows, "--batch_size", 2, "--shuffle_buffer", 0, "--eval_rows", 0, "--on_bad_row", "skip"]
+    columns = ["--columns", *"abc"[: 2 + (name == "train_cross_encoder")]]
+    trainer = importlib.import_module(name)
+    trainer.main(trainer.parse_args(merge_flags([*flags, *more, *columns])))
+    said = "step 1: 1 good row(s) are left in a batch of 2, with nothing to compare, so its loss is 0\n"
+    out = capsys.readouterr().out
+    assert (said in out) == (name == "train_bi_encoder") and "1 bad rows skipped" in out
+    assert metrics("out")[-1]["step"] == 4
+
+
+@both_ways
+def test_eval_data_with_other_columns(flags, refusal, way):
+    """The line has the entry that works: of mined rows and of pairs, whatever the names."""
+    mined = jsonl("mined.jsonl", [row | {"wrong": f"wrong {n}"} for n, row in enumerate(ROWS)])
+    given = [*flags, "--train_data", mined, "--columns", "a", "b", "wrong", *streaming(way), "--eval_rows", 8]
+    same, other = jsonl("same.jsonl", ROWS[:9]), jsonl("d.jsonl", [{"q": row["a"], "d": row["b"]} for row in ROWS])
+    for name, columns in (same, ["a", "b"]), (other, ["q", "d"]):
+        message = refusal(given, "--eval_data", name)
+        entry = json.dumps({"path": name, "columns": ["a", "b"]})
+        assert f"{name}: has no column [" in message
+        assert f"]: an entry may have its own, --eval_data '{entry}', or na" in message
+        entry = entry.replace('["a", "b"]', json.dumps(columns))
+        train(given, "--eval_data", entry, "--output_dir", name.partition(".")[0])
+    if way == "mapped":
+        assert ": an entry may have its own, --train_data '{" in refusal(given, "--train_data", mined, other)
+        assert "its own" not in refusal(given, "--train_data", other)
+
+
 def test_negatives_are_not_drawn_from_bad_rows():
     """A batch with bad rows equals the batch without them."""
     trainer = importlib.import_module("train_cross_encoder")
@@ -354,8 +387,9 @@ def test_credentials_in_a_url(name, message_of):
 
 WRONG_FLAGS = ["--batch_size 0", "--learning_rate nan", "--num_train_epochs inf", "--eval_rows 60", "--loss_kwargs {",
                '--loss_kwargs {"tau":1}', '--loss_kwargs {"temperature":0}', '--loss_kwargs {"temperature":"0.05"}',
-               "--warmup_ratio 100", "--loss NoSuchLoss", "--loss CoSENTLoss",
-               "--loss TripletLoss", "--loss margin_mse", "--loss kl --label_column score", "--mix_by column",
+               '--loss_kwargs {"symmetric":true,"in_batch":false}', "--warmup_ratio 100",
+               "--loss NoSuchLoss", "--loss CoSENTLoss", "--loss TripletLoss",
+               "--loss margin_mse", "--loss kl --label_column score", "--mix_by column",
                "--matryoshka_dims 1000", "--report_to nosuchtracker", "--report_to comet_ml",  # not installed
                "--model_name_or_path ./missing",
                "--mixing_weights 1 2 3", "--mixing_weights nan", "--streaming --max_steps 0", "--label_column score",

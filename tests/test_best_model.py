@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT, TRAINERS, few_or_all, launch, lines_of, metrics, train, weights, write_jsonl
 from forked import Forked
+from sentence_transformers import CrossEncoder, SentenceTransformer
 from test_resume import signal_when
 
 STEPS = 16
@@ -148,13 +149,41 @@ def test_processes_that_measure_differently_stop_together(settings, tmp_path):
     assert kept_steps(tmp_path / "out") == [3, 4] and (tmp_path / "out/model").exists()
 
 
-def test_unknown_measures(settings, tmp_path):
-    """Refused with a list of the measures; the training loss is none of them."""
-    name = "train_bi_encoder"
-    flags = [*settings[name], "--metric_for_best_model", "loss", "--output_dir", tmp_path / "out"]
-    with pytest.raises(ValueError, match="^--metric_for_best_model loss .*choose one of ") as caught:
-        train(name, *flags)
-    assert {*str(caught.value).partition("choose one of ")[2].split(", ")} == {"step", *ALL_MEASURES[name]}
+@pytest.mark.parametrize("name", TRAINERS)
+def test_unknown_measures(settings, tmp_path, monkeypatch, name):
+    """Refused before anything is evaluated, with the main measures; neither the step nor the loss is one."""
+    monkeypatch.setattr(importlib.import_module(name), "evaluate", lambda *_: pytest.fail("evaluated"))
+    for measure in ("loss", "step", MEASURES[name].replace("@10", ""), f"held_out_x_{MEASURES[name]}"):
+        flags = [*settings[name], "--metric_for_best_model", measure, "--output_dir", tmp_path / "out"]
+        with pytest.raises(
+            ValueError, match=f"^--metric_for_best_model {measure} is not measured: main .* are {MEASURES[name]}$"
+        ):
+            train(name, *flags)
+    with pytest.raises(ValueError, match="is not measured: main measures are none, as no row is held out"):
+        train(name, *flags, "--eval_rows", 0)
+    assert not (tmp_path / "out/args.yaml").exists()
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_no_measure_that_there_is_is_refused(undisturbed, static, reranker, name):
+    """Before the first evaluation: of what the library measures, or of a function, which gives names of its own. What
+    this lets pass is refused after it."""
+    script = importlib.import_module(name)
+    assert lines_of(undisturbed(name))[0].keys() - {"step"} == ALL_MEASURES[name]
+    rows = [SimpleNamespace(query=f"a {i}", documents=[f"b {i * i}"], labels=[i]) for i in range(4)]
+    if name == "train_bi_encoder":
+        model = SentenceTransformer(str(static), device="cpu")
+        evaluators = dict([script.held_out_evaluator("held_out_map", rows, None, model)])
+    else:
+        model = CrossEncoder(str(reranker), device="cpu")
+        evaluators = script.held_out_evaluators("held_out_map", rows, None, None)
+    ((main, evaluator),) = evaluators.items()
+    for measure in (*ALL_MEASURES[name], *evaluator(model), "held_out_mean", None):
+        script.check_measure(measure, {MEASURES[name]: (None, {}), main: (evaluator, {})})
+    script.check_measure("mine_too", {MEASURES[name]: (None, {}), "mine": (lambda model: {}, {})})
+    with pytest.raises(script.UserError, match="step is not measured: choose one of loss"):
+        args = script.Args(metric_for_best_model="step")
+        script.Log(args, SimpleNamespace(is_main_process=True), [{"step": 0, "loss": 1}], []).find_best()
 
 
 def test_a_best_checkpoint_that_cannot_be_read(undisturbed, settings, tmp_path):

@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 from dataclasses import dataclass, field
+from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
 
@@ -142,6 +143,10 @@ CASES = {
     "a quote that is not closed": Case({"x.csv.gz": gzip.compress((CSV + 'query,"text\n').encode())}, "x.csv.gz",
         ".*x.csv.gz: line 10: unexpected end of data: double the quotes", None, ["x.csv"],
         {"x.csv": CSV + 'query 7,"""text"\n'}, count=9, rows=[["query 7", ['"text'], []]]),
+    "lists in CSV": Case(
+        {"x.csv": "a,b,c\n" + "".join(f"query {n},['text {n}'],['wrong {n}' 'd']\n" for n in range(8))}, "x.csv",
+        "line 2: .b. has a list of texts: rewrite it by prepare_corpus.py SOURCE --output_dir D", "", columns="a b c",
+        rows=[["query 7", ["text 7", "wrong 7", "d"], []]]),
     "broken JSON": Case({"x.jsonl": '{"a": "q", "b": "t"}\n{"a": "q"\n'}, "x.jsonl",
         f".*Missing a comma .*.*{REGULAR}", None, ["x.jsonl"], {"x.jsonl": PAIRS}),
 }  # fmt: skip
@@ -219,6 +224,46 @@ def test_what_is_refused_can_be_trained_on(name, static, capsys):
     counts = [line for line in capsys.readouterr().out.splitlines() if " rows of 1 file(s)" in line]
     assert len(counts) == len(sources) or "0.jsonl" in str(case.files)
     assert json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])["step"] == 1
+
+
+UUIDS = pa.array([bytes(15) + bytes([n]) for n in range(8)], pa.binary(16))
+SECONDS = [timedelta(seconds=n + 90) for n in range(8)]
+KINDS = {  # {type: (column, the last text that is written; None: that of a field b)}
+    "JSON": (pa.ExtensionArray.from_storage(pa.json_(pa.string()), pa.array(['{"a": 1}'] * 8)), '{"a": 1}'),
+    "fixed-size binary": (pa.array([b"text %d" % n for n in range(8)], pa.binary(6)), "text 7"),
+    "UUID": (pa.ExtensionArray.from_storage(pa.uuid(), UUIDS), "00000000-0000-0000-0000-000000000007"),
+    "duration": (pa.array(SECONDS), "0:01:37"),
+    "durations": (pa.array([[second] for second in SECONDS]), "0:01:37"),
+    "list view": (pa.array([["a text"]] * 8, pa.list_view(pa.string())), "a text"),
+    "time": (pa.array([0] * 8, pa.time32("ms")), "00:00:00.000"),
+    "opaque": (pa.ExtensionArray.from_storage(pa.opaque(pa.string(), "x", "y"), pa.array(["a text"] * 8)), "a text"),
+    "run-end encoded": (pa.RunEndEncodedArray.from_arrays([3, 8], ["first", "a text"]), "a text"),
+    "decimal32": (pa.array([Decimal("1.5")] * 8, pa.decimal32(5, 2)), "1.50"),
+    "struct of UUID": (pa.StructArray.from_arrays([pa.ExtensionArray.from_storage(pa.uuid(), UUIDS)], ["b"]), None),
+}
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_type_that_is_sent_to_prepare_corpus(kind, suffix, static, capsys):
+    """Is written there as what a trainer reads; what is read in another form is said."""
+    column, expected = KINDS[kind]
+    try:
+        write(f"x.{suffix}", table(a=[row["a"] for row in PAIRS], b=column))
+    except pa.ArrowNotImplementedError:
+        pytest.skip("Parquet has no such type")
+    words = ["--columns", "a", "b", "--model_name_or_path", str(static), "--shuffle_buffer", "0", "--eval_rows", "0"]
+    for more in ([], ["--streaming", "--max_steps", "1"]):
+        with pytest.raises(
+            script.UserError, match="rewrite it by prepare_corpus.py SOURCE --output_dir DIR$"
+        ) as error:
+            script.open_data(script.parse_args(["--train_data", f"x.{suffix}", *words, *more])).sources[0].take(1)
+        assert len(str(error.value)) < 300 and "\n" not in str(error.value)
+    prepare(f"x.{suffix}", "--output_dir", "made")
+    assert "column b (" in capsys.readouterr().out
+    words[2] = "b" if expected else "b.b"
+    args = script.parse_args(["--train_data", "made/*.arrow", *words])
+    assert read(args)[-1] == ["query 7", [expected or KINDS["UUID"][1]], []]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

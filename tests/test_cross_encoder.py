@@ -282,7 +282,23 @@ def test_row_formats(suffix, way):
     assert read(as_text, "--label_column", "y") == ("listwise_ce", [(["a", "b", "c"], [1, 0])])
     teacher = ["--label_column", "y", "--loss", "margin_mse", "--loss_kwargs", '{"teacher_temperature": 1}']
     assert read([{"q": "a", "d": "b", "e": "c", "y": [3.0, 0.5]}], *teacher)[1] == [(["a", "b", "c"], [3, 0.5])]
-    assert read([{"q": "a", "d": "b", "e": "c"}], "--num_negatives", 0)[1] == [(["a", "b"], [1])]
+    with pytest.raises(script.UserError, match="--num_negatives 0: without labels, a document has nothing to be comp"):
+        read([{"q": "a", "d": "b", "e": "c"}], "--num_negatives", 0)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet", "tsv.gz"])
+@pytest.mark.parametrize("label, loss", [([1, 0], "listwise_ce"), (0.5, "bce"), (True, "bce")])
+def test_the_first_label_that_is_there_decides_the_loss(suffix, label, loss):
+    """Whatever the format, and where the first rows, or those of a whole file, have none."""
+    for number, labels in enumerate([[None] * 5 + [label], [None] * 1500 + [label] * 9]):
+        rows = [{"q": "a", "d": "b", "e": "c", "y": value} for value in labels]
+        write_rows(f"{number}.{suffix}", rows)
+        args = parse("--train_data", f"{number}.{suffix}", "--columns", *"qde", "--label_column", "y")
+        assert script.choose_loss(args) == loss
+    if suffix != "jsonl":  # in which a column of nulls is one of texts
+        write_rows(f"00.{suffix}", [row | {"y": "" if "sv" in suffix else None} for row in rows])
+        args = parse("--train_data", f"0*.{suffix}", "--columns", *"qde", "--label_column", "y")
+        assert script.choose_loss(args) == loss
 
 
 def read_pairs(pairs, *flags, first=0, **cells):

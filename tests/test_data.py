@@ -152,11 +152,12 @@ def test_text_lines_with_the_column_named_twice(streaming, suffix):
 @both_kinds
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
 def test_labels(streaming, suffix):
-    """A label is a number or a list of numbers; a list in a CSV file is JSON."""
-    for label in (lambda i: i / 8, lambda i: [i / 8, 1.0]):
+    """A label is a number, true or false, or a list of these; a list in a CSV file is JSON, or as Python prints it."""
+    for label in (lambda i: i / 8, lambda i: [i / 8, 1.0], lambda i: bool(i % 2), lambda i: (bool(i % 2), False)):
         rows = [{"score": label(i), **row} for i, row in enumerate(table(60))]
         if suffix == "csv":
-            rows = [{**row, "score": json.dumps(row["score"])} for row in rows]
+            cells = [label(i) if i % 3 else json.dumps(label(i)) for i in range(60)]  # True and true
+            rows = [{**row, "score": [*cell] if isinstance(cell, tuple) else cell} for row, cell in zip(rows, cells)]
         file = write_rows(f"{type(label(0)).__name__}.{suffix}", rows)
         source = open_source(streaming, file, shuffle_buffer=0, label_column=["score"])
         found, _ = read(source, 60)
@@ -241,7 +242,8 @@ def test_quotes_within_texts_of_csv():
 @both_kinds
 def test_labels_that_are_not_finite_numbers(streaming):
     for number, labels in enumerate([[0.5, None, float("nan"), 1.0], [[0.5, 1.0], [0.5, None], [], [1.0, 0.5]],
-                                     ["0.5", "high", None, "1.0"]]):  # fmt: skip
+                                     ["0.5", "1_3", None, "1.0"], ["[1, 1]", "[1_3, 1]", "[1, None]", "[true]"],
+                                     ["True", "yes", "", " false"]]):  # fmt: skip
         rows = [{**row, "score": label} for row, label in zip(table(4), labels)]
         file, skip = write_rows(f"{number}.jsonl", rows), {"on_bad_row": "skip", "shuffle_buffer": 0}
         found, skipped = read(open_source(streaming, file, label_column=["score"], **skip), 4)

@@ -1,6 +1,7 @@
 """Files and ids in all scripts: what is regular is read as it was written, the rest refused in one line."""
 
 import csv
+import gzip
 import re
 import shutil
 import subprocess
@@ -33,6 +34,7 @@ def small_blocks(monkeypatch, tmp_path):
 def prepare(*words):
     """Run the command that refusals name; return the files that it writes."""
     shutil.rmtree("made", ignore_errors=True)
+    prepare_corpus.print_once.cache_clear()
     prepare_corpus.main(prepare_corpus.parse_args([*words, "--output_dir", "made"]))
     return sorted(map(str, Path("made").glob("*")))
 
@@ -50,8 +52,8 @@ def mine(files, columns=()):
 
 def refusal(call, *given):
     """Return the one line of a refusal."""
-    script = {read: eval_incremental, mine: mine_negatives, prepare: prepare_corpus}.get(call, train_bi_encoder)
-    with pytest.raises((script.UserError, check_overlap.UserError, eval_incremental.UserError)) as error:
+    errors = [script.UserError for script in (*SCRIPTS.values(), prepare_corpus)]
+    with pytest.raises(tuple(errors)) as error:
         call(*given)
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -203,6 +205,83 @@ def test_the_whole_csv_file_is_checked():
         csv.writer(file, quoting=csv.QUOTE_ALL).writerows(cells)
     table = source("bom.csv", False, "question, in words", "answer").take(1)
     assert table["answer"].to_pylist() == ['a "text"\nof lines']
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("suffix", ["csv", "tsv.gz", "jsonl", "json"])
+def test_text_in_utf_16(suffix, encoding):
+    """Of Excel and PowerShell: refused by all scripts, with the command that works, also where no mark begins it."""
+    rows = [{"a": f"é {n}", "b": f"\u4e2d {n}"} for n in range(5)]
+    plain = Path(write_rows(f"plain.{suffix.removesuffix('.gz')}", rows)).read_text()
+    if suffix == "json":
+        plain = str(rows).replace("'", '"')
+    data = plain.encode(encoding)
+    file = f"x.{suffix}"
+    Path(file).write_bytes(gzip.compress(data) if file.endswith(".gz") else data)
+    command = f"prepare_corpus.py SOURCE --output_dir DIR --encoding {encoding}"
+    for script in SCRIPTS.values():
+        with pytest.raises(script.UserError, match=f"{file}: is in {encoding.upper()}: rewrite it by {command}$"):
+            script.open_files([file], False, ["a", "b"])
+    assert refusal(prepare, file).endswith(command)
+    assert ipc.open_stream(*prepare(file, "--encoding", encoding)).read_all().to_pylist() == rows
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl.gz", "parquet", "arrow", "txt"])
+def test_pointers_of_git_lfs(suffix):
+    file = f"x.{suffix}"
+    Path(file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:" + "ab" * 32 + "\nsize 123\n")
+    for script in SCRIPTS.values():
+        with pytest.raises(script.UserError, match=f"{file}: is a pointer of git-LFS, not the file: git lfs pull$"):
+            script.open_files([file], True, ["a"])
+    assert refusal(prepare, file) == f"{file}: is a pointer of git-LFS, not the file: git lfs pull"
+
+
+LIST_CELLS = {"json": '["a, \\"b\\"", "c"]', "python": "['a, \"b\"', 'c']", "numpy": "['a, \"b\"'\n 'c']",
+              "strings of numpy": "[np.str_('a, \"b\"'), np.str_('c')]"}  # fmt: skip
+BRACKETS = [
+    "[1] as cited",
+    "[a, b]",
+    '["a", 1]',
+    "['a' is a letter]",
+    "[[MASK]]",
+    "[1, 0]",
+    "['a'",
+    "a ['b']",
+    '["\\"]',
+]
+
+
+@pytest.mark.parametrize("suffix, name", [*(("csv", name) for name in LIST_CELLS), ("tsv", "json")])
+def test_lists_of_texts_in_csv(suffix, name, capsys):
+    """Refused by all scripts, as each was one text; prepare_corpus.py reads them. A text that begins with a bracket
+    is a text."""
+    file = f"x.{suffix}"
+    options = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None} if suffix == "tsv" else {}
+
+    def write(rows):
+        with open(file, "w", newline="") as lines:
+            csv.writer(lines, **options).writerows([["q", "d", "n"], *rows])
+        return file
+
+    write([["question", text, f"[{text}"] for text in BRACKETS])
+    for script in SCRIPTS.values():
+        assert script.open_files([file], False, ["d"])[:]["d"].to_pylist() == BRACKETS
+    (made,) = prepare(file)
+    assert ipc.open_stream(made).read_all()["d"].to_pylist() == BRACKETS and "that are" not in capsys.readouterr().out
+    write([["question", "a text", ""], ["question", LIST_CELLS[name], "[]"]])
+    overlap = check_overlap.parse_args(["--train_data", file, "--columns", "d", "--beir", "x"])
+    args = eval_incremental.Args(annotate=[file], columns=["q", "d"])
+    calls = [lambda: source(file, False, "q", "d"), lambda: mine_negatives.read_pairs([file], "qd"),
+             lambda: eval_incremental.read_pairs([file], "qd"), lambda: check_overlap.open_train_data(file, overlap),
+             lambda: next(eval_incremental.read_documents(args))]  # fmt: skip
+    said = rf"{file}: line \d: 'd' has a list of texts: rewrite it by prepare_corpus.py SOURCE --output_dir DIR"
+    assert all(re.search(said, refusal(call)) for call in calls)
+    (made,) = prepare(file)
+    rows = ipc.open_stream(made).read_all().to_pylist()
+    assert [row["d"] for row in rows] == [["a text"], ['a, "b"', "c"]] and [row["n"] for row in rows] == [None, []]
+    assert "column d: cells that are lists of texts, read as lists\n" in capsys.readouterr().out
+    write([["question", "['a' 'b' ... 'y' 'z']", ""]])
+    assert re.search(said, refusal(calls[0])) and "a list that NumPy has cut" in refusal(prepare, file)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "parquet", "arrow"])

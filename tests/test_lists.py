@@ -159,6 +159,20 @@ def test_scores_are_those_of_the_drawn_texts(name, limit):
     assert drawn == {text for documents in given.values() for text in documents}
 
 
+@BOTH
+@pytest.mark.parametrize("first", ["", " ", None])
+def test_a_negative_never_becomes_the_positive(name, first):
+    """Where the first text of a list, which is its positive, is empty."""
+    rows = [{"q": f"query {i}", "list": ["a", "b", ""] if i else [first, "b", "c"], "y": [3, 2, 1]} for i in range(4)]
+    flags = ["--columns", "q", "list", "--loss", "margin_mse", "--label_column", "y", "--on_bad_row", "skip"]
+    module, args, data = open_data(name, rows, *flags)
+    found, skipped = read(module, data.sources[0].take(4), data)
+    assert skipped == 1 and all((row["documents"], row["labels"]) == (["a", "b"], [3, 2]) for row in found)
+    args.on_bad_row = data.sources[0].args.on_bad_row = "error"
+    with pytest.raises(module.UserError, match="x.jsonl: 'list' has no text in the row .*query 0"):
+        read(module, data.sources[0].take(4), data)
+
+
 BAD = [({"neg_scores": [1.0]}, "non-finite numbers"), ({"pos_scores": [], "neg_scores": []}, "non-finite numbers"),
        ({"pos_scores": [1.0], "neg_scores": [1.0] * 6}, "non-finite numbers"),
        ({"neg_scores": [1.0, None, 1.0, 1.0, 1.0]}, "non-finite numbers"), ({"pos": []}, "'pos' has no text"),

@@ -239,6 +239,40 @@ def test_a_source_that_stays_continues_where_it_was(tmp_path, way):
         assert len({*numbers.values()}) == len(numbers) and numbers[f"{names['b']} 0"] == 1
 
 
+@pytest.mark.parametrize("way", [[], ["--streaming", "--max_steps", "1"]])
+def test_entries_of_one_path_are_known_by_their_own_flags(tmp_path, way):
+    """In a resume, whichever leaves; those of an eighth edition's checkpoint, or with other flags, in their order."""
+    path = str(tmp_path / "s.jsonl")
+    write_jsonl(Path(path), [{"q": f"q{i}", "p": f"p{i}", "x": f"x{i}", "y": f"y{i}"} for i in range(40)])
+    p, x, y = ({"path": path, "columns": ["q", name], "query_prompt": None} for name in "pxy")
+    more = ["--eval_rows", "0", "--shuffle_buffer", "0", "--batch_size", "4", "--columns", "q", "p", *way]
+
+    def resume(entries, weights, state=None, count=1):
+        """Return ({what the documents begin with: first row in the last batch}, state after it)."""
+        words = [entry if isinstance(entry, str) else json.dumps(entry) for entry in entries]
+        data = open_data(tmp_path, *words, more=more)
+        *_, (table, state) = islice(script.row_batches(data.sources, weights, data.sources[0].args, state), count)
+        documents = [row.documents[0] for row in script.read_rows(table, data.sources, data.lookups, 0)[0]]
+        return {text[0]: int(text[1:]) for text in documents[::-1]}, json.loads(json.dumps(state))
+
+    _, state = resume([p, x], [3, 1], count=3)  # 9 and 3 rows
+    old = json.loads(json.dumps(state))
+    old["mixture"][0] = [f"{path} 0", f"{path} 1"]
+    old["sources"] = dict(zip(old["mixture"][0], old["sources"].values()))
+    for begin in (state, old):
+        assert resume([p, x], [3, 1], begin)[0] == {"p": 9, "x": 3}
+        assert resume([p | {"weight": 3}, y | {"weight": 1}], [3, 1], begin)[0] == {"p": 9, "y": 3}
+    assert resume([x], [1], state)[0] == {"x": 3} and resume([x, p], [1, 3], state)[0] == {"x": 3, "p": 9}
+    assert resume([dict(reversed(x.items())), y], [1, 1], state)[0] == {"x": 3, "y": 9}
+    _, alone = resume([x], [1], state)
+    assert resume([x, p], [1, 1], alone)[0] == {"x": 7, "p": 9} and resume([x, y], [1, 1], alone)[0] == {
+        "x": 7,
+        "y": 0,
+    }
+    _, twice = resume([path, path], [3, 1], count=3)
+    assert resume([p, path], [1, 1], twice)[0] == {"p": 3} and resume([path, path], [1, 1], twice)[0] == {"p": 9}
+
+
 def test_held_out_are_as_many_of_each_and_at_most_a_tenth(tmp_path):
     for name, count in (("big", 1000), ("small", 60)):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"q": f"{name} {i}", "d": f"d {i}"} for i in range(count)])

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ import pyarrow.orc
 import pyarrow.parquet as pq
 import pytest
 from conftest import write_rows
-from forked import draw
+from forked import draw, merge_flags
 from matplotlib.figure import Figure
 
 SCRIPT = Path(__file__).resolve().parents[1] / "prepare_corpus.py"
@@ -475,6 +476,97 @@ def test_json_arrays(tmp_path):
         assert convert(tmp_path, tmp_path / f"{number}.json") == rows
 
 
+def test_one_object_of_json(tmp_path, capsys):
+    """Of a .json file: the rows of its only list of objects, or of its columns, as a line says. Else it is a row."""
+    columns = {name: [row[name] for row in ROWS] for name in ROWS[0]}
+    frame = {name: {str(number): cell for number, cell in enumerate(cells)} for name, cells in columns.items()}
+    data = {"version": 1, "data": ROWS, "tags": ["x"]}
+    said = ["one object: reads the 100 objects of its list 'data'", "one object, of columns: reads 100 rows"]
+    for number, (found, line) in enumerate([(data, said[0]), (frame, said[1]), (columns, said[1])]):
+        for indent in (None, 1):
+            name = f"{number}{indent}.json"
+            (tmp_path / name).write_text(json.dumps(found, indent=indent))
+            assert convert(tmp_path, tmp_path / name) == ROWS and f"{name}: {line}\n" in capsys.readouterr().out
+    row = {"q": {"text": "a"}, "p": {"text": "b"}, "more": [{"t": "x"}]}
+    for name, found in (("a.json", row | {"even": [{"t": "y"}]}), ("b.jsonl", row)):
+        write(tmp_path / name, [found])
+        assert convert(tmp_path, tmp_path / name)[0]["q.text"] == "a"
+        assert "one row, with lists: of JSON whose rows are in a list, write them first: jq" in capsys.readouterr().out
+    write(tmp_path / "two.json", [data, data])  # lines
+    assert len(convert(tmp_path, tmp_path / "two.json")) == 2
+
+
+MISSING = [("a", "b", 1), ("c", None, 2), ("d", " \t", 3), ("e", "N/A", float("nan")), ("f", "g", None)]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_rows_without_a_value(tmp_path, suffix, capsys):
+    """--drop_missing says how many it leaves out; in --filter, `not in` keeps them, and `!=` does not. The page."""
+    rows = [dict(zip(("q", "a", "s"), row)) for row in MISSING]
+    rows = [row | {"s": "" if row["q"] == "e" else row["s"]} for row in rows] if suffix == "csv" else rows
+    source = write(tmp_path / f"x.{suffix}", rows)
+
+    def kept(*flags):
+        prepare_corpus.print_once.cache_clear()
+        return "".join(row["q"] for row in convert(tmp_path, source, "--columns", "q", *flags))
+
+    assert kept("--drop_missing", "a") == "aef"
+    assert "column a: 2 rows without a value left out\n" in capsys.readouterr().out
+    assert (
+        kept("--drop_missing", "a", "s") == "a"
+        and kept("--drop_missing", "a", "--filter", "[('q', '>', 'a')]") == "ef"
+    )
+    assert (
+        kept("--filter", "[('a', 'not in', ['N/A'])]") == "acdf" and kept("--filter", "[('a', '!=', 'N/A')]") == "adf"
+    )
+    assert kept("--filter", "[('a', 'in', ['N/A', 'b'])]") == "ae" and kept("--filter", "[('a', '>', 'a')]") == "af"
+    for none in ("[('a', '!=', None)]", "[('a', 'not in', ['N/A', None])]"):
+        assert "--drop_missing leaves out rows without" in fail(
+            source, "--output_dir", tmp_path / "x", "--filter", none
+        )
+    assert fail(source, "--output_dir", tmp_path / "x", "--drop_missing", "b").startswith(
+        "--drop_missing, --split_by b: "
+    )
+
+
+def test_rows_without_a_text_in_lists(tmp_path):
+    lists = [["a"], [], None, [None, " "], ["", "b"]]
+    source = write(tmp_path / "x.jsonl", [{"n": n, "d": texts} for n, texts in enumerate(lists)])
+    assert [row["n"] for row in convert(tmp_path, source, "--drop_missing", "d")] == [0, 4]
+
+
+def test_all_rows_of_a_value_are_on_one_side(tmp_path, capsys):
+    """Which stays the same when the table grows, and if it has other columns; rows without a value are trained on."""
+
+    def split(count, *flags):
+        rows = [{"site": f"site {n % 90}" if n % 7 else None, "text": f"text {n}", "n": n} for n in range(count)]
+        out = tmp_path / f"{count}{len(flags)}"
+        run(
+            write(tmp_path / "x.parquet", rows), "--output_dir", out, "--split_by", "site", "--eval_share", 0.2, *flags
+        )
+        sides = [{row["n"]: row for row in read(out / side)} for side in ("train", "heldout")]
+        assert sides[0].keys() | sides[1].keys() == set(range(count)) and not sides[0].keys() & sides[1].keys()
+        return out, *sides
+
+    out, train, held_out = split(1000)
+    lines = capsys.readouterr().out.splitlines()
+    said = [f"{name}/ {len(side):,} rows of " for name, side in (("train", train), ("heldout", held_out))]
+    assert all(any(line.startswith(start) for line in lines) for start in said)
+    assert lines[-1].startswith(
+        f"to train on it: --train_data '{out}/train/*.arrow' --eval_data '{out}/heldout/*.arrow' --"
+    )
+    sites = [{row["site"] for row in side.values()} for side in (train, held_out)]
+    assert not sites[0] & sites[1] and None in sites[0] and 9 < len(sites[1]) < 27
+    _, _, more = split(1500, "--columns", "text", "n")
+    assert {n for n in more if n < 1000} == set(held_out) and "site" not in next(iter(more.values()))
+    source = write(tmp_path / "y.jsonl", [{"a": ["x"], "b": 1}] * 3)
+    assert (
+        fail(source, "--output_dir", tmp_path / "x", "--split_by", "a")
+        == "--split_by a: has lists, not one value a row"
+    )
+    assert "no row: set --eval_share for " in fail(source, "--output_dir", tmp_path / "x", "--split_by", "b")
+
+
 def test_columns_that_are_not_asked_for_may_be_of_any_type(tmp_path):
     unused = {"map": pa.array([[("k", "v")], None], pa.map_(pa.string(), pa.string())),
               "view": pa.array([["x"], None], pa.list_view(pa.string()))}  # fmt: skip
@@ -484,7 +576,7 @@ def test_columns_that_are_not_asked_for_may_be_of_any_type(tmp_path):
         writer.write_table(table)
     assert convert(tmp_path, source, "--columns", "q", "a") == [{"q": "a", "a": "x"}, {"q": "b", "a": "y"}]
     assert convert(tmp_path, source, "--columns", "a", "--filter", "[('q', '!=', 'a')]") == [{"a": "y"}]
-    assert "x.arrow: choose --columns without 'map': " in fail(source, "--output_dir", tmp_path / "x")
+    assert convert(tmp_path, source, "--columns", *unused)[0] == {"map": [["k", "v"]], "view": ["x"]}
 
 
 def test_values_of_csv_are_kept_as_written(tmp_path):
@@ -565,9 +657,21 @@ def test_bad_sources_are_refused_in_one_line_and_lose_nothing(tmp_path, monkeypa
 def test_bad_columns_and_filters(tmp_path):
     good, out = write(tmp_path / "good.jsonl"), tmp_path / "out"
     assert "the columns are: text, score, lang" in fail(good, "--output_dir", out, "--columns", "title")
-    for text in ("score > 1", "__import__('os').getcwd()", "[('score', '~', 1)]", "[('title', '>', 1)]",
-                 "[('lang', '>', 1)]", "[('score', '>', 7)]"):  # fmt: skip
-        assert f"--filter {text!r}" in fail(good, "--output_dir", out, "--filter", text)
+    lists = write(tmp_path / "lists.jsonl", [{"text": ["a", "b"], "lang": "en"}])
+    for source, text in [
+        (good, "score > 1"),
+        (good, "__import__('os').getcwd()"),
+        (good, "[('score', '~', 1)]"),
+        (good, "[('title', '>', 1)]"),
+        (good, "[('lang', '>', 1)]"),
+        (good, "[('score', '>', 7)]"),
+        (lists, "[('text', '!=', 'a')]"),
+        (good, "~pc.field('lang').is_null()"),
+        (good, "[('a', 1)]"),
+    ]:
+        message = fail(source, "--output_dir", out, "--filter", text)
+        assert f"--filter {text!r}" in message and not re.search("kernel|malformed|ast[.]|Traceback|FieldRef", message)
+        assert "7" in text or "a list of (column, operator, value), by = != < >" in message
     assert not out.exists()
 
 
@@ -575,6 +679,9 @@ WRONG_FLAGS = {
     "a.csv": "require --output_dir",
     "a.csv --output_dir x --rows_per_shard 0": "must be above 0",
     "--filter []": "require SOURCE",
+    "--split_by a": "require SOURCE",
+    "a.csv --output_dir x --split_by a --eval_share 1": "must be above 0, the last below 1",
+    "a.csv --length_report --model_name_or_path x --drop_missing a": "without flags that choose rows",
     "a.csv --ir_dataset beir/scifact": "excludes",
     "a.csv --length_report": "--length_report requires",
     "a.csv --output_dir s3://b/x": "must be a local folder; copy it when it is complete: aws s3 cp --recursive F",
@@ -639,23 +746,39 @@ def test_length_report(tmp_path, bert, rows, capsys, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", draw)
     source = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist([{**row, "number": i} for i, row in enumerate(rows)]), source)
-    flags = ["--length_report", "--model_name_or_path", bert, "--output_dir", tmp_path / "out", "--max_length", 100]
+    flags = ["--model_name_or_path", bert, "--output_dir", tmp_path / "out", "--max_length", 100, "--length_report"]
 
     def report(*argv):
-        run(*argv, *flags)
+        run(argv[0], *merge_flags([*flags, *argv[1:]]))
         return json.loads((tmp_path / "out/lengths.json").read_text())
 
     metadata, tokenizer = report(source), AutoTokenizer.from_pretrained(bert)
-    lengths = {name: [min(100, len(tokenizer(row[name])["input_ids"])) for row in rows] for name in rows[0]}
+    lengths = {name: [len(tokenizer(row[name])["input_ids"]) for row in rows] for name in rows[0]}
     assert set(metadata["columns"]) == {"docstring", "code"} and metadata["texts"] == 2 * len(rows)
     assert metadata["tokens"] == sum(map(sum, lengths.values()))
     assert metadata["columns"]["code"]["max"] == max(lengths["code"])
     assert metadata["columns"]["docstring"]["95%"] == pytest.approx(np.percentile(lengths["docstring"], 95))
-    flat = np.sort(lengths["docstring"] + lengths["code"])
-    longest = metadata["advice"]["max_length"]  # a multiple of 8 that truncates at most the longest 1 %
-    assert np.mean(flat <= longest) >= 0.99 > np.mean(flat <= longest - 8)
+    flat = np.sort(lengths["docstring"] + lengths["code"])  # not truncated
+    assert metadata["limit"] == metadata["advice"]["max_length"] == 100 and flat[-1] > 500
+    assert metadata["share_beyond_limit"] == pytest.approx(np.mean(flat > 100)) and np.mean(flat > 100) > 0.1
     assert (tmp_path / "out/lengths.png").read_bytes()[:4] == b"\x89PNG"
-    assert f"try --max_length {longest}; see " in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert (
+        f"; {np.mean(flat > 100):.1%} exceed the limit of 100\ntry --max_length 100, that limit; see " in captured.out
+    )
+    longest = report(source, "--max_length", "512")["advice"]["max_length"]  # which truncates at most 1 %
+    assert np.mean(flat <= longest) >= 0.99 > np.mean(flat <= longest - 8)
+    out = capsys.readouterr().out
+    assert f"99 % of the texts have at most {longest} tokens; " in out and f"try --max_length {longest}; see " in out
+    model = shutil.copytree(bert, tmp_path / "model")
+    own = ["--model_name_or_path", model, "--output_dir", tmp_path / "own"]
+    for file, key, limit in (
+        ("config.json", "max_position_embeddings", 99),
+        ("sentence_bert_config.json", "max_seq_length", 77),
+    ):
+        (model / file).write_text(json.dumps(json.loads((model / file).read_text()) | {key: limit}))
+        run(source, "--length_report", *own)
+        assert json.loads((tmp_path / "own/lengths.json").read_text())["limit"] == limit
     # Not of the first rows alone, which are the shortest; of any format, and of lists with nulls.
     growing = write(tmp_path / "growing.orc", [{"text": "word " * (number // 50)} for number in range(2500)])
     everything, sample = (report(growing, "--sample", size)["columns"]["text"] for size in ("2500", "500"))

@@ -2,8 +2,10 @@
 negative nor its own wrong answer; CSV rows that a line break has cut are refused."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -63,6 +65,76 @@ def test_texts_of_other_ids_may_be_equal():
     assert sorted(rows[1].documents[1:]) == ["Query  0", "b"] and rows[1].labels == [1, 0, 0]
     graded = [train_cross_encoder.Row("q", ["a", "A ", "b"], [1.0, 0.0, 0.0])]
     assert train_cross_encoder.held_out_samples(graded, args)[0]["negative"] == ["b"]
+
+
+@pytest.mark.parametrize("kind", ["texts", "lists", "ids", "lists of ids"])
+def test_a_positive_of_another_row_is_not_a_negative(kind):
+    """Of random batches of a cross-encoder, whatever its form or id, given or drawn, read by one process or by two;
+    every other negative that is given stays. Of a list, also the positives that are not drawn."""
+    random = np.random.default_rng(0)
+    forms = [str.upper, lambda text: f" {text}", lambda text: text.replace(" ", "  "), str]
+    distinct = [f"q {n}" for n in range(8)] + [f"d {n}" for n in range(12)]
+    texts = {f"{text} {i}": form(text) for text in distinct for i, form in enumerate(forms)}
+    has_ids = "ids" in kind
+    lookup = SimpleNamespace(texts=lambda ids: list(map(texts.get, ids))) if has_ids else None
+    flags = ["--corpus", "x", "--queries", "x"] * has_ids + ["--num_negatives", "3"]
+    args = train_cross_encoder.parse_args([*REQUIRED.split()[:-3], "--columns", *"qpn", *flags])
+    source = SimpleNamespace(args=train_cross_encoder.resolve_source_args(args), name="x")
+    data = SimpleNamespace(sources=[source], lookups=[lookup, lookup])
+
+    def choose(letter, count):
+        keys = random.choice([key for key in texts if key[0] == letter], count).tolist()
+        return keys if has_ids else list(map(texts.get, keys))
+
+    def folded(keys):
+        return [script.fold(texts[key] if has_ids else key) for key in keys]
+
+    replaced = 0
+    for number in range(40):
+        sizes = [1 + ("lists" in kind) * random.integers(3) for _ in range(9)]
+        columns = {"q": choose("q", 9), "p": [choose("d", size) for size in sizes],
+                   "n": [choose("d", random.integers(4)) for _ in sizes]}  # fmt: skip
+        numbers = {script.SOURCE: [0] * 9, script.NUMBER: [f"0 {number * 9 + row}" for row in range(9)]}
+        table = pa.table(columns | numbers)
+        parts = [[*range(9)], [0, 2, 4, 6, 8], [1, 3, 5, 7]]
+        rows, *shares = [train_cross_encoder.local_rows(table, part, 0, data, args)[0] for part in parts]
+        for part, share in zip(parts[1:], shares):
+            assert [row.documents for row in share] == [rows[place].documents for place in part]
+        known = {}
+        for query, positives in zip(folded(columns["q"]), columns["p"]):
+            known.setdefault(query, {query}).update(folded(positives))
+        for row, query, given in zip(rows, folded(columns["q"]), columns["n"]):
+            kept = [text for text in folded(given) if text not in known[query]]
+            negatives = list(map(script.fold, row.documents[1:]))
+            assert negatives == kept or not (kept or set(negatives) & known[query])
+            assert row.labels == [1] + [0] * len(negatives)
+            replaced += bool(given and negatives) and not kept
+    assert replaced > 5
+
+
+def test_known_positives_of_held_out_and_of_labelled_rows(static, monkeypatch):
+    """Held-out rows rank no positive of another one as wrong; labels of a row count, for it and for others."""
+    args = train_cross_encoder.parse_args([*REQUIRED.split()[:-3], "--columns", *"qpn", "--loss", "bce"])
+    labelled = replace(args, label_column=["s"])
+    sources = [SimpleNamespace(args=part, name="x", index=n, label="x") for n, part in enumerate((args, labelled))]
+    cells = [
+        {"q": "a", "p": "one", "n": "two", "s": None},
+        {"q": "A ", "p": "TWO", "n": "three", "s": None},
+        {"q": "a", "p": "one", "n": "three", "s": [0, 1]},
+        {"q": "b", "p": "one", "n": "four", "s": None},
+    ]
+    numbers = [{script.SOURCE: int(bool(row["s"])), script.NUMBER: f"0 {n}"} for n, row in enumerate(cells)]
+    table = pa.Table.from_pylist([row | number for row, number in zip(cells, numbers)])  # fmt: skip
+    data = SimpleNamespace(sources=sources, lookups=[None, None])
+    rows, _ = train_cross_encoder.local_rows(table, [0, 1, 2, 3], 0, data, args)
+    assert [row.documents[0] for row in rows] == ["one", "TWO", "one", "one"]
+    assert [set(row.documents[1:]) for row in rows] == [{"four"}, {"four"}, {"three"}, {"four"}]
+    assert rows[2].labels == [0, 1]
+    ranked = train_cross_encoder.read_rows(table.take([0, 1, 3]), sources, [None, None], 0)[0]
+    monkeypatch.setattr(train_cross_encoder, "CrossEncoderRerankingEvaluator", lambda samples, **_: samples)
+    data = SimpleNamespace(held_out=[(sources[0], ranked)], lookups=[None, None])
+    ((samples, _),) = train_cross_encoder.open_evaluators(data, None, args).values()
+    assert [sample["negative"] for sample in samples] == [["four"], ["three"], ["four"]]
 
 
 def test_a_query_is_not_its_own_negative():

@@ -25,6 +25,7 @@ PROMPTS = {  # "passage" is another name of "document"
     "bi_encoder": {"prompts": {"query": "find: ", "passage": "a function: "}},
     "cross_encoder": {"prompts": {"find": "find: "}, "default_prompt_name": "find"},
 }
+FOUR = ["--columns", "docstring", "code", "wrong", "more"]
 TWO_ENCODERS = """    encoders = [SentenceTransformer(args.model_name_or_path, device="cpu") for _ in range(2)]
     router = Router.for_query_document(*map(list, encoders))
     model = SentenceTransformer(modules=[router], device="cpu").float()
@@ -49,12 +50,13 @@ def folder(tmp_path_factory, rows, bert):
         file = folder / name / "config_sentence_transformers.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | PROMPTS[name]))
     codes = [f"# {number}\n{row['code']}" for number, row in enumerate(rows)]  # distinct: ties rank differently
-    columns = [row["docstring"] for row in rows], codes, codes[7:] + codes[:7]
-    triples = [dict(zip(("docstring", "code", "wrong"), texts)) for texts in zip(*columns)]
+    columns = [row["docstring"] for row in rows], codes, codes[7:] + codes[:7], codes[9:] + codes[:9]
+    triples = [dict(zip(FOUR[1:], texts)) for texts in zip(*columns)]
     # In a batch, and not among the first 60 rows, texts that differ in white space and case alone, and equal ones.
     triples[70]["code"] = triples[74]["code"].upper().replace(" ", "\n") + "\n"
     triples[71]["docstring"] = " " + triples[77]["docstring"].lower()
     triples[73]["code"] = triples[78]["code"]
+    triples[77]["more"] = triples[71]["code"] + " "  # that of the same query: no negative of it
     pq.write_table(pa.Table.from_pylist(triples), folder / "a.parquet")
     (folder / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in triples[::-1]))
     return folder
@@ -107,18 +109,19 @@ def trained(folder, tmp_path_factory):
     return run
 
 
-CASES = [(KINDS[0], []), (KINDS[1], []), (KINDS[1], ["--loss", "bce"])]
+CASES = [(KINDS[0], []), (KINDS[1], FOUR), (KINDS[1], [*FOUR, "--loss", "bce"])]
 WAYS = [(1, 10**6), (2, 0)]  # the first is also that of test_streamed_with_held_out_rows
 
 
 @pytest.mark.parametrize("case, way", few_or_all([(CASES[0], WAYS[0]), *product(CASES, WAYS[1:])], CASES, WAYS))
 def test_losses_and_norms_equal_the_trainers(folder, trained, tmp_path, case, way):
-    """On 1 and 2 processes, which do not divide the batch; with and without gradient cache."""
+    """On 1 and 2 processes, which do not divide the batch; with and without gradient cache; also of rows of which one
+    has fewer negatives, as a given one is a known positive."""
     (kind, loss), (processes, max_tokens) = case, way
     more = [*loss, "--max_graph_tokens", max_tokens]
     launch(ROOT / f"templates/{kind}.py", *flags(kind, folder, tmp_path / "out", *more), processes=processes)
     assert_equal_runs(tmp_path / "out", trained(kind, *loss))
-    if loss:  # the saved model predicts probabilities
+    if "bce" in loss:  # the saved model predicts probabilities
         model = CrossEncoder(str(tmp_path / "out/model"), device="cpu")
         assert isinstance(model.activation_fn, torch.nn.Sigmoid)
 
@@ -202,8 +205,8 @@ def test_a_file_of_fewer_rows_than_are_held_out(folder, rows, tmp_path, kind):
         template.main(args)
 
 
-def test_no_document_of_an_equal_query_is_drawn():
-    """As in the trainer, texts that differ in white space or case are one."""
+def test_no_document_of_an_equal_query_is_a_negative():
+    """Drawn or given. As in the trainer, texts that differ in white space or case are one."""
     template = load_template("cross_encoder")
     texts = [("a query", "one"), ("A  query", "two"), ("another", "THREE"), ("more", "three "), ("last", "four")]
     args = template.Args([], ["query", "document"], "out")
@@ -215,6 +218,11 @@ def test_no_document_of_an_equal_query_is_drawn():
         assert "three" not in drawn[2] | drawn[3]
     rows = ({"query": query, "document": document} for query, document in texts[2:])
     assert [len(row) for row in template.read_batch(rows, 5, 9, 0, {}, args).texts] == [3, 3, 3]  # of two texts
+    given = [("a query", "one", "TWO ", "three"), ("A  query", "two", "four", "one"), ("b", "two", "a", "one")]
+    args.columns = ["query", "document", "n1", "n2"]
+    batch = template.read_batch((dict(zip(args.columns, texts)) for texts in given), 3, 9, 0, {}, args)
+    assert batch.texts == [["a query", "one", "three"], ["A  query", "two", "four"], ["b", "two", "a", "one"]]
+    assert batch.labels.nan_to_num(-1).tolist() == [[1, 0, -1], [1, 0, -1], [1, 0, 0]]
 
 
 def test_alone_in_an_empty_folder(folder, tmp_path):
