@@ -1,11 +1,13 @@
-"""The scripts import where modules of Unix are absent, and ask a device for what it can say."""
+"""The scripts run without modules of Unix and classes of older Pythons, and ask a device for what it can say."""
 
+import ast
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, launch
 
+import eval_incremental
 import train_bi_encoder as script
 
 # tests/preload.py has imported the libraries, but not those of Unix that only a script would import.
@@ -26,6 +28,15 @@ def test_scripts_import_without_modules_of_unix(tmp_path):
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER.format(root=str(ROOT)))
     assert len(launch(driver).stdout.splitlines()) == 7
+
+
+def test_measures_are_parsed_without_what_python_3_14_removed(monkeypatch):
+    for name in ("Num", "Str", "NameConstant"):
+        monkeypatch.delattr(ast, name, raising=False)
+    names = ["nDCG@10", "RR", "P(rel=2)@5", "nDCG(dcg='exp-log2')@20", "AP(judged_only=True)@3"]
+    assert [eval_incremental.measure_depth(name) for name in names] == [10, 1000, 5, 20, 1000]
+    with pytest.raises(eval_incremental.UserError, match="^--metrics P@x: "):
+        eval_incremental.measure_depth("P@x")
 
 
 def test_a_device_that_counts_no_memory_is_not_asked_for_its_peak(monkeypatch):
