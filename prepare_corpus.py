@@ -936,7 +936,8 @@ def count_tokens(rows, args):
     limits = [tokenizer.model_max_length, 2**20]
     for name, key in ("sentence_bert_config.json", "max_seq_length"), ("config.json", "max_position_embeddings"):
         with suppress(OSError):  # not all models have it
-            found = json.loads(Path(cached_file(args.model_name_or_path, name)).read_text()).get(key) or 0
+            config = Path(cached_file(args.model_name_or_path, name)).read_text(encoding="utf-8")
+            found = json.loads(config).get(key) or 0
             limits += [found] * (found > 0)  # XLNet has -1
     tokenizer.model_max_length = 2**40  # else it warns
     lengths = defaultdict(list)

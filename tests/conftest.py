@@ -1,5 +1,6 @@
 """Shared fixtures and helpers: a small corpus of real text, tiny models, and launches of the scripts."""
 
+import ast
 import gc
 import importlib
 import io
@@ -14,6 +15,7 @@ import sys
 import tempfile
 from collections import Counter
 from contextlib import closing
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 
@@ -222,22 +224,10 @@ def write_beir(folder, documents, queries, judgments, split="test"):
 @pytest.fixture(scope="session")
 def rows():
     """Up to 600 (docstring, code) pairs of varied length, from functions of the standard library."""
-    import argparse  # noqa: E401, I001 # fmt: skip
-    import ast
-    import asyncio
-    import collections
-    import difflib
-    import email
-    import inspect
-    import logging
-    import pathlib
-    import tarfile
-    import turtle
-    import zipfile
-
+    names = "argparse asyncio collections difflib email logging pathlib tarfile turtle zipfile"
     pairs = {}
-    for module in (argparse, asyncio, collections, difflib, email, logging, pathlib, tarfile, turtle, zipfile):
-        for node in ast.walk(ast.parse(inspect.getsource(module))):
+    for name in names.split():  # not imported: turtle requires tkinter, a package of its own in Debian and Ubuntu
+        for node in ast.walk(ast.parse(Path(find_spec(name).origin).read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
                 node.body = node.body[1:] or [ast.Pass()]
                 pairs.setdefault(" ".join(text.split("\n\n")[0].split()), ast.unparse(node)[:1500])

@@ -129,6 +129,26 @@ def test_readme_is_short_and_complete():
     assert os.access(ROOT / ".ci/run", os.X_OK)
 
 
+def test_files_of_a_public_project():
+    """The workflow, the hooks, the citation and the picture say what the Makefile, the versions and README say."""
+    readme, makefile = ((ROOT / name).read_text() for name in ("README.md", "Makefile"))
+    jobs = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())["jobs"]
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    targets = [command[5:] for command in commands if command.startswith("make ")]
+    assert targets and all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
+    checks = [command for command in commands if command.startswith("ruff ")]
+    assert checks == re.findall(r"^\t\$\(BIN\)/(ruff .+)$", makefile, re.M)
+    oldest, newest = jobs["tests"]["strategy"]["matrix"]["python"]
+    assert f"Python {oldest} to {newest}" in readme and f">={oldest}" in (ROOT / "train_bi_encoder.py").read_text()
+    (hooks,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    installed = {package for hook in hooks["hooks"] for package in hook["additional_dependencies"]}
+    assert installed == set(re.findall("^ruff==.+$", (ROOT / "constraints.txt").read_text(), re.M))
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert readme.startswith(f"# {citation['title']}\n") and f"{citation['license'].replace('-', ' ')}." in readme
+    (picture,) = re.findall(r"^!\[.{40,}\]\((.+)\)$", readme[: readme.index("\n## ")], re.M)
+    assert (ROOT / picture).stat().st_size <= 150_000
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_dependency_header(name):
     """The header for `uv run` lists every package that the script imports, bounded as in requirements.txt."""

@@ -97,7 +97,7 @@ def test_formats_equal_those_of_the_library(embedded, bert, beir, tmp_path, form
     # Where the script writes scores, too, the library writes them instead of labels.
     own = [[value for name, value in row.items() if name not in ("score", "scores")] for row in rows]
     own, expected = (Counter(map(str, part)) for part in (own, [list(row.values()) for row in found]))
-    assert len(rows) == len(found) > 20 and (own & expected).total() > 0.9 * len(rows)
+    assert len(rows) == len(found) > 15 and (own & expected).total() > 0.9 * len(rows)
     assert max(own.values()) == 1  # each pair once, also those of the query with two positives
     if form == "labeled-list":
         assert {len(row["documents"]) for row in rows} == ({2, 3, 4} if range_max == 5 else {4})

@@ -1,8 +1,12 @@
-"""The scripts import where modules of Unix are absent, and ask a device for what it can say."""
+"""The scripts run without modules of Unix and classes of older Pythons, and ask a device for what it can say."""
 
+<<<<<<< HEAD
 import json
 import locale
 from pathlib import Path
+=======
+import ast
+>>>>>>> habits
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +15,12 @@ import yaml
 from conftest import ROOT, launch, write_jsonl
 
 import eval_incremental
+<<<<<<< HEAD
 import train_bi_encoder
 import train_cross_encoder
+=======
+import train_bi_encoder as script
+>>>>>>> habits
 
 # tests/preload.py has imported the libraries, but not those of Unix that only a script would import.
 DRIVER = """
@@ -32,6 +40,15 @@ def test_scripts_import_without_modules_of_unix(tmp_path):
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER.format(root=str(ROOT)))
     assert len(launch(driver).stdout.splitlines()) == 7
+
+
+def test_measures_are_parsed_without_what_python_3_14_removed(monkeypatch):
+    for name in ("Num", "Str", "NameConstant"):
+        monkeypatch.delattr(ast, name, raising=False)
+    names = ["nDCG@10", "RR", "P(rel=2)@5", "nDCG(dcg='exp-log2')@20", "AP(judged_only=True)@3"]
+    assert [eval_incremental.measure_depth(name) for name in names] == [10, 1000, 5, 20, 1000]
+    with pytest.raises(eval_incremental.UserError, match="^--metrics P@x: "):
+        eval_incremental.measure_depth("P@x")
 
 
 def test_a_device_that_counts_no_memory_is_not_asked_for_its_peak(monkeypatch):
