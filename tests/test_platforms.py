@@ -1,12 +1,9 @@
 """The scripts run without modules of Unix and classes of older Pythons, and ask a device for what it can say."""
 
-<<<<<<< HEAD
+import ast
 import json
 import locale
 from pathlib import Path
-=======
-import ast
->>>>>>> habits
 from types import SimpleNamespace
 
 import pytest
@@ -15,12 +12,8 @@ import yaml
 from conftest import ROOT, launch, write_jsonl
 
 import eval_incremental
-<<<<<<< HEAD
 import train_bi_encoder
 import train_cross_encoder
-=======
-import train_bi_encoder as script
->>>>>>> habits
 
 # tests/preload.py has imported the libraries, but not those of Unix that only a script would import.
 DRIVER = """
