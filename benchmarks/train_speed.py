@@ -15,6 +15,7 @@ loss shows that all do the same work. Memory is the peak of each process, import
 """
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -79,19 +80,20 @@ def train_peer(args):
                 "MultiVectorEncoder": multi_vector_encoder, "CrossEncoder": cross_encoder}  # fmt: skip
     prefix = "CrossEncoder" if args.cross_encoder else args.model_type
     package = packages[prefix]
+    losses = importlib.import_module(f"{package.__name__}.losses")
     cached = "Cached" * bool(options)
     if args.cross_encoder:
         model = cross_encoder.CrossEncoder(args.model, device="cpu", num_labels=1)
-        loss = cross_encoder.losses.BinaryCrossEntropyLoss(model)
+        loss = losses.BinaryCrossEntropyLoss(model)
     else:
         model = getattr(sentence_transformers, prefix)(args.model, device="cpu")
         if prefix == "SparseEncoder":
-            inner = package.losses.SparseMultipleNegativesRankingLoss(model)
+            inner = losses.SparseMultipleNegativesRankingLoss(model)
             weights = {"query_regularizer_weight": 5e-5, "document_regularizer_weight": 3e-5}
-            loss = getattr(package.losses, f"{cached}SpladeLoss")(model, inner, **weights, **options)
+            loss = getattr(losses, f"{cached}SpladeLoss")(model, inner, **weights, **options)
         else:
             name = "MultiVector" * (prefix == "MultiVectorEncoder") + "MultipleNegativesRankingLoss"
-            loss = getattr(package.losses, cached + name)(model, **options)
+            loss = getattr(losses, cached + name)(model, **options)
     model.max_seq_length = args.max_length
     settings = getattr(package, f"{prefix}TrainingArguments")(
         args.output, num_train_epochs=1, per_device_train_batch_size=args.batch_size // accumulate, use_cpu=True,
