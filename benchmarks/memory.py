@@ -5,15 +5,18 @@
     python benchmarks/memory.py queries --sizes 40000 --dimensions 1024 [--folder /tmp/mq] [--scripts ANOTHER_CHECKOUT]
     python benchmarks/memory.py queries --sizes 1000000 --documents 100000
     python benchmarks/memory.py convert --sizes 2000000
+    python benchmarks/memory.py gathered --sizes 16 1024
 
 rows: train_bi_encoder.py trains a small static model for --steps steps on Parquet files of so many short rows, mapped
 (the first run makes the Arrow table) and as a stream; then the seconds to open a file, and from there to the first
 batch after 98 % of its rows. documents: eval_incremental.py encodes so many short documents, and reads them from its
 cache. queries: it ranks and measures so many queries by a model of --dimensions, reads a run file of them, and
 mine_negatives.py mines from it; a run file of 1,000,000 x 100 has 3.8 GB. convert: prepare_corpus.py reads a table of
-so many rows of 110 bytes, and a tenth of them by --filter. RSS is the peak of the whole process, to its end, as
-/usr/bin/time -v prints it, with libraries and pages of mapped files; "anonymous" is without them (RssAnon, seen every
-20 ms). Medians over the rounds. Writes memory.json.
+so many rows of 110 bytes, and a tenth of them by --filter. gathered: two processes train three steps on batches of so
+many pairs of texts of 300 tokens, by tiny models: dense, sparse with 30,522 words, and multi-vector with 128 numbers
+a token, whose embeddings all processes gather; RSS is that of the larger process. RSS is the peak of the whole
+process, to its end, as /usr/bin/time -v prints it, with libraries and pages of mapped files; "anonymous" is without
+them (RssAnon, seen every 20 ms). Medians over the rounds. Writes memory.json.
 """
 
 import argparse
@@ -119,7 +122,8 @@ def resume_seconds(flags, row):
     data = script.open_data(args)
     opened = time.perf_counter()
     position = {"taken": row, "window": row // args.shuffle_buffer, "used": 1}
-    state = {"sources": {f"{data.sources[0].name} 0": position}, "mixture": None}
+    key = f"{data.sources[0].name} 0"
+    state = {"sources": {key: position}, "mixture": [[key], None, None, None]}
     next(script.row_batches(data.sources, data.weights, args, state))
     return {"open_seconds": opened - started, "first_batch_seconds": time.perf_counter() - opened}
 
@@ -208,9 +212,59 @@ def measure_convert(args, folder, count):
             yield f"{kind}, {name}", measure(args, script, *words)
 
 
+def measure_gathered(args, folder, batch_size):
+    """Yield (name, figures) of trainings on two processes, by the type of the model."""
+    from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast
+
+    words = [f"word{number}" for number in range(30_517)]
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]))
+    BertTokenizerFast(str(folder / "vocab.txt"), model_max_length=300).save_pretrained(folder / "model")
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    BertForMaskedLM(BertConfig(vocab_size=30_522, **shape)).save_pretrained(folder / "model")
+    generator = np.random.default_rng(0)
+
+    def columns_of(numbers):
+        return [[" ".join(f"word{n}" for n in generator.integers(0, 30_517, 300)) for _ in numbers] for _ in TEXTS]
+
+    write_parquet(folder / "rows.parquet", 3 * batch_size, TEXTS, columns_of)
+    for kind in ("SentenceTransformer", "SparseEncoder", "MultiVectorEncoder"):
+        flags = ["--model_name_or_path", folder / "model", "--model_type", kind, "--columns", *TEXTS.names]
+        flags += [
+            "--train_data",
+            folder / "rows.parquet",
+            "--batch_size",
+            batch_size,
+            "--max_steps",
+            3,
+            "--eval_rows",
+            0,
+        ]
+        flags += ["--save_steps", 0, "--output_dir", folder / kind]
+        command = [sys.executable, args.scripts / "train_bi_encoder.py", *flags]
+        started = time.perf_counter()
+        processes = []
+        for rank in range(2):
+            place = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": 2,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": 29577,
+            }
+            environment = os.environ | {name: str(value) for name, value in place.items()}
+            environment |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+            said = {"stdout": args.said, "stderr": args.said}
+            processes.append(subprocess.Popen(list(map(str, command)), env=environment, **said))
+        ended = [os.wait4(process.pid, 0) for process in processes]
+        if any(status for _, status, _ in ended):
+            sys.exit(Path(args.said.name).read_text()[-2000:])
+        peak = max(usage.ru_maxrss for *_, usage in ended) / 1e6
+        yield kind, {"rss_gb": peak, "seconds": time.perf_counter() - started}
+
+
 def main():
     measures = {"rows": measure_rows, "documents": measure_documents, "queries": measure_queries,
-                "convert": measure_convert}  # fmt: skip
+                "convert": measure_convert, "gathered": measure_gathered}  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=measures)
     parser.add_argument("--sizes", type=int, nargs="+", required=True)
