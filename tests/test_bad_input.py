@@ -295,11 +295,11 @@ def test_eval_data_with_other_columns(flags, refusal, way):
         message = refusal(given, "--eval_data", name)
         entry = json.dumps({"path": name, "columns": ["a", "b"]})
         assert f"{name}: has no column [" in message
-        assert f"]: an entry may have its own, --eval_data '{entry}', or na" in message
+        assert f"]: an entry may have its own, '{entry}', or na" in message
         entry = entry.replace('["a", "b"]', json.dumps(columns))
         train(given, "--eval_data", entry, "--output_dir", name.partition(".")[0])
     if way == "mapped":
-        assert ": an entry may have its own, --train_data '{" in refusal(given, "--train_data", mined, other)
+        assert ": an entry may have its own, '{" in refusal(given, "--train_data", mined, other)
         assert "its own" not in refusal(given, "--train_data", other)
 
 
