@@ -2,16 +2,20 @@
 
     python benchmarks/train_speed.py MODEL_FOLDER SOURCE [--rows 256] [--rounds 2] [--cached 16] [--cached_tokens 1024]
     python benchmarks/train_speed.py MODEL_FOLDER SOURCE --cross_encoder [--rows 256] [--rounds 1]
+    python benchmarks/train_speed.py MODEL_FOLDER SOURCE --model_type SparseEncoder [or MultiVectorEncoder]
 
 Every side trains one epoch over the same rows in a process of its own. Bi-encoders: train_bi_encoder.py, and
 SentenceTransformerTrainer with its plain loss and with its cached one, in mini-batches of so many texts or tokens.
---cross_encoder: binary cross-entropy of labelled pairs, half of them with the document of another row, by
-train_cross_encoder.py, by CrossEncoderTrainer, and by the latter with a batch accumulated from --accumulate smaller
-ones, which pad less. Rates are rows over the seconds of all steps but the first, medians over the rounds; ratios are
-within a round. The mean loss shows that all do the same work. Writes train_speed.json.
+--model_type: a SparseEncoder with FLOPS, or a MultiVectorEncoder, made of a dense model (new weights of words, or a
+new projection), beside SparseEncoderTrainer or MultiVectorEncoderTrainer and their losses. --cross_encoder: binary
+cross-entropy of labelled pairs, half of them with the document of another row, by train_cross_encoder.py, by
+CrossEncoderTrainer, and by the latter with a batch accumulated from --accumulate smaller ones, which pad less. Rates
+are rows over the seconds of all steps but the first, medians over the rounds; ratios are within a round. The mean
+loss shows that all do the same work. Memory is the peak of each process, imports included. Writes train_speed.json.
 """
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -24,33 +28,44 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
+def run(command, **options):
+    """Run a command; return (standard output, peak of its resident memory in GB)."""
+    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True, **options)
+    output = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0, command
+    return output, usage.ru_maxrss * 1024 / 1e9
+
+
 def ours(args, rows, columns, folder):
-    """Return (rows a second, mean loss) of our trainer."""
+    """Return (rows a second, mean loss, peak memory) of our trainer."""
     script = f"train_{'cross' if args.cross_encoder else 'bi'}_encoder.py"
     command = [sys.executable, ROOT / script, "--model_name_or_path", args.model, "--train_data", rows, "--columns",
                *columns, "--batch_size", args.batch_size, "--max_length", args.max_length, "--eval_rows", 0,
                "--logging_steps", 1, "--output_dir", folder, "--save_steps", 0]  # fmt: skip
     command += ["--label_column", "label"] if args.cross_encoder else []
     environment = {**os.environ, "ACCELERATE_MIXED_PRECISION": args.mixed_precision}  # as `accelerate launch` does
-    subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr, env=environment)
+    _, memory = run(command, env=environment)
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     seconds = sum(args.batch_size / line["rows_per_second"] for line in lines[1:])
-    return (len(lines) - 1) * args.batch_size / seconds, statistics.mean(line["loss"] for line in lines)
+    return (len(lines) - 1) * args.batch_size / seconds, statistics.mean(line["loss"] for line in lines), memory
 
 
 def peer(args, rows, folder, options):
     """Return the same of the library's trainer; options: of its cached loss, or {"accumulate": batches}."""
     command = [sys.executable, __file__, args.model, rows, "--peer", json.dumps(options), "--output", folder,
                "--batch_size", args.batch_size, "--max_length", args.max_length, "--mixed_precision",
-               args.mixed_precision, *["--cross_encoder"] * args.cross_encoder]  # fmt: skip
-    done = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True)
-    return tuple(json.loads(done.stdout.splitlines()[-1]))
+               args.mixed_precision, "--model_type", args.model_type,
+               *["--cross_encoder"] * args.cross_encoder]  # fmt: skip
+    output, memory = run(command)
+    return *json.loads(output.splitlines()[-1]), memory
 
 
 def train_peer(args):
     """In a process of its own: train one epoch and print [rows a second, mean loss]."""
+    import sentence_transformers
     from datasets import load_dataset
-    from sentence_transformers import cross_encoder, sentence_transformer
+    from sentence_transformers import cross_encoder, multi_vector_encoder, sentence_transformer, sparse_encoder
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
@@ -61,15 +76,24 @@ def train_peer(args):
 
     options = json.loads(args.peer)
     accumulate = options.pop("accumulate", 1)
-    package = cross_encoder if args.cross_encoder else sentence_transformer
-    prefix = "CrossEncoder" if args.cross_encoder else "SentenceTransformer"
+    packages = {"SentenceTransformer": sentence_transformer, "SparseEncoder": sparse_encoder,
+                "MultiVectorEncoder": multi_vector_encoder, "CrossEncoder": cross_encoder}  # fmt: skip
+    prefix = "CrossEncoder" if args.cross_encoder else args.model_type
+    package = packages[prefix]
+    losses = importlib.import_module(f"{package.__name__}.losses")
+    cached = "Cached" * bool(options)
     if args.cross_encoder:
         model = cross_encoder.CrossEncoder(args.model, device="cpu", num_labels=1)
-        loss = cross_encoder.losses.BinaryCrossEntropyLoss(model)
+        loss = losses.BinaryCrossEntropyLoss(model)
     else:
-        model = sentence_transformer.SentenceTransformer(args.model, device="cpu")
-        name = f"{'Cached' if options else ''}MultipleNegativesRankingLoss"
-        loss = getattr(sentence_transformer.losses, name)(model, **options)
+        model = getattr(sentence_transformers, prefix)(args.model, device="cpu")
+        if prefix == "SparseEncoder":
+            inner = losses.SparseMultipleNegativesRankingLoss(model)
+            weights = {"query_regularizer_weight": 5e-5, "document_regularizer_weight": 3e-5}
+            loss = getattr(losses, f"{cached}SpladeLoss")(model, inner, **weights, **options)
+        else:
+            name = "MultiVector" * (prefix == "MultiVectorEncoder") + "MultipleNegativesRankingLoss"
+            loss = getattr(losses, cached + name)(model, **options)
     model.max_seq_length = args.max_length
     settings = getattr(package, f"{prefix}TrainingArguments")(
         args.output, num_train_epochs=1, per_device_train_batch_size=args.batch_size // accumulate, use_cpu=True,
@@ -83,6 +107,22 @@ def train_peer(args):
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     rate = (len(clock.ends) - 1) * args.batch_size / (clock.ends[-1] - clock.ends[0])
     print(json.dumps([rate, statistics.mean(losses)]))
+
+
+def write_model(args, folder):
+    """Write the model of args.model_type that begins with the weights of args.model; return its folder."""
+    import torch
+    from sentence_transformers import MultiVectorEncoder, SparseEncoder
+    from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+    torch.manual_seed(0)
+    if args.model_type == "SparseEncoder":
+        AutoModelForMaskedLM.from_pretrained(args.model).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(args.model).save_pretrained(folder)
+        SparseEncoder(folder, device="cpu").save_pretrained(folder)
+    else:
+        MultiVectorEncoder(args.model, device="cpu").save_pretrained(folder)
+    return folder
 
 
 def write_rows(args, path):
@@ -105,6 +145,7 @@ def main():
     parser.add_argument("model")
     parser.add_argument("source", help="Parquet file")
     parser.add_argument("--cross_encoder", action="store_true")
+    parser.add_argument("--model_type", default="SentenceTransformer")
     parser.add_argument("--columns", nargs="+", default=["docstring", "code"])
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=2)
@@ -126,6 +167,8 @@ def main():
         options = [{"mini_batch_size": size} for size in args.cached]
         options += [{"mini_batch_num_tokens": tokens} for tokens in args.cached_tokens]
     with tempfile.TemporaryDirectory() as folder:
+        if args.model_type != "SentenceTransformer":
+            args.model = write_model(args, f"{folder}/model")
         rows = f"{folder}/rows.parquet"
         columns = write_rows(args, rows)
         sides = {"evenstep": lambda out: ours(args, rows, columns, out)}
@@ -137,12 +180,12 @@ def main():
             for number, (name, run) in enumerate(sides.items()):
                 measured[name].append(run(f"{folder}/{turn}-{number}"))
                 print(f"round {turn + 1}, {name}: {measured[name][-1][0]:.2f} rows/s", file=sys.stderr)
-    print("| side | rows/s | Evenstep, times as fast | mean loss |\n|---|---|---|---|")
+    print("| side | rows/s | Evenstep, times as fast | mean loss | GB |\n|---|---|---|---|---|")
     for name, runs in measured.items():
-        rate = statistics.median(rate for rate, _ in runs)
+        rate, _, memory = map(statistics.median, zip(*runs))
         ratios = [mine[0] / run[0] for mine, run in zip(measured["evenstep"], runs)]
         faster = f"{statistics.median(ratios):.2f}x ({', '.join(f'{ratio:.2f}' for ratio in ratios)})"
-        print(f"| {name} | {rate:.2f} | {'' if name == 'evenstep' else faster} | {runs[0][1]:.3f} |")
+        print(f"| {name} | {rate:.2f} | {'' if name == 'evenstep' else faster} | {runs[0][1]:.3f} | {memory:.2f} |")
     Path(args.output).write_text(json.dumps({"arguments": vars(args), "runs": measured}, indent=1))
 
 

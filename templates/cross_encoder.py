@@ -5,10 +5,9 @@
         --columns query positive negative --streaming --output_dir runs/second [--resume]
 
 To change: rows -> open_source, read_row; labels and negatives -> read_batch; the model and its prompt -> load_model;
-weights, rates -> make_optimizer; loss -> compute_loss; measure -> make_evaluators; step -> main. `step`: steps before.
-`extra`: state of your own, tensors and numbers equal on all processes. A process scores every P-th pair; the gradient
-of all scores goes back through micro-batches (Gao et al. 2021), and gradients are summed: the same on any number of
-both but for dropout. Left out: DDP, FSDP, fp16, checks of CSV (a stray quote joins rows).
+weights, rates -> make_optimizer; loss -> compute_loss; measure -> make_evaluators; step -> main. `extra`: your state,
+equal on all processes. A process scores every P-th pair; the gradient of all scores goes back through micro-batches
+(Gao et al. 2021): the same on any number of both but for dropout. Left out: DDP, FSDP, fp16, checks of CSV.
 """
 
 import json
@@ -122,22 +121,24 @@ def load_model(args):
     model = CrossEncoder(args.model_name_or_path, num_labels=1, device="cpu").float()
     model.max_seq_length = args.max_length or model.max_seq_length
     model.activation_fn = torch.nn.Sigmoid() if args.loss == "bce" else torch.nn.Identity()  # of predict()
-    preprocess = model[0].preprocess
-    model[0].preprocess = lambda pairs, **more: preprocess([cut_pair(pair, model.tokenizer) for pair in pairs], **more)
+    prompt = model.prompts.get(model.default_prompt_name) or ""
+    own = model[0].preprocess
+    model[0].preprocess = lambda pairs, **more: own([cut_pair(one, model.tokenizer, prompt) for one in pairs], **more)
     return model
 
 
-def cut_pair(pair, tokenizer):
+def cut_pair(pair, tokenizer, prompt):
     """Return a pair with the same tokens after truncation, which holds all parts of a text beside each other one."""
     size = tokenizer.model_max_length + 16  # the last of these tokens may change with what is missing
-    is_long = min(map(len, pair)) > 4 * size and tokenizer.truncation_side == "right"
+    texts = [prompt + pair[0], *pair[1:]]
+    is_long = min(map(len, texts)) > 4 * size and tokenizer.truncation_side == "right"
     options = {"add_special_tokens": False, "return_offsets_mapping": True}
-    spans = tokenizer([*pair], **options)["offset_mapping"] if is_long else [[], []]
+    spans = tokenizer(texts, **options)["offset_mapping"] if is_long else [[], []]
     if min(map(len, spans)) < size:
         return pair
-    longest = max(map(len, spans))  # the longer text remains so: a token more may be left of it
-    counts = [size + 16 * (len(offsets) == longest) for offsets in spans]
-    return tuple(text[: offsets[:count][-1][1]] for text, offsets, count in zip(pair, spans, counts))
+    counts = (size + 16, size) if len(spans[0]) > len(spans[1]) else (size, size + 16)  # the longer one remains longer
+    first, second = (offsets[:count][-1][1] for offsets, count in zip(spans, counts))
+    return pair[0][: first - len(prompt)], pair[1][:second]
 
 
 def make_optimizer(model, args):
