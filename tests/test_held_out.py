@@ -135,7 +135,7 @@ def test_no_row_that_was_trained_on_is_held_out(before, rows, after, grown, is_r
 
 @pytest.mark.parametrize("second, third, rows, is_refused", AGAIN.values(), ids=AGAIN)
 def test_a_source_that_was_away(second, third, rows, is_refused, tmp_path, monkeypatch):
-    """It is known by what it has held out. Checkpoints of the eighth edition say nothing of it: no mixture of theirs."""
+    """It is known by what it has held out. Those of the eighth edition do not say: no mixtures."""
     monkeypatch.chdir(tmp_path)
     _, saved = run_of(train_cross_encoder, ONE if third == ONE else TWO, {"b": 1000}, "bad")
     args, found = run_of(train_cross_encoder, second, {"b": 1000})
