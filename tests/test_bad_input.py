@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from conftest import ROOT, TRAINERS, launch, metrics, write_jsonl
+from conftest import ROOT, TRAINERS, launch, metrics, write_jsonl, write_rows
 from forked import merge_flags
 from safetensors.torch import load_file
 
@@ -113,6 +113,22 @@ def test_one_error_line_and_exit_code(flags):
     assert all(word in line for word in ("x.jsonl", "anchor 30", "'b'", "--on_bad_row skip")), line
     assert f'File "{SCRIPT}"' not in result.stderr  # no traceback from the script
     assert "step/s" not in result.stderr and "0/4" not in result.stderr  # no progress bar in a log file
+
+
+@both_ways
+@pytest.mark.parametrize("suffix", ["jsonl.gz", "csv", "parquet"])
+def test_a_bad_row_of_the_first_step(flags, refusal, way, suffix):
+    """It is named by its number and file; once it is mended, the same command trains."""
+    flags = [*flags, "--train_data", f"x-*.{suffix}", "--batch_size", 52, "--max_steps", 1, *streaming(way)]
+    for rows in replace_cells(ROWS, 50, b=None, score=math.nan), ROWS:
+        write_rows(f"x-0.{suffix}", rows[:40])
+        write_rows(f"x-1.{suffix}", rows[40:])
+        if rows is not ROWS:
+            said = f"{{'a': 'anchor 50 of the corpus', 'b': None}}, number 11 of {Path.cwd()}/x-1.{suffix}; fix it"
+            assert f"'b' has no text in the row {said}" in refusal(flags)
+            assert Path("out/args.yaml").exists()
+    train(flags)
+    assert metrics("out")[-1]["step"] == 1
 
 
 def test_files_are_synced_before_the_rename(flags, monkeypatch):
@@ -295,11 +311,11 @@ def test_eval_data_with_other_columns(flags, refusal, way):
         message = refusal(given, "--eval_data", name)
         entry = json.dumps({"path": name, "columns": ["a", "b"]})
         assert f"{name}: has no column [" in message
-        assert f"]: an entry may have its own, --eval_data '{entry}', or na" in message
+        assert f"]: an entry may have its own, '{entry}', or na" in message
         entry = entry.replace('["a", "b"]', json.dumps(columns))
         train(given, "--eval_data", entry, "--output_dir", name.partition(".")[0])
     if way == "mapped":
-        assert ": an entry may have its own, --train_data '{" in refusal(given, "--train_data", mined, other)
+        assert ": an entry may have its own, '{" in refusal(given, "--train_data", mined, other)
         assert "its own" not in refusal(given, "--train_data", other)
 
 

@@ -135,12 +135,18 @@ def test_no_row_that_was_trained_on_is_held_out(before, rows, after, grown, is_r
 
 @pytest.mark.parametrize("second, third, rows, is_refused", AGAIN.values(), ids=AGAIN)
 def test_a_source_that_was_away(second, third, rows, is_refused, tmp_path, monkeypatch):
-    """It is known by what it has held out. Checkpoints of the eighth edition, which count rows, say nothing of it."""
+    """It is known by what it has held out. Those of the eighth edition do not say: no mixtures."""
     monkeypatch.chdir(tmp_path)
     _, saved = run_of(train_cross_encoder, ONE if third == ONE else TWO, {"b": 1000}, "bad")
     args, found = run_of(train_cross_encoder, second, {"b": 1000})
     resume(train_cross_encoder, saved, args, found, False)
-    resume(train_cross_encoder, found, *run_of(train_cross_encoder, third, {"b": rows}), is_refused)
-    eighth = {name: value for name, value in found.items() if not name.startswith(script.HELD_OUT)}
+    saved = found
+    args, found = run_of(train_cross_encoder, third, {"b": rows})
+    resume(train_cross_encoder, saved, args, dict(found), is_refused)
+    eighth = {name: value for name, value in saved.items() if not name.startswith(script.HELD_OUT)}
     eighth |= {"held-out rows of [b].parquet": [50, 1000]}
-    resume(train_cross_encoder, eighth, *run_of(train_cross_encoder, third, {"b": rows}), False)
+    if third == ONE:
+        resume(train_cross_encoder, eighth, args, found, False)
+    else:
+        with pytest.raises(train_cross_encoder.UserError, match="mixtures of editions before the ninth"):
+            resume(train_cross_encoder, eighth, args, found, False)

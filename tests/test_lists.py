@@ -3,6 +3,7 @@
 import importlib
 import json
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -65,8 +66,7 @@ def by_query(rows):
     return {row["query"]: row["documents"] for row in rows}
 
 
-@BOTH
-@pytest.mark.parametrize("limit", [None, 0, 2])
+@pytest.mark.parametrize("name, limit", [*product(TRAINERS, [None, 2]), ("train_bi_encoder", 0)])
 def test_one_positive_and_up_to_num_negatives_are_drawn(name, limit):
     """Each text of a row is equally likely; a row with fewer negatives keeps all of them."""
     found, counts = epochs(150, name, ROWS, *COLUMNS, *(["--num_negatives", limit] if limit is not None else [])), {}

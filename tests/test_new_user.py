@@ -3,6 +3,8 @@
 import importlib
 import re
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import TRAINERS, metrics, train, write_jsonl
@@ -74,6 +76,41 @@ def test_the_card(run, static):
     measures = [round(line[name], 4) for line in metrics(output) if name in line]
     assert [float(first[1]), float(last[1])] == [measures[0], measures[-1]]
     assert "**Similarity Function:** Cosine" in card
-    assert f'\nBase model: `{static}`; prompts: `{{"query": "find: ", "document": ""}}`.\n' in card
+    assert (
+        f'\n# SentenceTransformer\n\nBase model: `{static}`; prompts: `{{"query": "find: ", "document": ""}}`.\n'
+        in card
+    )
     assert "\nTrained for 2 steps by `train_bi_encoder.py args.yaml`.\n" in card
     assert SentenceTransformer(str(output / "model"), device="cpu").prompts["query"] == "find: "
+
+
+@pytest.mark.parametrize("kind", ["static", "splade", "colbert", "reranker"])
+def test_a_card_begins_with_how_the_model_is_used(kind, request, rows, tmp_path, monkeypatch):
+    """By lines that run, before the library's example; it has no empty block."""
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "x.jsonl", rows[:12])
+    flags = ["--model_name_or_path", request.getfixturevalue(kind), "--train_data", "x.jsonl", "--max_steps", 1,
+             "--columns", "docstring", "code", "--eval_rows", 0, "--batch_size", 4, "--output_dir", "out"]  # fmt: skip
+    train(TRAINERS[kind == "reranker"], *flags)
+    card = Path("out/model/README.md").read_text()
+    lines, example = re.findall("```python\n(.*?)```", card, re.S)
+    names = {}
+    exec(lines, names)
+    assert names["scores"].shape == ((1,) if kind == "reranker" else (1, 1))
+    assert "model_id" in example and "<!--" not in card and not re.search("\n#.*\n+#+ (?=.*\n*$|Cit)|\n\n\n", card)
+
+
+def test_without_a_terminal_a_line_a_minute_has_the_time_left(capsys):
+    progress = script.Progress(step=3)
+    args = script.Args(max_steps=250)
+    bar = script.make_bar(progress, args, SimpleNamespace(is_main_process=True))
+    for seconds, said in ((61, True), (1, False), (59, True)):
+        for name in ("start_t", "last_print_t"):  # of the clock of tqdm
+            setattr(bar, name, getattr(bar, name) - seconds)
+        bar.set_postfix_str("loss 0.1", refresh=False)
+        bar.update()
+        out, err = capsys.readouterr()
+        assert err == "" and bool(re.fullmatch(rf"step {bar.n} of 250, [\d:]+ left, loss 0.1\n", out)) == said
+    script.make_bar(progress, args, SimpleNamespace(is_main_process=False)).close()
+    script.make_bar(progress, args, SimpleNamespace(is_main_process=True)).close()
+    assert capsys.readouterr() == ("", "")
