@@ -706,17 +706,17 @@ def trec_parts(path, name):
         raise UserError(f"is {file_suffix(path)}, not lines of: {form}")
     options = {"header": None, "dtype": str, "quoting": csv.QUOTE_NONE, "keep_default_na": False, "chunksize": 2**19}
     with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
-        line = file.readline().rstrip("\r\n")
-        header = line.split("\t" if "\t" in line else None)
+        lines = [file.readline().rstrip("\r\n") for _ in range(2)]
+        header = lines[0].split("\t" if "\t" in lines[0] else None)
         named = judgment_columns(header) if name == "qrels" else None
         if named:
             columns = {len(header): [header.index(part) for part in named]}
-            line = file.readline().rstrip("\r\n")
-        number = 1 + bool(named)  # of this line, whose separators are those of all
-        tab = "\t" if line.count("\t") + 1 in columns else None  # then ids may contain spaces
-        places = columns.get(len(line.split(tab)))
+        number = 1 + bool(named)  # of the first line below the header, whose separators are those of all
+        first = lines[number - 1]
+        tab = "\t" if first.count("\t") + 1 in columns else None  # then ids may contain spaces
+        places = columns.get(len(first.split(tab)))
         if not places:
-            raise UserError(f"line {number}, {line[:100]!r}, is not one of: {form}")
+            raise UserError(f"line {number}, {first[:100]!r}, is not one of: {form}")
         file.seek(0)
         for frame in pd.read_csv(file, sep=tab or r"\s+", skiprows=number - 1, **options):
             frame = frame[places].set_axis([*PAIR, "score", "rank"][: len(places)], axis=1)
@@ -724,7 +724,7 @@ def trec_parts(path, name):
             is_good = frame[PAIR].ne("").all(axis=1) & (scores.abs() <= np.finfo(np.float32).max)  # of trec_eval
             if not is_good.all():
                 row = (~is_good).idxmax()
-                found = f"{' | '.join(frame.loc[row])} (separated as in line {number}, {line[:100]!r})"
+                found = f"{' | '.join(frame.loc[row])} (separated as in line {number}, {first[:100]!r})"
                 raise UserError(f"line {number + row} has no id, or no finite score: {found}; lines are: {form}")
             yield frame.assign(score=scores)
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import launch, metrics, train, write_jsonl
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Transformer
@@ -251,8 +252,12 @@ def test_losses_and_measures(name, rows, bert, tmp_path):
 
 
 def test_the_transformers_of_a_router(bert, static, tmp_path):
-    """Every one is found. Only a model without any is static for the evaluator."""
+    """Every one is found. Only a model without any is static for the evaluator, whose passes are then larger."""
     model = SentenceTransformer(modules=router_of_static(tmp_path, bert), device="cpu")
-    assert len(script.transformers_of(model)) == 1 and not eval_incremental.is_static(model)
+    assert len(script.transformers_of(model)) == 1
     assert len(script.transformers_of(SentenceTransformer(modules=router_first(tmp_path, bert), device="cpu"))) == 2
-    assert eval_incremental.is_static(SentenceTransformer(str(static), device="cpu"))
+    model.save_pretrained(str(tmp_path / "router"))
+    args = eval_incremental.Args(cache_dir=str(tmp_path / "cache"))
+    for path, tokens in ((tmp_path / "router", 4096), (static, 2**20)):
+        encoder = eval_incremental.CachedEncoder(str(path), args, Accelerator(cpu=True))
+        assert encoder.args.micro_batch_tokens == tokens

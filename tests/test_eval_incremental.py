@@ -477,7 +477,7 @@ ERRORS = {
     "--beir run/none": "--beir run/none: no such file or folder",  # not a Hub id: the folder `run` exists
     "--corpus run/none --query x": "run/none: ",
     "--beir {beir} --split dev": "--beir {beir}: no judgments of split 'dev'; available: test",
-    "--beir {beir} --truncate_dim 64": "--truncate_dim 64: the model has 32 dimensions",
+    "--beir {beir} --truncate_dim 64": "--truncate_dim 64: {bert} has 32 dimensions",
     "--beir {beir} --max_length 9999": "has positions for 512 tokens, not for 9999",
     "--beir {beir} --corpus_columns _id body": "{beir}/corpus.jsonl: ",
     "--beir {beir} --model_name_or_path /nowhere": "/nowhere: no such file or folder",
@@ -497,7 +497,12 @@ def test_one_line_errors(evaluate, beir, bert, reranker, tmp_path, monkeypatch, 
     weights = tmp_path / "damaged/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     (tmp_path / "run/model").mkdir(parents=True)
-    names = {"beir": beir, "reranker": reranker, **{name: tmp_path / name for name in ("file", "damaged", "run")}}
+    names = {
+        "beir": beir,
+        "bert": bert,
+        "reranker": reranker,
+        **{name: tmp_path / name for name in ("file", "damaged", "run")},
+    }
     with pytest.raises(script.UserError) as error:
         evaluate(*flags.format(**names).split())
     assert ERRORS[flags].format(**names) in str(error.value) and "\n" not in str(error.value)
