@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, contextmanager
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -129,6 +129,15 @@ def launch(script, *flags, processes=1, cwd=ROOT, check=True, use_launcher=False
         result.stdout, result.stderr = process.read("stdout"), process.read("stderr")
     assert not check or result.returncode == 0, result.stderr[-4000:]
     return result
+
+
+@contextmanager
+def start_worker(folder, name, *words):
+    """Start a script of tests/ that answers lines of stdin; folder: where it works, and where `log` has its stderr."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": folder}
+    command = [sys.executable, ROOT / "tests" / name, *words]
+    with open(folder / "log", "w") as log, subprocess.Popen(command, stderr=log, **pipes) as worker:
+        yield worker
 
 
 def train(name, *flags):
