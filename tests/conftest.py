@@ -20,7 +20,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from forked import ROOT, Forked, merge_flags
+from forked import ROOT, Forked, merge_flags, start_server
 
 gc.disable()  # until all is imported: it takes a sixth of that time
 # No requests to the Hub, few updates of progress bars, and one thread per process.
@@ -43,6 +43,14 @@ CHAOS = int(os.environ.get("CHAOS", 0))  # kills of each script in tests/chaos; 
 def few_or_all(few, *choices):
     """Return the parameters of a test: every combination of `choices` under `make chaos`, else only `few`."""
     return list(product(*choices)) if CHAOS else few
+
+
+def pytest_configure(config):
+    """Start one server for all workers of pytest-xdist; import torch only where tests run."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        start_server()
+    else:
+        import shortcuts  # noqa: F401
 
 
 def pytest_collection_modifyitems(config, items):
