@@ -40,6 +40,15 @@ RATES = {"rows_per_second", "tokens_per_second", "data_wait_fraction", "peak_mem
 CHAOS = int(os.environ.get("CHAOS", 0))  # kills of each script in tests/chaos; 0: the short form
 
 
+def mark_slow(cases, quick):
+    """Return the cases of a test; those that are not in `quick` are marked slow: only `make test-all` runs them."""
+    slow = [case if isinstance(case, tuple) else (case,) for case in cases if case not in quick]
+    return [*quick, *(pytest.param(*case, marks=pytest.mark.slow) for case in slow)]
+
+
+EACH_TRAINER = mark_slow(TRAINERS, TRAINERS[:1])  # for what both do by the same functions
+
+
 def few_or_all(few, *choices):
     """Return the parameters of a test: every combination of `choices` under `make chaos`, else only `few`."""
     return list(product(*choices)) if CHAOS else few
