@@ -14,13 +14,13 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, contextmanager
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 
 import pytest
-from forked import ROOT, Forked, merge_flags
+from forked import ROOT, Forked, merge_flags, start_server
 
 gc.disable()  # until all is imported: it takes a sixth of that time
 # No requests to the Hub, few updates of progress bars, and one thread per process.
@@ -40,9 +40,26 @@ RATES = {"rows_per_second", "tokens_per_second", "data_wait_fraction", "peak_mem
 CHAOS = int(os.environ.get("CHAOS", 0))  # kills of each script in tests/chaos; 0: the short form
 
 
+def mark_slow(cases, quick):
+    """Return the cases of a test; those that are not in `quick` are marked slow: only `make test-all` runs them."""
+    slow = [case if isinstance(case, tuple) else (case,) for case in cases if case not in quick]
+    return [*quick, *(pytest.param(*case, marks=pytest.mark.slow) for case in slow)]
+
+
+EACH_TRAINER = mark_slow(TRAINERS, TRAINERS[:1])  # for what both do by the same functions
+
+
 def few_or_all(few, *choices):
     """Return the parameters of a test: every combination of `choices` under `make chaos`, else only `few`."""
     return list(product(*choices)) if CHAOS else few
+
+
+def pytest_configure(config):
+    """Start one server for all workers of pytest-xdist; import torch only where tests run."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        start_server()
+    else:
+        import shortcuts  # noqa: F401
 
 
 def pytest_collection_modifyitems(config, items):
@@ -129,6 +146,15 @@ def launch(script, *flags, processes=1, cwd=ROOT, check=True, use_launcher=False
         result.stdout, result.stderr = process.read("stdout"), process.read("stderr")
     assert not check or result.returncode == 0, result.stderr[-4000:]
     return result
+
+
+@contextmanager
+def start_worker(folder, name, *words):
+    """Start a script of tests/ that answers lines of stdin; folder: where it works, and where `log` has its stderr."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": folder}
+    command = [sys.executable, ROOT / "tests" / name, *words]
+    with open(folder / "log", "w") as log, subprocess.Popen(command, stderr=log, **pipes) as worker:
+        yield worker
 
 
 def train(name, *flags):

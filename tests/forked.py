@@ -4,16 +4,13 @@ The server is multiprocessing's forkserver. It starts before the first process a
 imports, a forked process is like any other: its signals, files, sockets and exit status are real.
 """
 
-import ast
 import ctypes
 import functools
 import multiprocessing
 import os
-import re
 import runpy
 import signal
 import socket
-import ssl
 import sys
 import tempfile
 import time
@@ -21,31 +18,8 @@ from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 
-import jinja2
-import pandas as pd
-import torch
-from matplotlib.figure import Figure
-
 ROOT = Path(__file__).parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
-torch.set_num_threads(1)  # as in forked processes, also in one that has imported torch before OMP_NUM_THREADS was set
-# To compile the template of the model's card and to draw the plot takes half of a short run. Runs by a launcher or as
-# subprocesses do both.
-jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)
-# So is the syntax tree of a trainer, which each run hashes at its start.
-ast.parse = functools.cache(ast.parse)
-ast.unparse = functools.cache(ast.unparse)
-# Without a device, each seed keeps its stack as text.
-torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = torch.mtia.manual_seed_all = lambda seed: None
-# So are the code of a script and the certificates of the Hub's client, which no run asks.
-re._MAXCACHE = 5000  # patterns, more than transformers compiles for names of weights
-runpy.compile = functools.cache(compile)
-ssl.create_default_context = functools.cache(ssl.create_default_context)
-subplots = Figure.subplots
-Figure.subplots = lambda figure, *size: None if size else subplots(figure)  # none for plot_metrics
-draw = Figure.savefig  # for a test of what is drawn
-Figure.savefig = lambda figure, path, **_: Path(path).touch()
-pd.DataFrame.plot = lambda *_, **__: None  # of plot_metrics
 
 
 def merge_flags(flags):
@@ -68,10 +42,13 @@ def run(script, flags, environment, cwd, output, network):
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
+    config = sys.modules["datasets"].config  # of the server, which has other variables
+    config.HF_DATASETS_CACHE = Path(environment["HF_DATASETS_CACHE"])
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{output}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     if environment.get("ATEN_CPU_CAPABILITY") == "default":
-        # torch reads it at its first operation, which must not be the server's
+        import torch  # which reads it at its first operation, which must not be the server's
+
         assert torch.backends.cpu.get_cpu_capability() == "DEFAULT"
     time.sleep = lambda seconds, sleep=time.sleep: sleep(1 if seconds == 5 else seconds)  # there is no launcher
     sys.argv[:] = [script, *flags]
@@ -81,11 +58,21 @@ def run(script, flags, environment, cwd, output, network):
 
 @functools.cache
 def start_server():
-    """Start the server once. PYTHONPATH is set for it alone: a script copied into an empty folder must not need it."""
+    """Start the server, or use that of the process that has started this worker of pytest-xdist. PYTHONPATH is set for
+    it alone: a script copied into an empty folder must not need it."""
+    server = forkserver._forkserver
+    if "FORKSERVER" in os.environ:
+        server._forkserver_address, key = os.environ["FORKSERVER"].split()
+        server._forkserver_authkey = bytes.fromhex(key)  # since Python 3.14
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # the other process decides when it ends
+        server.ensure_running = lambda: None
+        return
     os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests"
     CONTEXT.set_forkserver_preload(["preload"])
-    forkserver.ensure_running()
+    server.ensure_running()
     del os.environ["PYTHONPATH"]
+    key = getattr(server, "_forkserver_authkey", b"-")
+    os.environ["FORKSERVER"] = f"{server._forkserver_address} {key.hex()}"
 
 
 def launcher_environment(*words):

@@ -39,7 +39,8 @@ def of_evaluator(name, split):
 
 def of_trainer(script, name, _):
     flags = ["--train_data", "none", "--columns", "a", "b", "--model_name_or_path", "none", "--eval_beir", name]
-    data, model = SimpleNamespace(held_out=[]), SimpleNamespace(similarity_fn_name="cosine")
+    model = SimpleNamespace(similarity_fn_name="cosine", model_type="SentenceTransformer")
+    data = SimpleNamespace(held_out=[])
     found = {}
     for measure, (evaluator, _) in script.open_evaluators(data, model, script.parse_args(flags)).items():
         found[measure] = {part.name: relevant_texts(part) for part in evaluator.evaluators}

@@ -8,11 +8,11 @@ import runpy
 from pathlib import Path
 
 import datasets
-import forked  # noqa: F401
 import huggingface_hub
 import jinja2
 import scipy.io  # noqa: F401
 import sentence_transformers
+import shortcuts  # noqa: F401
 import torch
 import torch.distributed.fsdp  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401

@@ -9,6 +9,7 @@ import importlib
 import os
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -101,7 +102,7 @@ def train(name, *flags):
 
     def open_recorded(data, model, args):
         opened[:] = data, args
-        return open_evaluators(data, model, args)
+        return open_evaluators(data, model, replace(args, metric_for_best_model=None))  # `own`, if any: of this file
 
     script.evaluate, script.open_evaluators = evaluate_recorded, open_recorded
     if "FSDP_VERSION" in os.environ:

@@ -1,15 +1,12 @@
 """Run the scripts on the simulated device, each in a process forked from this one, which has imported torch.
 
-    python tests/strict_worker.py JOBS RESULTS
-
-JOBS is a JSON file of {name: job}, run in that order. A job has "script" and "flags", and may have: "device": False,
-to run on the CPU; "mixed", "flash", "memory" and "kind", for StrictDevice; "processes"; "scale", the initial one of
-fp16; "removed", a folder to remove first. RESULTS becomes {name: result of process 0}: "error"; "metrics", the lines
-of metrics.jsonl; "syncs" and "reports" of StrictDevice, the latter of all processes; "waits" until the gradient of
-each step; "outputs", the number of forward passes in training; "changed", how many of --grad_cache gave another output
-in the second pass. The gradient of the first step is in gradient.npy in --output_dir. The results "simulated device"
-and "late device" are those of refusals() and late_programs.py. A "script" in templates/ has only "error", "metrics",
-"syncs" and "reports".
+Each line of stdin is a job in JSON, or the name of one of PROGRAMS, which is answered by a line of stdout: its result.
+A job has "script" and "flags", and may have: "device": False, to run on the CPU; "mixed", "flash", "memory" and
+"kind", for StrictDevice; "processes"; "scale", the initial one of fp16; "removed", a folder to remove first. A result
+is that of process 0: "error"; "metrics", the lines of metrics.jsonl; "syncs" and "reports" of StrictDevice, the latter
+of all processes; "waits" until the gradient of each step; "outputs", the number of forward passes in training;
+"changed", how many of --grad_cache gave another output in the second pass. The gradient of the first step is in
+gradient.npy in --output_dir. A "script" in templates/ has only "error", "metrics", "syncs" and "reports".
 """
 
 import importlib.util
@@ -169,10 +166,15 @@ def fork(function, *args, processes=1):
     return first
 
 
+PROGRAMS = {"simulated device": refusals, "late device": late_programs.run}
+
 if __name__ == "__main__":
-    jobs = json.loads(Path(sys.argv[1]).read_text())
-    results = {"simulated device": fork(refusals), "late device": fork(late_programs.run)}
-    for name, job in jobs.items():
-        function = run_template if job["script"].startswith("templates/") else run
-        results[name] = fork(function, job, processes=job.get("processes", 1))
-        Path(sys.argv[2]).write_text(json.dumps(results))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the jobs print
+    for job in map(json.loads, sys.stdin):
+        if isinstance(job, str):
+            result = fork(PROGRAMS[job])
+        else:
+            function = run_template if job["script"].startswith("templates/") else run
+            result = fork(function, job, processes=job.get("processes", 1))
+        print(json.dumps(result), file=answers, flush=True)

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import sentence_transformers
 import torch
-from conftest import ROOT, launch, make_colbert, read_jsonl, read_run, train, write_jsonl
+from conftest import ROOT, launch, make_colbert, mark_slow, read_jsonl, read_run, train, write_jsonl
 from forked import Forked
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Router
@@ -93,7 +93,7 @@ MORE_FORMS = {
     "pooled": pooled,
     "stanford": stanford,
 }
-CASES = [*FORMS.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_FORMS.items())]
+CASES = mark_slow(MORE_FORMS.items(), FORMS.items())
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_rankings_are_those_of_the_library(name, build, evaluate, collection, be
     assert (tmp_path / "out/run.trec").read_bytes() == ranked
 
 
-@pytest.mark.parametrize("name", ["splade", "colbert"])
+@pytest.mark.parametrize("name", mark_slow(["splade", "colbert"], ["colbert"]))
 def test_two_processes_streams_and_a_changed_text(name, collection, tmp_path, request):
     """Two processes rank as one does, also from a stream; where one text changes, it alone is encoded."""
     path = request.getfixturevalue(name)
@@ -178,7 +178,7 @@ def test_two_processes_streams_and_a_changed_text(name, collection, tmp_path, re
     assert result["texts"] == {"total": 150, "encoded": 1, "cached": 149}
 
 
-@pytest.mark.parametrize("name", ["splade", "colbert"])
+@pytest.mark.parametrize("name", mark_slow(["splade", "colbert"], ["splade"]))
 def test_killed_and_damaged(name, evaluate, collection, tmp_path, request, capsys):
     """A call that is killed leaves what it has encoded; a damaged block is computed again."""
     path = request.getfixturevalue(name)

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, launch, lines_of, make_colbert, make_splade, metrics, train
+from conftest import ROOT, launch, lines_of, make_colbert, make_splade, mark_slow, metrics, train
 from forked import Forked
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SparseEncoder
@@ -167,7 +167,7 @@ FORMS = ["splade", "router", "fixed", "pylate"]
 MORE_FORMS = ["modern", "frozen", "colbert", "mean", "min", "stanford"]
 
 
-@pytest.mark.parametrize("name", [*FORMS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_FORMS)])
+@pytest.mark.parametrize("name", mark_slow(FORMS + MORE_FORMS, FORMS))
 def test_three_steps_equal_those_of_the_library(name, models, source, tmp_path):
     """Losses on one process and on two, weights, the saved model, and its measures by the library's evaluator."""
     more = ["--loss_kwargs", '{"query_flops": 0.01, "document_flops": 0.02, "flops_ramp": 0.7}']

@@ -20,8 +20,9 @@ import pyarrow.orc
 import pyarrow.parquet as pq
 import pytest
 from conftest import write_rows
-from forked import draw, merge_flags
+from forked import merge_flags
 from matplotlib.figure import Figure
+from shortcuts import draw
 
 SCRIPT = Path(__file__).resolve().parents[1] / "prepare_corpus.py"
 sys.path.insert(0, str(SCRIPT.parent))

@@ -6,11 +6,9 @@ A dozen seeds; hundreds under `make chaos`. A failed one prints the command that
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
-from conftest import CHAOS, ROOT, launch, read_run
+from conftest import CHAOS, ROOT, launch, read_run, start_worker
 
 SEEDS = range(*map(int, os.environ.get("SEEDS", f"0:{CHAOS * 6 or 12}").split(":")))
 VIEWS = {"float32": "", "binary": "--truncate_dim 8 --precision binary --cache_dtype int8"}  # the second has many ties
@@ -32,12 +30,8 @@ def ranked(tmp_path_factory, beir, static):
     for view, more in VIEWS.items():
         flags = f"--model_name_or_path static --beir beir --metrics nDCG@10 --top_k 50 --output_dir out/{view} {more}"
         launch(ROOT / "eval_incremental.py", *flags.split(), "--cache_dir", "cpu", cwd=folder)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with open(folder / "log", "w") as log:
-        worker = subprocess.Popen([sys.executable, ROOT / "tests/state_worker.py"], cwd=folder, stderr=log, **pipes)
-    with worker:
+    with start_worker(folder, "state_worker.py") as worker:
         yield folder, worker
-        worker.stdin.close()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -2,12 +2,10 @@
 scripts, gives what the model in memory gave at the end, in training and in the last evaluation."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import ROOT, launch, write_jsonl
+from conftest import ROOT, launch, start_worker, write_jsonl
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from test_architectures import router_first
@@ -119,19 +117,16 @@ FORMS = {  # {name: (trainer, model, flags, launch)}
 
 
 @pytest.fixture(scope="module")
-def load():
+def load(tmp_path_factory):
     """load(folder) returns what the model of a run gives in another process, for what the run has measured."""
-    command = [sys.executable, WORKER, "load"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(folder):
         print(folder, file=process.stdin, flush=True)
         assert process.stdout.readline() == "loaded\n"
         return torch.load(folder / "loaded.pt")
 
-    yield ask
-    process.stdin.close()
-    assert process.wait() == 0
+    with start_worker(tmp_path_factory.mktemp("load"), WORKER.name, "load") as process:
+        yield ask
 
 
 def largest_difference(found, expected):

@@ -2,14 +2,12 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from itertools import product
 
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import CHAOS, RATES, ROOT, TRAINERS, make_colbert, make_splade, write_jsonl
+from conftest import EACH_TRAINER, RATES, TRAINERS, make_colbert, make_splade, mark_slow, start_worker, write_jsonl
 from forked import merge_flags
 from late_programs import PROGRAMS
 from test_decoders import CHAT, make_decoder, make_reranker
@@ -76,7 +74,6 @@ RUNS = {
 ONE = {"long, resumed", "long, resumed in fp16", "fp16", "fp16, resumed", "mobile, resumed"}
 ONE |= {"sparse in bf16", "multi-vector in bf16"}
 ONE |= {"window", "window, resumed"}
-ONE |= set() if CHAOS else {"mobile", "mobile, padded"}
 RAN = [(script, name) for script in TRAINERS for name in RUNS if script == "train_bi_encoder" or name not in ONE]
 LIMIT = 6_000_000  # bytes, of which one graph of all texts of a batch takes more
 WIDE = "--model_name_or_path wide --batch_size 120 --max_steps 2"
@@ -127,7 +124,7 @@ def folder(tmp_path_factory, rows, bert, beir):
     wide.resize_token_embeddings(100_000)
     wide.save_pretrained(folder / "wide")
     (folder / "beir/qrels").mkdir(parents=True)
-    for name, count in (("corpus", 96), ("queries", 20)):
+    for name, count in (("corpus", 48), ("queries", 20)):
         lines = (beir / f"{name}.jsonl").read_text().splitlines(keepends=True)[:count]
         (folder / f"beir/{name}.jsonl").write_text("".join(lines))
     judged = "".join(f"q{i}\td{i}\t1\n" for i in range(20))
@@ -156,9 +153,39 @@ def make_job(script, loss, name, flags="", **options):
     return {"script": script, "flags": flags, **options}
 
 
+REPORTED = {  # evaluations in float32; check_attention; a device that is no CUDA; the passes that measure memory
+    "templates/": "float32 Linear outside autocast",
+    "train_bi_encoder window": "float32 Linear outside autocast",
+    "eval_incremental xpu": "not pinned",
+    "train_bi_encoder memory, measured": "not pinned",
+}
+
+
+class Ran(dict):
+    """{"script loss name": result}; a job runs when it is first asked for, after the one that it resumes.
+
+    No run uses what has not arrived, or what another stream still uses; all that is copied ahead is pinned."""
+
+    def __init__(self, jobs, worker, log):
+        self.jobs, self.worker, self.log = jobs, worker, log
+
+    def __missing__(self, name):
+        resumed, *more = name.split(", resumed")
+        if more:
+            self[resumed]
+        print(json.dumps(self.jobs.get(name, name)), file=self.worker.stdin, flush=True)
+        result = self[name] = json.loads(self.worker.stdout.readline() or "null")
+        assert result, self.log.read_text()[-4000:]
+        if name in self.jobs:
+            places = [*result["reports"], *(place for place in result.get("syncs", []) if "not pinned" in place)]
+            accepted = [kind for start, kind in REPORTED.items() if name.startswith(start)]
+            assert not [place for place in places if not any(kind in place for kind in accepted)], name
+        return result
+
+
 @pytest.fixture(scope="module")
 def ran(folder):
-    """Return {"script loss name": result} of all runs; those of the evaluator have no loss."""
+    """Return the Ran of all runs; those of the evaluator have no loss."""
     jobs = {}
     for script, loss in CASES:
         for name, on_device in (("cpu", False), ("device", True)):
@@ -170,7 +197,7 @@ def ran(folder):
     for name, kind in (("cpu", ""), ("device", "cuda"), ("cached", "cuda"), ("xpu", "xpu")):
         flags = "--model_name_or_path bert splade colbert --cross_encoder reranker --rerank_k 5 --beir beir "
         flags += "--max_length 32 "
-        flags += "--corpus_chunk_size 64 --top_k 10 --metrics nDCG@10 --cache_dtype float32 "
+        flags += "--corpus_chunk_size 32 --top_k 10 --metrics nDCG@10 --cache_dtype float32 "
         flags += f"--output_dir evaluated/{name} --cache_dir {kind}_cache --micro_batch_tokens 200 "  # several groups
         flags += "--attn_implementation eager" * (kind == "xpu")  # the fused kernels of others are not simulated
         job = {"script": "eval_incremental", "flags": flags.split(), "device": bool(kind), "kind": kind or "cuda"}
@@ -197,11 +224,8 @@ def ran(folder):
         first = job["flags"].index("--micro_batch_tokens")
         job["flags"][first : first + 2] = ["--micro_batch_tokens", tokens] * (tokens is not None)
         jobs[f"train_bi_encoder {name}"] = job
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, ROOT / "tests/strict_worker.py", "jobs.json", "results.json"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((folder / "results.json").read_text())
+    with start_worker(folder, "strict_worker.py") as worker:
+        yield Ran(jobs, worker, folder / "log")
 
 
 def losses(result):
@@ -220,20 +244,23 @@ def assert_same_gradient(folder, script, loss, names):
     assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 1e-4
 
 
-@pytest.mark.parametrize("script, loss", CASES)
+QUICK = [("train_bi_encoder", "infonce"), ("train_bi_encoder", "multi-vector"), ("train_cross_encoder", "listwise_ce")]
+
+
+@pytest.mark.parametrize("script, loss", mark_slow(CASES, QUICK))
 def test_training_equals_that_on_the_cpu(ran, folder, script, loss):
     assert losses(ran[f"{script} {loss} device"]) == pytest.approx(losses(ran[f"{script} {loss} cpu"]), rel=1e-5)
     assert_same_gradient(folder, script, loss, ["device", "cpu"])
 
 
-@pytest.mark.parametrize("script", TRAINERS)
+@pytest.mark.parametrize("script", EACH_TRAINER)
 def test_grad_cache_equals_one_pass(ran, folder, script):
     loss = next(iter(LOSSES[script]))
     assert ran[f"{script} grad_cache"]["outputs"] == 2 * ran[f"{script} {loss} device"]["outputs"] >= 4
     assert_same_gradient(folder, script, loss, ["grad_cache", "device"])
 
 
-@pytest.mark.parametrize("script", TRAINERS)
+@pytest.mark.parametrize("script", EACH_TRAINER)
 def test_both_passes_of_grad_cache_draw_the_same_dropout(ran, script):
     """Also of adapters in bf16: the first pass has no gradients, so kernels could be chosen otherwise."""
     result = ran[f"{script} dropout"]
@@ -241,7 +268,7 @@ def test_both_passes_of_grad_cache_draw_the_same_dropout(ran, script):
     assert losses(result) != pytest.approx(losses(ran[f"{script} grad_cache"]), rel=1e-3)
 
 
-@pytest.mark.parametrize("script", TRAINERS)
+@pytest.mark.parametrize("script", EACH_TRAINER)
 def test_evaluates_saves_and_resumes(ran, script):
     """Measures equal those of the CPU; a resumed run has the losses of one that was not stopped."""
     expected, found = (ran[f"{script} {name}"] for name in ("long, cpu", "long"))
@@ -254,9 +281,10 @@ def test_evaluates_saves_and_resumes(ran, script):
 
 
 HALF = ["flash", "fp16", "bf16, 2 processes", "long, resumed in fp16"]
+QUICK = [("train_bi_encoder", "fp16"), ("train_cross_encoder", "bf16, 2 processes")]
 
 
-@pytest.mark.parametrize("script, name", [case for case in RAN if case[1] in HALF])
+@pytest.mark.parametrize("script, name", mark_slow([case for case in RAN if case[1] in HALF], QUICK))
 def test_half_precision(ran, script, name):
     """Losses are near those of float32, norms not equal; no matrix product is computed outside of autocast."""
     result = ran[f"{script} {name}"]
@@ -265,7 +293,7 @@ def test_half_precision(ran, script, name):
     assert not [place for place in result["reports"] if "outside autocast" in place]
 
 
-@pytest.mark.parametrize("script", [*TRAINERS, "eval_incremental"])
+@pytest.mark.parametrize("script", [*EACH_TRAINER, "eval_incremental"])
 def test_flash_attention_in_float32_is_refused(ran, script):
     assert "FlashAttention only support fp16" in ran[f"{script} flash in float32"]["error"]
 
@@ -288,13 +316,17 @@ def test_memory_is_measured(ran):
     assert "out of memory" in ran["train_bi_encoder memory, 16384 tokens"]["error"]
     expected = losses(ran["train_bi_encoder memory, no limit"])
     assert losses(ran["train_bi_encoder memory, measured"]) == pytest.approx(expected, rel=1e-5)
-    assert losses(ran["train_bi_encoder memory, measured with a large vocabulary"])  # whose gradient exceeds a graph
+
+
+@pytest.mark.slow
+def test_memory_is_measured_where_the_gradient_exceeds_a_graph(ran):
+    assert losses(ran["train_bi_encoder memory, measured with a large vocabulary"])
 
 
 WAITS = {"waits": 2, "waits, flash": 1, "waits, concatenated": 1}
 
 
-@pytest.mark.parametrize("script, name", [case for case in product(TRAINERS, WAITS) if case in RAN])
+@pytest.mark.parametrize("script, name", mark_slow(product(TRAINERS, WAITS), [*product(TRAINERS[:1], WAITS)]))
 def test_number_of_waits_per_step(ran, script, name):
     """While the host waits, the device runs idle. A step has one wait for loss, norm and SIGTERM, and one in each
     forward pass with padding: transformers checks whether the mask masks anything. What is concatenated has no
@@ -303,7 +335,7 @@ def test_number_of_waits_per_step(ran, script, name):
     assert losses(result) and np.diff(result["waits"]).tolist() == [WAITS[name]] * 2
 
 
-@pytest.mark.parametrize("script", TRAINERS)
+@pytest.mark.parametrize("script", EACH_TRAINER)
 def test_concatenated_inputs_have_the_losses_of_padded_ones(ran, script):
     """By torch's kernel and by a package's, also where only deterministic kernels may run."""
     expected = ran[f"{script} waits"]["metrics"][-1]
@@ -315,6 +347,7 @@ def test_concatenated_inputs_have_the_losses_of_padded_ones(ran, script):
     assert losses(found) == pytest.approx(losses(ran[f"{script} {next(iter(LOSSES[script]))} cpu"]), rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [script for script, name in RAN if name == "mobile"])
 def test_a_model_that_differs_is_padded_and_the_checkpoint_says_why(ran, folder, script):
     """A resume pads, too."""
@@ -326,6 +359,7 @@ def test_a_model_that_differs_is_padded_and_the_checkpoint_says_why(ran, folder,
     assert progress["padded"].startswith("MobileBertModel: concatenated, its last_hidden_state differs by ")
 
 
+@pytest.mark.slow
 def test_a_verdict_is_that_of_the_lengths_of_this_start(ran, folder):
     """A window of 24 tokens, which the kernel sees otherwise, matters with --max_length 64, but not with 20."""
     found = [ran[f"train_bi_encoder {name}"] for name in ("window", "window, resumed")]
@@ -337,7 +371,9 @@ def test_a_verdict_is_that_of_the_lengths_of_this_start(ran, folder):
         assert padded.startswith(verdict) and bool(padded) == bool(verdict)
 
 
-@pytest.mark.parametrize("model, waits", [("modular", 1), ("chat", 2)])  # one in the pooling of last tokens
+@pytest.mark.parametrize(
+    "model, waits", mark_slow([("chat", 2)], [("modular", 1)])
+)  # one in the pooling of last tokens
 def test_pairs_are_not_padded_for_a_reranker_of_several_modules(ran, model, waits):
     """Under a package's flash attention, pairs are concatenated, too: a step does not wait for a mask."""
     result, expected = (ran[f"train_cross_encoder {model}, {kind}"] for kind in ("flash_attention_2", "sdpa"))
@@ -346,7 +382,7 @@ def test_pairs_are_not_padded_for_a_reranker_of_several_modules(ran, model, wait
     assert not [place for place in result["reports"] if "outside autocast" in place]
 
 
-@pytest.mark.parametrize("template", TEMPLATES.values())
+@pytest.mark.parametrize("template", mark_slow(TEMPLATES.values(), ["templates/cross_encoder"]))
 def test_templates_give_the_losses_of_the_cpu(ran, template):
     """Also on two processes in bf16."""
     expected = losses(ran[f"{template} cpu"])
@@ -355,6 +391,7 @@ def test_templates_give_the_losses_of_the_cpu(ran, template):
         assert losses(ran[f"{template} {name}"]) == pytest.approx(expected, rel=tolerance)
 
 
+@pytest.mark.slow
 def test_the_evaluator_reranks_with_several_modules(ran):
     assert not ran["eval_incremental modular"]["error"]  # it compares its scores with those of predict
 
@@ -371,22 +408,9 @@ def test_evaluator_ranks_as_on_the_cpu(ran, folder):
     for name in ("device", "cached", "xpu"):
         for scores, expected in zip(found[name], found["cpu"]):
             assert scores == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert not ran["eval_incremental export"]["error"]
     vectors = np.stack(pd.read_parquet(folder / "vectors")["vector"])
     assert np.linalg.norm(vectors, axis=1) == pytest.approx(1, abs=1e-3)
-
-
-def test_nothing_is_reported(ran):
-    """No run uses what has not arrived, or what another stream still uses; all that is copied ahead is pinned."""
-    allowed = {  # evaluations in float32; check_attention; a device that is no CUDA; the passes that measure memory
-        "templates/": "float32 Linear outside autocast",
-        "train_bi_encoder window": "float32 Linear outside autocast",
-        "eval_incremental xpu": "not pinned",
-        "train_bi_encoder memory, measured": "not pinned",
-    }
-    for name, result in ran.items():
-        places = [*result.get("reports", []), *(place for place in result.get("syncs", []) if "not pinned" in place)]
-        accepted = [kind for start, kind in allowed.items() if name.startswith(start)]
-        assert not [place for place in places if not any(kind in place for kind in accepted)], name
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
