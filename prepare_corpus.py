@@ -458,7 +458,8 @@ def common_types(files, encoding, requested):
                         kind = type_of(values) if isinstance(values, list) else values.type
                         found[name][kind] = None
                         types[name] = common_type(types[name], regular_type(kind))
-            if not any(isinstance(values, list) for name, values in columns.items() if is_of(name, requested)):
+            is_typed = FORMATS[file_suffix(file)] in ("parquet", "orc", "arrow")
+            if is_typed and not any(isinstance(columns[name], list) for name in columns if is_of(name, requested)):
                 break  # the first table has the types of the file
         num_files.update(names)
     for name, kinds in found.items():

@@ -580,6 +580,17 @@ def test_columns_that_are_not_asked_for_may_be_of_any_type(tmp_path):
     assert convert(tmp_path, source, "--columns", *unused)[0] == {"map": [["k", "v"]], "view": ["x"]}
 
 
+def test_columns_that_begin_late_in_json(tmp_path):
+    """Whose types are those of all rows, also where only such columns are asked for."""
+    early = [{"neg": "t", "passage": {"text": "u"}}]
+    late = [{"q": "x"}] * 1000 + [{"neg": ["v", "w"], "passage": {"text": "y", "title": "z"}}]
+    write_rows(tmp_path / "in/a.jsonl", early)
+    write_rows(tmp_path / "in/b.jsonl", late)
+    assert convert(tmp_path, tmp_path / "in", "--columns", "neg")[::1001] == [{"neg": ["t"]}, {"neg": ["v", "w"]}]
+    got = convert(tmp_path, tmp_path / "in", "--columns", "passage.title")
+    assert [row for row in got if row["passage.title"]] == [{"passage.title": "z"}]
+
+
 def test_values_of_csv_are_kept_as_written(tmp_path):
     lines = [f"{i},2024-01-01,7,007,12345678901234567890,true,{i},,NA,," for i in range(1500)]
     lines += ['0.5,"un\nknown",7b,"say ""hi"", he",5" disk,"C:\\dir\\",,,None,,late']
