@@ -682,8 +682,6 @@ def table_of_judgments(file):
     features = open_files([file]).features
     names = judgment_columns(list(features))
     if not names:
-        if all(isinstance(feature, dict) for feature in features.values()):
-            raise UserError("is a dictionary of dictionaries: write lines of: query 0 document grade")
         raise UserError(f"its columns must be query-id, corpus-id and score, not {', '.join(features)[:300]}")
     table = open_files([file], streaming=False, columns=names, ids=names[:2])[:]
     table.validate(full=True)
@@ -736,11 +734,8 @@ def find_splits(name):
         for file in filter(file_suffix, map(str, sorted(Path(name, "qrels").glob("*")))):
             judgments[Path(file).name.partition(".")[0]].append(file)
         return [{"all": [f"{name}/corpus.jsonl"]}, {"all": [f"{name}/queries.jsonl"]}, judgments]
-    source = name
-    prefix = ""
-    if not os.path.isdir(name) and ":" in name:
-        source, _, language = name.rpartition(":")
-        prefix = f"{language}-"
+    source, _, language = (name, "", "") if os.path.isdir(name) else name.partition(":")
+    prefix = language and f"{language}-"
     check_exists(source)
     configs = datasets.get_dataset_config_names(source)
     if not {f"{prefix}corpus", f"{prefix}queries"} <= set(configs):
