@@ -145,8 +145,8 @@ def test_what_is_never_a_negative(small, tmp_path, capsys):
 
 
 def test_equal_queries_are_merged(small, tmp_path, capsys):
-    """They share their positives, and the candidates of the first; a positive that has the id of one of them, or is not
-    in the corpus, is left out."""
+    """They share their positives, and the candidates of the first; a positive that has the id of one of them, or is
+    not in the corpus, is left out."""
     write_jsonl(small / "queries.jsonl", [{"_id": f"d{i}", "text": "same query"} for i in range(2)])
     with open(small / "qrels/train.tsv", "a") as file:
         file.write("d0\tnowhere\t1\n")
