@@ -77,10 +77,8 @@ def parse_args(argv):
     option("--also_documents", action="store_true", help="leave rows that contain a document out of --output, too")
     option("--overwrite", action="store_true", help="replace existing files, when the new ones are complete")
     args = parser.parse_args(argv)
-    if not (args.beir or args.pairs):
-        parser.error("requires --beir or --pairs")
-    if len(args.pair_columns) != 2 * bool(args.pairs):
-        parser.error("--pairs requires two --pair_columns, of queries and documents")
+    if not (args.beir or args.pairs) or len(args.pair_columns) != 2 * bool(args.pairs):
+        parser.error("requires --beir, or --pairs and two --pair_columns, of queries and documents")
     if args.ngram < 1 or not 0 < args.min_share <= 1:
         parser.error("--ngram must be 1 or more, and --min_share above 0 and at most 1")
     if args.output and len(args.train_data) > 1:
@@ -265,11 +263,6 @@ def split_words(texts):
     return pc.ascii_split_whitespace(pc.ascii_trim_whitespace(spaced))
 
 
-def join_words(words):
-    """Return texts in normal form, their words separated by single spaces, a list."""
-    return pc.binary_join(words, pa.scalar(" ", pa.large_string())).to_pylist()
-
-
 def hash_ngrams(words, size):
     """Return the 64-bit hashes of the n-grams of (n,) texts, and the number of the text of each, ascending.
     words: of split_words. A text of fewer than `size` words has one n-gram, filled up with empty words."""
@@ -322,15 +315,14 @@ def find(texts, rows, parts, index, args):
     """Yield (row, Part, finding) of (n,) texts of training data and their rows."""
     words = split_words(texts)
     numbers, candidates = find_candidates(words, rows, index, args.ngram)
-    if not len(numbers):
-        return
-    forms = join_words(words)
+    space = pa.scalar(" ", pa.large_string())
+    forms = pc.binary_join(words, space).to_pylist()  # texts in normal form
     row_places = {row: np.flatnonzero(rows == row) for row in set(candidates.tolist())}  # of its texts
     first = 0
     for part in parts:
         start, stop = np.searchsorted(numbers, [first, first + len(part.rows)])
         ids, part_texts = part.read(numbers[start:stop] - first)
-        part_forms = join_words(split_words(part_texts))
+        part_forms = pc.binary_join(split_words(part_texts), space).to_pylist()
         for place, row in enumerate(candidates[start:stop].tolist()):
             row_forms = [forms[other] for other in row_places[row]]
             if occurrence := compare(part_forms[place], row_forms, args):
@@ -763,12 +755,10 @@ def collections_of(name, split):
     for part in chosen:
         if part not in judgments:
             raise UserError(f"no judgments of split {part!r}; available: {', '.join(judgments) or 'none'}")
-        files = []
-        for splits in (documents, queries):
-            wanted = part if len(splits) > 1 else next(iter(splits))  # a single one serves all judgments
-            if wanted not in splits:
-                raise UserError(f"no documents or queries of split {wanted!r}; available: {', '.join(splits)}")
-            files.append(splits[wanted])
+        # A single split of documents, or of queries, serves all judgments.
+        files = [[*splits.values()][0] if len(splits) == 1 else splits.get(part) for splits in (documents, queries)]
+        if None in files:
+            raise UserError(f"no documents or queries of split {part!r}; available: {', '.join(documents)}")
         collections[f"{name}/{part}" if len(documents) > 1 else name] = (*files, judgments[part])
     return collections
 
