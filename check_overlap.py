@@ -325,8 +325,8 @@ def find(texts, rows, parts, index, args):
         part_forms = pc.binary_join(split_words(part_texts), space).to_pylist()
         for place, row in enumerate(candidates[start:stop].tolist()):
             row_forms = [forms[other] for other in row_places[row]]
-            if occurrence := compare(part_forms[place], row_forms, args):
-                kind, share, row_place = occurrence
+            kind, share, row_place = compare(part_forms[place], row_forms, args)
+            if kind:
                 finding = {"collection": part.collection, "type": part.type, "id": str(ids[place]), "kind": kind}
                 row_text = texts[row_places[row][row_place]].as_py()
                 yield row, part, finding | {"share": share, "text": part_texts[place].as_py(), "row_text": row_text}
@@ -347,7 +347,7 @@ def find_candidates(words, rows, index, size):
 
 
 def compare(form, row_forms, args):
-    """Return (kind, share, number of the row's text that has most of it) of a text in a row, or None."""
+    """Return (kind or None, share, number of the row's text that has most of it) of a text in a row."""
     if form in row_forms:
         return "verbatim", 1.0, row_forms.index(form)
     for place, row_form in enumerate(row_forms):
@@ -356,9 +356,8 @@ def compare(form, row_forms, args):
     ngrams = ngram_set(form, args.ngram)
     common = [ngrams & ngram_set(row_form, args.ngram) for row_form in row_forms]
     share = len(frozenset().union(*common)) / max(1, len(ngrams))  # a shorter text has none
-    if share < args.min_share:
-        return None
-    return "ngrams", share, np.argmax(list(map(len, common)))
+    kind = "ngrams" if share >= args.min_share else None
+    return kind, share, np.argmax(list(map(len, common)))
 
 
 @lru_cache(maxsize=1000)
@@ -669,8 +668,7 @@ def judgment_columns(names):
 
 
 def table_of_judgments(file):
-    """Return a DataFrame (query_id, doc_id, score) of a file with names of columns; an empty list of documents is a
-    row without doc_id."""
+    """Return a DataFrame (query_id, doc_id, score) of a file with columns; an empty list is a row without doc_id."""
     features = open_files([file]).features
     names = judgment_columns(list(features))
     if not names:
