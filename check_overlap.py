@@ -77,10 +77,8 @@ def parse_args(argv):
     option("--also_documents", action="store_true", help="leave rows that contain a document out of --output, too")
     option("--overwrite", action="store_true", help="replace existing files, when the new ones are complete")
     args = parser.parse_args(argv)
-    if not (args.beir or args.pairs):
-        parser.error("requires --beir or --pairs")
-    if len(args.pair_columns) != 2 * bool(args.pairs):
-        parser.error("--pairs requires two --pair_columns, of queries and documents")
+    if not (args.beir or args.pairs) or len(args.pair_columns) != 2 * bool(args.pairs):
+        parser.error("requires --beir, or --pairs and two --pair_columns, of queries and documents")
     if args.ngram < 1 or not 0 < args.min_share <= 1:
         parser.error("--ngram must be 1 or more, and --min_share above 0 and at most 1")
     if args.output and len(args.train_data) > 1:
@@ -265,11 +263,6 @@ def split_words(texts):
     return pc.ascii_split_whitespace(pc.ascii_trim_whitespace(spaced))
 
 
-def join_words(words):
-    """Return texts in normal form, their words separated by single spaces, a list."""
-    return pc.binary_join(words, pa.scalar(" ", pa.large_string())).to_pylist()
-
-
 def hash_ngrams(words, size):
     """Return the 64-bit hashes of the n-grams of (n,) texts, and the number of the text of each, ascending.
     words: of split_words. A text of fewer than `size` words has one n-gram, filled up with empty words."""
@@ -322,19 +315,18 @@ def find(texts, rows, parts, index, args):
     """Yield (row, Part, finding) of (n,) texts of training data and their rows."""
     words = split_words(texts)
     numbers, candidates = find_candidates(words, rows, index, args.ngram)
-    if not len(numbers):
-        return
-    forms = join_words(words)
+    space = pa.scalar(" ", pa.large_string())
+    forms = pc.binary_join(words, space).to_pylist()  # texts in normal form
     row_places = {row: np.flatnonzero(rows == row) for row in set(candidates.tolist())}  # of its texts
     first = 0
     for part in parts:
         start, stop = np.searchsorted(numbers, [first, first + len(part.rows)])
         ids, part_texts = part.read(numbers[start:stop] - first)
-        part_forms = join_words(split_words(part_texts))
+        part_forms = pc.binary_join(split_words(part_texts), space).to_pylist()
         for place, row in enumerate(candidates[start:stop].tolist()):
             row_forms = [forms[other] for other in row_places[row]]
-            if occurrence := compare(part_forms[place], row_forms, args):
-                kind, share, row_place = occurrence
+            kind, share, row_place = compare(part_forms[place], row_forms, args)
+            if kind:
                 finding = {"collection": part.collection, "type": part.type, "id": str(ids[place]), "kind": kind}
                 row_text = texts[row_places[row][row_place]].as_py()
                 yield row, part, finding | {"share": share, "text": part_texts[place].as_py(), "row_text": row_text}
@@ -355,7 +347,7 @@ def find_candidates(words, rows, index, size):
 
 
 def compare(form, row_forms, args):
-    """Return (kind, share, number of the row's text that has most of it) of a text in a row, or None."""
+    """Return (kind or None, share, number of the row's text that has most of it) of a text in a row."""
     if form in row_forms:
         return "verbatim", 1.0, row_forms.index(form)
     for place, row_form in enumerate(row_forms):
@@ -364,9 +356,8 @@ def compare(form, row_forms, args):
     ngrams = ngram_set(form, args.ngram)
     common = [ngrams & ngram_set(row_form, args.ngram) for row_form in row_forms]
     share = len(frozenset().union(*common)) / max(1, len(ngrams))  # a shorter text has none
-    if share < args.min_share:
-        return None
-    return "ngrams", share, np.argmax(list(map(len, common)))
+    kind = "ngrams" if share >= args.min_share else None
+    return kind, share, np.argmax(list(map(len, common)))
 
 
 @lru_cache(maxsize=1000)
@@ -677,13 +668,10 @@ def judgment_columns(names):
 
 
 def table_of_judgments(file):
-    """Return a DataFrame (query_id, doc_id, score) of a file with names of columns; an empty list of documents is a
-    row without doc_id."""
+    """Return a DataFrame (query_id, doc_id, score) of a file with columns; an empty list is a row without doc_id."""
     features = open_files([file]).features
     names = judgment_columns(list(features))
     if not names:
-        if all(isinstance(feature, dict) for feature in features.values()):
-            raise UserError("is a dictionary of dictionaries: write lines of: query 0 document grade")
         raise UserError(f"its columns must be query-id, corpus-id and score, not {', '.join(features)[:300]}")
     table = open_files([file], streaming=False, columns=names, ids=names[:2])[:]
     table.validate(full=True)
@@ -736,11 +724,8 @@ def find_splits(name):
         for file in filter(file_suffix, map(str, sorted(Path(name, "qrels").glob("*")))):
             judgments[Path(file).name.partition(".")[0]].append(file)
         return [{"all": [f"{name}/corpus.jsonl"]}, {"all": [f"{name}/queries.jsonl"]}, judgments]
-    source = name
-    prefix = ""
-    if not os.path.isdir(name) and ":" in name:
-        source, _, language = name.rpartition(":")
-        prefix = f"{language}-"
+    source, _, language = (name, "", "") if os.path.isdir(name) else name.partition(":")
+    prefix = language and f"{language}-"
     check_exists(source)
     configs = datasets.get_dataset_config_names(source)
     if not {f"{prefix}corpus", f"{prefix}queries"} <= set(configs):
@@ -768,12 +753,10 @@ def collections_of(name, split):
     for part in chosen:
         if part not in judgments:
             raise UserError(f"no judgments of split {part!r}; available: {', '.join(judgments) or 'none'}")
-        files = []
-        for splits in (documents, queries):
-            wanted = part if len(splits) > 1 else next(iter(splits))  # a single one serves all judgments
-            if wanted not in splits:
-                raise UserError(f"no documents or queries of split {wanted!r}; available: {', '.join(splits)}")
-            files.append(splits[wanted])
+        # A single split of documents, or of queries, serves all judgments.
+        files = [[*splits.values()][0] if len(splits) == 1 else splits.get(part) for splits in (documents, queries)]
+        if None in files:
+            raise UserError(f"no documents or queries of split {part!r}; available: {', '.join(documents)}")
         collections[f"{name}/{part}" if len(documents) > 1 else name] = (*files, judgments[part])
     return collections
 

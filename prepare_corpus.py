@@ -126,26 +126,21 @@ def main(args):
         if output.exists() and any(output.iterdir()) and not args.overwrite:
             raise UserError(f"--output_dir {output}: is not empty; choose another folder, or set --overwrite")
         with new_folder(output) as part:
-            write_output(part, args)
+            if args.ir_dataset:
+                with errors_of(f"--ir_dataset {args.ir_dataset}", KeyError):
+                    save_collection(args.ir_dataset, part)
+            elif args.sources:
+                convert(args, part)
+            else:
+                paths = sysconfig.get_paths()
+                roots = {"stdlib": [paths["stdlib"]], "packages": [paths["purelib"], paths["platlib"]]}
+                print(build_demo(roots, part)["pairs"])
+                save_models(part)
     print(f"output: {output}")
     if args.sources:
         held_out = f" --eval_data '{output}/heldout/*.{args.format}'" if args.split_by else ""
         train = output / "train" if args.split_by else output
         print(f"to train on it: --train_data '{train}/*.{args.format}'{held_out} --columns QUERY POSITIVE ...")
-
-
-def write_output(folder, args):
-    """Write a collection, converted sources, or the demo corpus into an empty folder."""
-    if args.ir_dataset:
-        with errors_of(f"--ir_dataset {args.ir_dataset}", KeyError):
-            save_collection(args.ir_dataset, folder)
-    elif args.sources:
-        convert(args, folder)
-    else:
-        paths = sysconfig.get_paths()
-        roots = {"stdlib": [paths["stdlib"]], "packages": [paths["purelib"], paths["platlib"]]}
-        print(build_demo(roots, folder)["pairs"])
-        save_models(folder)
 
 
 # ---- the demo corpus
@@ -354,12 +349,14 @@ def convert(args, folder):
 def choose_side(table, side, args):
     """Return the rows of a Table on a side of args.split_by, if there are sides. The hash of a value decides, so that
     it stays on its side when the table grows. Rows without one are trained on."""
+    if not side:
+        return table
     is_chosen = []
-    for value in table[args.split_by].cast(pa.string()).to_pylist() if side else ():
+    for value in table[args.split_by].cast(pa.string()).to_pylist():
         digest = hashlib.blake2b(str(value).encode(), digest_size=8).digest()
         is_heldout = value is not None and int.from_bytes(digest) < args.eval_share * 2**64
         is_chosen.append(is_heldout == (side == "heldout/"))
-    return table.filter(pa.array(is_chosen, pa.bool_())) if side else table
+    return table.filter(pa.array(is_chosen, pa.bool_()))
 
 
 FILTER = "a list of (column, operator, value), by = != < > <= >= in, not in; texts, as all of CSV, compare with texts"

@@ -357,8 +357,7 @@ def test_a_flag_given_twice(message_of):
     more = "--columns a b --model_name_or_path x"
     for name, flag, words in (("train_bi_encoder", "--train_data", f"--train_data x --train_data y {more}"),
                               ("train_bi_encoder", "--train_data", f"flags.yaml --train_data=x --train_data=y {more}"),
-                              ("eval_incremental", "--beir", "--beir a --split test --beir b"),
-                              ("mine_negatives", "--corpus", "--corpus a --split test --corpus=b")):  # fmt: skip
+                              ("eval_incremental", "--beir", "--beir a --split test --beir b")):  # fmt: skip
         line = message_of(importlib.import_module(name).parse_args, words.split())
         assert line == f"{flag}: given twice; list all values after one flag"
     words = "flags.yaml --seed 2 --train_data z.jsonl --seed=3 --resume false --columns a b"

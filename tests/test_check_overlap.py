@@ -256,9 +256,9 @@ def test_errors_are_one_line():
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--train_data a --columns b", "requires --beir or --pairs"),
+    ("--train_data a --columns b", "requires --beir, or --pairs and two"),
     ("--train_data a --beir c", "the following arguments are required: --columns"),
-    ("--train_data a --columns b --pairs c --pair_columns x", "--pairs requires two --pair_columns"),
+    ("--train_data a --columns b --pairs c --pair_columns x", "--pairs and two --pair_columns"),
     ("--train_data a b --columns b --beir c --output x.parquet", "--output has the rows of one --train_data"),
     ("--train_data a --columns b --beir c --min_share 80", "--min_share above 0 and at most 1"),
     ("--train_data a --columns b --beir c --ngram 0", "--ngram must be 1 or more"),

@@ -214,7 +214,7 @@ FORMS = {  # of files that are not lines of a run, or no judgments: what is said
     "r.parquet": "is .parquet, not lines of: query Q0 document rank score tag",
     "r.json": "is .json, not lines of: query Q0 document rank score tag",
     "r.csv": "line 1, 'query,doc,score', is not one of: query Q0 document rank score tag",
-    "q.json": "is a dictionary of dictionaries: write lines of: query 0 document grade",
+    "q.json": "its columns must be query-id, corpus-id and score, not q0, q1, ",
     "mixed.txt": r"line 2 has no id, or no finite score: .*\(separated as in line 1, 'q1 0\\td0\\t1'\)",
     "empty.txt": "line 1, '', is not one of: query 0 document grade, maybe below a header",
     "header.tsv": "line 2, '', is not one of: query 0 document grade",
@@ -227,7 +227,7 @@ def test_other_forms_of_runs_and_judgments(name):
     pq.write_table(table, "r.parquet")
     table.to_pandas().to_csv("r.csv", index=False)
     Path("r.json").write_text(json.dumps({"q1": {"d0": 2.0}}))
-    nested = {f"q{query}": {f"d{n}": n % 2 for n in range(query % 5)} for query in range(300)}
+    nested = {f"q{query}": {f"d{n}": n % 2 for n in range(2)} for query in range(300)}
     Path("q.json").write_text(json.dumps(nested, indent=1))
     Path("mixed.txt").write_text("q1 0\td0\t1\nq2 0 d2 1\n")
     Path("empty.txt").touch()

@@ -483,7 +483,7 @@ ERRORS = {
     "--beir {beir} --model_name_or_path /nowhere": "/nowhere: no such file or folder",
     "--beir {beir} --model_name_or_path minned": "minned: no such file or folder, and not in the cache; the Hub is",
     "--beir {beir} --model_name_or_path {damaged}": "--model_name_or_path {damaged}: ",
-    "--beir {beir} --model_name_or_path {reranker}": "{reranker}: is a cross-encoder: use --cross_encoder",
+    "--beir {beir} --model_name_or_path {reranker}": "{reranker}: is a CrossEncoder, not one of Sentence",
     "--beir {beir} --cache_dir {file}": "--cache_dir {file}",
     "--beir {beir} --output_dir {file}/x": "--output_dir {file}/x: ",
 }

@@ -145,14 +145,16 @@ def test_what_is_never_a_negative(small, tmp_path, capsys):
 
 
 def test_equal_queries_are_merged(small, tmp_path, capsys):
-    """They share their positives; a positive that has the id of one of them, or is not in the corpus, is left out."""
+    """They share their positives, and the candidates of the first; a positive that has the id of one of them, or is
+    not in the corpus, is left out."""
     write_jsonl(small / "queries.jsonl", [{"_id": f"d{i}", "text": "same query"} for i in range(2)])
     with open(small / "qrels/train.tsv", "a") as file:
         file.write("d0\tnowhere\t1\n")
     rows = mine(tmp_path, "--beir", small, "--run", small / "x.run", "--num_negatives", 6)
     assert [row["positive"] for row in rows] == ["text number 1", "text number 2"]
     message = capsys.readouterr().out  # of the run's 5 queries 3 have no text
-    assert "2 positives of 1 queries" in message and f"{3 * 14:12} {1:12}  of queries without a text" in message
+    assert "2 positives of 1 queries" in message and "56 candidates" in message  # of 4 queries
+    assert f"{3 * 14:12} {1:12}  of queries without a text" in message
 
 
 def test_fewer_negatives(small, tmp_path, capsys):
@@ -392,9 +394,9 @@ def test_errors(small, tmp_path, capsys, monkeypatch):
             script.main(script.parse_args(list(map(str, common + flags))))
     assert not (tmp_path / "new").exists()
     for flags, message in (
-        (["--pairs", "x.csv"], "requires --run, and one of --pairs, --beir, or"),
-        ([*common, "--pairs", "x.csv"], "requires --run, and one of --pairs, --beir, or"),
-        (corpus, "requires --run, and one of --pairs, --beir, or"),
+        (["--pairs", "x.csv"], "the following arguments are required: --run"),
+        ([*common, "--pairs", "x.csv"], "requires one of --pairs, --beir, or"),
+        (corpus, "requires one of --pairs, --beir, or"),
         (["--run", "x", "--pairs", "x.csv", "--columns", "query"], "--pairs requires --columns: those of query and"),
         ([*common, "--seed", "-1"], "--seed -1: must be finite and, except for a margin, 0 or more"),
         ([*common, "--range_max", "3"], "--num_negatives 4: must be between 1 and --range_max"),
