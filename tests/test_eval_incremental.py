@@ -148,6 +148,7 @@ def test_a_document_in_passages_is_one_document(evaluate, bert, tmp_path):
     assert entry["warnings"] == [*lacking, "1 judged documents are not in the corpus; they count as not found"]
 
 
+@pytest.mark.slow
 def test_fewer_queries_than_processes(tmp_path, beir, bert):
     flags = ["--beir", beir, "--model_name_or_path", bert, "--cache_dir", tmp_path / "cache", "--query", "a file"]
     results = []
@@ -157,6 +158,7 @@ def test_fewer_queries_than_processes(tmp_path, beir, bert):
     assert results[0] == results[1] and len(results[0]) == 10
 
 
+@pytest.mark.slow
 def test_many_queries_have_the_normal_approximation(monkeypatch):
     """It is that of the draws, of one and of two collections."""
     rng = np.random.default_rng(0)
@@ -683,6 +685,7 @@ def test_no_pickle_is_loaded(evaluate, beir, tmp_path, report):
     report("pickles, and paths to files outside, in every value of an embedding cache", 2, "one-line error")
 
 
+@pytest.mark.slow
 def test_a_folder_of_the_cache_has_the_name_of_the_model(evaluate, beir, tmp_path, bert):
     """A copy under another name uses it, as it does where the folder was renamed; another type has its own."""
     whole = evaluate("--beir", beir)

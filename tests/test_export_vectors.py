@@ -90,6 +90,7 @@ def test_dot_products_are_not_normalized(export, tmp_path, beir, bert):
     assert metadata["similarity"] == "dot"
 
 
+@pytest.mark.slow
 def test_a_faiss_index_finds_what_the_evaluator_finds(evaluate, beir, bert, tmp_path):
     """The example of docs/evaluation.md, compared with the run.trec of an evaluation whose cache the export uses."""
     faiss = pytest.importorskip("faiss", reason="needs the package faiss-cpu")

@@ -5,7 +5,7 @@ import re
 import shutil
 from collections import Counter
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from accelerate import Accelerator
-from conftest import ROOT, TRAINERS, launch, lines_of, metrics, train, write_jsonl
+from conftest import ROOT, TRAINERS, launch, lines_of, mark_slow, metrics, train, write_jsonl
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses as library
 
@@ -56,8 +56,10 @@ def flags_for(folder, name, model, output, *more):
             "--save_steps", 4, "--micro_batch_tokens", 200, "--output_dir", output, *more]  # fmt: skip
 
 
-@pytest.mark.parametrize("way", [[], ["--streaming", "--eval_rows", "15"]])
-@pytest.mark.parametrize("name", TRAINERS)
+RESUMED = [*product(TRAINERS, [[], ["--streaming", "--eval_rows", "15"]])]
+
+
+@pytest.mark.parametrize("name, way", mark_slow(RESUMED, RESUMED[:1]))
 def test_resumed_to_the_bit(name, way, sources, bert, tmp_path):
     flags = flags_for(sources, name, bert, tmp_path / "out", *way)
     train(name, *flags)

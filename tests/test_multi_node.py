@@ -117,6 +117,7 @@ SLURM_NODEID=1 ip netns exec {} "$@" & wait $! && wait $first""",
 }
 
 
+@pytest.mark.slow
 def test_slurm_job_stopped_and_requeued_is_bit_identical(two_machines, hosts, folder, flags):
     """slurm.sh with fake srun and scontrol. Every process receives SIGTERM, as it does before the time limit.
 

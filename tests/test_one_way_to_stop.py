@@ -97,14 +97,14 @@ def assert_one_error(stderr, message):
 
 
 CAUSES = [bad_row, unreadable_file, failing_lookup, failing_loss]
-FEW = [("train_bi_encoder", bad_row, 2, "fsdp2"), ("train_cross_encoder", unreadable_file, 2, "ddp"),
+FEW = [("train_bi_encoder", bad_row, 2, "fsdp2"), ("train_cross_encoder", failing_loss, 2, "ddp"),
        ("train_bi_encoder", failing_lookup, 2, "ddp"), ("train_bi_encoder", failing_loss, 2, "fsdp2"),
-       ("train_cross_encoder", failing_loss, 2, "ddp")]  # fmt: skip
+       ("train_cross_encoder", unreadable_file, 2, "ddp")]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "name, cause, processes, kind",
-    few_or_all(FEW, TRAINERS, CAUSES, [2, 4], ["ddp", "fsdp2"]),
+    few_or_all(FEW, TRAINERS, CAUSES, [2, 4], ["ddp", "fsdp2"], quick=2),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_all_processes_stop_together(rows, bert, tmp_path, report, monkeypatch, name, cause, processes, kind):

@@ -172,6 +172,7 @@ def test_errors(evaluate, tmp_path):
     assert "3 queries are in" in done.stdout and (tmp_path / "new/page/report.html").exists()
 
 
+@pytest.mark.slow
 def test_results_of_another_corpus_are_refused(evaluate, tmp_path, bert):
     """Rankings of the same queries and judgments compare only within one corpus, whatever has ranked it."""
     flags = write_collection(tmp_path)
