@@ -3,6 +3,7 @@
 import functools
 import json
 from itertools import product
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,10 +32,8 @@ def launched(tmp_path_factory, rows, bert):
     def run(processes):
         output = folder / str(processes)
         launch(ROOT / "tests/gradient_worker.py", bert, folder / "rows.parquet", output, processes=processes)
-        names = [f"{processes}.{process}" for process in range(processes)]
-        return [
-            (torch.load(folder / f"{name}.pt"), json.loads((folder / f"{name}.json").read_text())) for name in names
-        ]
+        outputs = [f"{output}.{process}" for process in range(processes)]
+        return [(torch.load(f"{path}.pt"), json.loads(Path(f"{path}.json").read_text())) for path in outputs]
 
     return run
 
