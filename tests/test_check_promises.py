@@ -83,6 +83,13 @@ def test_scripts_keep_all(check, flags, name, more):
     assert not is_broken and verdicts == dict.fromkeys(PROMISES, "kept"), printed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["splade", "colbert"])
+def test_a_sparse_and_a_multi_vector_model_keep_all(check, flags, request, kind):
+    is_broken, verdicts, printed = check(ROOT / TRAINER, *flags, "--model_name_or_path", request.getfixturevalue(kind))
+    assert not is_broken and verdicts == dict.fromkeys(PROMISES, "kept"), printed
+
+
 @pytest.mark.skipif(not APPLY, reason="needs git or patch")
 @pytest.mark.parametrize("name", mark_slow(RECIPES if CHAOS else ["queue"], []))
 def test_recipes_keep_all(check, tmp_path, monkeypatch, rows, corpus, bert, name):
