@@ -46,6 +46,7 @@ def test_equal_vectors_tie_in_a_last_chunk_that_is_short(dims, queries, chunk):
     assert (scores[:, :60] == scores[:, chunk:]).all()
 
 
+@pytest.mark.slow
 def test_two_processes_rank_equal_texts_as_one(bert, tmp_path):
     rng = np.random.default_rng(0)
     texts = [" ".join(rng.choice(WORDS, rng.integers(1, 60))) for _ in range(60)]

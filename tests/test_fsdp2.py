@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin
-from conftest import EACH_TRAINER, RATES, ROOT, launch, metrics, skip_without_bfloat16, weights
+from conftest import EACH_TRAINER, RATES, ROOT, TRAINERS, launch, metrics, skip_without_bfloat16, weights
 from forked import launcher_environment
 from safetensors.torch import load_file
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
@@ -81,7 +81,8 @@ def test_fsdp2_equals_whole_copies(runs, script):
         assert fsdp == pytest.approx(whole, rel=0.01, abs=0.05), name
 
 
-@pytest.mark.parametrize("script", EACH_TRAINER)
+@pytest.mark.slow
+@pytest.mark.parametrize("script", TRAINERS)
 def test_fsdp2_concatenates_inside(script, tmp_path, corpus, request):
     """The wrapper of a sharded body gives the losses and norms of padded whole copies."""
     model, more = SETTINGS[script]

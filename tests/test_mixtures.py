@@ -206,7 +206,7 @@ def test_a_resume_mixes_by_its_own_weights(tmp_path, way):
     assert count_rows(resumed, 10)[0] == {0: 20, 1: 20, 2: 60}
 
 
-@pytest.mark.parametrize("way", [[], ["--streaming", "--max_steps", "1"], ["--length_window", "3"]])
+@pytest.mark.parametrize("way", mark_slow([[], ["--streaming", "--max_steps", "1"], ["--length_window", "3"]], [[]]))
 def test_a_source_that_stays_continues_where_it_was(tmp_path, way):
     """Whatever leaves, enters or moves in the list: its rows, and what is drawn from their lists."""
     names = {name: str(tmp_path / f"{name}.jsonl") for name in "abc"}
@@ -311,6 +311,7 @@ def test_the_command_of_the_page(sources, bert, tmp_path, monkeypatch):
     assert metrics(tmp_path / "runs/mixture")[-1]["step"] == 3
 
 
+@pytest.mark.slow
 def test_a_bad_row_is_named_whatever_the_loss_of_its_source(sources, bert, tmp_path):
     """The process that has it must compute no loss: that of the first source refuses the rows of another one."""
     similarity = entries(sources, "train_bi_encoder")[1]
@@ -325,6 +326,7 @@ def test_a_bad_row_is_named_whatever_the_loss_of_its_source(sources, bert, tmp_p
     assert "equally many" not in found.stderr and "Traceback" not in found.stderr
 
 
+@pytest.mark.slow
 def test_gathering_of_a_loss_of_the_library_is_left_out(sources, bert, tmp_path):
     """Embeddings are those of all processes already."""
     flags = ["--train_data", f"{sources}/retrieval.jsonl", "--columns", "question", "answer", "--dropout", 0,

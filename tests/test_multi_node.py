@@ -18,7 +18,7 @@ from conftest import ROOT, launch, metrics, weights
 from forked import Forked, launcher_environment
 
 SCRIPT = ROOT / "train_bi_encoder.py"
-STEPS = 20
+STEPS = 10
 
 
 def ip(*words):

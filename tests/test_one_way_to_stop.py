@@ -168,6 +168,7 @@ def test_what_all_processes_find_is_printed_once(rows, bert, tmp_path, busy, los
     assert_one_error(done.stderr, message)
 
 
+@pytest.mark.slow
 def test_the_error_of_one_process_is_printed_by_it(corpus, bert, tmp_path):
     flags = ["--model_name_or_path", bert, "--columns", "docstring", "code", "--max_steps", 1]
     flags += ["--output_dir", tmp_path / "out"]
@@ -177,6 +178,7 @@ def test_the_error_of_one_process_is_printed_by_it(corpus, bert, tmp_path):
     assert f"error: --train_data: {tmp_path}/absent.jsonl: " in run.read("stderr")
 
 
+@pytest.mark.slow
 def test_all_stop_at_a_weight_that_is_not_finite(corpus, bert, tmp_path):
     """Only the main process has the weights that it saves; nothing is saved, and no other process waits for it."""
     flags = ["--train_data", f"{corpus}/*.parquet", "--columns", "docstring", "code", "--model_name_or_path", bert,

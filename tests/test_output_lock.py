@@ -42,6 +42,7 @@ def test_a_second_run_in_one_folder_is_refused(corpus, bert, tmp_path, name, pro
     assert (output / "model").exists()
 
 
+@pytest.mark.slow
 def test_two_runs_that_start_together(corpus, bert, tmp_path):
     """In a folder that neither has made yet."""
     flags = [*flags_of(corpus, bert), "--save_steps", 1, "--max_steps", 30, "--output_dir", tmp_path / "new/out"]
@@ -51,6 +52,7 @@ def test_two_runs_that_start_together(corpus, bert, tmp_path):
     assert f"error: --output_dir {tmp_path}/new/out: another run is writing to it" in error
 
 
+@pytest.mark.slow
 def test_two_evaluations_in_one_folder(beir, bert, static, tmp_path):
     """The folder has the results of one of two models; the other evaluation ends in an error, its vectors cached."""
     output, runs = tmp_path / "out", []

@@ -190,6 +190,7 @@ def test_results_of_another_corpus_are_refused(evaluate, tmp_path, bert):
     page_data(tmp_path / "out", tmp_path / "turned")
 
 
+@pytest.mark.slow
 def test_collections_are_matched_by_name(evaluate, tmp_path):
     """Two versions of a corpus with the same queries and judgments, in one order and in the other."""
     write_beir(tmp_path / "V1")

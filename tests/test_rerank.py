@@ -124,6 +124,7 @@ def flags_for(beir, run_file, reranker, folder):
             "--output_dir", folder / "out", "--corpus_chunk_size", 97, "--micro_batch_tokens", 1024]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_ranking_of_one(tmp_path, beir, run_file, reranker):
     """The last digit of a score may depend on the other pairs of its micro-batch, and on the processor."""
     name = "out/first.trec+" + reranker.name + "(100)/run.trec"
