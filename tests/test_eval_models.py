@@ -117,7 +117,7 @@ RERANKERS = {
 
 
 def score_pairs(scorer, pairs):
-    ((_, scores),) = script.cached_vectors(scorer, [scorer.chunk_of(pairs)])
+    ((_, scores),) = script.cached_vectors(scorer, [scorer.chunk_of(pairs, None)])
     return scores[:, 0]
 
 
