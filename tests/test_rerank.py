@@ -279,6 +279,7 @@ def test_a_single_hit_counts_more_than_what_was_not_found(method, evaluate, beir
     assert found.index("d3") < found.index("d9") and (method == "zscore" or found[0] == "d3")
 
 
+@pytest.mark.slow
 def test_length_of_pairs(evaluate, beir, run_file, reranker):
     flags = "--beir", beir, "--run", run_file, "--cross_encoder", reranker, "--rerank_k", 3
     short = ["--rerank_max_length", 20]

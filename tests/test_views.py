@@ -111,6 +111,7 @@ def test_each_view_is_the_ranking_of_a_loop(evaluate, beir, bert, tmp_path, caps
     assert count_cached(tmp_path / "cache") == [353]
 
 
+@pytest.mark.slow
 def test_report_has_bytes_and_a_picture(evaluate, beir, tmp_path, capsys):
     evaluate("--beir", beir, *ALL, "--bm25")
     capsys.readouterr()
