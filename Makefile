@@ -2,9 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO := data/python_code
+PYTEST := python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 EVALUATE := $(BIN)/python eval_incremental.py --model_name_or_path runs/demo/model --cache_dir runs/demo/cache
 
-.PHONY: demo test test-lowest chaos copies clean
+.PHONY: demo test test-all test-lowest chaos copies clean
 
 demo: .venv/installed
 	$(BIN)/python prepare_corpus.py
@@ -16,14 +17,19 @@ demo: .venv/installed
 	$(EVALUATE) --pairs '$(DEMO)/heldout/*.parquet' --columns docstring code --output_dir runs/demo/eval
 	$(EVALUATE) --pairs '$(DEMO)/*/*.parquet' --columns docstring code --top_k 3 --query "read a gzip file" "remove duplicates but keep the order" "parse command line arguments"
 
+# Each promise and each script once, in at most five minutes on two cores.
 test: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/$(PYTEST) -m "not slow"
+
+# Then each promise in its further settings.
+test-all: test
+	$(BIN)/$(PYTEST) -m slow
 
 # All tests with the lowest versions of the ranges, torch excepted.
 test-lowest: .venv-lowest/installed
-	.venv-lowest/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	.venv-lowest/bin/$(PYTEST)
 
 # The long form of tests/chaos and of some other tests, of which `make test` runs a short form; prints a table.
 chaos: .venv/installed-dev

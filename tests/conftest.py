@@ -49,9 +49,10 @@ def mark_slow(cases, quick):
 EACH_TRAINER = mark_slow(TRAINERS, TRAINERS[:1])  # for what both do by the same functions
 
 
-def few_or_all(few, *choices):
-    """Return the parameters of a test: every combination of `choices` under `make chaos`, else only `few`."""
-    return list(product(*choices)) if CHAOS else few
+def few_or_all(few, *choices, quick=1):
+    """Return the parameters of a test: every combination of `choices` under `make chaos`, else only `few`. All but the
+    first `quick` are slow."""
+    return mark_slow(product(*choices) if CHAOS else few, few[:quick])
 
 
 def pytest_configure(config):

@@ -1,6 +1,6 @@
 """Compute the gradient of one step of sparse and multi-vector models; launched by test_kinds.py.
 
-accelerate launch tests/kinds_worker.py MODELS SOURCE OUTPUT
+accelerate launch tests/kinds_worker.py MODELS SOURCE OUTPUT NAME ...
 """
 
 import sys
@@ -34,14 +34,14 @@ CASES = {
 # (micro_batch_tokens, grad_cache, MAX_SCORES)
 SETTINGS = [(128, True, 2**26), (128, False, 2**14), (10**6, True, 2**14), (10**6, False, 2**26)]
 
-folder, source, output = sys.argv[1:]
+folder, source, output, *names = sys.argv[1:]
 accelerator = Accelerator(cpu=True)
 gradients = {}
-for name, flags in CASES.items():
+for name in names:
     path = f"{folder}/{name.split()[0]}"
     common = ["--model_name_or_path", path, "--train_data", source, "--eval_rows", "0", "--query_prompt", ""]
     common += ["--document_prompt", "", "--batch_size", "21", "--dropout", "0"]
-    args = script.parse_args([*common, *flags.split()])
+    args = script.parse_args([*common, *CASES[name].split()])
     model = script.load_model(args).train()  # without gradients a sparse model overwrites what it activates
     data = script.open_data(args)
     script.set_max_steps(data, args)

@@ -1,7 +1,7 @@
 """Evaluate from random states of the cache, by random settings, on the late device; run by test_random_states.py.
 
-The working directory has beir/ and static/, a model. For each line of stdin, a seed and more flags of the last call,
-it prints a line of JSON: "calls", [(flags, kind of device, processes)], their "errors" and "reports". The last one's
+The working directory has beir/ and models. For each line of stdin, a seed, a model and more flags of the last call, it
+prints a line of JSON: "calls", [(flags, kind of device, processes)], their "errors" and "reports". The last one's
 ranking is in out/SEED.
 """
 
@@ -20,7 +20,6 @@ import torch._dynamo  # noqa: F401 (it inspects torch's functions, hence before 
 
 import eval_incremental as script
 
-COMMON = "--model_name_or_path static --cache_dtype float32"
 script.FEW = 0  # workers start for any number of texts
 
 
@@ -37,14 +36,18 @@ def run(flags, kind):
     return {"error": error, "reports": device.reports}
 
 
-def draw_call(rng, size, flags):
+def draw_call(rng, model, size, flags):
     size = rng.choice([size, size, size, 7])
-    flags = f"{COMMON} {flags} --corpus_chunk_size {size} --micro_batch_tokens {rng.choice([16, 32, 64])} "
+    flags = f"--model_name_or_path {model} --cache_dtype float32 {flags} --corpus_chunk_size {size} "
+    flags += f"--micro_batch_tokens {rng.choice([16, 32, 64])} "
     flags += f"--dataloader_num_workers {rng.choice([0, 1, 2, 3])} {rng.choice(['', '--streaming'])}"
-    return flags, rng.choice(["cuda", "cuda", "cuda", "xpu", "cpu"]), rng.choice([1, 1, 1, 2])
+    kind = rng.choice(["cuda", "cuda", "cuda", "xpu", "cpu"])
+    if kind == "xpu" and model != "static":
+        flags += " --attn_implementation eager"  # its fused kernels are not simulated
+    return flags, kind, rng.choice([1, 1, 1, 2])
 
 
-def evaluate(seed, more):
+def evaluate(seed, model, more):
     """Search parts of the corpus, chunks or lines, which are cached then, and rank all of it."""
     rng = random.Random(seed)
     lines = Path("beir/corpus.jsonl").read_text().splitlines(keepends=True)
@@ -59,9 +62,9 @@ def evaluate(seed, more):
                 rng.shuffle(chunk)
         part = Path(f"part_{seed}_{number}.jsonl")
         part.write_text("".join(chain.from_iterable(kept)))
-        calls.append(draw_call(rng, size, f"--cache_dir cache/{seed} --corpus {part} --query file"))
+        calls.append(draw_call(rng, model, size, f"--cache_dir cache/{seed} --corpus {part} --query file"))
     flags = f"--cache_dir cache/{seed} --beir beir --metrics nDCG@10 --top_k 50 --output_dir out/{seed} {more}"
-    calls.append(draw_call(rng, size, flags))
+    calls.append(draw_call(rng, model, size, flags))
     found = [strict_worker.fork(run, flags, kind, processes=processes) for flags, kind, processes in calls]
     kept = {name: [part[name] for part in found if part[name]] for name in ("error", "reports")}
     return {"calls": calls, "errors": kept["error"], "reports": kept["reports"]}
@@ -71,5 +74,5 @@ if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the calls print
     for line in sys.stdin:
-        seed, _, more = line.strip().partition(" ")
-        print(json.dumps(evaluate(int(seed), more)), file=answers, flush=True)
+        seed, model, *more = line.split()
+        print(json.dumps(evaluate(int(seed), model, " ".join(more))), file=answers, flush=True)

@@ -130,6 +130,7 @@ def test_cells_that_json_has_not(annotate, reranker, tmp_path, monkeypatch, caps
         ("NaN", None, {"a": [None]}), ("one", None, {"a": [None]}), ("two", 0.1, {"a": [0.1]})]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_file_of_one(tmp_path, data, reranker):
     for processes in (1, 2):
         flags = flags_for(tmp_path / str(processes), data, "--cross_encoder", reranker)

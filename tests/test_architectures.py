@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import launch, metrics, train, write_jsonl
+from conftest import launch, mark_slow, metrics, train, write_jsonl
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer import losses
@@ -223,7 +223,10 @@ def test_embeddings_are_those_of_the_library(name, bert, tmp_path):
     check("train_bi_encoder", tmp_path / "model", "--dropout", "0", *map(str, flags))
 
 
-@pytest.mark.parametrize("name", TRAINED)
+QUICK = [name for name in TRAINED if name in ("BERT, LoRA", "static, prompts", "Router first", "remote code, LoRA")]
+
+
+@pytest.mark.parametrize("name", mark_slow(TRAINED, QUICK))
 def test_losses_and_measures(name, rows, bert, tmp_path):
     """The first three losses are those of sentence-transformers; the saved model has the measures of the trainer, one
     with code of its own in a fresh process."""

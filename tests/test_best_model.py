@@ -7,7 +7,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, TRAINERS, few_or_all, launch, lines_of, metrics, train, weights, write_jsonl
+from conftest import EACH_TRAINER, ROOT, TRAINERS, few_or_all, launch, lines_of, metrics, train, weights, write_jsonl
 from forked import Forked
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from test_resume import signal_when
@@ -83,7 +83,7 @@ def undisturbed(tmp_path_factory, settings):
     return run
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", EACH_TRAINER)
 def test_the_saved_model_is_that_of_the_best_evaluation(undisturbed, name):
     output = undisturbed(name)
     found = lines_of(output)
@@ -97,7 +97,7 @@ def test_the_saved_model_is_that_of_the_best_evaluation(undisturbed, name):
     assert f"\nTrained for {best} steps by `" in (output / "model/README.md").read_text()
 
 
-STOPPED = [("train_bi_encoder", 2, signal.SIGTERM, 5), ("train_cross_encoder", 1, signal.SIGKILL, 10)]
+STOPPED = [("train_cross_encoder", 1, signal.SIGKILL, 10), ("train_bi_encoder", 2, signal.SIGTERM, 5)]
 STOPPED = few_or_all(STOPPED, TRAINERS, [1, 2], [signal.SIGKILL, signal.SIGTERM], [5, 11])
 
 

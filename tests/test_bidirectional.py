@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from conftest import ROOT, train
+from conftest import ROOT, mark_slow, train
 from sentence_transformers import SentenceTransformer
 from test_decoders import SHAPE, check, decoder_tokenizer, make_decoder
 
@@ -83,7 +83,10 @@ def outcome(folder, attention):
     return {(True, True): "yes", (False, False): "no", (False, True): "only beside padding"}[tuple(seen)]
 
 
-@pytest.mark.parametrize("name, sdpa, eager, gpu", rows_of_the_page())
+QUICK = [row for row in rows_of_the_page() if row[0] in ("Qwen3", "Llama", "Nemotron", "Falcon", "Gemma 3")]
+
+
+@pytest.mark.parametrize("name, sdpa, eager, gpu", mark_slow(rows_of_the_page(), QUICK))
 def test_the_table(name, sdpa, eager, gpu, tmp_path):
     """What stays causal is refused by trainers and evaluator, but not tried by a kernel that no CPU has."""
     config = SimpleNamespace(is_causal=False, _attn_implementation="flash_attention_2")
@@ -115,7 +118,7 @@ def load(script, folder, *more):
     return script.load_model(script.parse_args(words))
 
 
-@pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize("name", mark_slow(["Qwen3ForCausalLM", "LlamaForCausalLM"], ["LlamaForCausalLM"]))
 @pytest.mark.parametrize("pooling", ["mean", "lasttoken"])
 def test_the_page(name, pooling, corpus, tmp_path, monkeypatch):
     """Its lines and its command make an embedder of a causal model; the saved one has the vectors of training, and its

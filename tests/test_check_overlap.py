@@ -11,7 +11,7 @@ import conftest
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, launch, write_jsonl
+from conftest import ROOT, launch, mark_slow, write_jsonl
 from test_collections import DOCUMENTS, JUDGMENTS, QUERIES, layout_mteb_id, layout_mteb_jsonl, layout_nano_bm25
 
 import check_overlap as script
@@ -83,7 +83,7 @@ def random_text(dice, length):
     return "".join(dice.choice(words) + dice.choice(marks) for _ in range(dice.randrange(length)))
 
 
-@pytest.mark.parametrize("size, min_share", [(2, 0.5), (3, 0.8), (4, 1.0), (5, 0.35)])
+@pytest.mark.parametrize("size, min_share", mark_slow([(2, 0.5), (3, 0.8), (4, 1.0), (5, 0.35)], [(5, 0.35)]))
 def test_findings_equal_those_of_a_loop(size, min_share):
     """Of 1,500 rows, two batches, with lists and missing cells."""
     dice = random.Random(size)

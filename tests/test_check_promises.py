@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import CHAOS, ROOT, write_jsonl
+from conftest import CHAOS, ROOT, mark_slow, write_jsonl
 from forked import Forked
 from test_recipes import APPLY, PAGES, SETUPS, TRAINER
 
@@ -24,7 +24,7 @@ import check_promises
 
 PROMISES = ["two runs", "graphs", "killed", "passes", "two processes"]  # as their lines begin
 PATCHES = {path.stem.removeprefix("promise_"): path for path in (ROOT / "tests/mutations").glob("promise_*.patch")}
-FEW = ["draw_without_seed", "dropout_without_seed", "warmup_of_passes", "rate_of_one_process"]  # one of each promise
+FEW = ["draw_without_seed", "dropout_without_seed", "warmup_of_passes"]  # each promise once
 
 
 class ForkedPopen(Forked):
@@ -77,14 +77,21 @@ SCRIPTS = [("train_bi_encoder", []), ("train_cross_encoder", ["--num_negatives",
 RECIPES = [name for name, page in PAGES.items() if f"+++ b/{TRAINER}" in page.read_text()]
 
 
-@pytest.mark.parametrize("name, more", SCRIPTS if CHAOS else SCRIPTS[:3])
+@pytest.mark.parametrize("name, more", mark_slow(SCRIPTS, SCRIPTS[:1]))
 def test_scripts_keep_all(check, flags, name, more):
     is_broken, verdicts, printed = check(ROOT / f"{name}.py", *flags, *more)
     assert not is_broken and verdicts == dict.fromkeys(PROMISES, "kept"), printed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["splade", "colbert"])
+def test_a_sparse_and_a_multi_vector_model_keep_all(check, flags, request, kind):
+    is_broken, verdicts, printed = check(ROOT / TRAINER, *flags, "--model_name_or_path", request.getfixturevalue(kind))
+    assert not is_broken and verdicts == dict.fromkeys(PROMISES, "kept"), printed
+
+
 @pytest.mark.skipif(not APPLY, reason="needs git or patch")
-@pytest.mark.parametrize("name", RECIPES if CHAOS else ["queue"])
+@pytest.mark.parametrize("name", mark_slow(RECIPES if CHAOS else ["queue"], []))
 def test_recipes_keep_all(check, tmp_path, monkeypatch, rows, corpus, bert, name):
     """By the command of the page, in the folder of its data."""
     shutil.copy(ROOT / TRAINER, tmp_path)
@@ -100,7 +107,7 @@ def test_recipes_keep_all(check, tmp_path, monkeypatch, rows, corpus, bert, name
 
 
 @pytest.mark.skipif(not APPLY, reason="needs git or patch")
-@pytest.mark.parametrize("name", sorted(PATCHES) if CHAOS else FEW)
+@pytest.mark.parametrize("name", mark_slow(sorted(PATCHES), FEW))
 def test_edits_break_a_promise(check, flags, tmp_path, name):
     shutil.copy(ROOT / TRAINER, tmp_path)
     subprocess.run([*APPLY[0], PATCHES[name]], cwd=tmp_path, check=True)

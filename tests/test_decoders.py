@@ -428,6 +428,7 @@ def test_modules_behind_a_transformer_are_trained_beside_adapters(corpus, bert, 
     assert all(torch.equal(again[name], after[name]) for name in after)
 
 
+@pytest.mark.slow
 def test_adapters_under_fsdp2(corpus, tmp_path):
     base = make_decoder(tmp_path / "base", "Qwen3Model", chat=CHAT)
     flags = flags_of(corpus, base, tmp_path / "ddp", "--lora_rank", 4)

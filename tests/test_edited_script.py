@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, TRAINERS, few_or_all, launch, lines_of, metrics, train, write_jsonl
+from conftest import EACH_TRAINER, ROOT, few_or_all, launch, lines_of, mark_slow, metrics, train, write_jsonl
 from safetensors.torch import load_file
 
 FLAGS = ["--columns", "docstring", "code", "--batch_size", 8, "--max_length", 32, "--dropout", 0, "--eval_rows", 0,
@@ -72,12 +72,13 @@ def state(output):
     return lines_of(output), {(file, name): tensor for file, part in found.items() for name, tensor in part.items()}
 
 
-def test_stopped_and_resumed_on_two_processes(edited, tmp_path, monkeypatch):
+@pytest.mark.parametrize("stops", mark_slow([[5], [3, 5]], [[5]]))
+def test_stopped_and_resumed_on_two_processes(edited, tmp_path, monkeypatch, stops):
     """Weights that have no state yet, or not any more a gradient, and tensors of one's own, are those of a run that
     was not stopped, to the bit. That gradients do not depend on processes: tests/test_equalities.py."""
     launch(edited[0], *edited[1], "--output_dir", tmp_path / "whole", processes=2)
     output = tmp_path / "stopped"
-    for stop in (3, 5):
+    for stop in stops:
         monkeypatch.setenv("STOP_AT", str(stop))
         stopped = launch(edited[0], *edited[1], "--output_dir", output, "--resume", processes=2, check=False)
         assert f"stopped after step {stop} of 6" in stopped.stdout and stopped.returncode == 143
@@ -117,7 +118,7 @@ def test_a_resume_by_an_edited_script_says_so(corpus, static, tmp_path):
     assert marks == {4: ["infonce"], 6: ["five", "four", "infonce", "one", "six", "three", "two"], 8: ["EVAL_ROWS"]}
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", EACH_TRAINER)
 def test_rows_batches_and_losses_get_their_step(name, corpus, bert, tmp_path, monkeypatch):
     """Though they are prepared ahead; with two batches a step, and after a resume. Held-out rows have step 0."""
     script = importlib.import_module(name)

@@ -4,7 +4,7 @@ measured."""
 import numpy as np
 import pytest
 import torch
-from conftest import launch, read_run, write_beir
+from conftest import launch, mark_slow, read_run, write_beir
 
 import eval_incremental as script
 
@@ -30,7 +30,10 @@ def test_a_text_has_the_vector_that_was_stored_first(tmp_path):
         assert found.all() and (cache.unpack(rows)[:2] == vectors[[3, 0]]).all()
 
 
-@pytest.mark.parametrize("dims, queries, chunk", [(1024, 300, 4096), (384, 300, 4096), (1024, 2000, 1000)])
+SIZES = [(384, 300, 4096), (1024, 300, 4096), (1024, 2000, 1000)]
+
+
+@pytest.mark.parametrize("dims, queries, chunk", mark_slow(SIZES, SIZES[:1]))
 def test_equal_vectors_tie_in_a_last_chunk_that_is_short(dims, queries, chunk):
     generator = torch.Generator().manual_seed(0)
     documents = torch.randn(chunk + 60, dims, generator=generator)
@@ -43,6 +46,7 @@ def test_equal_vectors_tie_in_a_last_chunk_that_is_short(dims, queries, chunk):
     assert (scores[:, :60] == scores[:, chunk:]).all()
 
 
+@pytest.mark.slow
 def test_two_processes_rank_equal_texts_as_one(bert, tmp_path):
     rng = np.random.default_rng(0)
     texts = [" ".join(rng.choice(WORDS, rng.integers(1, 60))) for _ in range(60)]

@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT, launch, read_run
 
-pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+pytestmark = [pytest.mark.skipif(not shutil.which("g++"), reason="needs g++"), pytest.mark.slow]
 DRIVER = """
 import json, sys
 sys.path[:0] = [{tests!r}, {root!r}]

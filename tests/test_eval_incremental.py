@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from conftest import ROOT, count_cached, launch, read_run, write_beir, write_jsonl
+from conftest import ROOT, count_cached, launch, mark_slow, read_run, write_beir, write_jsonl
 from filelock import FileLock
 
 import eval_incremental as script
@@ -148,6 +148,7 @@ def test_a_document_in_passages_is_one_document(evaluate, bert, tmp_path):
     assert entry["warnings"] == [*lacking, "1 judged documents are not in the corpus; they count as not found"]
 
 
+@pytest.mark.slow
 def test_fewer_queries_than_processes(tmp_path, beir, bert):
     flags = ["--beir", beir, "--model_name_or_path", bert, "--cache_dir", tmp_path / "cache", "--query", "a file"]
     results = []
@@ -157,6 +158,7 @@ def test_fewer_queries_than_processes(tmp_path, beir, bert):
     assert results[0] == results[1] and len(results[0]) == 10
 
 
+@pytest.mark.slow
 def test_many_queries_have_the_normal_approximation(monkeypatch):
     """It is that of the draws, of one and of two collections."""
     rng = np.random.default_rng(0)
@@ -304,7 +306,7 @@ def test_a_cache_is_set_up_by_one_process_at_a_time(tmp_path):
     assert (second.result().folder / "cache.db").exists()
 
 
-@pytest.mark.parametrize("extra", [(), ("--streaming", "--corpus_chunk_size", 3)])
+@pytest.mark.parametrize("extra", mark_slow([[], ["--streaming", "--corpus_chunk_size", 3]], [[]]))
 def test_pairs_and_a_collection_of_them_give_the_same_numbers(evaluate, rows, tmp_path, extra):
     """Whether the pairs are read as they are or as a BEIR folder, and whatever the cache stores by default."""
     pairs = [{"q": row["docstring"], "d": row["code"]} for row in rows[:90]]
@@ -388,6 +390,7 @@ def test_a_hit_of_a_repeated_id_has_the_text_that_was_found(evaluate, tmp_path, 
         assert re.search(rf"^ +1.000 +a  {query}$", capsys.readouterr().out, re.M)
 
 
+@pytest.mark.slow
 def test_results_have_a_folder_of_their_own(beir, bert, static, tmp_path, monkeypatch, capsys):
     """A call with other flags is not refused, the same call finds its folder again, and all print it."""
     monkeypatch.chdir(tmp_path)
@@ -466,6 +469,7 @@ def test_inconsistent_ids_are_reported(evaluate, beir, bert, tmp_path, capsys):
     assert len(read_run(tmp_path / "out/st/run.trec")["q0"]) == 295  # an id occurs once
 
 
+@pytest.mark.slow
 def test_reported_length(evaluate, beir, static, bert):
     """A static model reads all of a text."""
     flags = ["--beir", beir, "--model_name_or_path"]
@@ -683,6 +687,7 @@ def test_no_pickle_is_loaded(evaluate, beir, tmp_path, report):
     report("pickles, and paths to files outside, in every value of an embedding cache", 2, "one-line error")
 
 
+@pytest.mark.slow
 def test_a_folder_of_the_cache_has_the_name_of_the_model(evaluate, beir, tmp_path, bert):
     """A copy under another name uses it, as it does where the folder was renamed; another type has its own."""
     whole = evaluate("--beir", beir)

@@ -178,7 +178,7 @@ def test_two_processes_streams_and_a_changed_text(name, collection, tmp_path, re
     assert result["texts"] == {"total": 150, "encoded": 1, "cached": 149}
 
 
-@pytest.mark.parametrize("name", mark_slow(["splade", "colbert"], ["splade"]))
+@pytest.mark.parametrize("name", mark_slow(["splade", "colbert"], ["colbert"]))
 def test_killed_and_damaged(name, evaluate, collection, tmp_path, request, capsys):
     """A call that is killed leaves what it has encoded; a damaged block is computed again."""
     path = request.getfixturevalue(name)
@@ -221,6 +221,7 @@ def test_coarse_types_of_tokens(evaluate, collection, colbert, tmp_path):
     assert sizes["int8"] == pytest.approx(tokens * (4 + 128), abs=1)
 
 
+@pytest.mark.slow
 def test_all_kinds_in_one_table(evaluate, collection, bert, splade, colbert, reranker, tmp_path, capsys):
     """Two collections, three kinds of models, BM25, their fusion, reranked; also from the cache."""
     other = shutil.copytree(collection, tmp_path / "other")
@@ -259,6 +260,7 @@ def test_search_and_export(evaluate, collection, splade, colbert, tmp_path, caps
                 assert np.allclose(vectors, tokens.numpy(), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_mined_from_tokens(evaluate, rows, colbert, bert, tmp_path):
     """Rows mined from the ranking of a multi-vector model train a dense one."""
     write_jsonl(tmp_path / "rows.jsonl", rows[:60])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from conftest import ROOT, count_cached, skip_without_bfloat16, train
+from conftest import ROOT, count_cached, mark_slow, skip_without_bfloat16, train
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Router, StaticEmbedding
@@ -47,7 +47,11 @@ def save(modules, folder, **options):
     return SentenceTransformer(str(folder), device="cpu", trust_remote_code=True)
 
 
-@pytest.mark.parametrize("name", KINDS)
+QUICK = ["BERT, cls", "Qwen3, left", "static, prompts", "Router first", "remote code, LoRA", "a chat template"]
+QUICK = [name for name in QUICK if name in KINDS]
+
+
+@pytest.mark.parametrize("name", mark_slow(KINDS, QUICK))
 def test_vectors_equal_those_of_the_library(name, rows, bert, tmp_path):
     """The same texts as queries and as documents, of mixed lengths, computed and then cached."""
     build, flags = KINDS[name]
@@ -113,7 +117,7 @@ RERANKERS = {
 
 
 def score_pairs(scorer, pairs):
-    ((_, scores),) = script.cached_vectors(scorer, [scorer.chunk_of(pairs)])
+    ((_, scores),) = script.cached_vectors(scorer, [scorer.chunk_of(pairs, None)])
     return scores[:, 0]
 
 

@@ -90,6 +90,7 @@ def test_dot_products_are_not_normalized(export, tmp_path, beir, bert):
     assert metadata["similarity"] == "dot"
 
 
+@pytest.mark.slow
 def test_a_faiss_index_finds_what_the_evaluator_finds(evaluate, beir, bert, tmp_path):
     """The example of docs/evaluation.md, compared with the run.trec of an evaluation whose cache the export uses."""
     faiss = pytest.importorskip("faiss", reason="needs the package faiss-cpu")
@@ -137,6 +138,7 @@ def test_ids_that_repeat_are_counted(tmp_path, static, capsys):
     assert "c.jsonl: 2 rows repeat an id" in said
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_bytes_of_one(tmp_path, beir, bert):
     for processes in (1, 2):
         done = launch(SCRIPT, *flags_for(tmp_path / str(processes), bert, "--beir", beir), processes=processes)
@@ -156,6 +158,7 @@ Path.rename = lambda *paths: (time.sleep(0.2), rename(*paths))
 """
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle(tmp_path, beir, bert):
     """Killed while encoding, and before the folder is renamed; the next one takes what was encoded from the cache."""
     log, driver, vectors = tmp_path / "log", tmp_path / "driver.py", tmp_path / "killed/vectors.part"

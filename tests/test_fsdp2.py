@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin
-from conftest import CHAOS, RATES, ROOT, TRAINERS, launch, metrics, skip_without_bfloat16, weights
+from conftest import EACH_TRAINER, RATES, ROOT, TRAINERS, launch, metrics, skip_without_bfloat16, weights
 from forked import launcher_environment
 from safetensors.torch import load_file
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
@@ -60,7 +60,7 @@ def runs(tmp_path_factory, corpus, request):
     return run
 
 
-@pytest.mark.parametrize("script", TRAINERS)
+@pytest.mark.parametrize("script", EACH_TRAINER)
 def test_fsdp2_equals_whole_copies(runs, script):
     """With dropout, whose seeds do not depend on sharding. Loss and gradient of the first step are equal; later ones,
     weights and ranks are near, as rounding grows from step to step, on each make of CPU differently."""
@@ -81,6 +81,7 @@ def test_fsdp2_equals_whole_copies(runs, script):
         assert fsdp == pytest.approx(whole, rel=0.01, abs=0.05), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", TRAINERS)
 def test_fsdp2_concatenates_inside(script, tmp_path, corpus, request):
     """The wrapper of a sharded body gives the losses and norms of padded whole copies."""
@@ -103,6 +104,7 @@ def test_fsdp2_resumes_bit_identically(runs, tmp_path):
     assert "step 2 of 4" in printed and torch.equal(weights(tmp_path / "out/model"), weights(folder / "fsdp/model"))
 
 
+@pytest.mark.slow
 def test_fsdp2_in_bf16(runs, tmp_path):
     """Losses are near those of float32 but not equal; training and evaluation run under autocast; saved
     weights are float32."""
@@ -118,7 +120,8 @@ def test_fsdp2_in_bf16(runs, tmp_path):
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"] if CHAOS else ["bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_fsdp2_with_adapters_and_a_head_in_bfloat16(precision, corpus, reranker, tmp_path):
     """FSDP2 requires one dtype of all that is trained."""
     skip_without_bfloat16()

@@ -4,11 +4,12 @@ import importlib.util
 import json
 import random
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
 import transformers
-from conftest import ROOT
+from conftest import ROOT, mark_slow
 from sentence_transformers import CrossEncoder
 from sentence_transformers.base.modules import Transformer
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
@@ -94,8 +95,10 @@ def load_by_template(folder, length):
     return template.load_model(template.Args([], [], "", str(folder), length)).eval()
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("kind", ["word_piece", "byte_level", "unigram", "unsplit"])
+KINDS = list(product(["word_piece", "byte_level", "unigram", "unsplit"], ["right", "left"]))
+
+
+@pytest.mark.parametrize("kind, side", mark_slow(KINDS, [KINDS[0], KINDS[3]]))
 def test_no_token_id_changes(kind, side, tmp_path):
     """Against the library's own features of the same pairs, of even and odd lengths, with prompts and a template."""
     folder = make_reranker(tmp_path, kind, side)

@@ -8,10 +8,11 @@ import resource
 import shlex
 import shutil
 from collections import Counter
+from itertools import product
 
 import numpy as np
 import pytest
-from conftest import ROOT, launch, metrics, read_jsonl, write_beir, write_jsonl
+from conftest import ROOT, launch, mark_slow, metrics, read_jsonl, write_beir, write_jsonl
 
 import mine_negatives as script
 
@@ -71,7 +72,10 @@ def mine_embedded(embedded, beir, tmp_path, options, *flags):
 MARGINS = {"absolute_margin": -0.02}, {"relative_margin": -0.03, "range_min": 1, "range_max": 40}
 
 
-@pytest.mark.parametrize("options", [{}, {"range_min": 3, "range_max": 17}, *MARGINS])
+OPTIONS = [MARGINS[1], {}, {"range_min": 3, "range_max": 17}, MARGINS[0]]
+
+
+@pytest.mark.parametrize("options", mark_slow(OPTIONS, OPTIONS[:1]))
 def test_rows_equal_those_of_the_library(embedded, bert, beir, tmp_path, options):
     options = {"range_max": 100, **options}
     rows = mine_embedded(embedded, beir, tmp_path, options, "--format", "n-tuple-scores")
@@ -87,10 +91,15 @@ def test_rows_equal_those_of_the_library(embedded, bert, beir, tmp_path, options
     assert equal > 0.9 * len(rows)
 
 
-@pytest.mark.parametrize("form", ["n-tuple", "labeled-pair", "labeled-list"])
-@pytest.mark.parametrize("range_max, margin", [(5, -0.01), (40, -0.03)])  # queries have 0 to 3 negatives; 0 or 3
-def test_formats_equal_those_of_the_library(embedded, bert, beir, tmp_path, form, range_max, margin):
+FORMS = list(product(["n-tuple", "labeled-pair", "labeled-list"], [(5, -0.01), (40, -0.03)]))
+
+
+@pytest.mark.parametrize(
+    "form, ranks", mark_slow(FORMS, [FORMS[0], FORMS[3]])
+)  # queries have 0 to 3 negatives; 0 or 3
+def test_formats_equal_those_of_the_library(embedded, bert, beir, tmp_path, form, ranks):
     """Rows, but for the names of their columns and for ties."""
+    range_max, margin = ranks
     options = {"range_max": range_max, "absolute_margin": margin}
     rows = mine_embedded(embedded, beir, tmp_path, options, "--format", form)
     found = by_library(bert, beir, output_format=form, **options)
@@ -186,7 +195,7 @@ DOCUMENTS = {"0": "fatty acids", "1": "salmon recipes", "5": "how to sit", "8": 
 JUDGED = ["0 0", "0 1", "1 0", "2 5", "1 8", "3 1", "3 11", "4 5", "5 13", "1 1"]
 
 
-@pytest.mark.parametrize("form", ["n-tuple-scores", "labeled-pair"])
+@pytest.mark.parametrize("form", mark_slow(["labeled-pair", "n-tuple-scores"], ["labeled-pair"]))
 def test_pairs_have_the_ids_of_the_evaluator(tmp_path, evaluate, bert, form):
     """Rows mined from the pairs, by the evaluator's run of them, equal to the byte those mined from a collection with
     these ids, written by hand. A document that has the id of its query is not the query's own."""
@@ -236,7 +245,7 @@ TRAINERS = {  # form: the trainer it is meant for, and the flags that the script
 }
 
 
-@pytest.mark.parametrize("form", TRAINERS)
+@pytest.mark.parametrize("form", mark_slow(TRAINERS, ["labeled-pair", "lists"]))
 def test_trainers_read_each_form(embedded, beir, bert, tmp_path, capsys, form):
     name, expected = TRAINERS[form]
     scores = np.load(embedded / "scores.npy")
@@ -290,7 +299,10 @@ def ranked(tmp_path):
     return ["--beir", folder, "--run", folder / "x.run"]
 
 
-@pytest.mark.parametrize("form, lines", [("labeled-list", 7), ("labeled-pair", 30), ("lists", 100)])
+PARTS = [("lists", 100), ("labeled-list", 7), ("labeled-pair", 30)]
+
+
+@pytest.mark.parametrize("form, lines", mark_slow(PARTS, PARTS[:1]))
 def test_rows_do_not_depend_on_the_parts_of_a_run_file(ranked, tmp_path, monkeypatch, capsys, form, lines):
     """Nor do the counts of what each rule removes; some parts are a few lines of one query."""
     flags = [*ranked, "--format", form, "--absolute_margin", 1, "--num_negatives", 2, "--range_max", 4]

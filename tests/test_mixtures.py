@@ -5,7 +5,7 @@ import re
 import shutil
 from collections import Counter
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from accelerate import Accelerator
-from conftest import ROOT, TRAINERS, launch, lines_of, metrics, train, write_jsonl
+from conftest import ROOT, TRAINERS, launch, lines_of, mark_slow, metrics, train, write_jsonl
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses as library
 
@@ -56,8 +56,10 @@ def flags_for(folder, name, model, output, *more):
             "--save_steps", 4, "--micro_batch_tokens", 200, "--output_dir", output, *more]  # fmt: skip
 
 
-@pytest.mark.parametrize("way", [[], ["--streaming", "--eval_rows", "15"]])
-@pytest.mark.parametrize("name", TRAINERS)
+RESUMED = [*product(TRAINERS, [[], ["--streaming", "--eval_rows", "15"]])]
+
+
+@pytest.mark.parametrize("name, way", mark_slow(RESUMED, RESUMED[:1]))
 def test_resumed_to_the_bit(name, way, sources, bert, tmp_path):
     flags = flags_for(sources, name, bert, tmp_path / "out", *way)
     train(name, *flags)
@@ -204,7 +206,7 @@ def test_a_resume_mixes_by_its_own_weights(tmp_path, way):
     assert count_rows(resumed, 10)[0] == {0: 20, 1: 20, 2: 60}
 
 
-@pytest.mark.parametrize("way", [[], ["--streaming", "--max_steps", "1"], ["--length_window", "3"]])
+@pytest.mark.parametrize("way", mark_slow([[], ["--streaming", "--max_steps", "1"], ["--length_window", "3"]], [[]]))
 def test_a_source_that_stays_continues_where_it_was(tmp_path, way):
     """Whatever leaves, enters or moves in the list: its rows, and what is drawn from their lists."""
     names = {name: str(tmp_path / f"{name}.jsonl") for name in "abc"}
@@ -309,6 +311,7 @@ def test_the_command_of_the_page(sources, bert, tmp_path, monkeypatch):
     assert metrics(tmp_path / "runs/mixture")[-1]["step"] == 3
 
 
+@pytest.mark.slow
 def test_a_bad_row_is_named_whatever_the_loss_of_its_source(sources, bert, tmp_path):
     """The process that has it must compute no loss: that of the first source refuses the rows of another one."""
     similarity = entries(sources, "train_bi_encoder")[1]
@@ -323,6 +326,7 @@ def test_a_bad_row_is_named_whatever_the_loss_of_its_source(sources, bert, tmp_p
     assert "equally many" not in found.stderr and "Traceback" not in found.stderr
 
 
+@pytest.mark.slow
 def test_gathering_of_a_loss_of_the_library_is_left_out(sources, bert, tmp_path):
     """Embeddings are those of all processes already."""
     flags = ["--train_data", f"{sources}/retrieval.jsonl", "--columns", "question", "answer", "--dropout", 0,

@@ -13,7 +13,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import ROOT, TRAINERS, few_or_all, launch, weights, write_jsonl
+from conftest import ROOT, TRAINERS, few_or_all, launch, mark_slow, weights, write_jsonl
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
@@ -152,6 +152,7 @@ TRAINED = {  # beside adapters: (trainer, model, further options of peft, a weig
     "modules": ("train_cross_encoder", "modular", {}, "linear.weight"),
 }
 WAYS = [("no", 1), ("bf16", 2)]
+OUTPUTS = ["encode", "score"]  # of a pass, by trainer
 
 
 @pytest.mark.parametrize("case, way", few_or_all([*zip(TRAINED, WAYS * 2)], TRAINED, WAYS))
@@ -281,13 +282,13 @@ def test_full_determinism(corpus, bert, tmp_path, monkeypatch):
                 load_by(trainer, bert, "--seed", str(seed), *more)
 
 
-@pytest.mark.parametrize("name, output", [("train_bi_encoder", "encode"), ("train_cross_encoder", "score")])
+@pytest.mark.parametrize("name, output", mark_slow(zip(TRAINERS, OUTPUTS), [(TRAINERS[0], OUTPUTS[0])]))
 def test_graphs_of_sixteen_passes_are_kept(name, output, corpus, bert, tmp_path, monkeypatch):
     """The others run again, each with its own graph; with --grad_cache true all of them."""
     script, seen = importlib.import_module(name), []
     real = getattr(script, output)
     monkeypatch.setattr(script, output, lambda *args: seen.append(torch.is_grad_enabled()) or real(*args))
-    flags = flags_for(name, corpus, bert, tmp_path / "x", "--batch_size", 64, "--max_steps", 1, "--max_length", 100)
+    flags = flags_for(name, corpus, bert, tmp_path / "x", "--batch_size", 32, "--max_steps", 1, "--max_length", 100)
     for kept, more in ((16, []), (0, ["--grad_cache", "true"])):
         seen.clear()
         train(name, *flags, "--micro_batch_tokens", 128, "--output_dir", tmp_path / str(kept), *more)
@@ -634,13 +635,16 @@ def test_a_folder_of_adapters(bert, tmp_path):
             load(folder, *flags)
 
 
-@pytest.mark.parametrize("kind, new", [
-    ("DistilBertForMaskedLM", {"pre_classifier", "classifier"}),
+NEW = [
     ("BertForMaskedLM", {"bert.pooler.dense", "classifier"}),  # whose files have no pooler
+    ("DistilBertForMaskedLM", {"pre_classifier", "classifier"}),
     ("DebertaV2Model", {"pooler.dense", "classifier"}),
     ("ModernBertModel", {"head.dense", "head.norm", "classifier"}),
     ("XLNetModel", {"sequence_summary.summary", "logits_proj"}),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize("kind, new", mark_slow(NEW, NEW[:1]))
 def test_what_is_new_is_trained_beside_adapters(kind, new, corpus, bert, tmp_path):
     """Heads and poolers that the files lack, whatever their names, are trained as they are; matrices of layers change
     by matrices of the given rank, and nothing else. Checkpoints have all of it: a resume with another seed, by which

@@ -18,7 +18,7 @@ from conftest import ROOT, launch, metrics, weights
 from forked import Forked, launcher_environment
 
 SCRIPT = ROOT / "train_bi_encoder.py"
-STEPS = 20
+STEPS = 10
 
 
 def ip(*words):
@@ -117,6 +117,7 @@ SLURM_NODEID=1 ip netns exec {} "$@" & wait $! && wait $first""",
 }
 
 
+@pytest.mark.slow
 def test_slurm_job_stopped_and_requeued_is_bit_identical(two_machines, hosts, folder, flags):
     """slurm.sh with fake srun and scontrol. Every process receives SIGTERM, as it does before the time limit.
 

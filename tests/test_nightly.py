@@ -8,6 +8,7 @@ import subprocess
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from conftest import ROOT, launch, metrics, write_jsonl
 
 NIGHTS = ["2026-11-22", "2026-11-23"]
@@ -38,6 +39,7 @@ def run_night(folder, *days, stopped=False):
     return printed
 
 
+@pytest.mark.slow
 def test_nightly(tmp_path, rows, bert):
     (script,) = re.findall(r"^```sh\n(.+?)^```$", (ROOT / "docs/nightly.md").read_text(), re.M | re.S)
     script = script.replace("BAAI/bge-small-en-v1.5", "base").replace("100 *", "4 *")  # steps

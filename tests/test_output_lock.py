@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from conftest import ROOT, launch, read_run
+from conftest import ROOT, TRAINERS, launch, mark_slow, read_run
 from forked import Forked
 
 STEPS = 200
@@ -22,7 +22,7 @@ def wait_for_checkpoint(process, output):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("name, processes", [("train_bi_encoder", 1), ("train_cross_encoder", 2)])
+@pytest.mark.parametrize("name, processes", mark_slow(zip(TRAINERS, [1, 2]), [(TRAINERS[0], 1)]))
 def test_a_second_run_in_one_folder_is_refused(corpus, bert, tmp_path, name, processes):
     """With --resume and without, on one process and two, until the first has ended, here by SIGKILL."""
     script, output = ROOT / f"{name}.py", tmp_path / "out"
@@ -42,6 +42,7 @@ def test_a_second_run_in_one_folder_is_refused(corpus, bert, tmp_path, name, pro
     assert (output / "model").exists()
 
 
+@pytest.mark.slow
 def test_two_runs_that_start_together(corpus, bert, tmp_path):
     """In a folder that neither has made yet."""
     flags = [*flags_of(corpus, bert), "--save_steps", 1, "--max_steps", 30, "--output_dir", tmp_path / "new/out"]
@@ -51,6 +52,7 @@ def test_two_runs_that_start_together(corpus, bert, tmp_path):
     assert f"error: --output_dir {tmp_path}/new/out: another run is writing to it" in error
 
 
+@pytest.mark.slow
 def test_two_evaluations_in_one_folder(beir, bert, static, tmp_path):
     """The folder has the results of one of two models; the other evaluation ends in an error, its vectors cached."""
     output, runs = tmp_path / "out", []

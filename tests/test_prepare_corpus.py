@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.orc
 import pyarrow.parquet as pq
 import pytest
-from conftest import write_rows
+from conftest import mark_slow, write_rows
 from forked import merge_flags
 from matplotlib.figure import Figure
 from shortcuts import draw
@@ -253,7 +253,7 @@ def test_folders_key_value_become_columns(tmp_path, name):
     assert convert(tmp_path, tmp_path / "hive/lang=en/year=24") == expected[1:2]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "orc"])
+@pytest.mark.parametrize("suffix", mark_slow(["jsonl", "parquet", "orc"], ["jsonl"]))
 def test_rows_of_many_batches(tmp_path, suffix):
     """With nulls; after a filter, what is left of batches is merged."""
     rows = [{"n": i, "text": f"row {i}" if i % 9 else None} for i in range(20_000)]

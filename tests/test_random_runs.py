@@ -15,10 +15,11 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import CHAOS, ROOT, TRAINERS, launch, lines_of
+from conftest import CHAOS, ROOT, TRAINERS, launch, lines_of, mark_slow
 from forked import Forked
 
 SEEDS = range(*map(int, os.environ.get("SEEDS", f"0:{CHAOS * 6 or 12}").split(":")))
+QUICK = [0, 4, 5, 6]  # both trainers in two layouts, or killed
 STEPS = 3  # of a run that is killed
 
 
@@ -125,7 +126,7 @@ def kill(process, output, step):
     return process.wait() == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", mark_slow(SEEDS, [seed for seed in SEEDS if seed in QUICK]))
 def test_two_runs_agree(files, bert, reranker, static, splade, colbert, tmp_path, report, seed):
     rng = random.Random(f"draw1956 {seed}")  # its first dozen: most pairs, kills of two batches a step
     name = rng.choice(TRAINERS)

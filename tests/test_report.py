@@ -172,6 +172,7 @@ def test_errors(evaluate, tmp_path):
     assert "3 queries are in" in done.stdout and (tmp_path / "new/page/report.html").exists()
 
 
+@pytest.mark.slow
 def test_results_of_another_corpus_are_refused(evaluate, tmp_path, bert):
     """Rankings of the same queries and judgments compare only within one corpus, whatever has ranked it."""
     flags = write_collection(tmp_path)
@@ -189,6 +190,7 @@ def test_results_of_another_corpus_are_refused(evaluate, tmp_path, bert):
     page_data(tmp_path / "out", tmp_path / "turned")
 
 
+@pytest.mark.slow
 def test_collections_are_matched_by_name(evaluate, tmp_path):
     """Two versions of a corpus with the same queries and judgments, in one order and in the other."""
     write_beir(tmp_path / "V1")

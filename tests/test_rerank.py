@@ -124,6 +124,7 @@ def flags_for(beir, run_file, reranker, folder):
             "--output_dir", folder / "out", "--corpus_chunk_size", 97, "--micro_batch_tokens", 1024]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_ranking_of_one(tmp_path, beir, run_file, reranker):
     """The last digit of a score may depend on the other pairs of its micro-batch, and on the processor."""
     name = "out/first.trec+" + reranker.name + "(100)/run.trec"
@@ -278,6 +279,7 @@ def test_a_single_hit_counts_more_than_what_was_not_found(method, evaluate, beir
     assert found.index("d3") < found.index("d9") and (method == "zscore" or found[0] == "d3")
 
 
+@pytest.mark.slow
 def test_length_of_pairs(evaluate, beir, run_file, reranker):
     flags = "--beir", beir, "--run", run_file, "--cross_encoder", reranker, "--rerank_k", 3
     short = ["--rerank_max_length", 20]

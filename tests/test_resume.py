@@ -73,6 +73,7 @@ def test_resumed_on_another_process_count(settings, tmp_path, name, way):
     assert again == data_state
 
 
+@pytest.mark.slow
 def test_resumed_past_a_bad_row_by_skipping_it(rows, bert, tmp_path):
     """The steps before the bad row are kept; the later ones are bit-identical to a run that skips from the start."""
     rows = [{**row, "code": ""} if i == 333 else row for i, row in enumerate(rows)]

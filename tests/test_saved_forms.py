@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, launch, start_worker, write_jsonl
+from conftest import ROOT, launch, mark_slow, start_worker, write_jsonl
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from test_architectures import router_first
@@ -138,7 +138,11 @@ def largest_difference(found, expected):
     return (max(differences) / size.clamp(min=1)).item()
 
 
-@pytest.mark.parametrize("name", FORMS)
+QUICK = ["BERT, best checkpoint", "two encoders", "decoder, LoRA, FSDP2", "cross-encoder, LoRA, best",
+         "modular reranker", "yes/no, chat, LoRA"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", mark_slow(FORMS, QUICK))
 def test_what_is_saved_is_what_was_trained(name, rows, load, tmp_path, request, report):
     script, build, flags, precision = FORMS[name]
     cut = enumerate(rows[:60])

@@ -13,7 +13,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import write_jsonl
+from conftest import mark_slow, write_jsonl
 
 import check_overlap
 import eval_incremental
@@ -315,7 +315,7 @@ def test_the_suffix_of_a_url():
 
 
 @both_kinds
-@pytest.mark.parametrize("suffix", ["parquet", "jsonl.gz", "tsv"])
+@pytest.mark.parametrize("suffix", mark_slow(["parquet", "jsonl.gz", "tsv"], ["jsonl.gz"]))
 def test_a_url_with_a_query(streaming, url, suffix, monkeypatch):
     """It has the rows and the fingerprint of the local file, which needs no parts of it."""
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)

@@ -12,12 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, few_or_all, launch, metrics
+from conftest import ROOT, launch, mark_slow, metrics
 from forked import Forked
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
-STEPS = 10
+STEPS = 6
 KINDS = ["bi_encoder", "cross_encoder"]
+EACH = mark_slow(KINDS, KINDS[:1])  # of what both do alike
 # At 1e-3, rounding grows in the cross-encoder, in its trainer as well.
 RATES = {"bi_encoder": 1e-3, "cross_encoder": 2e-5}
 MEASURES = {"bi_encoder": "held_out_cosine_ndcg@10", "cross_encoder": "held_out_ndcg@10"}
@@ -113,7 +114,7 @@ CASES = [(KINDS[0], []), (KINDS[1], FOUR), (KINDS[1], [*FOUR, "--loss", "bce"])]
 WAYS = [(1, 10**6), (2, 0)]  # the first is also that of test_streamed_with_held_out_rows
 
 
-@pytest.mark.parametrize("case, way", few_or_all([(CASES[0], WAYS[0]), *product(CASES, WAYS[1:])], CASES, WAYS))
+@pytest.mark.parametrize("case, way", mark_slow(product(CASES, WAYS), list(zip(CASES, WAYS))))
 def test_losses_and_norms_equal_the_trainers(folder, trained, tmp_path, case, way):
     """On 1 and 2 processes, which do not divide the batch; with and without gradient cache; also of rows of which one
     has fewer negatives, as a given one is a known positive."""
@@ -126,7 +127,7 @@ def test_losses_and_norms_equal_the_trainers(folder, trained, tmp_path, case, wa
         assert isinstance(model.activation_fn, torch.nn.Sigmoid)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH)
 def test_streamed_with_held_out_rows(folder, trained, tmp_path, kind):
     """On 2 processes. The first rows are held out, and measured as by the trainer; the others are trained on."""
     more = ["--streaming", "--eval_rows", 60, "--eval_steps", STEPS]
@@ -138,7 +139,10 @@ def test_streamed_with_held_out_rows(folder, trained, tmp_path, kind):
     assert found == pytest.approx(expected, abs=1e-6) and len(found) == 2
 
 
-@pytest.mark.parametrize("kind, way, processes", [("bi_encoder", ["--streaming"], 2), ("cross_encoder", [], 1)])
+KILLED = [("cross_encoder", [], 1), ("bi_encoder", ["--streaming"], 2)]
+
+
+@pytest.mark.parametrize("kind, way, processes", mark_slow(KILLED, KILLED[:1]))
 def test_killed_and_resumed(folder, bert, reranker, tmp_path, kind, way, processes):
     """Two shuffled sources, drawn negatives, dropout: the same bits, and each step once in metrics.jsonl. A mapped
     source that has grown, of which other rows would be held out and drawn, is refused."""
@@ -167,13 +171,14 @@ def test_killed_and_resumed(folder, bert, reranker, tmp_path, kind, way, process
         assert done.returncode == 1 and done.stderr.strip().endswith("AssertionError")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mark_slow(KINDS, KINDS[1:]))
 def test_processes_without_a_text(folder, tmp_path, kind):
     """A batch of one row has no query, or no pair, for some of three processes; nor have held-out rows."""
     script = ROOT / f"templates/{kind}.py"
     assert_equal_on_three_processes(script, kind, folder, tmp_path, "--batch_size", 1, "--eval_rows", 1)
 
 
+@pytest.mark.slow
 def test_two_encoders(folder, tmp_path):
     """The change that the docstring of the bi-encoder names, on 1 and 3 processes, of which some encode no query. Both
     encoders are trained, each for its role, and saved as one model."""
@@ -225,11 +230,12 @@ def test_no_document_of_an_equal_query_is_a_negative():
     assert batch.labels.nan_to_num(-1).tolist() == [[1, 0, -1], [1, 0, -1], [1, 0, 0]]
 
 
-def test_alone_in_an_empty_folder(folder, tmp_path):
-    """By Accelerate's launcher; the saved model loads in sentence-transformers, and has changed."""
+@pytest.mark.parametrize("use_launcher", mark_slow([False, True], [False]))
+def test_alone_in_an_empty_folder(folder, tmp_path, use_launcher):
+    """Also by Accelerate's launcher; the saved model loads in sentence-transformers, and has changed."""
     shutil.copy(ROOT / "templates/bi_encoder.py", tmp_path / "mine.py")
     more = ["--columns", "docstring", "code", "--max_steps", 1, "--eval_rows", 30]
-    launch(tmp_path / "mine.py", *flags("bi_encoder", folder, "out", *more), cwd=tmp_path, use_launcher=True)
+    launch(tmp_path / "mine.py", *flags("bi_encoder", folder, "out", *more), cwd=tmp_path, use_launcher=use_launcher)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.py", "out"]
     folders = tmp_path / "out/model", folder / "bi_encoder"
     new, old = (SentenceTransformer(str(path), device="cpu") for path in folders)

@@ -203,6 +203,7 @@ def join(processes):
         assert process.exitcode == 0
 
 
+@pytest.mark.slow
 def test_four_processes_store_at_once(tmp_path):
     """Four processes fill one cache; then all texts are found. Killed ones are started again with the same texts."""
     folder = tmp_path / "c"

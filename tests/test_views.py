@@ -111,6 +111,7 @@ def test_each_view_is_the_ranking_of_a_loop(evaluate, beir, bert, tmp_path, caps
     assert count_cached(tmp_path / "cache") == [353]
 
 
+@pytest.mark.slow
 def test_report_has_bytes_and_a_picture(evaluate, beir, tmp_path, capsys):
     evaluate("--beir", beir, *ALL, "--bm25")
     capsys.readouterr()
@@ -142,6 +143,7 @@ def test_of_equal_scores_the_highest_ids_are_ranked(evaluate, beir, bert, tmp_pa
         assert [list(found) for found in run.values()] == [[f"d{row}" for row in line[:depth]] for line in order]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "int8"] if CHAOS else ["int8"])
 def test_processes_streams_and_dtypes_of_the_cache(beir, bert, tmp_path, dtype):
     """One process, two, and two that stream have the same bytes, from a cache. No text is encoded twice."""
@@ -188,6 +190,7 @@ def test_dot_products_and_a_model_that_is_cut(evaluate, beir, bert, tmp_path):
         check_run(tmp_path / "out" / result["folder"] / "run.trec", scores, 1e-5 * np.abs(scores).max())
 
 
+@pytest.mark.slow
 def test_collections_and_a_reranker(evaluate, two_collections, reranker, tmp_path):  # noqa: F811
     """The mean of two, and each view reranked: a pair that several of them have is scored once."""
     flags = ["--precision", "float32", "binary", "--cross_encoder", reranker, "--rerank_k", 5]

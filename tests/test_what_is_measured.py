@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import CHAOS, ROOT, launch, read_run, skip_without_bfloat16, write_beir, write_jsonl
+from conftest import CHAOS, ROOT, launch, mark_slow, read_run, skip_without_bfloat16, write_beir, write_jsonl
 
 import eval_incremental as script
 import mine_negatives
@@ -363,7 +363,7 @@ def test_words_of_bm25_have_their_vowel_signs(tmp_path, name):
     assert list(read_run(tmp_path / "out/run.trec")["q"]) == ["d2"]
 
 
-@pytest.mark.parametrize("other", ["--bm25", "--cross_encoder"])
+@pytest.mark.parametrize("other", mark_slow(["--bm25", "--cross_encoder"], ["--bm25"]))
 def test_a_line_says_what_max_length_does_not_cut(evaluate, beir, static, reranker, tmp_path, other):
     pytest.importorskip("bm25s")
     flags = ["--beir", beir, "--model_name_or_path", static, other, *[reranker] * (other == "--cross_encoder")]

@@ -9,7 +9,7 @@ import time
 
 import psutil
 import pytest
-from conftest import ROOT, metrics, train
+from conftest import ROOT, mark_slow, metrics, train
 from forked import Forked
 
 
@@ -41,7 +41,7 @@ def running(corpus, bert, tmp_path):
     process.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", mark_slow([signal.SIGKILL, signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 def test_no_worker_outlives_the_run(running, number):
     workers = children_of(running)
     assert len(workers) == 2
@@ -61,6 +61,7 @@ def test_a_killed_worker_is_named(running):
     assert in_loss or said.endswith(f"\n{advice}\n")
 
 
+@pytest.mark.slow
 def test_few_file_descriptors_suffice(corpus, bert, tmp_path):
     """Arrays cross by a pipe; tensors would need a descriptor each."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

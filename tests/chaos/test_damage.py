@@ -82,6 +82,7 @@ def test_every_file_of_a_checkpoint(runs, tmp_path, report, capfd, name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, way", few_or_all([("train_bi_encoder", "streaming")], TRAINERS, ["mapped", "streaming"])
 )

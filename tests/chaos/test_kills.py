@@ -11,22 +11,24 @@ import random
 import shutil
 import signal
 import time
+from itertools import product
 
 import fsspec
 import pytest
-from conftest import CHAOS, RATES, ROOT, TRAINERS, few_or_all, launch, metrics
+from conftest import CHAOS, RATES, ROOT, TRAINERS, launch, mark_slow, metrics
 from forked import Forked
 from test_eval_incremental import COUNTING_DRIVER
 
 KILLS = CHAOS or 4  # of each trainer, and of the evaluator
-STEPS = 16 if CHAOS else 12
+STEPS = 16 if CHAOS else 8
 WORKERS = (1, 4, 0)  # that make batches, from one start to the next; undisturbed: 0
 WAYS = ["mapped", "streaming"]
-FOUR = [("train_bi_encoder", "mapped", 1, "default"), ("train_bi_encoder", "streaming", 2, "best"),
-        ("train_cross_encoder", "mapped", 2, "best"),
-        ("train_cross_encoder", "streaming", 1, "default")]  # pairwise  # fmt: skip
-ONE = [("train_bi_encoder", "streaming", 0)]
 KERNELS = {"best": {}, "default": {"ATEN_CPU_CAPABILITY": "default"}}  # of the processor, or without AVX
+ALL = list(product(TRAINERS, WAYS, [1, 2], KERNELS))
+QUICK = [("train_bi_encoder", "streaming", 2, "best"), ("train_cross_encoder", "mapped", 1, "default")]
+PAIRWISE = [("train_bi_encoder", "mapped", 1, "default"), ("train_cross_encoder", "mapped", 2, "best"),
+            ("train_cross_encoder", "streaming", 1, "default")]  # fmt: skip
+DYING = list(product(TRAINERS, WAYS, [0, 1]))
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +102,7 @@ def wait_for_step(process, output, step):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("name, way, processes, kernels", few_or_all(FOUR, TRAINERS, WAYS, [1, 2], KERNELS))
+@pytest.mark.parametrize("name, way, processes, kernels", mark_slow(ALL if CHAOS else PAIRWISE, QUICK))
 def test_killed_at_random_moments(undisturbed, settings, tmp_path, report, name, way, processes, kernels):
     flags, script, rng = settings[name][way], ROOT / f"{name}.py", random.Random(f"{name} {way} {processes}")
     moments = ["any moment", "a checkpoint being written", "a checkpoint about to be renamed"]
@@ -140,7 +142,7 @@ SELECTIONS = {
 }
 
 
-@pytest.mark.parametrize("edit", SELECTIONS if CHAOS else ["filter"])
+@pytest.mark.parametrize("edit", mark_slow(SELECTIONS if CHAOS else ["filter"], []))
 def test_killed_with_an_edited_source(settings, tmp_path, report, edit):
     script = tmp_path / "edited.py"
     text = (ROOT / "train_bi_encoder.py").read_text()
@@ -150,7 +152,7 @@ def test_killed_with_an_edited_source(settings, tmp_path, report, edit):
     flags = settings["train_bi_encoder"]["mapped"]
     launch(script, *flags, "--output_dir", tmp_path / "undisturbed")
     output = tmp_path / "killed"
-    for step in (5, 9):
+    for step in (3, 6):
         process = Forked(script, [*flags, "--output_dir", output, "--resume"])
         wait_for_step(process, output, step)
         process.send(signal.SIGKILL)
@@ -160,7 +162,7 @@ def test_killed_with_an_edited_source(settings, tmp_path, report, edit):
     report(f"SIGKILL of an edited `train_bi_encoder.py`, .{edit} of its rows", 2, "bit-identical")
 
 
-@pytest.mark.parametrize("name, way, rank", few_or_all(ONE, TRAINERS, WAYS, [0, 1]))
+@pytest.mark.parametrize("name, way, rank", mark_slow(DYING if CHAOS else [], [("train_bi_encoder", "streaming", 0)]))
 def test_one_of_two_dies(undisturbed, settings, tmp_path, report, name, way, rank):
     """Without a launcher, the other process must end by itself."""
     flags, script, seconds = settings[name][way], ROOT / f"{name}.py", []
