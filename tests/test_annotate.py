@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import ROOT, count_cached, launch, metrics, read_jsonl, train, write_jsonl
+from filelock import FileLock
 from forked import Forked, merge_flags
 from test_eval_incremental import COUNTING_DRIVER
 
@@ -140,6 +141,20 @@ def test_two_processes_write_the_file_of_one(tmp_path, data, reranker):
     one, two = (read_jsonl(tmp_path / f"{processes}/scored.jsonl") for processes in (1, 2))
     assert flatten(one) == pytest.approx(flatten(two), abs=1e-6)
     assert [row | {"scores": None} for row in one] == [row | {"scores": None} for row in two]
+
+
+def test_a_second_call_is_refused(tmp_path, data, reranker):
+    """While the first writes the same file, and if it has written it meanwhile."""
+    flags = flags_for(tmp_path, data, "--cross_encoder", reranker)
+    with FileLock(tmp_path / "scored.jsonl.lock"):
+        done = launch(SCRIPT, *flags, check=False)
+    assert f"error: --output {tmp_path}/scored.jsonl: another run is writing to it" in done.stderr.splitlines()
+    launch(SCRIPT, *flags)
+    assert [path.name for path in sorted(tmp_path.glob("scored*"))] == ["scored.jsonl"]
+    args = script.parse_args(flags_for(tmp_path, data, "--cross_encoder", reranker, output="new.jsonl"))
+    (tmp_path / "new.jsonl").touch()
+    with pytest.raises(script.UserError, match="another call has made it"):
+        script.main(args)
 
 
 def test_killed_and_continued(tmp_path, data, reranker):

@@ -41,12 +41,13 @@ def inference_free(folder, bert, splade):
     return folder
 
 
-def autoencoder(folder, bert, splade):
+def autoencoder(folder, bert, splade, **options):
     transformer, pooling = SentenceTransformer(str(bert), device="cpu")
     torch.manual_seed(0)
     modules = [transformer, pooling, SparseAutoEncoder(input_dim=32, hidden_dim=128, k=8)]
     assert isinstance(pooling, Pooling)
-    SparseEncoder(modules=modules, device="cpu").save_pretrained(str(folder), create_model_card=False)
+    model = SparseEncoder(modules=modules, device="cpu", **options)
+    model.save_pretrained(str(folder), create_model_card=False)
     return folder
 
 
@@ -87,6 +88,7 @@ MORE_FORMS = {
     "max_active_dims": lambda *given: sparse(*given, max_active_dims=20),
     "cosine": lambda *given: sparse(*given, similarity_fn_name="cosine"),
     "autoencoder": autoencoder,
+    "autoencoder, more dimensions": lambda *given: autoencoder(*given, max_active_dims=16),
     "not expanded": lambda folder, bert, splade: make_colbert(bert, folder, query_length=8),
     "attended": expanded("fixed", attend=True),
     "at least": expanded("min"),

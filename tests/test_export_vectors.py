@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, count_cached, launch, read_jsonl, read_run, write_jsonl
+from filelock import FileLock
 from forked import Forked, merge_flags
 from sentence_transformers import SentenceTransformer
 from test_eval_incremental import COUNTING_DRIVER, SCRIPT, small_disk
@@ -159,6 +160,16 @@ Path.rename = lambda *paths: (time.sleep(0.2), rename(*paths))
 
 
 @pytest.mark.slow
+def test_a_second_call_is_refused(tmp_path, beir, bert):
+    """While the first writes the same folder."""
+    with FileLock(tmp_path / "vectors.lock"):
+        done = launch(SCRIPT, *flags_for(tmp_path, bert, "--beir", beir), check=False)
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert (
+        error.startswith(f"error: --export_vectors {tmp_path}/vectors: ") and "another run is writing to it" in error
+    )
+
+
 def test_killed_in_the_middle(tmp_path, beir, bert):
     """Killed while encoding, and before the folder is renamed; the next one takes what was encoded from the cache."""
     log, driver, vectors = tmp_path / "log", tmp_path / "driver.py", tmp_path / "killed/vectors.part"
