@@ -389,8 +389,7 @@ DIFFERS = "Couldn't cast|in schema"  # what is said of rows with other types, or
 ABSENT = "no such file or folder, and not in the cache"
 REASONS = {  # {pattern of "type: text" of an error: what is said of it}, the first that fits; of others their own text
     "offset overflow": "a window has more than 2 GB in one column: lower --shuffle_buffer or --length_window",
-    f"{DIFFERS}|^ArrowInvalid:": "{}; if rows differ, prepare_corpus.py rewrites them",
-    "datasets dtype equivalent": "{}: rewrite it by prepare_corpus.py SOURCE --output_dir DIR",
+    f"{DIFFERS}|^ArrowInvalid:|datasets dtype equivalent": "{}; if rows differ, prepare_corpus.py rewrites them",
     "^CastError:": "not all rows have the same columns: {}; prepare_corpus.py rewrites irregular rows",
     "^StopIteration:": "contains no row",
     "^KeyError:": "there is no {}",
@@ -479,12 +478,11 @@ def file_suffix(file):
 
 
 def open_files(files, streaming=True, columns=None, ids=()):
-    """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables of `columns`: texts,
+    """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables of `columns` of texts,
     numbers, or lists of them; None: of all columns, of any type. ids: columns of which whole numbers are texts."""
     formats = [FORMATS.get(file_suffix(file)) for file in files]
     if not files or None in formats or formats.count(formats[0]) < len(formats):
-        advice = f"name those of one format by a glob, or {REWRITE}"
-        raise UserError(f"is not all of one format, of {' '.join(FORMATS)} (.gz and .zst, too): {advice}")
+        raise UserError(f"is not all of one format, of {' '.join(FORMATS)}: name those of one by a glob, or {REWRITE}")
     kind, options = formats[0]
     for file in files:
         check_content(file, kind)
@@ -533,8 +531,7 @@ def check_content(file, kind):
 
 
 def check_csv(file, columns, sep=",", quoting=csv.QUOTE_MINIMAL, **_):
-    """Return the header of a CSV file; raise UserError if a line lacks fields, a quote would join rows, or a cell of
-    `columns` is a list of texts."""
+    """Return the header of a CSV file; raise UserError for missing fields, a quote that joins rows, lists of texts."""
     csv.field_size_limit(2**31 - 1)
     with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", errors="replace", newline="") as lines:
         bar = tqdm(lines, f"checking {file}", delay=2, disable=os.environ.get("RANK", "0") != "0")
