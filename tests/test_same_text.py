@@ -64,7 +64,8 @@ def test_texts_of_other_ids_may_be_equal():
     assert rows[0].documents == ["a caf\u00e9", "b"] and rows[0].labels == [1, 0]
     assert sorted(rows[1].documents[1:]) == ["Query  0", "b"] and rows[1].labels == [1, 0, 0]
     graded = [train_cross_encoder.Row("q", ["a", "A ", "b"], [1.0, 0.0, 0.0])]
-    assert train_cross_encoder.held_out_samples(graded, args)[0]["negative"] == ["b"]
+    (evaluator,) = train_cross_encoder.held_out_evaluators("held_out", graded, args, None).values()
+    assert evaluator.samples[0]["negative"] == ["b"]
 
 
 @pytest.mark.parametrize("kind", ["texts", "lists", "ids", "lists of ids"])
