@@ -389,7 +389,8 @@ DIFFERS = "Couldn't cast|in schema"  # what is said of rows with other types, or
 ABSENT = "no such file or folder, and not in the cache"
 REASONS = {  # {pattern of "type: text" of an error: what is said of it}, the first that fits; of others their own text
     "offset overflow": "a window has more than 2 GB in one column: lower --shuffle_buffer or --length_window",
-    f"{DIFFERS}|^ArrowInvalid:|datasets dtype equivalent": "{}; if rows differ, prepare_corpus.py rewrites them",
+    f"{DIFFERS}|^ArrowInvalid:": "{}; if rows differ, prepare_corpus.py rewrites them",
+    "datasets dtype equivalent": "{}: rewrite it by prepare_corpus.py SOURCE --output_dir DIR",
     "^CastError:": "not all rows have the same columns: {}; prepare_corpus.py rewrites irregular rows",
     "^StopIteration:": "contains no row",
     "^KeyError:": "there is no {}",
