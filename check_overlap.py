@@ -437,9 +437,7 @@ PARQUET = {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptio
 FORMATS = {  # {suffix: (builder of `datasets`, its options)}
     ".parquet": ("parquet", PARQUET),
     ".arrow": ("arrow", {}),
-    ".jsonl": ("json", {}),
-    ".json": ("json", {}),
-    ".ndjson": ("json", {}),
+    **dict.fromkeys([".jsonl", ".json", ".ndjson"], ("json", {})),
     ".csv": ("csv", CSV),
     ".tsv": ("csv", CSV | {"sep": "\t", "quoting": csv.QUOTE_NONE}),
     ".txt": ("text", {"encoding": "utf-8-sig"}),
