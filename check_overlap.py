@@ -428,9 +428,7 @@ PARQUET = {"batch_size": 1000, "fragment_scan_options": ParquetFragmentScanOptio
 FORMATS = {  # {suffix: (builder of `datasets`, its options)}
     ".parquet": ("parquet", PARQUET),
     ".arrow": ("arrow", {}),
-    ".jsonl": ("json", {}),
-    ".json": ("json", {}),
-    ".ndjson": ("json", {}),
+    **dict.fromkeys([".jsonl", ".json", ".ndjson"], ("json", {})),
     ".csv": ("csv", CSV),
     ".tsv": ("csv", CSV | {"sep": "\t", "quoting": csv.QUOTE_NONE}),
     ".txt": ("text", {"encoding": "utf-8-sig"}),
@@ -470,12 +468,11 @@ def file_suffix(file):
 
 
 def open_files(files, streaming=True, columns=None, ids=()):
-    """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables of `columns`: texts,
+    """Return a Dataset or IterableDataset of files of one format, which yields pyarrow Tables of `columns` of texts,
     numbers, or lists of them; None: of all columns, of any type. ids: columns of which whole numbers are texts."""
     formats = [FORMATS.get(file_suffix(file)) for file in files]
     if not files or None in formats or formats.count(formats[0]) < len(formats):
-        advice = f"name those of one format by a glob, or {REWRITE}"
-        raise UserError(f"is not all of one format, of {' '.join(FORMATS)} (.gz and .zst, too): {advice}")
+        raise UserError(f"is not all of one format, of {' '.join(FORMATS)}: name those of one by a glob, or {REWRITE}")
     kind, options = formats[0]
     for file in files:
         check_content(file, kind)
@@ -524,8 +521,7 @@ def check_content(file, kind):
 
 
 def check_csv(file, columns, sep=",", quoting=csv.QUOTE_MINIMAL, **_):
-    """Return the header of a CSV file; raise UserError if a line lacks fields, a quote would join rows, or a cell of
-    `columns` is a list of texts."""
+    """Return the header of a CSV file; raise UserError for missing fields, a quote that joins rows, lists of texts."""
     csv.field_size_limit(2**31 - 1)
     with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig", errors="replace", newline="") as lines:
         bar = tqdm(lines, f"checking {file}", delay=2, disable=os.environ.get("RANK", "0") != "0")

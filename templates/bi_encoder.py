@@ -67,10 +67,7 @@ def mixed_rows(sources, args):
     options = {"buffer_size": args.shuffle_buffer} if args.streaming else {}
     for seed in count(args.seed):
         parts = [part.shuffle(seed=seed, **options) for part in sources] if args.shuffle_buffer else sources
-        mixed = parts[0]
-        if len(parts) > 1:
-            mixed = interleave_datasets(parts, args.mixing_weights, seed, stopping_strategy="all_exhausted")
-        rows = iter(mixed)
+        rows = iter(interleave_datasets(parts, args.mixing_weights, seed, stopping_strategy="all_exhausted"))
         first = next(rows, None)
         assert first, "--eval_rows leaves no row to train on"
         yield from chain([first], rows)
@@ -242,8 +239,7 @@ def main(args):
     output = Path(args.output_dir)
     metrics = output / "metrics.jsonl"
     checkpoint = output / "checkpoint.pt"
-    steps = args.max_steps
-    warmup = min(ceil(args.warmup_ratio * steps), steps - 1)
+    warmup = min(ceil(args.warmup_ratio * args.max_steps), args.max_steps - 1)
     sources = [open_source(files, args) for files in args.train_data]
     most = args.eval_rows // len(sources)
     shares = [most if args.streaming else min(most, len(source) // 10) for source in sources]
@@ -270,11 +266,11 @@ def main(args):
 
     if evaluators and not state["step"]:
         log({"step": 0} | evaluate(model, evaluators, accelerator))
-    for step in range(steps):
+    for step in range(args.max_steps):
         batch = read_batch(rows, args.batch_size, step, state["extra"], args)
         if step < state["step"]:  # trained on before the checkpoint
             continue
-        factor = step / warmup if step < warmup else (steps - step) / (steps - warmup)
+        factor = step / warmup if step < warmup else (args.max_steps - step) / (args.max_steps - warmup)
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * factor
         loss = forward_backward(model, batch, args, accelerator)
@@ -283,7 +279,7 @@ def main(args):
         optimizer.zero_grad()
         done = step + 1
         record = {"step": done, "loss": loss, "grad_norm": norm.item()}
-        if done == steps or done % args.eval_steps == 0:
+        if done == args.max_steps or done % args.eval_steps == 0:
             record |= evaluate(model, evaluators, accelerator)
         log(record)
         if accelerator.is_main_process and done % args.save_steps == 0:

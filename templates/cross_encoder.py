@@ -68,10 +68,7 @@ def mixed_rows(sources, args):
     options = {"buffer_size": args.shuffle_buffer} if args.streaming else {}
     for seed in count(args.seed):
         parts = [part.shuffle(seed=seed, **options) for part in sources] if args.shuffle_buffer else sources
-        mixed = parts[0]
-        if len(parts) > 1:
-            mixed = interleave_datasets(parts, args.mixing_weights, seed, stopping_strategy="all_exhausted")
-        rows = iter(mixed)
+        rows = iter(interleave_datasets(parts, args.mixing_weights, seed, stopping_strategy="all_exhausted"))
         first = next(rows, None)
         assert first, "--eval_rows leaves no row to train on"
         yield from chain([first], rows)
@@ -130,10 +127,10 @@ def load_model(args):
 def cut_pair(pair, tokenizer, prompt):
     """Return a pair with the same tokens after truncation, which holds all parts of a text beside each other one."""
     size = tokenizer.model_max_length + 16  # the last of these tokens may change with what is missing
-    texts = [prompt + pair[0], *pair[1:]]
-    is_long = min(map(len, texts)) > 4 * size and tokenizer.truncation_side == "right"
+    if min(map(len, pair)) <= 4 * size or tokenizer.truncation_side == "left":
+        return pair
     options = {"add_special_tokens": False, "return_offsets_mapping": True}
-    spans = tokenizer(texts, **options)["offset_mapping"] if is_long else [[], []]
+    spans = tokenizer([prompt + pair[0], pair[1]], **options)["offset_mapping"]
     if min(map(len, spans)) < size:
         return pair
     counts = (size + 16, size) if len(spans[0]) > len(spans[1]) else (size, size + 16)  # the longer one remains longer
@@ -170,19 +167,17 @@ def cut(lengths, max_tokens):
 
 
 def make_micro_batches(model, pairs, args, accelerator):
-    """Return [(role, indices, features)] of this process' part of [(role, (query, document))]; role: of a prompt."""
+    """Return [(indices, features)] of this process' part of the (query, document) pairs."""
+    by_length = sorted(range(len(pairs)), key=lambda index: sum(map(len, pairs[index])))  # equal work for all
+    mine = by_length[accelerator.process_index :: accelerator.num_processes]
+    chosen = [pairs[index] for index in mine or by_length[:1]]  # a stand-in, whose score is not used
+    features = model.preprocess(chosen, prompt=model.prompts.get(model.default_prompt_name))
+    mask = features["attention_mask"]
     micro_batches = []
-    by_length = sorted(range(len(pairs)), key=lambda index: sum(map(len, pairs[index][1])))  # equal work for all
-    for role in dict(pairs):  # each once
-        chosen = [index for index in by_length if pairs[index][0] == role]
-        mine = chosen[accelerator.process_index :: accelerator.num_processes]
-        encoded = mine or chosen[:1]  # a stand-in, whose score is not used: of no pair there are no features
-        features = model.preprocess([pairs[index][1] for index in encoded], prompt=model.prompts.get(role))
-        mask = features["attention_mask"]
-        for places in cut(mask.sum(1).tolist(), args.micro_batch_tokens):
-            used = mask[places].any(0)  # columns that are not padding in all of these pairs
-            tensors = {name: value[places][:, used] for name, value in features.items() if torch.is_tensor(value)}
-            micro_batches.append((role, [mine[place] for place in places if mine], {**features, **tensors}))
+    for places in cut(mask.sum(1).tolist(), args.micro_batch_tokens):
+        used = mask[places].any(0)  # columns that are not padding in all of these pairs
+        tensors = {name: value[places][:, used] for name, value in features.items() if torch.is_tensor(value)}
+        micro_batches.append(([mine[place] for place in places if mine], {**features, **tensors}))
     return micro_batches
 
 
@@ -198,8 +193,8 @@ def compute_loss(scores, batch, args):
 
 def forward_backward(model, batch, args, accelerator):
     """Set the gradient of the batch's loss in the weights, and return the loss: the same on all processes."""
-    pairs = [(model.default_prompt_name, (query, text)) for query, *documents in batch.texts for text in documents]
-    _, indices, features = zip(*make_micro_batches(model, pairs, args, accelerator))
+    pairs = [(query, text) for query, *documents in batch.texts for text in documents]
+    indices, features = zip(*make_micro_batches(model, pairs, args, accelerator))
     keep_graphs = sum(part["input_ids"].numel() for part in features) <= args.max_graph_tokens
 
     def forward(number):  # with the same dropout in a second pass and in a resumed run
@@ -248,8 +243,7 @@ def main(args):
     output = Path(args.output_dir)
     metrics = output / "metrics.jsonl"
     checkpoint = output / "checkpoint.pt"
-    steps = args.max_steps
-    warmup = min(ceil(args.warmup_ratio * steps), steps - 1)
+    warmup = min(ceil(args.warmup_ratio * args.max_steps), args.max_steps - 1)
     sources = [open_source(files, args) for files in args.train_data]
     most = args.eval_rows // len(sources)
     shares = [most if args.streaming else min(most, len(source) // 10) for source in sources]
@@ -276,11 +270,11 @@ def main(args):
 
     if evaluators and not state["step"]:
         log({"step": 0} | evaluate(model, evaluators, accelerator))
-    for step in range(steps):
+    for step in range(args.max_steps):
         batch = read_batch(rows, args.batch_size, args.num_negatives, step, state["extra"], args)
         if step < state["step"]:  # trained on before the checkpoint
             continue
-        factor = step / warmup if step < warmup else (steps - step) / (steps - warmup)
+        factor = step / warmup if step < warmup else (args.max_steps - step) / (args.max_steps - warmup)
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * factor
         loss = forward_backward(model, batch, args, accelerator)
@@ -289,7 +283,7 @@ def main(args):
         optimizer.zero_grad()
         done = step + 1
         record = {"step": done, "loss": loss, "grad_norm": norm.item()}
-        if done == steps or done % args.eval_steps == 0:
+        if done == args.max_steps or done % args.eval_steps == 0:
             record |= evaluate(model, evaluators, accelerator)
         log(record)
         if accelerator.is_main_process and done % args.save_steps == 0:

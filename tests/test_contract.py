@@ -58,7 +58,7 @@ CASES = {
         "name its files: .*; prepare_corpus.py reads folders", "", flags=LABELLED,
         rows=[["query 7", ["text 7"], [1]]]),
     "files of several formats": Case({"in/0.jsonl": PAIRS, "in/1.csv": CSV}, "in/*",
-        "is not all of one format, of .parquet .*: name those of one format by a glob", None,
+        "is not all of one format, of .parquet .*: name those of one by a glob", None,
         ["in/*.jsonl", "in/*.csv"], count=16),
     "another format": Case({"x.orc": table(**{n: [row[n] for row in PAIRS] for n in "ab"})}, "x.orc",
         "is not all of one format, .*, or rewrite it by prepare_corpus.py", ""),
@@ -94,7 +94,7 @@ CASES = {
         rows=[["query 7", ["text 7"], [16.47135]]], count=2),
     "numbers, then texts": Case(
         {"0.jsonl": [row | {"b": 7} for row in PAIRS], "1.jsonl": [row | {"b": "007"} for row in PAIRS]}, "*.jsonl",
-        "'b' holds int, not texts: .*, rewrite it by prepare_corpus.py", "", rows=[["query 7", ["007"], []]],
+        "'b' holds int, not texts: .* rewrite it by prepare_corpus.py", "", rows=[["query 7", ["007"], []]],
         count=16),
     "a column of a later JSON file": Case({"0.jsonl": PAIRS, "1.jsonl": THREE}, "*.jsonl",
         r"not all rows have the same columns: there are 1 new columns \(\{'c'\}\); " f"{REGULAR}", "", then="a b c",

@@ -188,14 +188,16 @@ def test_held_out_labels_that_are_not_grades(loss, labels):
     """The highest is relevant: of fractions, if none is above 0, and of a teacher's scores."""
     kwargs = '{"teacher_temperature": 1}' if loss == "kl" else "{}"
     row = script.Row("q", ["a", "b", "c"], labels)
-    found = script.held_out_samples([row], parse("--loss", loss, "--label_column", "y", "--loss_kwargs", kwargs))
-    assert found == [{"query": "q", "positive": ["b"], "negative": ["a", "c"]}]
+    args = parse("--loss", loss, "--label_column", "y", "--loss_kwargs", kwargs)
+    (evaluator,) = script.held_out_evaluators("held_out", [row], args, None).values()
+    assert evaluator.samples == [{"query": "q", "positive": ["b"], "negative": ["a", "c"]}]
 
 
 def test_a_held_out_row_without_a_relevant_document_is_not_ranked():
     rows = [script.Row("q", ["a", "b"], [1.0, 0.0]), script.Row("r", ["c", "d"], [0.0, 0.0])]
-    (found,) = script.held_out_samples(rows, parse("--loss", "mse", "--label_column", "y"))
-    assert found["query"] == "q"
+    args = parse("--loss", "mse", "--label_column", "y")
+    (evaluator,) = script.held_out_evaluators("held_out", rows, args, None).values()
+    assert [sample["query"] for sample in evaluator.samples] == ["q"]
 
 
 CASES = ["bce", "mse", "listwise_ce", "drawn", "lists", "ranknet", "lambdaloss", "margin_mse", "kl", "mixture"]

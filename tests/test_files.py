@@ -314,7 +314,7 @@ def test_a_window_of_more_than_2_gb(kind):
     chunk = pa.array([text if kind == pa.string() else [text]], kind)
     table = pa.table({"a": ["q"] * 70, "b": pa.chunked_array([chunk] * 70)})
     data = source(write_rows("x.jsonl", [{"a": "q", "b": "d"}]), False, "a", "b")
-    data.read_blocks = lambda: iter([(table, None)])
+    data.read_windows = lambda: iter([(table, None)])
     data.args.shuffle_buffer = 70
     said = "x.jsonl: a window has more than 2 GB in one column: lower --shuffle_buffer or --length_window"
     assert refusal(data.take, 70) == said

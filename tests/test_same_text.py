@@ -64,7 +64,8 @@ def test_texts_of_other_ids_may_be_equal():
     assert rows[0].documents == ["a caf\u00e9", "b"] and rows[0].labels == [1, 0]
     assert sorted(rows[1].documents[1:]) == ["Query  0", "b"] and rows[1].labels == [1, 0, 0]
     graded = [train_cross_encoder.Row("q", ["a", "A ", "b"], [1.0, 0.0, 0.0])]
-    assert train_cross_encoder.held_out_samples(graded, args)[0]["negative"] == ["b"]
+    (evaluator,) = train_cross_encoder.held_out_evaluators("held_out", graded, args, None).values()
+    assert evaluator.samples[0]["negative"] == ["b"]
 
 
 @pytest.mark.parametrize("kind", ["texts", "lists", "ids", "lists of ids"])
@@ -131,7 +132,8 @@ def test_known_positives_of_held_out_and_of_labelled_rows(static, monkeypatch):
     assert [set(row.documents[1:]) for row in rows] == [{"four"}, {"four"}, {"three"}, {"four"}]
     assert rows[2].labels == [0, 1]
     ranked = train_cross_encoder.read_rows(table.take([0, 1, 3]), sources, [None, None], 0)[0]
-    monkeypatch.setattr(train_cross_encoder, "CrossEncoderRerankingEvaluator", lambda samples, **_: samples)
+    evaluation = train_cross_encoder.evaluation
+    monkeypatch.setattr(evaluation, "CrossEncoderRerankingEvaluator", lambda samples, **_: samples)
     data = SimpleNamespace(held_out=[(sources[0], ranked)], lookups=[None, None])
     ((samples, _),) = train_cross_encoder.open_evaluators(data, None, args).values()
     assert [sample["negative"] for sample in samples] == [["four"], ["three"], ["four"]]
