@@ -20,7 +20,7 @@ CASES = {
     "splade": f"--columns docstring code {FLOPS}}}",
     "splade lists": f'--columns docstring code lists --num_negatives 2 {FLOPS},"mask_margin":1}}',
     "splade margin_mse": f'{TEACHER} margin_mse {FLOPS},"teacher_temperature":0.05}}',
-    "splade SparseCoSENTLoss": "--columns docstring code --label_column label --loss SparseCoSENTLoss",
+    "cosine SparseCoSENTLoss": "--columns docstring code --label_column label --loss SparseCoSENTLoss",
     "router": f"--columns docstring code wrong {FLOPS}}}",
     "colbert": "--columns docstring code wrong",
     "colbert symmetric": '--columns docstring code --loss_kwargs {"symmetric":true}',

@@ -512,7 +512,7 @@ def test_what_a_resume_may_change(name, monkeypatch, capsys):
     trainer.check_changes({"unchanging": older, "progress": {"step": 3}}, whole, args, alone)
     assert "--layer_decay" in whole and capsys.readouterr().out == ""
     for name, value in whole.items():
-        saved = {"unchanging": whole | {name: "another"}, "progress": {"step": 3}}
+        saved = {"unchanging": whole | {name: "another"}, "progress": {"step": 3, "metrics": []}}
         with pytest.raises(trainer.UserError, match="^--resume: .*--accept_changes") as error:
             trainer.check_changes(saved, whole, args, alone)
         assert f"{name}: another -> {value}" in str(error.value)
@@ -540,8 +540,19 @@ def test_resume_with_changed_eval_data(flags, refusal):
     train(given, "--max_steps", 2)
     before = snapshot("out")
     jsonl("held.jsonl", ROWS[20:50])
-    assert refusal(given, "--resume", "--max_steps", 2).startswith("--resume: held.jsonl: [")
+    assert refusal(given, "--resume", "--max_steps", 2).startswith("--resume: --eval_data held.jsonl: [")
     assert snapshot("out") == before
+
+
+def test_resume_with_a_changed_collection(flags, refusal, beir):
+    shutil.copytree(beir, "beir")
+    judged = Path("beir/qrels/test.tsv").read_text().splitlines(keepends=True)
+    Path("beir/qrels/test.tsv").write_text("".join(line for line in judged if not line.endswith("\t2\n")))
+    given = [*flags, "--train_data", jsonl("x.jsonl"), "--eval_beir", "beir", "--eval_rows", 0, "--max_steps", 2]
+    train(given)
+    lines = Path("beir/queries.jsonl").read_text().splitlines(keepends=True)
+    Path("beir/queries.jsonl").write_text("".join([lines[1], lines[0], *lines[2:]]))
+    assert refusal(given, "--resume").startswith("--resume: --eval_beir beir: [")
 
 
 def damage(path):

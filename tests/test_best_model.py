@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import re
 import shutil
 import signal
 from types import SimpleNamespace
@@ -219,3 +220,30 @@ def test_best_evaluation():
     assert best(0.0, 3.0, None, 2.0) == (1, True)
     assert best(0.0, 3.0, None) == best(0.0, math.nan) == (1, False)
     assert best(9.0) == best(1.0, 2.0, measure=None) == (0, False)
+
+
+def test_evaluations_of_other_rows_do_not_compete(rows, static, tmp_path):
+    """Those before a resume that evaluates other rows are neither the best, nor in the card."""
+    for name, length in (("easy", 60), ("hard", 9)):
+        texts = [{"docstring": row["code"][:length], "code": row["code"]} for row in rows[:40]]
+        write_jsonl(tmp_path / f"{name}.jsonl", texts)
+    write_jsonl(tmp_path / "train.jsonl", rows[100:])
+    flags = [
+        "--model_name_or_path",
+        static,
+        "--train_data",
+        tmp_path / "train.jsonl",
+        "--columns",
+        "docstring",
+        "code",
+    ]
+    flags += ["--batch_size", 32, "--eval_steps", 1, "--metric_for_best_model", MEASURES["train_bi_encoder"]]
+    flags += ["--output_dir", tmp_path / "out", "--learning_rate", 1e-3]
+    train("train_bi_encoder", *flags, "--eval_data", tmp_path / "easy.jsonl", "--max_steps", 2)
+    more = ["--max_steps", 4, "--resume", "--accept_changes"]
+    train("train_bi_encoder", *flags, "--eval_data", tmp_path / "hard.jsonl", *more)
+    values = [line[MEASURES["train_bi_encoder"]] for line in metrics(tmp_path / "out") if len(line) > 2]
+    assert min(values[:3]) > max(values[-2:])
+    card = (tmp_path / "out/model/README.md").read_text()
+    assert re.search("^Trained for [34] steps", card, re.M) and "evaluated" in str(metrics(tmp_path / "out"))
+    assert not re.search(r"^\| *0 +\|", card, re.M)

@@ -26,6 +26,8 @@ from transformers import (
     AutoConfig,
     AutoTokenizer,
     BertModel,
+    LlamaConfig,
+    LlamaModel,
     ModernBertConfig,
     ModernBertForMaskedLM,
     ModernBertModel,
@@ -47,6 +49,7 @@ def models(tmp_path_factory, bert):
     folder = tmp_path_factory.mktemp("models")
     config, tokenizer = (kind.from_pretrained(bert) for kind in (AutoConfig, AutoTokenizer))
     sparse = SparseEncoder(str(make_splade(bert, folder / "splade")), device="cpu")
+    SparseEncoder(modules=[*sparse], device="cpu", similarity_fn_name="cosine").save_pretrained(str(folder / "cosine"))
     static = SparseStaticEmbedding(tokenizer=tokenizer, weight=torch.rand(len(tokenizer)) + 0.5)
     for name in ("router", "frozen"):
         router = Router.for_query_document(query_modules=[static], document_modules=list(sparse))
@@ -63,6 +66,10 @@ def models(tmp_path_factory, bert):
     write_stanford(folder / "stanford", BertModel(config), tokenizer)
     for name, options in MULTI_VECTOR.items():
         make_colbert(bert, folder / name, **options)
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    LlamaModel(LlamaConfig(vocab_size=len(tokenizer), **shape)).save_pretrained(folder / "decoder")
+    AutoTokenizer.from_pretrained(bert, padding_side="left").save_pretrained(folder / "decoder")
+    make_colbert(folder / "decoder", folder / "left", query_expansion={"strategy": "min", "length": 12})
     return folder
 
 
@@ -124,7 +131,7 @@ def flags_of(models, name, source, output, *more):
 
 CASES = {
     "few": ["splade lists", "colbert kl", "mean"],
-    "others": ["splade", "splade margin_mse", "splade SparseCoSENTLoss", "router", "colbert", "colbert symmetric",
+    "others": ["splade", "splade margin_mse", "cosine SparseCoSENTLoss", "router", "colbert", "colbert symmetric",
                "colbert lists", "colbert margin_mse", "fixed", "min"],
 }  # fmt: skip
 
@@ -286,6 +293,9 @@ REFUSED = [
     ("splade", "--model_type MultiVectorEncoder", "is a SparseEncoder, not a MultiVectorEncoder"),
     ("reranker", "", "is a CrossEncoder, not a SentenceTransformer or a SparseEncoder or a MultiVectorEncoder"),
     ("plain", "--model_type SparseEncoder", "is no masked language model"),
+    ("left", "", "query_expansion 'min' depends on other texts"),
+    ("splade", '--lora_rank 2 --lora_kwargs {"target_modules":["query","word_embeddings"]}', "its weight in common"),
+    ("splade", "--label_column label --loss SparseCoSENTLoss", "save it with similarity_fn_name='cosine'"),
 ]
 
 
