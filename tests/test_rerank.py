@@ -238,6 +238,7 @@ def test_fusion_equals_a_loop(evaluate, beir, bert, reranker, run_file, tmp_path
     assert all(reranked[query].keys() == set(list(found)[:10]) for query, found in runs["fused"].items())
 
 
+@pytest.mark.slow
 def test_fusion_by_standardized_scores(evaluate, beir, bert, run_file, tmp_path):
     """A document counts in each ranking by 1 and its distance from the last one, in standard deviations, so that what
     was found counts more than what was not."""
