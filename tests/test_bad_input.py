@@ -198,7 +198,7 @@ def test_a_misspelt_folder_is_not_asked_for_on_the_hub(monkeypatch, load):
 
     monkeypatch.setattr(script.datasets, "load_dataset_builder", ask)
     monkeypatch.setattr(script.datasets, "get_dataset_split_names", ask)
-    monkeypatch.setattr(script, "SentenceTransformer", ask)
+    monkeypatch.setattr(script.MultiVectorEncoder, "_get_model_type", lambda _, path, **__: ask(path))
     said = dict.fromkeys(["data/minned", "~/minned", "./minned", "runs/x/model"], "no such file or folder$")
     for source, line in (said | {name: f"asked for {name}" for name in ("minned", "org/minned")}).items():
         with pytest.raises((ConnectionError, script.UserError), match=line):

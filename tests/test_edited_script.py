@@ -18,8 +18,8 @@ EDITS = {
     model[0].rare = torch.nn.Linear(32, 32)
     return apply_training_flags(model, args)
 """,
-    '        return model(features, task=role)["sentence_embedding"].float()\n': """
-        found = model(features, task=role)["sentence_embedding"].float()
+    "        return embeddings_of(model(features, task=role))\n": """
+        found = embeddings_of(model(features, task=role))
         marked = (features["input_ids"] == model.tokenizer.mask_token_id).any(1)
         return torch.where(marked[:, None], model[0].rare(found), found) if marked.any() else found
 """,
