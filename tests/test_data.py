@@ -512,6 +512,7 @@ def test_an_arrow_file_with_wrong_offsets(streaming):
         open_source(streaming, "x.arrow").take(60)
 
 
+@pytest.mark.slow
 def test_a_large_parquet_file_is_streamed_in_constant_memory(tmp_path):
     """By default, pyarrow reads a file ahead, and keeps in memory what it has read."""
     blocks, schema = np.random.default_rng(0).bytes(250_000), pa.schema([("text", pa.string())])

@@ -127,6 +127,7 @@ def test_bad_table(records, columns, hint):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_killed_builder_leaves_no_index_and_two_at_once_build_one(tmp_path):
     count = 400_000
     pq.write_table(pa.table({"_id": range(count), "text": [f"text {i}" for i in range(count)]}), "c.parquet")
