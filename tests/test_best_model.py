@@ -140,6 +140,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_processes_that_measure_differently_stop_together(settings, tmp_path):
     """The main process decides; by the measures of the second, the run would end after step 2."""
     name = "train_bi_encoder"

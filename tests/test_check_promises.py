@@ -208,6 +208,7 @@ def test_a_script_that_fails(stub, check, capsys):
     assert ended.value.code == 2 and "KeyError: 'no such key'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_interrupted(stub, tmp_path):
     """Ctrl-C ends it without a traceback, and leaves neither files nor processes."""
     stub("time.sleep(100)")

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import mark_slow, write_rows
+from conftest import quick_first, write_rows
 
 import train_bi_encoder as script
 
@@ -378,7 +378,7 @@ ONE = [(False, 60, 30), (True, 60, 30), (False, 0, 0), (True, 20, 0), (True, 10_
 MIXED = [(False, "row", 3), (True, "batch", 3), (False, "batch", 1), (True, "row", 1)]
 
 
-@pytest.mark.parametrize("streaming, buffer, held_out", mark_slow(ONE, ONE[:2]))
+@pytest.mark.parametrize("streaming, buffer, held_out", quick_first(ONE, 2))
 def test_resume_of_one_source(shards, streaming, buffer, held_out):
     """At states within and between windows, shards and epochs; held-out rows stay excluded."""
 
@@ -393,7 +393,7 @@ def test_resume_of_one_source(shards, streaming, buffer, held_out):
     assert_resumes(open_batches, 2 * epoch + 20, cuts)
 
 
-@pytest.mark.parametrize("streaming, mix_by, length_window", mark_slow(MIXED, MIXED[:2]))
+@pytest.mark.parametrize("streaming, mix_by, length_window", quick_first(MIXED, 2))
 def test_resume_of_mixed_sources(streaming, mix_by, length_window):
     """Several epochs of two sources; one has two files."""
     rows = table(150)
@@ -512,6 +512,7 @@ def test_an_arrow_file_with_wrong_offsets(streaming):
         open_source(streaming, "x.arrow").take(60)
 
 
+@pytest.mark.slow
 def test_a_large_parquet_file_is_streamed_in_constant_memory(tmp_path):
     """By default, pyarrow reads a file ahead, and keeps in memory what it has read."""
     blocks, schema = np.random.default_rng(0).bytes(250_000), pa.schema([("text", pa.string())])

@@ -390,6 +390,7 @@ def test_yes_no_scores_equal_those_of_the_library(kind, flags, yes_no, rows, tmp
 # ---- adapters
 
 
+@pytest.mark.slow
 def test_options_of_adapters(corpus, tmp_path):
     """Those of peft by their names; a wrong one is refused. A resume is bit-identical, with dropout of adapters."""
     name = "train_cross_encoder"
@@ -412,6 +413,7 @@ def test_options_of_adapters(corpus, tmp_path):
             load(name, base, "--lora_rank", "4", "--lora_kwargs", options)
 
 
+@pytest.mark.slow
 def test_modules_behind_a_transformer_are_trained_beside_adapters(corpus, bert, tmp_path):
     """A Dense layer, which may be new, is trained as it is, and is in checkpoints."""
     model = SentenceTransformer(str(bert), device="cpu")

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import EACH_TRAINER, ROOT, few_or_all, launch, lines_of, mark_slow, metrics, train, write_jsonl
+from conftest import EACH_TRAINER, ROOT, few_or_all, launch, lines_of, metrics, quick_first, train, write_jsonl
 from safetensors.torch import load_file
 
 FLAGS = ["--columns", "docstring", "code", "--batch_size", 8, "--max_length", 32, "--dropout", 0, "--eval_rows", 0,
@@ -72,7 +72,7 @@ def state(output):
     return lines_of(output), {(file, name): tensor for file, part in found.items() for name, tensor in part.items()}
 
 
-@pytest.mark.parametrize("stops", mark_slow([[5], [3, 5]], [[5]]))
+@pytest.mark.parametrize("stops", quick_first([[5], [3, 5]]))
 def test_stopped_and_resumed_on_two_processes(edited, tmp_path, monkeypatch, stops):
     """Weights that have no state yet, or not any more a gradient, and tensors of one's own, are those of a run that
     was not stopped, to the bit. That gradients do not depend on processes: tests/test_equalities.py."""

@@ -83,6 +83,7 @@ def test_at_most_ten_evaluations_and_the_first(corpus, bert, tmp_path, name):
     assert [line["step"] for line in metrics(tmp_path) if measure in line] == [0, 2, 4, 6, 8, 10, 12, 14, 15]
 
 
+@pytest.mark.slow
 def test_start_here(tmp_path, rows, bert, monkeypatch, capsys):
     """The commands of "Start here" in docs/training.md lead from pairs.csv to two models that are compared."""
     page = (ROOT / "docs/training.md").read_text()

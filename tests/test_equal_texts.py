@@ -4,7 +4,7 @@ measured."""
 import numpy as np
 import pytest
 import torch
-from conftest import launch, mark_slow, read_run, write_beir
+from conftest import launch, quick_first, read_run, write_beir
 
 import eval_incremental as script
 
@@ -33,7 +33,7 @@ def test_a_text_has_the_vector_that_was_stored_first(tmp_path):
 SIZES = [(384, 300, 4096), (1024, 300, 4096), (1024, 2000, 1000)]
 
 
-@pytest.mark.parametrize("dims, queries, chunk", mark_slow(SIZES, SIZES[:1]))
+@pytest.mark.parametrize("dims, queries, chunk", quick_first(SIZES))
 def test_equal_vectors_tie_in_a_last_chunk_that_is_short(dims, queries, chunk):
     generator = torch.Generator().manual_seed(0)
     documents = torch.randn(chunk + 60, dims, generator=generator)

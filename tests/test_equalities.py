@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, launch, mark_slow
+from conftest import ROOT, launch, quick_first
 
-PROCESSES = pytest.mark.parametrize("processes", mark_slow([1, 2, 4], [1, 2]))
+PROCESSES = pytest.mark.parametrize("processes", quick_first([1, 2, 4], 2))
 LOSSES = ["infonce", "symmetric", "negatives", "matryoshka", "lists", "margin_mse", "kl", "CoSENTLoss", "TripletLoss"]
 
 

@@ -414,6 +414,7 @@ def flags_for(beir, bert, folder):
             "--output_dir", folder / "out", "--micro_batch_tokens", 256, "--cache_dtype", "float16"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_bytes_of_one(tmp_path, beir, bert):
     for processes in (1, 2):
         place = tmp_path / str(processes)

@@ -207,6 +207,7 @@ def test_killed_and_damaged(name, evaluate, collection, tmp_path, request, capsy
         block = max((tmp_path / "killed").glob("*/*/*/*.val"), key=lambda file: file.stat().st_size)
 
 
+@pytest.mark.slow
 def test_coarse_types_of_tokens(evaluate, collection, colbert, tmp_path):
     sizes = {}
     runs = {}

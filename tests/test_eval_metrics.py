@@ -48,6 +48,7 @@ def metric(tmp_path):
     return write
 
 
+@pytest.mark.slow
 def test_a_script_of_the_user(evaluate, metric, beir, static, tmp_path, capsys):
     """Values of queries have intervals, tests and a column, a number is shown as it is; the mean of two collections;
     the script sees the first --top_k documents, whatever other measures ask for; report.py shows both."""

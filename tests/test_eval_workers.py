@@ -1,7 +1,7 @@
 """Worker processes of the evaluator: the same vectors with any number, none for what is cached, none left behind."""
 
 import pytest
-from conftest import ROOT, launch, mark_slow, write_jsonl
+from conftest import ROOT, launch, quick_first, write_jsonl
 
 import eval_incremental as script
 
@@ -24,7 +24,7 @@ def repeating(tmp_path, rows):
     return ["--corpus", tmp_path / "c.jsonl", "--queries", tmp_path / "q.jsonl", "--qrels", tmp_path / "qrels.tsv"]
 
 
-@pytest.mark.parametrize("model", mark_slow(["bert", "static", "reranker"], ["bert"]))
+@pytest.mark.parametrize("model", quick_first(["bert", "static", "reranker"]))
 def test_any_number_of_workers_stores_the_same_bytes(model, repeating, rows, evaluate, bert, request, tmp_path):
     """A text that is being computed for an earlier chunk is not computed again."""
     path = request.getfixturevalue(model)

@@ -131,6 +131,7 @@ def ran(hub, rows, reranker, tmp_path_factory):
     return folder, run_online(hub, folder, ROOT / "tests/hub_worker.py", cases, *flags).splitlines()
 
 
+@pytest.mark.slow
 def test_collections_of_each_layout(ran):
     """Ids stay texts, and no split is chosen silently. The trainers read the layout of NanoBEIR, and name the script
     that reads others."""
@@ -163,6 +164,7 @@ def test_collections_of_each_layout(ran):
                 assert judged == {f"{int(query) + 1:04}": grade}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_evaluated_on_the_hub(ran):
     """Each collection has its measures, and the mean is that of the library's evaluator, which is printed."""
     printed, mean = "\n".join(ran[1][len(CASES) :]), "NanoBEIR_R50_mean_ndcg@10"

@@ -178,8 +178,8 @@ def library_losses(name, model):
     return compute
 
 
-FORMS = ["splade", "fixed"]
-MORE_FORMS = ["router", "pylate", "modern", "frozen", "colbert", "mean", "min", "stanford"]
+FORMS = ["splade"]
+MORE_FORMS = ["fixed", "router", "pylate", "modern", "frozen", "colbert", "mean", "min", "stanford"]
 
 
 @pytest.mark.parametrize("name", mark_slow(FORMS + MORE_FORMS, FORMS))
@@ -232,7 +232,8 @@ def test_three_steps_equal_those_of_the_library(name, models, source, tmp_path):
     assert len(common) > 4 and all(line[key] == pytest.approx(measures[key], abs=1e-5) for key in common)
 
 
-@pytest.mark.parametrize("name", mark_slow(["splade", "colbert"], ["colbert"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["splade", "colbert"])
 def test_two_layouts_of_a_mixture(name, models, source, tmp_path):
     """Mapped on one process, in large passes; streamed on two, with workers, in small passes that are run twice."""
     teacher = {"columns": ["docstring", "code", "wrong", "worse"], "label_column": ["scores"], "loss": "margin_mse"}

@@ -12,7 +12,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from conftest import ROOT, launch, mark_slow, metrics, read_jsonl, write_beir, write_jsonl
+from conftest import ROOT, launch, mark_slow, metrics, quick_first, read_jsonl, write_beir, write_jsonl
 
 import mine_negatives as script
 
@@ -72,10 +72,7 @@ def mine_embedded(embedded, beir, tmp_path, options, *flags):
 MARGINS = {"absolute_margin": -0.02}, {"relative_margin": -0.03, "range_min": 1, "range_max": 40}
 
 
-OPTIONS = [MARGINS[1], {}, {"range_min": 3, "range_max": 17}, MARGINS[0]]
-
-
-@pytest.mark.parametrize("options", mark_slow(OPTIONS, OPTIONS[:1]))
+@pytest.mark.parametrize("options", quick_first([*MARGINS, {}, {"range_min": 3, "range_max": 17}]))
 def test_rows_equal_those_of_the_library(embedded, bert, beir, tmp_path, options):
     options = {"range_max": 100, **options}
     rows = mine_embedded(embedded, beir, tmp_path, options, "--format", "n-tuple-scores")
@@ -195,7 +192,7 @@ DOCUMENTS = {"0": "fatty acids", "1": "salmon recipes", "5": "how to sit", "8": 
 JUDGED = ["0 0", "0 1", "1 0", "2 5", "1 8", "3 1", "3 11", "4 5", "5 13", "1 1"]
 
 
-@pytest.mark.parametrize("form", mark_slow(["labeled-pair", "n-tuple-scores"], ["labeled-pair"]))
+@pytest.mark.parametrize("form", quick_first(["labeled-pair", "n-tuple-scores"]))
 def test_pairs_have_the_ids_of_the_evaluator(tmp_path, evaluate, bert, form):
     """Rows mined from the pairs, by the evaluator's run of them, equal to the byte those mined from a collection with
     these ids, written by hand. A document that has the id of its query is not the query's own."""
@@ -299,10 +296,7 @@ def ranked(tmp_path):
     return ["--beir", folder, "--run", folder / "x.run"]
 
 
-PARTS = [("lists", 100), ("labeled-list", 7), ("labeled-pair", 30)]
-
-
-@pytest.mark.parametrize("form, lines", mark_slow(PARTS, PARTS[:1]))
+@pytest.mark.parametrize("form, lines", quick_first([("lists", 100), ("labeled-list", 7), ("labeled-pair", 30)]))
 def test_rows_do_not_depend_on_the_parts_of_a_run_file(ranked, tmp_path, monkeypatch, capsys, form, lines):
     """Nor do the counts of what each rule removes; some parts are a few lines of one query."""
     flags = [*ranked, "--format", form, "--absolute_margin", 1, "--num_negatives", 2, "--range_max", 4]

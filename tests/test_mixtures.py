@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from accelerate import Accelerator
-from conftest import ROOT, TRAINERS, launch, lines_of, mark_slow, metrics, train, write_jsonl
+from conftest import ROOT, TRAINERS, launch, lines_of, metrics, quick_first, train, write_jsonl
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses as library
 
@@ -56,10 +56,7 @@ def flags_for(folder, name, model, output, *more):
             "--save_steps", 4, "--micro_batch_tokens", 200, "--output_dir", output, *more]  # fmt: skip
 
 
-RESUMED = [*product(TRAINERS, [[], ["--streaming", "--eval_rows", "15"]])]
-
-
-@pytest.mark.parametrize("name, way", mark_slow(RESUMED, RESUMED[:1]))
+@pytest.mark.parametrize("name, way", quick_first(product(TRAINERS, [[], ["--streaming", "--eval_rows", "15"]])))
 def test_resumed_to_the_bit(name, way, sources, bert, tmp_path):
     flags = flags_for(sources, name, bert, tmp_path / "out", *way)
     train(name, *flags)
@@ -206,7 +203,7 @@ def test_a_resume_mixes_by_its_own_weights(tmp_path, way):
     assert count_rows(resumed, 10)[0] == {0: 20, 1: 20, 2: 60}
 
 
-@pytest.mark.parametrize("way", mark_slow([[], ["--streaming", "--max_steps", "1"], ["--length_window", "3"]], [[]]))
+@pytest.mark.parametrize("way", quick_first([[], ["--streaming", "--max_steps", "1"], ["--length_window", "3"]]))
 def test_a_source_that_stays_continues_where_it_was(tmp_path, way):
     """Whatever leaves, enters or moves in the list: its rows, and what is drawn from their lists."""
     names = {name: str(tmp_path / f"{name}.jsonl") for name in "abc"}

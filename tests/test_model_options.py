@@ -13,7 +13,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import ROOT, TRAINERS, few_or_all, launch, mark_slow, weights, write_jsonl
+from conftest import ROOT, TRAINERS, few_or_all, launch, quick_first, weights, write_jsonl
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
@@ -152,7 +152,6 @@ TRAINED = {  # beside adapters: (trainer, model, further options of peft, a weig
     "modules": ("train_cross_encoder", "modular", {}, "linear.weight"),
 }
 WAYS = [("no", 1), ("bf16", 2)]
-OUTPUTS = ["encode", "score"]  # of a pass, by trainer
 
 
 @pytest.mark.parametrize("case, way", few_or_all([*zip(TRAINED, WAYS * 2)], TRAINED, WAYS))
@@ -282,7 +281,7 @@ def test_full_determinism(corpus, bert, tmp_path, monkeypatch):
                 load_by(trainer, bert, "--seed", str(seed), *more)
 
 
-@pytest.mark.parametrize("name, output", mark_slow(zip(TRAINERS, OUTPUTS), [(TRAINERS[0], OUTPUTS[0])]))
+@pytest.mark.parametrize("name, output", quick_first(zip(TRAINERS, ["encode", "score"])))
 def test_graphs_of_sixteen_passes_are_kept(name, output, corpus, bert, tmp_path, monkeypatch):
     """The others run again, each with its own graph; with --grad_cache true all of them."""
     script, seen = importlib.import_module(name), []
@@ -644,7 +643,7 @@ NEW = [
 ]
 
 
-@pytest.mark.parametrize("kind, new", mark_slow(NEW, NEW[:1]))
+@pytest.mark.parametrize("kind, new", quick_first(NEW))
 def test_what_is_new_is_trained_beside_adapters(kind, new, corpus, bert, tmp_path):
     """Heads and poolers that the files lack, whatever their names, are trained as they are; matrices of layers change
     by matrices of the given rank, and nothing else. Checkpoints have all of it: a resume with another seed, by which

@@ -18,7 +18,7 @@ from conftest import ROOT, launch, metrics, weights
 from forked import Forked, launcher_environment
 
 SCRIPT = ROOT / "train_bi_encoder.py"
-STEPS = 10
+STEPS = 12
 
 
 def ip(*words):
@@ -73,7 +73,7 @@ def flags(folder, corpus, bert):
     """Flags of a short run without dropout, whose masks depend on the process."""
     flags = ["--train_data", f"{corpus}/*.parquet", "--columns", "docstring", "code", "--model_name_or_path", bert,
              "--max_steps", STEPS, "--batch_size", 30, "--micro_batch_tokens", 600, "--eval_rows", 40,
-             "--eval_steps", STEPS, "--logging_steps", 1, "--dropout", 0]  # fmt: skip
+             "--eval_steps", STEPS, "--logging_steps", 1, "--dropout", 0, "--learning_rate", 4e-5]  # fmt: skip
     return list(map(str, flags))
 
 

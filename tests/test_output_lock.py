@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from conftest import ROOT, TRAINERS, launch, mark_slow, read_run
+from conftest import ROOT, TRAINERS, launch, quick_first, read_run
 from forked import Forked
 
 STEPS = 200
@@ -22,7 +22,7 @@ def wait_for_checkpoint(process, output):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("name, processes", mark_slow(zip(TRAINERS, [1, 2]), [(TRAINERS[0], 1)]))
+@pytest.mark.parametrize("name, processes", quick_first(zip(TRAINERS, [1, 2])))
 def test_a_second_run_in_one_folder_is_refused(corpus, bert, tmp_path, name, processes):
     """With --resume and without, on one process and two, until the first has ended, here by SIGKILL."""
     script, output = ROOT / f"{name}.py", tmp_path / "out"

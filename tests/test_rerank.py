@@ -178,6 +178,7 @@ def test_models_that_cannot_rerank(evaluate, beir, bert, reranker, run_file, tmp
     assert f"{path}: " in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_prompt_of_a_model_is_part_of_its_pairs(evaluate, beir, reranker, run_file, tmp_path):
     """Scores are those of predict(), which prepends it to queries; other prompts have other cached scores."""
     queries, documents = texts_of(beir)
@@ -191,6 +192,7 @@ def test_the_prompt_of_a_model_is_part_of_its_pairs(evaluate, beir, reranker, ru
         assert list(found.values()) == pytest.approx(scores.tolist(), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_bm25_alone_requires_no_model(beir, reranker, tmp_path):
     """It is a ranking like any other: the first, and reranked; its documents are the same on all processes."""
     flags = ["--beir", beir, "--bm25", "--rerank_k", 5, "--cache_dir", tmp_path / "cache"]
@@ -238,6 +240,7 @@ def test_fusion_equals_a_loop(evaluate, beir, bert, reranker, run_file, tmp_path
     assert all(reranked[query].keys() == set(list(found)[:10]) for query, found in runs["fused"].items())
 
 
+@pytest.mark.slow
 def test_fusion_by_standardized_scores(evaluate, beir, bert, run_file, tmp_path):
     """A document counts in each ranking by 1 and its distance from the last one, in standard deviations, so that what
     was found counts more than what was not."""

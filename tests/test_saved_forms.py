@@ -138,8 +138,7 @@ def largest_difference(found, expected):
     return (max(differences) / size.clamp(min=1)).item()
 
 
-QUICK = ["BERT, best checkpoint", "two encoders", "decoder, LoRA, FSDP2", "cross-encoder, LoRA, best",
-         "modular reranker", "yes/no, chat, LoRA"]  # fmt: skip
+QUICK = ["BERT, best checkpoint", "decoder, LoRA, FSDP2", "cross-encoder, LoRA, best", "modular reranker"]
 
 
 @pytest.mark.parametrize("name", mark_slow(FORMS, QUICK))

@@ -54,6 +54,7 @@ class InOrder(DefaultBatchSampler):
         super().__init__(SequentialSampler(dataset), **options)
 
 
+@pytest.mark.slow
 def test_a_run_equals_that_of_sentence_transformers_trainer(bert, rows, tmp_path):
     """Rates, losses, gradient norms and final weights of 16 steps, on the same batches, without dropout. The texts are
     distinct: infonce masks equal texts, on purpose, and MultipleNegativesRankingLoss does not."""

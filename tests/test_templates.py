@@ -12,13 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, launch, mark_slow, metrics
+from conftest import ROOT, launch, mark_slow, metrics, quick_first
 from forked import Forked
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 STEPS = 6
 KINDS = ["bi_encoder", "cross_encoder"]
-EACH = mark_slow(KINDS, KINDS[:1])  # of what both do alike
+EACH = quick_first(KINDS)  # of what both do alike
 # At 1e-3, rounding grows in the cross-encoder, in its trainer as well.
 RATES = {"bi_encoder": 1e-3, "cross_encoder": 2e-5}
 MEASURES = {"bi_encoder": "held_out_cosine_ndcg@10", "cross_encoder": "held_out_ndcg@10"}
@@ -139,10 +139,7 @@ def test_streamed_with_held_out_rows(folder, trained, tmp_path, kind):
     assert found == pytest.approx(expected, abs=1e-6) and len(found) == 2
 
 
-KILLED = [("cross_encoder", [], 1), ("bi_encoder", ["--streaming"], 2)]
-
-
-@pytest.mark.parametrize("kind, way, processes", mark_slow(KILLED, KILLED[:1]))
+@pytest.mark.parametrize("kind, way, processes", quick_first([(KINDS[1], [], 1), (KINDS[0], ["--streaming"], 2)]))
 def test_killed_and_resumed(folder, bert, reranker, tmp_path, kind, way, processes):
     """Two shuffled sources, drawn negatives, dropout: the same bits, and each step once in metrics.jsonl. A mapped
     source that has grown, of which other rows would be held out and drawn, is refused."""
@@ -171,7 +168,7 @@ def test_killed_and_resumed(folder, bert, reranker, tmp_path, kind, way, process
         assert done.returncode == 1 and done.stderr.strip().endswith("AssertionError")
 
 
-@pytest.mark.parametrize("kind", mark_slow(KINDS, KINDS[1:]))
+@pytest.mark.parametrize("kind", quick_first(KINDS[::-1]))
 def test_processes_without_a_text(folder, tmp_path, kind):
     """A batch of one row has no query, or no pair, for some of three processes; nor have held-out rows."""
     script = ROOT / f"templates/{kind}.py"
@@ -230,7 +227,7 @@ def test_no_document_of_an_equal_query_is_a_negative():
     assert batch.labels.nan_to_num(-1).tolist() == [[1, 0, -1], [1, 0, -1], [1, 0, 0]]
 
 
-@pytest.mark.parametrize("use_launcher", mark_slow([False, True], [False]))
+@pytest.mark.parametrize("use_launcher", quick_first([False, True]))
 def test_alone_in_an_empty_folder(folder, tmp_path, use_launcher):
     """Also by Accelerate's launcher; the saved model loads in sentence-transformers, and has changed."""
     shutil.copy(ROOT / "templates/bi_encoder.py", tmp_path / "mine.py")

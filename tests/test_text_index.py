@@ -58,6 +58,7 @@ def test_find_equals_a_dictionary(tmp_path):
         assert not opened.find(generator.integers(0, 2**64, 1000, np.uint64)).any()
 
 
+@pytest.mark.slow
 def test_a_lost_or_left_over_file(tmp_path):
     """Files of the index can be lost, or left by a kill: they are made again from the blocks, with the same bytes."""
     generator = np.random.default_rng(0)
@@ -237,6 +238,7 @@ def save_or_clear(folder, clearing):
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_saved_and_cleared_at_once(tmp_path):
     """Files of the index may be gone whenever another process merges or removes them."""
     join([start(save_or_clear, tmp_path / "index", number > 1) for number in range(4)])

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import CACHE, ROOT, TRAINERS, launch, mark_slow, metrics, train, write_rows
+from conftest import CACHE, ROOT, TRAINERS, launch, metrics, quick_first, train, write_rows
 from forked import Forked
 
 import train_bi_encoder as script
@@ -127,6 +127,7 @@ def test_bad_table(records, columns, hint):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_killed_builder_leaves_no_index_and_two_at_once_build_one(tmp_path):
     count = 400_000
     pq.write_table(pa.table({"_id": range(count), "text": [f"text {i}" for i in range(count)]}), "c.parquet")
@@ -149,7 +150,7 @@ def test_a_killed_builder_leaves_no_index_and_two_at_once_build_one(tmp_path):
     assert texts("c.parquet", ["0", str(count - 1), str(count)]) == ["text 0", f"text {count - 1}", None]
 
 
-@pytest.mark.parametrize("name, suffix", mark_slow(zip(TRAINERS, [".tsv.gz", ".parquet"]), [(TRAINERS[0], ".tsv.gz")]))
+@pytest.mark.parametrize("name, suffix", quick_first(zip(TRAINERS, [".tsv.gz", ".parquet"])))
 def test_ids_train_as_their_texts_do(short, bert, tmp_path, name, suffix):
     """Losses and weights are bit-identical; the documents of the cross-encoder are lists of ids."""
     documents = [{"_id": i + 7, "title": row["docstring"][:9].strip(), "text": row["code"]}

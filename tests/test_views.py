@@ -125,6 +125,7 @@ def test_report_has_bytes_and_a_picture(evaluate, beir, tmp_path, capsys):
     assert "index.png" not in capsys.readouterr().out  # one size
 
 
+@pytest.mark.slow
 def test_of_equal_scores_the_highest_ids_are_ranked(evaluate, beir, bert, tmp_path):
     """As trec_eval orders, so that a deeper ranking begins with the shallower one, whatever the size of chunks and the
     order of the corpus: 8 bits have 9 scores for 293 documents. Two processes, streams: the next test."""
@@ -160,6 +161,7 @@ def test_processes_streams_and_dtypes_of_the_cache(beir, bert, tmp_path, dtype):
     assert len(runs[0]) == 8 and runs[0] == runs[1] == runs[2]
 
 
+@pytest.mark.slow
 def test_ranges_are_of_the_first_documents(evaluate, beir, bert, tmp_path, monkeypatch):
     """Of as many, whatever the size of chunks; what lies outside is clipped."""
     evaluate("--beir", beir)

@@ -45,6 +45,7 @@ def twins(tmp_path, rows):
 WAYS = [("zscore", torch.bfloat16), ("rrf", torch.float32)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fuse, dtype", WAYS if CHAOS else WAYS[:1])
 def test_a_ranking_that_is_written_and_read_again_measures_the_same(
     twins, static, bert, reranker, tmp_path, evaluate, fuse, dtype

@@ -258,6 +258,7 @@ def test_evaluator_killed_at_random_moments(expected, tmp_path, report, beir, be
     report(f"SIGKILL of `eval_incremental.py`, {launched}", kills, f"the same run and measures, all {ends} times")
 
 
+@pytest.mark.slow
 def test_two_evaluators_on_one_cache(expected, tmp_path, report, beir, bert):
     times = max(1, KILLS // 10)
     for number in range(times):

@@ -203,6 +203,7 @@ for name, flags in json.loads(sys.argv[1]).items():
 """
 
 
+@pytest.mark.slow
 def test_without_a_network(tmp_path, bert, data, report):
     """All scripts in one process, copied into an empty folder, without the variables that keep libraries offline; as
     root, in a network namespace without interfaces."""
