@@ -252,6 +252,13 @@ def test_two_layouts_of_a_mixture(name, models, source, tmp_path):
         assert [two[key] for key in names] == pytest.approx([one[key] for key in names], rel=2e-5)
 
 
+def test_padding_is_never_the_best_token():
+    """Where a token has only similarities below 0, that of padding, 0, would be the largest."""
+    queries = torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])
+    documents = torch.tensor([[[-1.0, 0.0], [0.0, 0.0]], [[-0.5, 0.0], [-0.25, 0.0]]])
+    assert script.similarities(queries, documents).tolist() == [[-1.0, -0.25]]
+
+
 def test_symmetric_loss_of_tokens(models, source):
     """It is the mean of two cross-entropies of one matrix of the library's MaxSim, and of its transpose."""
     model = MultiVectorEncoder(str(models / "colbert"), device="cpu")
