@@ -162,7 +162,7 @@ def test_a_measure_of_the_user(evaluate, all_found, beir, static, tmp_path):
     cell = first["metrics"]["AllFound@100"]
     assert cell["low"] < cell["mean"] == table["AllFound@100"].mean() < cell["high"]
     assert 0 < second["metrics"]["AllFound@100"]["p"] <= 1
-    files = {"documents.jsonl", "metrics.json", "queries.jsonl", first["folder"], second["folder"]}
+    files = {".lock", "documents.jsonl", "metrics.json", "queries.jsonl", first["folder"], second["folder"]}
     assert {path.name for path in (tmp_path / "out").iterdir()} == files
     shutil.copytree(beir, tmp_path / "copy")
     evaluate("--beir", beir, tmp_path / "copy", *flags[:2], "--metrics", "AllFound@100", output="two")

@@ -222,7 +222,11 @@ OTHER_KINDS = {
 }
 
 
-@pytest.mark.parametrize("load_model", [load, load_to_evaluate])
+def open_to_evaluate(folder):
+    eval_incremental.open_encoder(str(folder), eval_incremental.Args(), None)
+
+
+@pytest.mark.parametrize("load_model", [load, open_to_evaluate])
 @pytest.mark.parametrize("kind", OTHER_KINDS)
 def test_models_of_other_kinds_are_refused_by_name(kind, load_model, bert, tmp_path):
     """sentence-transformers would pool what the transformer alone gives, or end in a traceback at the first text."""
