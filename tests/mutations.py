@@ -4,6 +4,7 @@ tests/mutations/*.patch at a time to a copy of the repository, runs the test aft
 Those with `Breaks:` break promises of check_promises.py: tests/test_check_promises.py applies them.
 """
 
+import os
 import re
 import shutil
 import subprocess
@@ -28,7 +29,10 @@ def run(name, folder):
     shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
     apply(name, folder)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", TESTS[name]]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    environment = {
+        key: value for key, value in os.environ.items() if key != "FORKSERVER"
+    }  # which has the scripts here
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     return bool(re.search(r"\d+ failed", done.stdout, re.M)), done.stdout
 
 
