@@ -29,9 +29,7 @@ def run(name, folder):
     shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
     apply(name, folder)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", TESTS[name]]
-    environment = {
-        key: value for key, value in os.environ.items() if key != "FORKSERVER"
-    }  # which has the scripts here
+    environment = {key: value for key, value in os.environ.items() if key != "FORKSERVER"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     return bool(re.search(r"\d+ failed", done.stdout, re.M)), done.stdout
 
