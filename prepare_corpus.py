@@ -42,6 +42,7 @@ import re
 import shutil
 import sys
 import sysconfig
+import unicodedata
 import warnings
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
@@ -123,6 +124,8 @@ def main(args):
     if not is_kept:
         if any(Path(source).resolve().is_relative_to(output) for source in args.sources):
             raise UserError(f"--output_dir {output}: contains a SOURCE; choose another folder")
+        if any(os.path.isdir(source) and output.is_relative_to(Path(source).resolve()) for source in args.sources):
+            raise UserError(f"--output_dir {output}: in a SOURCE, which the next call would read, too; choose another")
         if output.exists() and any(output.iterdir()) and not args.overwrite:
             raise UserError(f"--output_dir {output}: is not empty; choose another folder, or set --overwrite")
         with new_folder(output) as part:
@@ -346,6 +349,12 @@ def convert(args, folder):
         print("one row, with lists: of JSON whose rows are in a list, write them first: jq -c '.NAME[]' FILE > NEW")
 
 
+def fold(text):
+    """Return what is the same of texts that differ in Unicode form, white space or case alone, which count as one."""
+    text = text.replace("\u00ad", "").replace("\u200b", "").replace("\ufeff", "")  # as BERT's tokenizer does
+    return unicodedata.normalize("NFC", " ".join(text.split()).casefold())
+
+
 def choose_side(table, side, args):
     """Return the rows of a Table on a side of args.split_by, if there are sides. The hash of a value decides, so that
     it stays on its side when the table grows. Rows without one are trained on."""
@@ -353,7 +362,7 @@ def choose_side(table, side, args):
         return table
     is_chosen = []
     for value in table[args.split_by].cast(pa.string()).to_pylist():
-        digest = hashlib.blake2b(str(value).encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(fold(str(value)).encode(), digest_size=8).digest()  # of equal texts the same
         is_heldout = value is not None and int.from_bytes(digest) < args.eval_share * 2**64
         is_chosen.append(is_heldout == (side == "heldout/"))
     return table.filter(pa.array(is_chosen, pa.bool_()))
@@ -571,7 +580,8 @@ def to_form(value, kind):
     if pa.types.is_struct(kind):
         return {part.name: to_form(value.get(part.name), part.type) for part in kind}
     if pa.types.is_string(kind) and not isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False, default=str)
+        has_json = isinstance(value, bool | int | float | list | dict)
+        return json.dumps(value, ensure_ascii=False, default=str) if has_json else str(value)
     return int(value) if isinstance(value, bool) and not pa.types.is_boolean(kind) else value
 
 
@@ -691,7 +701,8 @@ def known_values(column, name):
     with suppress(ValueError):
         regular_type(column.type)
         return column
-    values = json.loads(json.dumps(column.to_pylist(), default=str))
+    as_text = {"default": lambda value: value.decode() if isinstance(value, bytes) else str(value)}
+    values = json.loads(json.dumps(column.to_pylist(), **as_text))
     if values:
         print_once(f"column {name} ({str(column.type)[:100]}): read as JSON, text where that has no type")
     return values
@@ -757,16 +768,19 @@ def rows_of_object(found, file):
     pandas' to_json(), objects {"0": value, "1": value, ...}; else it is a row. Print which."""
     lists = [name for name, cell in found.items() if isinstance(cell, list) and cell and isinstance(cell[0], dict)]
     columns = []
+    first = next(iter(found.values()), None)
     for cell in found.values():
-        is_frame = isinstance(cell, dict) and all(key.isdigit() for key in cell)
+        is_frame = isinstance(cell, dict) and all(map(str.isdigit, cell)) and list(cell) == list(first)
         columns.append(list(cell.values()) if is_frame else cell)
     rows = [found]
-    if len(lists) == 1:
-        rows = found[lists[0]]
-        print_once(f"{file}: one object: reads the {len(rows):,} objects of its list {lists[0]!r}")
-    elif all(isinstance(column, list) for column in columns) and len(set(map(len, columns))) == 1:
+    is_table = all(isinstance(column, list) for column in columns) and len(set(map(len, columns))) == 1
+    if is_table and (len(found) > 1 or not lists):
         rows = [dict(zip(found, cells)) for cells in zip(*columns)]
         print_once(f"{file}: one object, of columns: reads {len(rows):,} rows")
+    elif len(lists) == 1:
+        rows = found[lists[0]]
+        others = ", ".join(name for name in found if name not in lists) or "anything else"
+        print_once(f"{file}: one object: reads the {len(rows):,} objects of its list {lists[0]!r}, not {others}")
     return rows
 
 

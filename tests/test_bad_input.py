@@ -555,6 +555,14 @@ def test_resume_with_a_changed_collection(flags, refusal, beir):
     assert refusal(given, "--resume").startswith("--resume: --eval_beir beir: [")
 
 
+def test_types_that_differ_in_later_files(flags, refusal):
+    """Also in a column that is not asked for: the line names what rewrites the files."""
+    Path("0.json").write_text(json.dumps([ROWS[0] | {"flag": 1}]))
+    Path("1.json").write_text(json.dumps([ROWS[1] | {"flag": [True]}, ROWS[2] | {"flag": [1, 2]}]))
+    message = refusal(flags, "--train_data", "?.json", "--streaming", "--batch_size", 2, "--eval_rows", 0)
+    assert "bool" in message and message.endswith("; if rows differ, prepare_corpus.py rewrites them")
+
+
 def damage(path):
     path = Path(path)
     data = bytearray(path.read_bytes())

@@ -300,7 +300,7 @@ REFUSED = [
     ("splade", "--loss SpladeLoss", "--loss SpladeLoss: not one of"),
     ("splade", "--model_type MultiVectorEncoder", "is a SparseEncoder, not a MultiVectorEncoder"),
     ("reranker", "", "is a CrossEncoder, not a SentenceTransformer or a SparseEncoder or a MultiVectorEncoder"),
-    ("plain", "--model_type SparseEncoder", "is no masked language model"),
+    ("plain", "--model_type SparseEncoder", "has no head of a masked language model"),
     ("left", "", "query_expansion 'min' depends on other texts"),
     ("splade", '--lora_rank 2 --lora_kwargs {"target_modules":["query","word_embeddings"]}', "its weight in common"),
     ("splade", "--label_column label --loss SparseCoSENTLoss", "save it with similarity_fn_name='cosine'"),

@@ -482,7 +482,8 @@ def test_one_object_of_json(tmp_path, capsys):
     columns = {name: [row[name] for row in ROWS] for name in ROWS[0]}
     frame = {name: {str(number): cell for number, cell in enumerate(cells)} for name, cells in columns.items()}
     data = {"version": 1, "data": ROWS, "tags": ["x"]}
-    said = ["one object: reads the 100 objects of its list 'data'", "one object, of columns: reads 100 rows"]
+    said = ["one object: reads the 100 objects of its list 'data', not version, tags"]
+    said += ["one object, of columns: reads 100 rows"]
     for number, (found, line) in enumerate([(data, said[0]), (frame, said[1]), (columns, said[1])]):
         for indent in (None, 1):
             name = f"{number}{indent}.json"
@@ -808,3 +809,35 @@ def test_length_report_on_bad_input(tmp_path, bert):
                             ("/nowhere", "--model_name_or_path /nowhere: no such file or folder")):  # fmt: skip
         flags = [numbers, "--length_report", "--model_name_or_path", model, "--output_dir", tmp_path / "out"]
         assert expected in fail(*flags) and not (tmp_path / "out").exists()
+
+
+def test_equal_questions_are_on_one_side(tmp_path):
+    """Those that differ in case and white space alone count as one, as in the other scripts."""
+    rows = [{"q": f"{text} {n}"} for n in range(30) for text in ("what is", "What  IS")]
+    write_rows(tmp_path / "a.jsonl", rows)
+    run(tmp_path / "a.jsonl", "--split_by", "q", "--eval_share", 0.3, "--output_dir", tmp_path / "out")
+    sides = [{row["q"].split()[-1] for row in read(tmp_path / f"out/{side}")} for side in ("train", "heldout")]
+    assert sides[0].isdisjoint(sides[1]) and all(sides)
+
+
+def test_an_output_in_a_source_is_refused(tmp_path):
+    write_rows(tmp_path / "in/a.jsonl", [{"q": "x"}])
+    assert "in a SOURCE, which the next call would read" in fail(tmp_path / "in", "--output_dir", tmp_path / "in/out")
+
+
+def test_values_without_a_type_become_texts(tmp_path):
+    """Bytes and decimals without quotes."""
+    table = pa.table({"a": pa.array([[("k", b"hello")]], pa.map_(pa.string(), pa.binary()))})
+    pq.write_table(table, tmp_path / "map.parquet")
+    assert convert(tmp_path, tmp_path / "map.parquet") == [{"a": [["k", "hello"]]}]
+
+
+@pytest.mark.parametrize("found, expected", [
+    ({"q": ["a", "b"], "d": [{"text": "x"}, {"text": "y"}]}, [{"q": "a", "d.text": "x"}, {"q": "b", "d.text": "y"}]),
+    ({"n": 1, "d": [{"text": "x"}, {"text": "y"}]}, [{"text": "x"}, {"text": "y"}]),
+    ({"q": {"0": "a", "1": "b"}, "d": {"0": "x", "1": "y"}}, [{"q": "a", "d": "x"}, {"q": "b", "d": "y"}]),
+    ({"q": {"0": "a", "1": "b"}, "d": {"1": "y", "0": "x"}}, [{"q.0": "a", "q.1": "b", "d.1": "y", "d.0": "x"}]),
+])  # fmt: skip
+def test_columns_of_one_object(tmp_path, found, expected):
+    (tmp_path / "a.json").write_text(json.dumps(found))
+    assert convert(tmp_path, tmp_path / "a.json") == expected
