@@ -5,18 +5,18 @@
     python benchmarks/memory.py queries --sizes 40000 --dimensions 1024 [--folder /tmp/mq] [--scripts ANOTHER_CHECKOUT]
     python benchmarks/memory.py queries --sizes 1000000 --documents 100000
     python benchmarks/memory.py convert --sizes 2000000
-    python benchmarks/memory.py gathered --sizes 16 1024
+    python benchmarks/memory.py gathered --sizes 16 1024 --steps 1
 
 rows: train_bi_encoder.py trains a small static model for --steps steps on Parquet files of so many short rows, mapped
 (the first run makes the Arrow table) and as a stream; then the seconds to open a file, and from there to the first
 batch after 98 % of its rows. documents: eval_incremental.py encodes so many short documents, and reads them from its
 cache. queries: it ranks and measures so many queries by a model of --dimensions, reads a run file of them, and
 mine_negatives.py mines from it; a run file of 1,000,000 x 100 has 3.8 GB. convert: prepare_corpus.py reads a table of
-so many rows of 110 bytes, and a tenth of them by --filter. gathered: two processes train three steps on batches of so
-many pairs of texts of 300 tokens, by tiny models: dense, sparse with 30,522 words, and multi-vector with 128 numbers
-a token, whose embeddings all processes gather; RSS is that of the larger process. RSS is the peak of the whole
-process, to its end, as /usr/bin/time -v prints it, with libraries and pages of mapped files; "anonymous" is without
-them (RssAnon, seen every 20 ms). Medians over the rounds. Writes memory.json.
+so many rows of 110 bytes, and a tenth of them by --filter. gathered: two processes train --steps steps on batches of
+so many pairs of a query of 32 words and a document of 300, by tiny models: dense, sparse with 30,522 words, and
+multi-vector with 128 numbers a token, whose embeddings all processes gather; RSS is that of the larger process. RSS is
+the peak of the whole process, to its end, as /usr/bin/time -v prints it, with libraries and pages of mapped files;
+"anonymous" is without them (RssAnon, seen every 20 ms). Medians over the rounds. Writes memory.json.
 """
 
 import argparse
@@ -224,34 +224,23 @@ def measure_gathered(args, folder, batch_size):
     generator = np.random.default_rng(0)
 
     def columns_of(numbers):
-        return [[" ".join(f"word{n}" for n in generator.integers(0, 30_517, 300)) for _ in numbers] for _ in TEXTS]
+        return [[words_of(generator.integers(0, 30_517, size)) for _ in numbers] for size in (32, 300)]
 
-    write_parquet(folder / "rows.parquet", 3 * batch_size, TEXTS, columns_of)
+    def words_of(numbers):
+        return " ".join(f"word{number}" for number in numbers)
+
+    write_parquet(folder / "rows.parquet", args.steps * batch_size, TEXTS, columns_of)
     for kind in ("SentenceTransformer", "SparseEncoder", "MultiVectorEncoder"):
         flags = ["--model_name_or_path", folder / "model", "--model_type", kind, "--columns", *TEXTS.names]
-        flags += [
-            "--train_data",
-            folder / "rows.parquet",
-            "--batch_size",
-            batch_size,
-            "--max_steps",
-            3,
-            "--eval_rows",
-            0,
-        ]
-        flags += ["--save_steps", 0, "--output_dir", folder / kind]
+        flags += ["--train_data", folder / "rows.parquet", "--batch_size", batch_size, "--max_steps", args.steps]
+        flags += ["--eval_rows", 0, "--save_steps", 0, "--output_dir", folder / kind]
         command = [sys.executable, args.scripts / "train_bi_encoder.py", *flags]
         started = time.perf_counter()
         processes = []
         for rank in range(2):
-            place = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": 2,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": 29577,
-            }
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": 29577}
             environment = os.environ | {name: str(value) for name, value in place.items()}
+            environment |= {"MASTER_ADDR": "127.0.0.1"}
             environment |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
             said = {"stdout": args.said, "stderr": args.said}
             processes.append(subprocess.Popen(list(map(str, command)), env=environment, **said))
