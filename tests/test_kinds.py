@@ -303,7 +303,7 @@ REFUSED = [
     ("plain", "--model_type SparseEncoder", "has no head of a masked language model"),
     ("left", "", "query_expansion 'min' depends on other texts"),
     ("splade", '--lora_rank 2 --lora_kwargs {"target_modules":["query","word_embeddings"]}', "its weight in common"),
-    ("splade", "--label_column label --loss SparseCoSENTLoss", "save it with similarity_fn_name='cosine'"),
+    ("splade", "--label_column label --loss SparseCoSENTLoss", "save the model with similarity_fn_name='cosine'"),
 ]
 
 
