@@ -288,3 +288,12 @@ def test_mined_from_tokens(evaluate, rows, colbert, bert, tmp_path):
 def test_what_is_refused(name, flags, message, evaluate, collection, request):
     with pytest.raises(script.UserError, match=re.escape(message)):
         evaluate("--model_name_or_path", request.getfixturevalue(name), "--beir", collection, *flags.split())
+
+
+def test_a_folder_without_modules(evaluate, collection, splade, tmp_path, capsys):
+    """It is a dense model for the library, also where it was trained as SPLADE: a line says so."""
+    plain = shutil.copytree(splade, tmp_path / "plain", ignore=shutil.ignore_patterns("modules.json", "config_sent*"))
+    evaluate("--model_name_or_path", plain, "--beir", collection)
+    assert f"{plain} has no modules.json: it is read as a dense model" in capsys.readouterr().out
+    evaluate("--model_name_or_path", splade, "--beir", collection)
+    assert "no modules.json" not in capsys.readouterr().out
