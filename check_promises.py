@@ -17,6 +17,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -122,7 +123,7 @@ def main(words, folder):
     args, words = parser.parse_known_args([word.replace(" ", "\0") for word in words])
     words = [word.replace("\0", " ") for word in words]  # else "--flag=a b" is no flag for argparse
     output = folder / "run"
-    listed = run([args.script, "--help"], folder / "log", {}).split()
+    listed = re.findall(r"--\w+", run([args.script, "--help"], folder / "log", {}))  # from Python 3.13 on with commas
     if words and not words[0].startswith("--"):  # a YAML or JSON file
         flags = yaml.safe_load(Path(words[0]).read_text(encoding="utf-8"))
         words[0] = str(folder / "flags.json")

@@ -120,7 +120,7 @@ STUB = """
 import json, os, sys, time
 from pathlib import Path
 if "--help" in sys.argv:
-    sys.exit(print("--dropout X --max_steps N --output_dir FOLDER --micro_batch_tokens N"))
+    sys.exit(print("--dropout, --drop-out X --max_steps, --max-steps N --output_dir DIR [--micro_batch_tokens N]"))
 with open("words.jsonl", "a") as file:
     print(json.dumps(sys.argv[1:]), file=file)
 folder = Path(next(word for word in sys.argv if word.startswith("--output_dir=")).partition("=")[2])
