@@ -361,8 +361,12 @@ def choose_side(table, side, args):
     if not side:
         return table
     is_chosen = []
-    for value in table[args.split_by].cast(pa.string()).to_pylist():
-        digest = hashlib.blake2b(fold(str(value)).encode(), digest_size=8).digest()  # of equal texts the same
+    column = table[args.split_by]
+    if not pa.types.is_floating(column.type):  # of which Arrow writes 1e+10
+        column = column.cast(pa.string())
+    for value in column.to_pylist():
+        text = re.sub(r"^(-?\d+)\.0$", r"\1", fold(str(value)))  # pandas makes whole numbers floats if one is missing
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()  # of equal texts the same
         is_heldout = value is not None and int.from_bytes(digest) < args.eval_share * 2**64
         is_chosen.append(is_heldout == (side == "heldout/"))
     return table.filter(pa.array(is_chosen, pa.bool_()))

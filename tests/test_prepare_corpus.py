@@ -561,6 +561,13 @@ def test_all_rows_of_a_value_are_on_one_side(tmp_path, capsys):
     assert not sites[0] & sites[1] and None in sites[0] and 9 < len(sites[1]) < 27
     _, _, more = split(1500, "--columns", "text", "n")
     assert {n for n in more if n < 1000} == set(held_out) and "site" not in next(iter(more.values()))
+    chosen = []
+    for name, numbers in {"x.parquet": [], "y.parquet": [None, 1.5], "z.csv": ["", 1.5]}.items():  # floats in the last
+        numbers = [1_700_000_000_000 + n if not numbers else float(1_700_000_000_000 + n) for n in range(99)] + numbers
+        source = write(tmp_path / name, [{"at": number, "text": "a"} for number in numbers])
+        run(source, "--output_dir", tmp_path / f"by_{name}", "--split_by", "at", "--eval_share", 0.2)
+        chosen.append({float(row["at"]) for row in read(tmp_path / f"by_{name}/heldout")} - {1.5})
+    assert chosen[0] == chosen[1] == chosen[2] and 5 < len(chosen[0]) < 40
     source = write(tmp_path / "y.jsonl", [{"a": ["x"], "b": 1}] * 3)
     assert (
         fail(source, "--output_dir", tmp_path / "x", "--split_by", "a")
