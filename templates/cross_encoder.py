@@ -229,7 +229,7 @@ def evaluate(model, evaluators, accelerator):
     found = {}
     model.eval()
     for measure, evaluator in evaluators.items():
-        with distributed_evaluation(model) as is_main, accelerator.autocast():
+        with distributed_evaluation(model) as is_main:  # in float32: scores in bf16 would tie
             if is_main:
                 found[measure] = float(evaluator(model)[measure])
     model.train()

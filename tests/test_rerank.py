@@ -178,6 +178,31 @@ def test_models_that_cannot_rerank(evaluate, beir, bert, reranker, run_file, tmp
     assert f"{path}: " in str(error.value) and "\n" not in str(error.value)
 
 
+    assert not (tmp_path / "cache").exists()  # before a text is encoded
+
+
+def test_bm25_without_its_package(evaluate, beir, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    with pytest.raises(script.UserError, match="^--bm25 requires the package bm25s: "):
+        evaluate("--beir", beir, "--bm25")
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("precision, dtype", [("bf16", torch.float32), ("no", torch.bfloat16)])
+def test_scores_in_half_precision_are_distinct(
+    evaluate, beir, reranker, run_file, tmp_path, monkeypatch, precision, dtype
+):
+    """Under autocast, or of weights in bf16, the last layer computes in float32, as in the trainer: most would tie."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    folder = tmp_path / "model"
+    CrossEncoder(str(reranker), device="cpu", model_kwargs={"dtype": dtype}).save_pretrained(str(folder))
+    found = evaluate("--beir", beir, "--run", run_file, "--cross_encoder", folder)["models"][1]
+    ranked = read_run(tmp_path / "out" / found["name"] / "run.trec").values()
+    assert sum(len(set(scores.values())) for scores in ranked) > 0.95 * 59 * 20
+    flags = ["--train_data", "x", "--columns", "q", "d", "--model_name_or_path", str(folder)]
+    model = train_cross_encoder.load_model(train_cross_encoder.parse_args(flags))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(model.preprocess([("a", "b")]))["scores"].dtype == torch.float32
 @pytest.mark.slow
 def test_the_prompt_of_a_model_is_part_of_its_pairs(evaluate, beir, reranker, run_file, tmp_path):
     """Scores are those of predict(), which prepends it to queries; other prompts have other cached scores."""
