@@ -5,6 +5,7 @@ import random
 import re
 import shutil
 import statistics
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from conftest import ROOT, count_cached, launch, read_jsonl, read_run, write_jso
 from sentence_transformers import CrossEncoder
 
 import eval_incremental as script
+import train_cross_encoder
 
 SCRIPT = ROOT / "eval_incremental.py"
 
@@ -174,10 +176,8 @@ def test_models_that_cannot_rerank(evaluate, beir, bert, reranker, run_file, tmp
         shutil.copytree(reranker, path)
         (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:2000])
     with pytest.raises(script.UserError) as error:
-        evaluate("--beir", beir, "--run", run_file, "--cross_encoder", path)
+        evaluate("--beir", beir, "--cross_encoder", path)
     assert f"{path}: " in str(error.value) and "\n" not in str(error.value)
-
-
     assert not (tmp_path / "cache").exists()  # before a text is encoded
 
 
@@ -203,6 +203,8 @@ def test_scores_in_half_precision_are_distinct(
     model = train_cross_encoder.load_model(train_cross_encoder.parse_args(flags))
     with torch.autocast("cpu", torch.bfloat16):
         assert model(model.preprocess([("a", "b")]))["scores"].dtype == torch.float32
+
+
 @pytest.mark.slow
 def test_the_prompt_of_a_model_is_part_of_its_pairs(evaluate, beir, reranker, run_file, tmp_path):
     """Scores are those of predict(), which prepends it to queries; other prompts have other cached scores."""

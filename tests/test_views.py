@@ -147,10 +147,10 @@ def test_of_equal_scores_the_highest_ids_are_ranked(evaluate, beir, bert, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "int8"] if CHAOS else ["int8"])
 def test_processes_streams_and_dtypes_of_the_cache(beir, bert, tmp_path, dtype):
-    """One process, two, and two that stream have the same bytes, from a cache. No text is encoded twice."""
+    """One process, two, and three that stream have the same bytes, from a cache. No text is encoded twice."""
     common = ["--beir", beir, "--model_name_or_path", bert, *ALL, "--corpus_chunk_size", 50, "--cache_dtype", dtype]
     runs = []
-    for name, processes, *flags in [("one", 1), ("two", 2), ("streamed", 2, "--streaming")]:
+    for name, processes, *flags in [("one", 1), ("two", 2), ("streamed", 3, "--streaming")]:
         folder = tmp_path / name
         flags += ["--cache_dir", tmp_path / "cache", "--output_dir", folder]
         launch(ROOT / "eval_incremental.py", *common, *flags, processes=processes)
