@@ -1,6 +1,7 @@
 """What was asked is what is trained and measured: else a run is refused, with a line that says why."""
 
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -56,6 +57,30 @@ def test_a_length_without_room_for_a_text(name, prompt, room, bert, reranker):
         said = f"^{length} tokens: no room for a text beside .*raise --max_length"
         with pytest.raises(script.UserError, match=said):
             script.load_model(script.parse_args([*flags, "--max_length", length]))
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("where", ["--train_data", "--eval_data"])
+def test_a_prompt_of_a_source_that_leaves_no_room(where, name, bert, reranker):
+    """All texts of the source would be the same; so are queries that a ColBERT expands to a fixed length."""
+    write_jsonl(Path("rows.jsonl"), ROWS)
+    entry = json.dumps({"path": "rows.jsonl", "query_prompt": "read a file " * 5})
+    files = {"--train_data": "rows.jsonl", "--eval_data": "rows.jsonl"} | {where: entry}
+    folder = bert if name == "train_bi_encoder" else reranker
+    flags = [*sum(files.items(), ()), "--columns", "q", "d", "--model_name_or_path", folder, "--max_length", 16]
+    script = importlib.import_module(name)
+    with pytest.raises(
+        script.UserError, match="^(--train_data: |--eval_data: )?rows.jsonl: 16 tokens: no room for a text"
+    ):
+        train(name, *flags, "--max_steps", 1, "--output_dir", "out")
+
+
+def test_a_prompt_that_fills_an_expanded_query(colbert):
+    flags = ["--train_data", "x", "--columns", "q", "d", "--model_name_or_path", str(colbert), "--query_prompt"]
+    script = importlib.import_module("train_bi_encoder")
+    script.load_model(script.parse_args([*flags, "read a file "]))
+    with pytest.raises(script.UserError, match="^12 tokens: no room for a text beside prompt.*: shorten the prompt"):
+        script.load_model(script.parse_args([*flags, "read a file " * 4]))
 
 
 def test_equal_texts_of_held_out_rows_are_one(static, evaluate, rows):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import CrossEncoder, SentenceTransformer
 
 import train_bi_encoder as script
 import train_cross_encoder
@@ -113,7 +113,7 @@ def test_a_positive_of_another_row_is_not_a_negative(kind):
     assert replaced > 5
 
 
-def test_known_positives_of_held_out_and_of_labelled_rows(static, monkeypatch):
+def test_known_positives_of_held_out_and_of_labelled_rows(reranker, monkeypatch):
     """Held-out rows rank no positive of another one as wrong; labels of a row count, for it and for others."""
     args = train_cross_encoder.parse_args([*REQUIRED.split()[:-3], "--columns", *"qpn", "--loss", "bce"])
     labelled = replace(args, label_column=["s"])
@@ -123,19 +123,21 @@ def test_known_positives_of_held_out_and_of_labelled_rows(static, monkeypatch):
         {"q": "A ", "p": "TWO", "n": "three", "s": None},
         {"q": "a", "p": "one", "n": "three", "s": [0, 1]},
         {"q": "b", "p": "one", "n": "four", "s": None},
+        {"q": "b", "p": "four", "n": None, "s": [0]},  # judged wrong: no positive
     ]
     numbers = [{script.SOURCE: int(bool(row["s"])), script.NUMBER: f"0 {n}"} for n, row in enumerate(cells)]
     table = pa.Table.from_pylist([row | number for row, number in zip(cells, numbers)])  # fmt: skip
     data = SimpleNamespace(sources=sources, lookups=[None, None])
-    rows, _ = train_cross_encoder.local_rows(table, [0, 1, 2, 3], 0, data, args)
-    assert [row.documents[0] for row in rows] == ["one", "TWO", "one", "one"]
-    assert [set(row.documents[1:]) for row in rows] == [{"four"}, {"four"}, {"three"}, {"four"}]
+    rows, _ = train_cross_encoder.local_rows(table, [0, 1, 2, 3, 4], 0, data, args)
+    assert [row.documents[0] for row in rows] == ["one", "TWO", "one", "one", "four"]
+    assert [set(row.documents[1:]) for row in rows] == [{"four"}, {"four"}, {"three"}, {"four"}, set()]
     assert rows[2].labels == [0, 1]
     ranked = train_cross_encoder.read_rows(table.take([0, 1, 3]), sources, [None, None], 0)[0]
     evaluation = train_cross_encoder.evaluation
     monkeypatch.setattr(evaluation, "CrossEncoderRerankingEvaluator", lambda samples, **_: samples)
-    data = SimpleNamespace(held_out=[(sources[0], ranked)], lookups=[None, None])
-    ((samples, _),) = train_cross_encoder.open_evaluators(data, None, args).values()
+    data = SimpleNamespace(sources=sources, held_out=[(sources[0], ranked)], lookups=[None, None])
+    model = CrossEncoder(str(reranker), device="cpu")
+    ((samples, _),) = train_cross_encoder.open_evaluators(data, model, args).values()
     assert [sample["negative"] for sample in samples] == [["four"], ["three"], ["four"]]
 
 

@@ -82,6 +82,7 @@ MEMORY_RUNS = {  # {name: (--micro_batch_tokens, bytes, more flags)}
     "memory, 16384 tokens": ("16384", LIMIT, ""),
     "memory, no limit": ("512", 80 * 2**30, ""),
     "memory, measured with a large vocabulary": (None, 68_000_000, WIDE),
+    "memory, measured of a frozen encoder": (None, 68_000_000, "--model_name_or_path frozen"),
 }
 TEMPLATES = {"bert": "templates/bi_encoder", "reranker": "templates/cross_encoder"}
 TEMPLATE_RUNS = {"cpu": {"device": False}, "device": {}, "bf16": {"mixed": "bf16", "processes": 2}}
@@ -93,7 +94,9 @@ def folder(tmp_path_factory, rows, bert, beir):
     reranker/, flash/, and rerankers of several modules: modular/, chat/."""
     import torch
     import transformers
-    from sentence_transformers import CrossEncoder
+    from sentence_transformers import CrossEncoder, SparseEncoder
+    from sentence_transformers.base.modules import Router
+    from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding
 
     if not shutil.which("g++"):
         pytest.skip("g++ is not installed: it compiles the simulated device")
@@ -118,6 +121,10 @@ def folder(tmp_path_factory, rows, bert, beir):
             parameter.mul_(5 if parameter.ndim > 1 else 1)
     model.save_pretrained(str(folder / "reranker"))
     make_splade(folder / "bert", folder / "splade")
+    sparse = SparseEncoder(str(folder / "splade"), device="cpu")
+    static = SparseStaticEmbedding(sparse.tokenizer, weight=torch.rand(len(sparse.tokenizer)), frozen=True)
+    router = Router.for_query_document(query_modules=[static], document_modules=list(sparse))
+    SparseEncoder(modules=[router], device="cpu", similarity_fn_name="dot").save_pretrained(str(folder / "frozen"))
     make_colbert(folder / "bert", folder / "colbert", query_expansion={"strategy": "fixed", "length": 12})
     shutil.copytree(folder / "bert", folder / "wide")
     wide = transformers.AutoModel.from_pretrained(folder / "bert")
@@ -316,6 +323,10 @@ def test_memory_is_measured(ran):
     assert "out of memory" in ran["train_bi_encoder memory, 16384 tokens"]["error"]
     expected = losses(ran["train_bi_encoder memory, no limit"])
     assert losses(ran["train_bi_encoder memory, measured"]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_memory_is_measured_beside_a_frozen_encoder(ran):
+    assert losses(ran["train_bi_encoder memory, measured of a frozen encoder"])
 
 
 @pytest.mark.slow
