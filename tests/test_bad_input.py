@@ -590,9 +590,26 @@ def test_what_is_beside_checkpoints(finished, capsys, steps):
     for name in (*own, *others[:2]):
         shutil.copytree("out/checkpoints/step_00000004", f"out/checkpoints/{name}")
     Path("out/checkpoints", others[2]).touch()
+    Path("out/checkpoints/step_00000004/.DS_Store").touch()
     train(finished, "--resume", "--max_steps", steps, "--accept_changes")
     kept = ["step_00000002", "step_00000004"] if steps == 4 else ["step_00000004", "step_00000005"]
     assert checkpoints() == sorted([*kept, *others]) and "damaged" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--lora_rank", 2]])
+def test_files_that_the_client_of_the_hub_rewrites(flags, bert, tmp_path, more):
+    """`hf download` writes a time into .cache/ of the model's folder, before each start."""
+    script = importlib.import_module("train_bi_encoder")
+    record = tmp_path / "model/.cache/huggingface/download/config.json.metadata"
+    shutil.copytree(bert, tmp_path / "model")
+    record.parent.mkdir(parents=True)
+    found = []
+    for time in (1, 22):
+        record.write_text(f"{time}")
+        words = map(str, [*flags, "--train_data", jsonl("x.jsonl"), "--model_name_or_path", tmp_path / "model", *more])
+        args = script.parse_args([*words])
+        found.append(script.unchanging(args, script.load_model(args), SimpleNamespace(description={})))
+    assert found[0] == found[1] and len(found[0]["files of --model_name_or_path"]) > 5
 
 
 def test_resume_is_refused_if_no_checkpoint_is_intact(finished, refusal):

@@ -420,11 +420,13 @@ def test_a_resume_with_a_shorter_length_window():
     """--accept_changes allows it: the rows of the window that was open are drawn again, in shorter windows."""
     file = write_rows("rows.jsonl", table(150))
 
-    def batches(length_window, state=None):
-        source = open_source(False, file, batch_size=8, shuffle_buffer=40, length_window=length_window)
+    def batches(length_window, state=None, size=8):
+        source = open_source(False, file, batch_size=size, shuffle_buffer=40, length_window=length_window)
         return script.row_batches([source], [1], source.args, state)
 
     *_, (_, state) = islice(batches(6), 4)
+    _, begun = next(batches(3, json.loads(json.dumps(state)), 16))  # of as many rows, of which 4 batches are taken
+    assert begun["used"] == 1 and begun["sources"]["rows.jsonl 0"]["taken"] == 0
     states = [state for _, state in islice(batches(2, json.loads(json.dumps(state))), 3)]
     assert [state["used"] for state in states] == [1, 0, 1]
     assert [state["sources"]["rows.jsonl 0"]["taken"] for state in states] == [0, 16, 16]
