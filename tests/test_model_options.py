@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -255,6 +256,19 @@ def test_lengths_by_role(load_model, bert, tmp_path):
     with pytest.raises(train_bi_encoder.UserError, match="^6 tokens: no room for a text"):
         load(folder, "--query_prompt", "a b c d e f ")
     load(folder, "--document_prompt", "a b c d e f ")
+
+
+def test_a_document_prompt_that_is_turned_off(bert, tmp_path):
+    """Other names of it in the folder do not bring it back: in the evaluator, or in a second training."""
+    for name in ("passage", "corpus"):
+        prompts = {"query": "q: ", name: "d: "}
+        SentenceTransformer(str(bert), device="cpu", prompts=prompts).save_pretrained(str(tmp_path / "model"))
+        for flags, expected in (([], "d: "), (["--document_prompt", ""], ""), (["--document_prompt", "x: "], "x: ")):
+            load(tmp_path / "model", *flags).save_pretrained(str(tmp_path / "trained"))
+            assert load(tmp_path / "trained").prompts["document"] == expected
+            encoder = SimpleNamespace(model=load_to_evaluate(tmp_path / "trained"))
+            eval_incremental.CachedEncoder.set_prompts(encoder, eval_incremental.Args())
+            assert encoder.prompts == {"query": "q: ", "document": expected}
 
 
 def test_a_saved_length_beyond_the_positions(tmp_path):
