@@ -16,6 +16,7 @@ of an index index.png, quality against bytes.
 import argparse
 import csv
 import json
+import math
 import re
 import shutil
 import sys
@@ -52,7 +53,7 @@ def main(args):
     columns = [*names, "mean"] if len(names) > 1 else names
     summaries = {name: compare_rankings(rankings, number) for number, name in enumerate(columns)}
     table = table_of(summaries, [ranking.name for ranking in rankings])
-    sizes = [ranking.size for ranking in rankings]
+    sizes = [ranking.size() for ranking in rankings]
     has_sizes = len(set(filter(None, sizes))) > 1
     if has_sizes:
         table.insert(0, "bytes", [size or "" for size in sizes])
@@ -80,7 +81,11 @@ class Results:
     folders: list[Path]  # of each collection, with run.trec and per_query.csv
     tables: list[pd.DataFrame]  # per_query.csv, by query id
     metrics: list[dict]  # {measure: statistics} of each collection and, of several, of their mean
-    size: int | None = None  # bytes of a document in an index; None: no vectors
+    sizes: list[int | None]  # bytes of a document of each collection; None: no vectors
+
+    def size(self):
+        """Return the mean of the sizes, or None."""
+        return math.ceil(np.mean(self.sizes)) if all(self.sizes) else None
 
 
 def read_calls(folders):
@@ -109,7 +114,8 @@ def read_rankings(calls, chosen):
     for call in calls:
         for result in call["results"]:
             path = str(call["folder"] / result["name"])
-            ranking = rankings.setdefault(path, Results(result["name"], [], [], [], result.get("bytes")))
+            ranking = rankings.setdefault(path, Results(result["name"], [], [], [], []))
+            ranking.sizes.append(result.get("bytes"))
             ranking.folders.append(call["folder"] / result["folder"])
             table = pd.read_csv(ranking.folders[-1] / "per_query.csv", dtype={"query": str}, na_filter=False)
             ranking.tables.append(table.set_index("query"))
@@ -412,9 +418,9 @@ def plot_sizes(rankings, rows, path):
     measure = next(name for name, cell in rows[0].items() if "mean" in cell)
     points = defaultdict(list)  # {label: (bytes, mean, low, high)}
     for ranking, row in zip(rankings, rows):
-        if ranking.size:
+        if ranking.size():
             label = re.sub(r"@\d+,", " ", ranking.name)
-            points[label].append((ranking.size, *(row[measure][name] for name in ("mean", "low", "high"))))
+            points[label].append((ranking.size(), *(row[measure][name] for name in ("mean", "low", "high"))))
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for label, line in points.items():

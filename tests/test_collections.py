@@ -300,6 +300,33 @@ def test_what_is_not_read_is_named_once(evaluate, capsys):
         assert capsys.readouterr().err.count(said) == 1
     evaluate("--beir", "root", "--query_columns", "_id", "text", "instruction")
     assert "instruction" not in capsys.readouterr().err
+    more = {
+        "instruction": [{"query-id": "q0", "instruction": "x"}],
+        "top_ranked": [{"query-id": "q0", "corpus-ids": []}],
+    }
+    write_configurations(Path("c"), tables() | more, "test")
+    for read in (lambda: evaluate("--beir", "c"), lambda: mine("--beir", "c", "--split", "test")):
+        read()
+        assert "c: not read: instruction, top_ranked, by which MTEB changes" in capsys.readouterr().err
+
+
+def test_texts_are_read_as_they_are_written(evaluate, tmp_path):
+    """With the white space that a tokenizer may see, as in training; title and text are joined as BEIR does."""
+    pairs = [{"q": f" find {n}\n", "d": f"    def f_{n}():\n"} for n in range(3)] + [{"q": "a", "d": " \n"}]
+    write_jsonl(Path("p.jsonl"), pairs)
+    evaluate("--pairs", "p.jsonl", "--columns", "q", "d")
+    run = Path(tmp_path / "out/run.trec").read_text()
+    Path("p.run").write_text(run)
+    rows = mine("--pairs", "p.jsonl", "--columns", "q", "d", "--run", "p.run")
+    assert [[row["query"], row["positive"]] for row in rows] == [[row["q"], row["d"]] for row in pairs[:3]]
+    args = script.parse_args(["--model_name_or_path", "x", "--pairs", "p.jsonl", "--columns", "q", "d"])
+    reader, queries, _, lacking = script.judged_pairs("p", args)
+    assert [*reader.frame()["text"]] == [row["d"] for row in pairs[:3]] and lacking == [
+        "1 rows of --pairs lack a text; left out"
+    ]
+    assert [*queries.values()] == [row["q"] for row in pairs[:3]]
+    table = pa.table({"title": [" a", ""], "text": ["b ", " c"]})
+    assert script.join_texts(table, ["title", "text"]).to_pylist() == ["a b", "c"]
 
 
 def test_ids_with_spaces_survive_a_run_file(evaluate, tmp_path):

@@ -2,6 +2,7 @@
 similarity, from the cache as computed, on two processes, after a kill, and in one table with dense models."""
 
 import json
+import math
 import re
 import shutil
 import signal
@@ -23,6 +24,7 @@ from transformers import AutoTokenizer, BertConfig, BertModel, ModernBertConfig,
 
 import eval_incremental as script
 import mine_negatives
+import report
 
 
 def sparse(folder, bert, splade, **options):
@@ -229,13 +231,20 @@ def test_all_kinds_in_one_table(evaluate, collection, bert, splade, colbert, rer
     """Two collections, three kinds of models, BM25, their fusion, reranked; also from the cache."""
     other = shutil.copytree(collection, tmp_path / "other")
     write_jsonl(other / "queries.jsonl", read_jsonl(collection / "queries.jsonl")[::-1][:12])
+    documents = [{**row, "text": row["text"][:60]} for row in read_jsonl(collection / "corpus.jsonl")]
+    write_jsonl(other / "corpus.jsonl", documents)
     flags = ["--beir", collection, other, "--model_name_or_path", bert, splade, colbert, "--bm25", "--fuse", "rrf"]
     flags += ["--cross_encoder", reranker, "--rerank_k", 3]
     found = evaluate(*flags)["models"]
     printed = capsys.readouterr().out
     sizes = {row["name"]: row["bytes"] for row in found if "bytes" in row}
     assert len(found) == 2 * 2 * 5 and len(set(sizes.values())) == 3
-    assert "bytes" in printed and "mean" in printed
+    assert "mean" in printed
+    name = colbert.name
+    mean = math.ceil(np.mean([row["bytes"] for row in found if row["name"] == name]))
+    assert re.search(rf"^{name} +{mean} ", printed, re.M) and mean != sizes[name]
+    report.main(report.parse_args([str(tmp_path / "out")]))
+    assert f"| {name} | {mean} |" in (tmp_path / "out/table.md").read_text()
     before = [file.read_bytes() for file in sorted((tmp_path / "out").rglob("run.trec"))]
     again = evaluate(*flags)["models"]
     assert [file.read_bytes() for file in sorted((tmp_path / "out").rglob("run.trec"))] == before

@@ -394,6 +394,7 @@ def test_errors(small, tmp_path, capsys, monkeypatch):
         assert "\n" not in str(error.value)
     for flags, message in (
         (["--output", small / "corpus.jsonl"], "corpus.jsonl: exists; choose another file, or set --overwrite"),
+        (["--output", small / "corpus.jsonl/x.jsonl"], "--output .*corpus.jsonl/x.jsonl: .*Not a directory"),
         (["--output", tmp_path / "new/x.jsonl", "--absolute_margin", 50], "x.jsonl: not written: no row is left"),
     ):
         with pytest.raises(script.UserError, match=message):

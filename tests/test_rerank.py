@@ -79,7 +79,8 @@ def test_a_given_run_without_reranking(evaluate, beir, run_file, tmp_path, capsy
     got = evaluate("--beir", beir, "--run", run_file, "--metrics", "RR", "R@1000")
     message = capsys.readouterr().err
     assert f"1 queries of {run_file} are unknown, or not judged; left out" in message
-    assert message.count("warning: ") == 1
+    assert f"1 judged queries have no line in {run_file}: they count 0" in message
+    assert message.count("warning: ") == 2
     ranked = {q: sorted(found, key=lambda d: (found[d], d), reverse=True) for q, found in read_run(run_file).items()}
     places = [ranked[f"q{i}"].index(f"d{i}") for i in range(59)]
     assert got["metrics"]["RR"]["mean"] == pytest.approx(sum(1 / (place + 1) for place in places) / 60)
@@ -164,7 +165,10 @@ def test_unknown_documents_are_measured_and_have_no_score(evaluate, beir, rerank
     assert after["metrics"]["RR"]["mean"] == pytest.approx(1 / 60)
     assert list(read_run(tmp_path / "out" / after["name"] / "run.trec")["q0"]) == ["d0"]
     (entry,) = json.loads((tmp_path / "out/metrics.json").read_text())["collections"]
-    assert entry["warnings"] == ["1 ranked documents are not in the corpus"]
+    missed = (
+        f"59 judged queries have no line in {tmp_path / 'run.trec'}: they count 0, where trec_eval leaves them out"
+    )
+    assert entry["warnings"] == [missed, "1 ranked documents are not in the corpus"]
 
 
 @pytest.mark.parametrize("which", ["bi-encoder", "several labels", "nowhere", "damaged"])
