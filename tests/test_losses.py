@@ -304,8 +304,10 @@ def test_held_out_labels_are_of_pairs(static, more):
     """Beside a hard negative a label may be a margin: then queries search. tests/test_asked.py compares measures of
     pairs with those of the evaluator."""
     rows = [script.Row(f"q{i}", [f"d{i}", *more], [i / 4], {script.SOURCE: 0}) for i in range(5)]
-    data = SimpleNamespace(held_out=[(SimpleNamespace(args=parse()), rows)])
-    evaluators = script.open_evaluators(data, SentenceTransformer(str(static), device="cpu"), parse())
+    model = SentenceTransformer(str(static), device="cpu")
+    args = script.resolve_args(parse(), model, Accelerator())
+    data = SimpleNamespace(sources=[], held_out=[(SimpleNamespace(args=args, name="x"), rows)])
+    evaluators = script.open_evaluators(data, model, args)
     ((evaluator, _),) = evaluators.values()
     assert list(evaluators) == ["held_out_cosine_ndcg@10" if more else "held_out_spearman_cosine"]
     if not more:
