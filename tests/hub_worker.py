@@ -40,7 +40,7 @@ def of_evaluator(name, split):
 def of_trainer(script, name, _):
     flags = ["--train_data", "none", "--columns", "a", "b", "--model_name_or_path", "none", "--eval_beir", name]
     model = SimpleNamespace(similarity_fn_name="cosine", model_type="SentenceTransformer")
-    data = SimpleNamespace(held_out=[])
+    data = SimpleNamespace(sources=[], held_out=[])
     found = {}
     for measure, (evaluator, _) in script.open_evaluators(data, model, script.parse_args(flags)).items():
         found[measure] = {part.name: relevant_texts(part) for part in evaluator.evaluators}
