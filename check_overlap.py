@@ -730,7 +730,7 @@ def find_splits(name):
         raise UserError(f"neither a file corpus.jsonl nor configurations {prefix}corpus and {prefix}queries, {found}")
     unread = [config for config in configs if config in (f"{prefix}instruction", f"{prefix}top_ranked")]
     if unread and os.environ.get("RANK", "0") == "0":
-        print(f"{name}: not read: {', '.join(unread)}, by which MTEB changes queries, or ranks", file=sys.stderr)
+        print(f"{name}: not read: {', '.join(unread)}, which MTEB uses", file=sys.stderr)
     judged = [config for config in ("qrels", "default", "relevance") if f"{prefix}{config}" in configs]
     parts = [(source, f"{prefix}{config}") for config in ("corpus", "queries", *judged[:1])]
     if not judged:  # those of BEIR lie in a repository of their own

@@ -15,6 +15,7 @@ from conftest import write_jsonl
 import check_overlap
 import eval_incremental as script
 import mine_negatives
+import train_bi_encoder
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 DOCUMENTS = {"d0": "red apple", "d1": "blue car", "d2": "deep sea", "d3": "apple tree"}
@@ -300,14 +301,11 @@ def test_what_is_not_read_is_named_once(evaluate, capsys):
         assert capsys.readouterr().err.count(said) == 1
     evaluate("--beir", "root", "--query_columns", "_id", "text", "instruction")
     assert "instruction" not in capsys.readouterr().err
-    more = {
-        "instruction": [{"query-id": "q0", "instruction": "x"}],
-        "top_ranked": [{"query-id": "q0", "corpus-ids": []}],
-    }
+    more = {name: [{"query-id": "q0", name: "x"}] for name in ("instruction", "top_ranked")}
     write_configurations(Path("c"), tables() | more, "test")
     for read in (lambda: evaluate("--beir", "c"), lambda: mine("--beir", "c", "--split", "test")):
         read()
-        assert "c: not read: instruction, top_ranked, by which MTEB changes" in capsys.readouterr().err
+        assert "c: not read: instruction, top_ranked, which MTEB uses" in capsys.readouterr().err
 
 
 def test_texts_are_read_as_they_are_written(evaluate, tmp_path):
@@ -321,10 +319,16 @@ def test_texts_are_read_as_they_are_written(evaluate, tmp_path):
     assert [[row["query"], row["positive"]] for row in rows] == [[row["q"], row["d"]] for row in pairs[:3]]
     args = script.parse_args(["--model_name_or_path", "x", "--pairs", "p.jsonl", "--columns", "q", "d"])
     reader, queries, _, lacking = script.judged_pairs("p", args)
-    assert [*reader.frame()["text"]] == [row["d"] for row in pairs[:3]] and lacking == [
-        "1 rows of --pairs lack a text; left out"
-    ]
+    assert [*reader.frame()["text"]] == [row["d"] for row in pairs[:3]]
+    assert lacking == ["1 rows of --pairs lack a text; left out"]
     assert [*queries.values()] == [row["q"] for row in pairs[:3]]
+    write_texts(Path("c"), queries={"q0": " b\n"})
+    documents = [{"_id": "d0", "title": "", "text": " a\n"}, {"_id": "d1", "title": " t", "text": " \n"}]
+    write_jsonl(Path("c/corpus.jsonl"), documents)
+    write_tsv(Path("c/qrels/test.tsv"), [("q0", "d0")])
+    assert train_bi_encoder.read_beir("c", "test")[:2] == ({"q0": " b\n"}, {"d0": "a", "d1": "t"})
+    lookup = train_bi_encoder.TextLookup(["c/corpus.jsonl"], ["_id", "text"])
+    assert lookup.texts(["d0", "d1", "d2"]) == [" a\n", None, None]
     table = pa.table({"title": [" a", ""], "text": ["b ", " c"]})
     assert script.join_texts(table, ["title", "text"]).to_pylist() == ["a b", "c"]
 

@@ -299,6 +299,15 @@ def test_a_loss_of_the_library_that_reads_no_labels(loss, static, monkeypatch):
         script.make_loss(parse("--loss", loss, "--label_column", "y"), model)
 
 
+def test_texts_of_equal_length_have_one_order(bert):
+    """Dropout depends on it; NumPy's sort would order them by the instructions of the processor."""
+    model = script.load_model(parse(model=str(bert)))
+    args = parse("--micro_batch_tokens", "2048")
+    texts = ["a b" if number % 3 else "a b c" for number in range(600)]
+    found = [index for part, _ in script.tokenize(model, texts, args, Accelerator()) for index in part]
+    assert found == sorted(range(600), key=lambda number: (-len(texts[number]), -number))
+
+
 @pytest.mark.parametrize("more", [[], ["a hard negative"]])
 def test_held_out_labels_are_of_pairs(static, more):
     """Beside a hard negative a label may be a margin: then queries search. tests/test_asked.py compares measures of
